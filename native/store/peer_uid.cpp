@@ -7,6 +7,7 @@
 #include <linux/netlink.h>
 #include <linux/sock_diag.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -66,7 +67,8 @@ bool Address::is_foreign(int fd) const {
   }
   inet_diag_msg message;
   std::memcpy(&message, answer + NLMSG_HDRLEN, sizeof message);
-  return message.idiag_uid != geteuid();
+  // In place of a socket that is gone the kernel may report a listening socket, or user 0.
+  return message.idiag_state != TCP_ESTABLISHED || message.idiag_uid != geteuid();
 }
 
 }  // namespace unisono::store

@@ -12,6 +12,7 @@ The orders of events that named a follower, and what prevents each:
 | a failed dial to a follower that was never linked | as an ended link |
 | a failed receive from a rank that left, then the follower's good-bye | `Transport.explain` |
 | an uncaught exception, in a sub-group's call | the exception is reported in all groups |
+| a failure soon after one that was survived | a rank keeps all fresh failures |
 | a failure overtakes data that its detector sent before | it breaks when it comes from there |
 | an exception after the end of its rank's connection | the exception replaces the end |
 """
@@ -19,6 +20,7 @@ The orders of events that named a follower, and what prevents each:
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,17 @@ def test_earliest_fresh_failure_is_the_first_cause(events, first):
     other = FirstCause()
     other.learn(causes.words)
     assert other.find(0.0).args == first.args
+
+
+def test_failure_after_a_survived_one_is_a_first_cause_too():
+    causes, other = FirstCause(), FirstCause()
+    causes.add(Failure("lost", "rank 3 was lost", [3], 0), 6.0)
+    made_s = time.monotonic() - 5.0  # a group of the ranks that are left
+    causes.add(LOST_2, 0.5)
+    causes.add(LOST, 0.0)
+    other.learn(causes.words)
+    assert causes.find(made_s) is LOST_2
+    assert other.find(made_s).args == LOST_2.args
 
 
 @pytest.mark.parametrize("medium", list(first_cause.MEDIA))

@@ -10,11 +10,13 @@ import socket
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
 from tests.faults.scripts import ranks_of
 from unisono.base.deadline import Deadline
+from unisono.base.where import stack_of
 from unisono.cli.look import command
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import Job, jobs_of, verdict_of
@@ -196,6 +198,35 @@ def test_user_of_a_connection_is_found():
         accepted, _ = server.accept()
         with accepted:
             assert user_of_peer(accepted) == os.geteuid()
+
+
+@pytest.mark.parametrize(("any_host", "peer"), [("0.0.0.0", "198.51.100.7"), ("::", "2001:db8::7")])
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_listening_socket_is_not_taken_for_the_peer(any_host, peer):
+    # A client on another host may connect from any port, and the job's store listens on a known
+    # one. Without an established connection the kernel reports the listening socket.
+    here = "127.0.0.1" if "." in peer else "::1"
+    with socket.socket(socket.AF_INET6 if ":" in any_host else socket.AF_INET) as store:
+        store.bind((any_host, 0))
+        store.listen()
+        sock = mock.Mock(spec=socket.socket)
+        sock.getsockname.return_value = here, 4242
+        sock.getpeername.return_value = peer, store.getsockname()[1]
+        assert user_of_peer(sock) == -1
+
+
+def test_deep_stack_is_cut_at_its_outer_end():
+    def recurse(depth):
+        return recurse(depth - 1) if depth else stack_of(sys._getframe())
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(5000)
+    try:
+        frames = recurse(3000)
+    finally:
+        sys.setrecursionlimit(limit)
+    line = recurse.__code__.co_firstlineno + 1
+    assert frames == [(__file__, line, "recurse", True)] * 1000
 
 
 def test_live_table_counts_the_time_of_a_call():

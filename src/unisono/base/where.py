@@ -6,6 +6,8 @@ line of the user stands first.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import sys
@@ -18,6 +20,10 @@ from unisono.base.host import read_text, stat_fields
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+# How many frames of a stack are shown. Without a limit, the stack of a deep recursion would occupy
+# the interpreter, and so the rank, for a second.
+_MOST_FRAMES = 1000
 
 _STATES = {
     "T": "is stopped",
@@ -38,7 +44,7 @@ def place_of_thread(thread: int) -> str:
     """
     frames = sys._current_frames()
     frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
-    lines = list(user_frames(frame))
+    lines = list(itertools.islice(user_frames(frame), 2))
     if not lines:
         return "" if frame is None else _place(frame)
     caller = f", called from {_line(lines[1])}" if len(lines) > 1 else ""
@@ -48,7 +54,7 @@ def place_of_thread(thread: int) -> str:
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Return the frames of the user's code, innermost first."""
     while frame is not None:
-        if _is_of_user(frame):
+        if _is_of_user(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
@@ -66,8 +72,8 @@ def state_of_process(pid: int) -> str:
     return _STATES.get(fields[0], "does not answer").format(wait=wait)
 
 
-def _is_of_user(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
+@functools.lru_cache(1024)
+def _is_of_user(path: str) -> bool:
     return not (path.startswith((_OURS, _STANDARD, "<frozen")) or _INSTALLED.search(path))
 
 
@@ -81,10 +87,14 @@ def _line(frame: FrameType) -> str:
 
 
 def stack_of(frame: FrameType | None) -> list[tuple[str, int, str, bool]]:
-    """Return (file, line, function, whether it is the user's) of each frame, innermost first."""
-    rows = []
-    while frame is not None:
+    """Return (file, line, function, whether it is the user's) of the frames, innermost first.
+
+    Outer frames of a very deep stack are left out.
+    """
+    rows: list[tuple[str, int, str, bool]] = []
+    while frame is not None and len(rows) < _MOST_FRAMES:
         code = frame.f_code
-        rows.append((code.co_filename, frame.f_lineno or 0, code.co_name, _is_of_user(frame)))
+        path = code.co_filename
+        rows.append((path, frame.f_lineno or 0, code.co_name, _is_of_user(path)))
         frame = frame.f_back
     return rows

@@ -16,6 +16,9 @@ from unisono.transports.messages import CallStatus, Failure, LinkDown
 # to close files. A longer time would blame a failure that the ranks have survived.
 _FOLLOWS_S = 10.0
 
+# How many failures a control message carries. The first one and some after a survived one matter.
+_MOST_CAUSES = 8
+
 # How many past calls a rank keeps per context, so that a slower rank can still ask for the call on
 # which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
 _HISTORY = 8
@@ -151,48 +154,46 @@ class FirstCause:
     """The first of the failures that follow one another, as far as this rank knows.
 
     A rank that has an error usually ends, and its end is an error on the next rank. Every control
-    message about a failure carries the first cause that its sender knows.
+    message about a failure carries the fresh failures that its sender knows. The first of them is
+    no cause if the ranks have survived it, so the later failures count, too.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: tuple[float, Failure] | None = None
+        self._known: list[tuple[float, Failure]] = []
 
     def add(self, failure: Failure, age_s: float = 0.0) -> None:
         """Take a failure that is so old into account."""
-        at_s = time.monotonic() - age_s
+        at_s, peers = time.monotonic() - age_s, failure.peers
         with self._lock:
-            if self._known is None or not self._is_later(at_s, failure):
-                self._known = at_s, failure
-
-    def _is_later(self, at_s: float, failure: Failure) -> bool:
-        """Whether a failure is no first cause, because the known failure is."""
-        assert self._known is not None
-        known_s, known = self._known
-        if abs(at_s - known_s) > _FOLLOWS_S:
-            return at_s < known_s
-        if known.peers == failure.peers:
-            # The exception of a rank replaces the end of its connection.
-            return known.kind != "lost" or failure.kind == "lost"
-        return at_s >= known_s
+            fresh = {entry[1].peers: entry for entry in self._fresh()}
+            if peers in fresh:
+                # The exception of a rank replaces the end of its connection.
+                known_s, known = fresh[peers]
+                if known.kind != "lost" or failure.kind == "lost":
+                    failure = known
+                at_s = min(at_s, known_s)
+            fresh[peers] = at_s, failure
+            self._known = sorted(fresh.values(), key=lambda entry: entry[0])
 
     def find(self, since_s: float) -> Failure | None:
         """Return the first cause if it is fresh, and not older than `since_s`."""
-        known = self._known
-        if known is None or known[0] < max(since_s, time.monotonic() - _FOLLOWS_S):
-            return None
-        return known[1]
+        return next((failure for at_s, failure in self._fresh() if at_s >= since_s), None)
 
     @property
-    def words(self) -> list[object] | None:
-        """The age in seconds and the words of the first cause, for a control message."""
-        known = self._known
-        return None if known is None else [time.monotonic() - known[0], known[1].words]
+    def words(self) -> list[list[Any]]:
+        """The age in seconds and the words of each fresh failure, for a control message."""
+        now_s = time.monotonic()
+        return [[now_s - at_s, failure.words] for at_s, failure in self._fresh()[:_MOST_CAUSES]]
 
-    def learn(self, words: list[Any] | None) -> None:
-        """Take the first cause of another rank into account."""
-        if words is not None:
-            self.add(Failure(*words[1]), max(0.0, words[0]))
+    def learn(self, words: list[list[Any]] | None) -> None:
+        """Take the failures that another rank knows into account."""
+        for age_s, arguments in words or ():
+            self.add(Failure(*arguments), max(0.0, age_s))
+
+    def _fresh(self) -> list[tuple[float, Failure]]:
+        since_s = time.monotonic() - _FOLLOWS_S
+        return [entry for entry in self._known if entry[0] >= since_s]
 
 
 class Failures:

@@ -120,6 +120,23 @@ def test_another_users_client_without_token(server, caplog):
     assert "it is another user's and has no token; give it the job's token" in lines[0]
 
 
+def send_and_close(port: int) -> bool:
+    """Send a request in the packet that ends the connection, many times."""
+    for number in range(50):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+            sock.sendall(VALIDATE + encode_request(Op.SET, f"/{number}", b"forged"))
+    return True
+
+
+@needs_another_user
+def test_another_users_client_that_is_gone(server):
+    """The kernel reports the remains of a closed socket as of user 0."""
+    assert as_another_user(lambda: send_and_close(server.port)) == 0
+    with TCPStore("127.0.0.1", server.port, token=TOKEN) as store:
+        assert store.num_keys() == 0
+
+
 @needs_another_user
 def test_another_users_server_without_token(server_kind, monkeypatch):
     """A client with a token does not take the word of a server that cannot know it."""

@@ -45,12 +45,16 @@ def ask_job(which: str | None) -> list[State]:
             user.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        states = _by_rank(pool.map(_ask, _listening(_candidates(which))))
+        local = list(_listening(_candidates(which)))
+        states = _by_rank(pool.map(_ask, local))
+        asked = {port for _, port, _ in local}
         missing = []
-        for job, addresses in {s["job"]: s["addresses"] for s in states.values()}.items():
-            for rank, text in enumerate(addresses):
-                if (job, rank) not in states:
-                    hosts, port, token = TCPAddress.unpack(text)
+        for state in {state["job"]: state for state in states.values()}.values():
+            for rank, text in enumerate(state["addresses"]):
+                hosts, port, token = TCPAddress.unpack(text)
+                # A rank of this host that was asked already is stopped or busy.
+                is_silent = str(rank) in state["pids"] and port in asked
+                if (state["job"], rank) not in states and not is_silent:
                     missing += [(host, port, token) for host in hosts]
         states |= _by_rank(pool.map(_ask, missing))
     return [states[key] for key in sorted(states)]

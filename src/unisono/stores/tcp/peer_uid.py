@@ -14,10 +14,11 @@ _ERROR = 2
 _ANY_COOKIE = 0xFFFFFFFF
 _ALL_STATES = 0xFFFFFFFF
 _MAPPED = "::ffff:"
-# The answer: a header, the question, three numbers, the user id.
-_USER = struct.Struct("=16x 52x 12x I")
+# The answer: a header, the family, the state, the addresses and more, the user id.
+_USER = struct.Struct("=16x x B 62x I")
 _ERRNO = struct.Struct("=4x H 10x i")
 _ENOENT = 2
+_ESTABLISHED = 1
 
 
 def is_foreign(sock: socket.socket) -> bool:
@@ -32,7 +33,9 @@ def is_foreign(sock: socket.socket) -> bool:
 def user_of_peer(sock: socket.socket) -> int | None:
     """Return the user id of the other end of a local connection; None without sock_diag.
 
-    -1 if this host has no such socket: it is gone, or the connection is not local.
+    -1 if this host has no such socket: it is gone, or the connection is not local. In place of
+    such a socket the kernel may report a socket that listens on the peer's port, of any user, or
+    the remains of a closed socket, as of user 0. So only an established connection counts.
 
     Source: sock_diag(7); the layout is that of linux/inet_diag.h.
     """
@@ -46,10 +49,10 @@ def user_of_peer(sock: socket.socket) -> int | None:
         kind, number = _ERRNO.unpack_from(answer)
         if kind == _ERROR:
             return -1 if number == -_ENOENT else None
-        (user,) = _USER.unpack_from(answer)
+        state, user = _USER.unpack_from(answer)
     except (OSError, struct.error):
         return None
-    return int(user)
+    return int(user) if state == _ESTABLISHED else -1
 
 
 def _question(sock: socket.socket) -> bytes:
