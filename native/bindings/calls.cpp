@@ -163,6 +163,16 @@ class Calls::Inside {
 
 bool Calls::is_busy() const { return caller_ != 0 && caller_ != PyThread_get_thread_ident(); }
 
+// Apart from run_now(), because a longer function is slower also for calls without records.
+uint64_t Calls::begin_record(const Prepared& prepared, uint64_t seq) {
+  return recorder_->begin_soon(prepared.recorded(), seq, caller_site());
+}
+
+void Calls::end_record(uint64_t record) {
+  recorder_->write_now();
+  recorder_->end(record, Code::ok);
+}
+
 bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   const uint64_t seq = queue_->take();
   if (seq == 0) return false;
@@ -173,16 +183,13 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   // the cache. None of them runs here before this call has ended.
   last_seq_ = seq;
   if (!last_call_.is(what.call)) last_call_ = what.call;
-  uint64_t record = 0;
-  if (recorder_ != nullptr) {
-    record = recorder_->begin_soon(prepared.recorded(), seq, caller_site());
-  }
+  const uint64_t record = recorder_ == nullptr ? 0 : begin_record(prepared, seq);
   const Status status = run(prepared, arrays, timeout_ns_);
-  if (recorder_ != nullptr) recorder_->write_now();
   if (!status.is_ok()) {
+    if (recorder_ != nullptr) recorder_->write_now();
     continue_in_python(nb::object(last_call_), record, status, arrays);
   } else if (recorder_ != nullptr) {
-    recorder_->end(record, Code::ok);
+    end_record(record);
   }
   return true;
 }

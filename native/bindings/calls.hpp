@@ -119,6 +119,8 @@ class Calls {
   class Inside;
   // Whether another thread is in a call, which Python rejects with an error.
   bool is_busy() const;
+  [[gnu::noinline]] uint64_t begin_record(const Prepared& prepared, uint64_t seq);
+  [[gnu::noinline]] void end_record(uint64_t record);
   void continue_in_python(const nanobind::object& call, uint64_t record, Status status,
                           const Arrays& arrays);
 

@@ -186,6 +186,11 @@ Status Group::compare(AgreementWords* common) {
     common->direct = (common->direct & words.direct & kWilling) |
                      ((common->direct | words.direct) & kPostsAddresses);
   }
+  // A rank may have aborted during the wait for a later one. Other ranks raise then, too.
+  for (int i = 1; i + 1 < ranks_; ++i) {
+    const int peer = other(ranks_ - i);
+    if (has_ended(peer)) return {Code::aborted, peer, -1};
+  }
   return verdict;
 }
 
@@ -312,7 +317,8 @@ bool Group::is_on_this_core(int peer) {
 }
 
 Status Group::wait_for(int peer, uint64_t value, int step) {
-  const Status status = spin(peer, value) ? Status{} : wait_slowly(peer, value, step);
+  if (spin(peer, value)) return {};
+  const Status status = wait_slowly(peer, value, step);
   if (recorder_ != nullptr) recorder_->waits.end();
   return status;
 }
@@ -322,7 +328,10 @@ bool Group::spin(int peer, uint64_t value) {
   const SpinPolicy& patience = is_crowded_ ? kCrowded : is_server ? kServing : kOwnCore;
   for (int round = 1; round <= patience.busy_rounds + patience.yield_rounds; ++round) {
     for (int i = 0; i < patience.spins; ++i) {
-      if (has_reached(peer, value)) return true;
+      if (has_reached(peer, value)) {
+        if (round > 1 && recorder_ != nullptr) recorder_->waits.end();
+        return true;
+      }
       cpu_pause();
     }
     // Not earlier: two looks at a clock are a tenth of the time of a small call.

@@ -1,4 +1,5 @@
 // Threads as ranks over one segment: results, agreement, flow control, and every way to end.
+#include "core/futex.hpp"
 #include "shared/group.hpp"
 
 #include <cassert>
@@ -246,6 +247,27 @@ void test_no_call_runs_after_a_failure() {
   assert(segment->words(0).ended_in.load() == 1);
 }
 
+// Rank 1 enters the epoch and aborts, then rank 0 enters. Rank 2 must not report success.
+void test_a_rank_that_aborts_during_a_wait() {
+  for (int round = 0; round < 50; ++round) {
+    auto segment = std::make_shared<Segment>();
+    assert(segment->create(3, 4096, kNonce) == 0);
+    Group last(segment, 2, {getpid(), getpid(), getpid()}, false);
+    uint64_t even = 1;
+    for (int rank : {0, 1}) segment->words(rank).agreements[1] = {9, even};
+    segment->words(1).flag.store(kStages);
+    Status status;
+    std::thread waiting([&] { status = last.agree(9, &even, kMinute); });
+    while (segment->words(0).sleepers.load() == 0) std::this_thread::yield();
+    segment->words(1).ended_in.store(1);
+    segment->words(1).membership.store(kAborted);
+    segment->words(0).flag.store(kStages);
+    futex_wake_all(segment->words(0).flag);
+    waiting.join();
+    assert(status.code == Code::aborted && status.peer == 1);
+  }
+}
+
 // The child's copy of a group does not affect other ranks.
 void test_the_child_of_a_fork_is_not_this_rank() {
   auto segment = std::make_shared<Segment>();
@@ -320,6 +342,7 @@ int main() {
   test_a_woken_rank_sleeps_again();
   test_abort_and_leave_end_a_wait();
   test_no_call_runs_after_a_failure();
+  test_a_rank_that_aborts_during_a_wait();
   test_the_child_of_a_fork_is_not_this_rank();
   test_bad_programs_are_refused();
   test_attach_proves_the_memory();
