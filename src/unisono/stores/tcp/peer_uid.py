@@ -33,9 +33,9 @@ def is_foreign(sock: socket.socket) -> bool:
 def user_of_peer(sock: socket.socket) -> int | None:
     """Return the user id of the other end of a local connection; None without sock_diag.
 
-    -1 if this host has no such socket: it is gone, or the connection is not local. In place of
-    such a socket the kernel may report a socket that listens on the peer's port, of any user, or
-    the remains of a closed socket, as of user 0. So only an established connection counts.
+    -1 if this host has no such socket: it is gone, or the connection is not local. The kernel may
+    then report a socket of any user that listens on the peer's port. The remains of a closed
+    socket count as user 0. So only an established connection counts.
 
     Source: sock_diag(7); the layout is that of linux/inet_diag.h.
     """
