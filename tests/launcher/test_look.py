@@ -17,7 +17,7 @@ import pytest
 from tests.faults.scripts import ranks_of
 from unisono.base.deadline import Deadline
 from unisono.base.where import stack_of
-from unisono.cli.look import command
+from unisono.cli.look import ask, command
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import Job, jobs_of, verdict_of
 from unisono.cli.main import main
@@ -299,3 +299,21 @@ def state(rank, *groups):
 )
 def test_verdict(states, expected):
     assert verdict_of(Job("j", 2, {each["rank"]: each for each in states})) == expected
+
+
+def test_token_of_another_host_is_not_sent_to_loopback(monkeypatch):
+    token = bytes(range(16))
+    addresses = [TCPAddress((host, "127.0.0.1"), 7, token).pack() for host in ("10.0.0.1", "::2")]
+    asked = []
+
+    def answer(endpoint):
+        asked.append(endpoint)
+        if endpoint != local:
+            return None
+        return {"job": "a", "rank": 0, "pids": {"0": os.getpid()}, "addresses": addresses}
+
+    local = ("127.0.0.1", 9, bytes(16))
+    monkeypatch.setattr(ask, "_listening", lambda pids: [local])
+    monkeypatch.setattr(ask, "_ask", answer)
+    assert [state["rank"] for state in ask_job(None)] == [0]
+    assert asked == [local, ("::2", 7, token)]

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from unisono.base.host import read_text, stat_fields
-from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.address import TCPAddress, is_loopback
 from unisono.transports.tcp.status import THREAD
 from unisono.transports.tcp.wire import ACCEPT, INSPECT, Hello
 
@@ -52,10 +52,14 @@ def ask_job(which: str | None) -> list[State]:
         for state in {state["job"]: state for state in states.values()}.values():
             for rank, text in enumerate(state["addresses"]):
                 hosts, port, token = TCPAddress.unpack(text)
+                is_here = str(rank) in state["pids"]
                 # A rank of this host that was asked already is stopped or busy.
-                is_silent = str(rank) in state["pids"] and port in asked
-                if (state["job"], rank) not in states and not is_silent:
-                    missing += [(host, port, token) for host in hosts]
+                is_silent = is_here and port in asked
+                if (state["job"], rank) in states or is_silent:
+                    continue
+                # The loopback address of another host leads to a process of this host. That process
+                # may be of another user, and must not get the token.
+                missing += [(h, port, token) for h in hosts if is_here or not is_loopback(h)]
         states |= _by_rank(pool.map(_ask, missing))
     return [states[key] for key in sorted(states)]
 

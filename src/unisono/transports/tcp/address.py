@@ -46,7 +46,8 @@ class TCPAddress(NamedTuple):
         return cls(tuple(hosts.split(",")), int(port), bytes.fromhex(token))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a numeric address leads to the host itself."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
@@ -68,17 +69,17 @@ def local_hosts(store_host: str | None) -> tuple[str, ...]:
     except OSError:
         infos = []
     hosts += [str(info[4][0]) for info in infos]
-    if all(map(_is_loopback, hosts)):
+    if all(map(is_loopback, hosts)):
         # Debian maps the host name to 127.0.1.1, which is useless to other hosts. They need an
         # address of an interface.
         hosts += _interface_addresses()
-    return tuple(dict.fromkeys(sorted([*hosts, "127.0.0.1"], key=_is_loopback)))
+    return tuple(dict.fromkeys(sorted([*hosts, "127.0.0.1"], key=is_loopback)))
 
 
 def _is_loopback_name(host: str) -> bool:
     """Whether this host name means the local machine on every machine."""
     try:
-        return _is_loopback(host)
+        return is_loopback(host)
     except ValueError:
         return host == "localhost"
 
