@@ -15,6 +15,7 @@ The orders of events that named a follower, and what prevents each:
 | a failure soon after one that was survived | a rank keeps all fresh failures |
 | a failure overtakes data that its detector sent before | it breaks when it comes from there |
 | an exception after the end of its rank's connection | the exception replaces the end |
+| a rank ends soon after a failure in another group | only a rank with an error is a follower |
 """
 
 import os
@@ -23,9 +24,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import unisono as dist
 from tests.faults import first_cause
+from tests.faults.fault_calls import attempt, store, wait_for_count
+from unisono.testing import run
 from unisono.transports.control import FirstCause
 from unisono.transports.messages import Failure
 
@@ -50,11 +55,11 @@ def test_earliest_fresh_failure_is_the_first_cause(events, first):
     causes = FirstCause()
     for failure, age_s in events:
         causes.add(failure, age_s)
-    assert causes.find(0.0) is first
-    assert causes.find(float("inf")) is None
+    assert causes.find(0.0, 1, range(4)) is first
+    assert causes.find(float("inf"), 1, range(4)) is None
     other = FirstCause()
     other.learn(causes.words)
-    assert other.find(0.0).args == first.args
+    assert other.find(0.0, 1, range(4)).args == first.args
 
 
 def test_failure_after_a_survived_one_is_a_first_cause_too():
@@ -64,8 +69,40 @@ def test_failure_after_a_survived_one_is_a_first_cause_too():
     causes.add(LOST_2, 0.5)
     causes.add(LOST, 0.0)
     other.learn(causes.words)
-    assert causes.find(made_s) is LOST_2
-    assert other.find(made_s).args == LOST_2.args
+    assert causes.find(made_s, 1, range(4)) is LOST_2
+    assert other.find(made_s, 1, range(4)).args == LOST_2.args
+
+
+def test_failure_in_another_group_is_the_cause_only_of_a_follower():
+    causes = FirstCause()
+    causes.add(LOST, 1.0)
+    assert causes.find(0.0, 1, (0, 1)) is None
+    assert causes.find(0.0, 2, (0, 2)) is None
+    causes.add_follower(2)
+    assert causes.find(0.0, 1, (0, 1)) is None
+    assert causes.find(0.0, 2, (0, 2)) is LOST
+
+
+def end_for_own_reasons(rank):
+    """Rank 3 ends, and then rank 1 of another group, which had no error."""
+    group = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]
+    dist.barrier()
+    if rank == 3:
+        os._exit(3)
+    if rank == 1:
+        store().wait(["seen"], 60.0)
+        os._exit(1)
+    caught = attempt(dist.all_reduce, np.ones(2), group=group)
+    if rank == 2:
+        store().set("seen", "yes")
+    store().add("heard", 1)
+    wait_for_count("heard", 2)
+    return caught
+
+
+def test_independent_failures_are_named_each_in_its_group():
+    results = run(end_for_own_reasons, 4, ranks="processes", dead={1, 3})
+    assert [results[rank].peers for rank in (0, 2)] == [(1,), (3,)]
 
 
 @pytest.mark.parametrize("medium", list(first_cause.MEDIA))

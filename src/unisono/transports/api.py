@@ -221,7 +221,7 @@ class Transport(ABC):
             if peer != self.rank and self.down(peer) is None
         ]
 
-    def explain(self, error: LinkDown, since_s: float) -> Failure:
+    def explain(self, error: LinkDown, since_s: float, members: Collection[int]) -> Failure:
         """Return the failure that led to the end of a rank, or that is this end.
 
         A call of this rank fails because of it, so this rank may end now. The linked ranks get the
@@ -230,13 +230,15 @@ class Transport(ABC):
         Args:
             error: The end of the rank.
             since_s: On the monotonic clock. Earlier failures are no cause.
+            members: The ranks of the group. A failure of other ranks is a cause only if the ended
+                rank had an error because of it.
         """
         own = failure_of(error, self.rank)
         if self._failures.report(own):
             for peer in self._linked():
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Kind.CAUSE, {"first": self._failures.first.words})
-        first = self._failures.first.find(since_s)
+        first = self._failures.first.find(since_s, error.peer, members)
         if first is None or (first.kind, first.peers) == (own.kind, own.peers):
             return own
         reason = first.reason
@@ -272,6 +274,8 @@ class Transport(ABC):
 
     def _handle(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
         self._failures.first.learn(words.get("first"))
+        if kind in (Kind.CAUSE, Kind.FAIL):
+            self._failures.first.add_follower(peer)
         if kind is Kind.ASK:
             seq, number, places = words["seq"], words["number"], words["places"]
             self._after_all_arrivals(

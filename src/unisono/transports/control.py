@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from unisono.base.completion import Completion
@@ -161,6 +162,11 @@ class FirstCause:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: list[tuple[float, Failure]] = []
+        self._followers: dict[int, float] = {}
+
+    def add_follower(self, peer: int) -> None:
+        """Record that a call of a rank failed, so that its end may follow from that."""
+        self._followers[peer] = time.monotonic()
 
     def add(self, failure: Failure, age_s: float = 0.0) -> None:
         """Take a failure that is so old into account."""
@@ -176,9 +182,18 @@ class FirstCause:
             fresh[peers] = at_s, failure
             self._known = sorted(fresh.values(), key=lambda entry: entry[0])
 
-    def find(self, since_s: float) -> Failure | None:
-        """Return the first cause if it is fresh, and not older than `since_s`."""
-        return next((failure for at_s, failure in self._fresh() if at_s >= since_s), None)
+    def find(self, since_s: float, ended: int, members: Collection[int]) -> Failure | None:
+        """Return the first fresh cause of the end of a rank, not older than `since_s`.
+
+        A failure of ranks that are no `members` is a cause only if a call of the ended rank failed.
+        Otherwise that rank ended for a reason of its own.
+        """
+        failed_s = self._followers.get(ended, -math.inf)
+        follows = failed_s >= time.monotonic() - _FOLLOWS_S
+        for at_s, failure in self._fresh():
+            if at_s >= since_s and (follows or not set(members).isdisjoint(failure.peers)):
+                return failure
+        return None
 
     @property
     def words(self) -> list[list[Any]]:
