@@ -136,8 +136,7 @@ nb::bytes snapshot(const Recorder& recorder) {
 }
 
 nb::bytes totals(const Recorder& recorder) {
-  const auto& all = recorder.totals();
-  return nb::bytes(all.data(), all.size() * sizeof(unisono::Total));
+  return nb::bytes(recorder.totals(), Recorder::kKinds * sizeof(unisono::Total));
 }
 
 nb::typed<nb::list, nb::int_> waited(const Recorder& recorder) {

@@ -8,12 +8,13 @@ namespace unisono {
 static_assert(sizeof(Record) == 88, "trace/ring.py has the same columns");
 static_assert(sizeof(Total) == 32, "trace/ring.py has the same columns");
 
-void Recorder::Free::operator()(Record* records) const { std::free(records); }
+void Recorder::Free::operator()(void* memory) const { std::free(memory); }
 
-// calloc: the system gives memory to a page of the ring when a record is first written there.
+// calloc: the system gives memory to a page of the ring or of the totals at the first write there.
 Recorder::Recorder(int ranks)
-    : records_(static_cast<Record*>(std::calloc(kRecords, sizeof(Record)))), totals_(kKinds) {
-  if (records_ == nullptr) throw std::bad_alloc();
+    : records_(static_cast<Record*>(std::calloc(kRecords, sizeof(Record)))),
+      totals_(static_cast<Total*>(std::calloc(kKinds, sizeof(Total)))) {
+  if (records_ == nullptr || totals_ == nullptr) throw std::bad_alloc();
   waits.by_rank.resize(static_cast<size_t>(ranks));
   message_waits_.resize(static_cast<size_t>(ranks));
 }

@@ -97,7 +97,7 @@ class Recorder {
  public:
   // The power of 2 after 2,000, so that a place is found without a division.
   static constexpr uint64_t kRecords = 2048;
-  static constexpr uint32_t kKinds = 512;
+  static constexpr uint32_t kKinds = 8192;
   static constexpr uint32_t kDropped = 0xffffffff;  // outcome of a record that stands for no call
 
   explicit Recorder(int ranks);
@@ -155,7 +155,8 @@ class Recorder {
   void end_message(uint64_t number, uint32_t outcome, int peer);
 
   const Record* records() const { return records_.get(); }
-  const std::vector<Total>& totals() const { return totals_; }
+  // kKinds totals.
+  const Total* totals() const { return totals_.get(); }
   // The ticks that messages have waited for each rank. Not in `waits`, to which the server writes.
   const std::vector<uint64_t>& message_waits() const { return message_waits_; }
   uint64_t last() const { return last_; }
@@ -164,7 +165,7 @@ class Recorder {
 
  private:
   struct Free {
-    void operator()(Record* records) const;
+    void operator()(void* memory) const;
   };
 
   // A record that is not written yet.
@@ -199,7 +200,7 @@ class Recorder {
   }
 
   std::unique_ptr<Record, Free> records_;
-  std::vector<Total> totals_;
+  std::unique_ptr<Total[], Free> totals_;
   std::vector<uint64_t> message_waits_;
   uint64_t last_ = 0;
   uint64_t messages_ = 0;

@@ -35,7 +35,7 @@ RECORD = np.dtype(
 TOTAL = np.dtype([("calls", "u8"), ("elements", "u8"), ("ticks", "u8"), ("worst", "u8")])
 """All calls of one kind."""
 
-KINDS = 512
+KINDS = 8192
 """Kinds of a process. The names of operations, dtypes and algorithms make some dozens."""
 
 DROPPED = 0xFFFFFFFF

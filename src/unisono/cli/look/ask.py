@@ -50,9 +50,9 @@ def ask_job(which: str | None) -> list[State]:
         asked = {port for _, port, _ in local}
         missing = []
         for state in {state["job"]: state for state in states.values()}.values():
-            for rank, text in enumerate(state["addresses"]):
-                hosts, port, token = TCPAddress.unpack(text)
-                is_here = str(rank) in state["pids"]
+            addresses = [TCPAddress.unpack(text) for text in state["addresses"]]
+            for rank, (hosts, port, token) in enumerate(addresses):
+                is_here = str(rank) in state["pids"] or hosts == addresses[state["rank"]].hosts
                 # A rank of this host that was asked already is stopped or busy.
                 is_silent = is_here and port in asked
                 if (state["job"], rank) in states or is_silent:
