@@ -38,6 +38,19 @@ _CONF = {
 _ETCD_CONF = re.compile("protocol|key|(ssl_)?cert|ssl_cert_key|ca_?cert|etcd_prefix")
 
 
+def add_count_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add the flag for the number of workers on this node."""
+    add_flag(
+        parser,
+        "-n",
+        "--nproc-per-node",
+        type=workers_per_node,
+        default=1,
+        metavar="N|cpu|gpu|auto",
+        help=meaning,
+    )
+
+
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; `node_options` reads them."""
     group = parser.add_argument_group("several nodes, restarts")

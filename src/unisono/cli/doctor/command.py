@@ -10,8 +10,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from unisono.cli.flags import add_flag, check_writable
-from unisono.cli.nodes import add_node_flags, workers_per_node
+from unisono.cli.flags import check_writable
+from unisono.cli.nodes import add_count_flag, add_node_flags
 from unisono.errors import InvalidArgumentError
 
 _PREFIX = "unisono doctor: "
@@ -41,15 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_flag(
-        parser,
-        "-n",
-        "--nproc-per-node",
-        type=workers_per_node,
-        default=1,
-        metavar="N|cpu|gpu|auto",
-        help="ranks on this host (1)",
-    )
+    add_count_flag(parser, "ranks on this host (1)")
     parser.add_argument(
         "--hosts",
         type=_names,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag
-from unisono.cli.nodes import workers_per_node
+from unisono.cli.nodes import add_count_flag
 
 _COUNT_FLAGS = ("-n", "--nproc-per-node", "--nproc_per_node")
 _LOCAL_RANK = "${local_rank}"
@@ -17,15 +17,7 @@ _LOCAL_RANK = "${local_rank}"
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that each program of a command line may have, and the program itself."""
-    add_flag(
-        parser,
-        "-n",
-        "--nproc-per-node",
-        type=workers_per_node,
-        default=1,
-        metavar="N|cpu|gpu|auto",
-        help="workers on this node (1)",
-    )
+    add_count_flag(parser, "workers on this node (1)")
     kind = parser.add_mutually_exclusive_group()
     add_flag(kind, "-m", "--module", action="store_true", help="run a module, as `python -m` does")
     add_flag(kind, "--no-python", action="store_true", help="run any program, not a script")
