@@ -66,8 +66,8 @@ struct CachedCall {
 // The prepared calls of one group, found by the arguments of a public function.
 class Calls {
  public:
-  // `continues(call, (seq, record), status, raised, memory)` continues a call whose program did not end well,
-  // `queues(call, input, output)` queues a call and returns the arguments for a new Work.
+  // `continues(call, (seq, record), status, raised, memory)` continues a call whose program did not
+  // end well, `queues(call, input, output)` queues a call and returns the arguments for a new Work.
   Calls(nanobind::object queue, nanobind::object continues, nanobind::object queues);
 
   void close() { closed_ = true; }

@@ -297,23 +297,20 @@ def _wait_or_cancel(message: _Message, options: CallOptions) -> _Message:
     return message
 
 
-# By NumPy's format in the buffer protocol, the code of the dtype in a message.
-_CODES = {
-    np.empty(0, letter).data.format: code_of(dtype_of_numpy(np.dtype(letter)))
+# By NumPy's format in the buffer protocol; `_CODES`: the codes of the dtypes in a message.
+_DTYPES = {
+    np.empty(0, letter).data.format: dtype_of_numpy(np.dtype(letter))
     for letter in "?bBhHiIlLqQefdFD"
 }
+_CODES = {format: code_of(dtype) for format, dtype in _DTYPES.items()}
 
 
 def _kinds() -> dict[str, tuple[int, int]]:
     """Return the kinds of the records of a send and a receive, by NumPy's format."""
-    dtypes = {
-        np.empty(0, letter).data.format: dtype_of_numpy(np.dtype(letter)).name
-        for letter in "?bBhHiIlLqQefdFD"
-    }
     return {
         format: (
-            number_of_kind("send", name, route="messages"),
-            number_of_kind("recv", name, route="messages"),
+            number_of_kind("send", dtype.name, route="messages"),
+            number_of_kind("recv", dtype.name, route="messages"),
         )
-        for format, name in dtypes.items()
+        for format, dtype in _DTYPES.items()
     }
