@@ -6,9 +6,9 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from unisono.base.text import name_ranks
 from unisono.base.where import state_of_process
 from unisono.cli.look.ask import State
-from unisono.engines.api import name_ranks
 
 
 class Job(NamedTuple):
