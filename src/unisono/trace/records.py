@@ -103,12 +103,23 @@ class TraceRecord:
 _first = ring.read_ticks()
 
 
+def read_clocks() -> tuple[int, int]:
+    """Return the monotonic and the wall clock at one moment: the closest of some readings."""
+    readings = []
+    for _ in range(3):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, (before + after) // 2, wall))
+    _, monotonic, wall = min(readings)
+    return monotonic, wall
+
+
 class _Clock:
     """Converts ticks to times."""
 
     def __init__(self) -> None:
         self.ticks, now = ring.read_ticks()
-        self._wall_ns = time.time_ns()
+        monotonic_ns, wall_ns = read_clocks()
+        self._wall_ns = wall_ns - (monotonic_ns - now)
         spent = self.ticks - _first[0]
         self._ns = (now - _first[1]) / spent if spent > 0 else 1.0
 
@@ -173,15 +184,20 @@ class GroupTrace:
     def _member(self, peer: int | None) -> int:
         return -1 if peer is None or peer not in self.ranks else self.ranks.index(peer)
 
-    def records(self, *, only_open: bool = False) -> list[TraceRecord]:
-        """Return the records, oldest first; `only_open`: of the calls that have not ended."""
+    def records(self, *, only_open: bool = False, most: int = ring.RECORDS) -> list[TraceRecord]:
+        """Return the last records, oldest first.
+
+        Args:
+            only_open: Those of the calls that have not ended.
+            most: How many.
+        """
         clock, rows = _Clock(), np.frombuffer(self.recorder.snapshot(), ring.RECORD)
         rows = rows[(rows["number"] > 0) & (rows["outcome"] != ring.DROPPED)]
         rows = rows[rows["outcome"] == 0] if only_open else rows
         waiting_for = self.recorder.waiting_for
         return [
             self._record(dict(zip(ring.RECORD.names or (), row, strict=True)), clock, waiting_for)
-            for row in rows[np.argsort(rows["number"])].tolist()
+            for row in rows[np.argsort(rows["number"])][-most:].tolist()
         ]
 
     def _record(self, row: dict[str, int], clock: _Clock, waiting_for: int) -> TraceRecord:

@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.base.host import read_text, stat_fields
 from unisono.transports.tcp.address import TCPAddress, is_loopback
@@ -32,6 +32,9 @@ Endpoint = tuple[str, int, bytes]
 _ANSWER_S = 0.7
 
 _THREADS = 32
+
+# The largest answer has 16,384 records of some 500 bytes.
+_MOST_BYTES = 1 << 26
 
 _LISTENS = "0A"
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
@@ -70,19 +73,49 @@ def _by_rank(states: Iterable[State | None]) -> dict[tuple[str, int], State]:
 
 def _ask(endpoint: Endpoint) -> State | None:
     """Return the state of the rank that listens there; None if it does not answer."""
-    host, port, token = endpoint
-    deadline, data = time.monotonic() + _ANSWER_S, b""
-    with contextlib.suppress(OSError, ValueError):
-        with socket.create_connection((host, port), _ANSWER_S) as sock:
-            sock.sendall(Hello(0, 0, 0, INSPECT, token).pack())
-            while (left_s := deadline - time.monotonic()) > 0:
-                sock.settimeout(left_s)
-                if not (chunk := sock.recv(1 << 16)):
-                    break
-                data += chunk
-        if data.startswith(ACCEPT):
-            state: State = json.loads(data[1:])
+    answer = exchange(endpoint, INSPECT, _ANSWER_S)
+    with contextlib.suppress(ValueError):
+        if answer is not None:
+            state: State = json.loads(answer.data)
+            address = TCPAddress.unpack(state["addresses"][state["rank"]])
+            state["endpoint"] = (*endpoint[:2], address.token)
             return state
+    return None
+
+
+class Answer(NamedTuple):
+    """The answer of a rank, and when the question left and the answer was there."""
+
+    data: bytes
+    asked_ns: int
+    got_ns: int
+
+
+def exchange(endpoint: Endpoint, channel: int, within_s: float) -> Answer | None:
+    """Ask a rank and return its answer; None if it refuses, or does not answer in time.
+
+    Args:
+        endpoint: Of the rank.
+        channel: INSPECT, RECORDS or CLOCK of `transports.tcp.wire`.
+        within_s: How long the connection, and then the answer, may take.
+    """
+    host, port, token = endpoint
+    chunks: list[bytes] = []
+    nbytes = 0
+    with contextlib.suppress(OSError), socket.create_connection((host, port), within_s) as sock:
+        asked_ns, deadline = time.monotonic_ns(), time.monotonic() + within_s
+        sock.sendall(Hello(0, 0, 0, channel, token).pack())
+        while (left_s := deadline - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            if not (chunk := sock.recv(1 << 16)):
+                data = b"".join(chunks)
+                if not data.startswith(ACCEPT):
+                    return None
+                return Answer(data[1:], asked_ns, time.monotonic_ns())
+            chunks.append(chunk)
+            nbytes += len(chunk)
+            if nbytes > _MOST_BYTES:
+                return None
     return None
 
 

@@ -45,7 +45,15 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     stacks.set_defaults(handler=_stacks, parser=stacks)
 
 
-def _jobs(which: str | None) -> list[Job]:
+def find_jobs(which: str | None) -> list[Job]:
+    """Return the jobs that answer.
+
+    Args:
+        which: As for `ask_job`.
+
+    Raises:
+        LaunchError: There is none.
+    """
     # These modules import NumPy, which `unisono run`, with the same parser, must not load.
     from unisono.cli.look.ask import ask_job
     from unisono.cli.look.verdict import jobs_of
@@ -63,7 +71,7 @@ def _jobs(which: str | None) -> list[Job]:
 def _top(options: argparse.Namespace) -> int:
     from unisono.cli.look.verdict import verdict_of
 
-    jobs = _jobs(options.job)
+    jobs = find_jobs(options.job)
     if options.json:
         found = [
             {
@@ -84,8 +92,8 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _public(state: State) -> State:
-    # The addresses have the tokens, which must not get into a file.
-    return {name: value for name, value in state.items() if name != "addresses"}
+    # These have tokens, which must not get into a file.
+    return {n: value for n, value in state.items() if n not in ("addresses", "endpoint")}
 
 
 def _live(which: str | None, jobs: list[Job]) -> int:
@@ -106,7 +114,7 @@ def _live(which: str | None, jobs: list[Job]) -> int:
         with Live(render(), screen=True, auto_refresh=False) as live:
             while True:
                 began_s = time.monotonic()
-                jobs = _jobs(which)
+                jobs = find_jobs(which)
                 seen = _note_times(jobs, seen, began_s)
                 live.update(render(), refresh=True)
                 time.sleep(max(0.0, _REFRESH_S - (time.monotonic() - began_s)))
@@ -185,7 +193,7 @@ def _name_of(group: dict[str, Any]) -> str:
 def _stacks(options: argparse.Namespace) -> int:
     from unisono.launcher.ranges import format_ranges
 
-    for job in _jobs(options.job):
+    for job in find_jobs(options.job):
         print(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer")
         folded: dict[tuple[Any, ...], list[int]] = {}
         for rank, state in job.states.items():

@@ -36,8 +36,8 @@ from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import Link
-from unisono.transports.tcp.status import answer_client, show_port
-from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
+from unisono.transports.tcp.status import Client, answer_client, show_port
+from unisono.transports.tcp.wire import ACCEPT, CLOCK, INSPECT, RECORDS, REFUSE, Hello
 from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
 
@@ -233,8 +233,9 @@ class TCPTransport(Transport):
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
-        if channel == INSPECT:
-            answer_client(self, self._loop, sock, self._has_token(hello), self._dials.addresses)
+        if channel in (INSPECT, RECORDS, CLOCK):
+            client = Client(sock, channel, self._has_token(hello))
+            answer_client(self, self._loop, client, self._dials.addresses)
             return
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
