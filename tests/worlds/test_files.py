@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,7 +111,9 @@ def test_a_file_has_its_name_only_when_it_is_complete(rank, folder):
 @pytest.mark.ranks(3, kind="both")
 def test_blocks_that_do_not_tile_the_array(rank, folder):
     with dist.open_file(folder / "x", "w") as file:
-        with pytest.raises(CollectiveError, match=r"rank 0 \(.* and rank 1 \(.* overlap"):
+        with pytest.raises(
+            CollectiveError, match=r"the blocks of rank 0 \(.* at .*\) and rank 1 \("
+        ):
             file.write_block(np.zeros(2), (5,), (rank,))
         with pytest.raises(CollectiveError, match=r"blocks have 3 elements, the array \[5\] has 5"):
             file.write_block(np.zeros(1), (5,), (rank,))
@@ -119,6 +122,8 @@ def test_blocks_that_do_not_tile_the_array(rank, folder):
             file.write_block(np.zeros(1), (3,), (7 if rank == 1 else rank,))
         with pytest.raises(CollectiveMismatchError, match=r"rank 0 called write_block\(float64"):
             file.write_block(np.zeros(1, np.float32 if rank else np.float64), (3,), (rank,))
+        with pytest.raises(ArgumentTypeError, match="shape must be a sequence of integers, got 3"):
+            file.write_block(np.zeros(1), 3, (rank,))
         with pytest.raises(UsageError, match="was opened with mode 'w'"):
             file.read_block(np.zeros(1), (3,), (rank,))
         assert file.position == 0
@@ -137,7 +142,7 @@ def test_an_error_of_one_rank_is_raised_on_all(rank, folder, monkeypatch):
         pytest.raises(CollectiveError, match="it has 5 bytes, expected 6 from byte 0"),
     ):
         file.read_block(np.zeros(2, np.int8), (6,), (2 * rank,))
-    with pytest.raises(InvalidArgumentError, match="mode='a'"):
+    with pytest.raises(InvalidArgumentError, match="mode='a': expected 'r' or 'w'"):
         dist.open_file(folder / "x", "a")
     with pytest.raises(ArgumentTypeError, match="path must be a path"):
         dist.open_file(3.5)
@@ -176,3 +181,7 @@ def test_ranks_that_do_not_see_the_same_folder(rank, folder, monkeypatch):
     assert "network file system" in str(caught.value)
     dist.barrier()
     assert os.listdir(".") == []
+    (Path(mine) / "size").write_bytes(b"1" * (rank + 1))
+    dist.barrier()
+    with pytest.raises(CollectiveError, match="size has different sizes in bytes: rank 0: 1, r"):
+        dist.open_file("size")

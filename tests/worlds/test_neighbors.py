@@ -146,7 +146,11 @@ def test_wrong_lists_are_reported_to_the_other_rank(rank):
     mesh = dist.init_device_mesh("cpu", (2,))
     good = [np.zeros(1), np.zeros(1)]
     cases = [
-        ([np.zeros(1)], InvalidArgumentError, "outputs has 1 entries, expected 2"),
+        (
+            [np.zeros(1)],
+            InvalidArgumentError,
+            "outputs has 1 entries, expected 2: one for each neighbour",
+        ),
         ([np.zeros(1), None], InvalidArgumentError, "outputs has no array for neighbour 1"),
         (np.zeros(2), ArgumentTypeError, "outputs must be a list"),
     ]
@@ -154,6 +158,13 @@ def test_wrong_lists_are_reported_to_the_other_rank(rank):
         kind, text = (kind, text) if rank == 0 else (CollectiveMismatchError, text)
         with pytest.raises(kind, match=text):
             dist.neighbor_all_to_all(outputs if rank == 0 else good, good, mesh)
+    graph = dist.Neighbors([], [])
+    with pytest.raises(InvalidArgumentError, match="periodic is for a mesh, not for Neighbors"):
+        dist.neighbor_all_to_all([], [], graph, periodic=False)
+    with pytest.raises(InvalidArgumentError, match="group is not the group of the Neighbors"):
+        dist.neighbor_all_to_all([], [], graph, group=dist.new_group())
+    with pytest.raises(ArgumentTypeError, match="neighbors must be a DeviceMesh or Neighbors, got"):
+        dist.neighbor_all_to_all([], [], [1 - rank])
     with pytest.raises(InvalidArgumentError, match="periodic has 2 flags for 1 dimensions"):
         dist.neighbor_all_to_all(good, good, mesh, periodic=(True, False))
 
@@ -164,7 +175,11 @@ def test_a_graph_whose_lists_do_not_fit(rank):
     if rank == 2:
         sources, destinations = [], [0]
     dist.Neighbors(sources, destinations)
-    with pytest.raises(CollectiveMismatchError, match="rank 1 has rank 2 among its destinations"):
+    text = (
+        "rank 1 has rank 2 among its destinations, but rank 2 does not have rank 1 as often among "
+        "its sources"
+    )
+    with pytest.raises(CollectiveMismatchError, match=text):
         dist.Neighbors(sources, [2] if rank == 1 else destinations)
     wrong = pytest.raises(InvalidArgumentError if rank == 0 else CollectiveMismatchError, match="7")
     with wrong:

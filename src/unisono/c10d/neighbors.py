@@ -35,7 +35,7 @@ Periodic = bool | Sequence[bool]
 
 
 class Neighbors:
-    """A graph of ranks: the ranks that this rank receives from, and those that it sends to.
+    """A graph of ranks: the sources and the destinations of this rank's messages.
 
     A collective call: the ranks compare their lists. A rank may occur several times in a list, and
     may be this rank. The k-th message from one rank to another goes to the k-th of its places.
@@ -129,9 +129,9 @@ def neighbor_all_to_all(
 ) -> Work | None:
     """Send an array to each neighbour, and receive an array from each.
 
-    A mesh of d dimensions has 2*d neighbours: the lower and the upper one along dimension 0, then
-    those along dimension 1, and so on. inputs[i] goes to neighbour i. outputs[i] gets the array
-    that neighbour i has for this rank. An entry without a neighbour may be None, and keeps its
+    In a mesh of d dimensions a rank has 2*d neighbours. Neighbour 2*k is the lower neighbour along
+    dimension k, neighbour 2*k + 1 the upper. inputs[i] goes to neighbour i. outputs[i] gets the
+    array that neighbour i has for this rank. An entry without a neighbour may be None. It keeps its
     values.
 
     Args:
@@ -214,13 +214,18 @@ def _exchange(
         topology = _topology(neighbors, periodic, pg)
         inputs = given if name == "neighbor_all_to_all" else [given] * topology.places[0]
         lists = (("inputs", inputs), ("outputs", outputs))
-        for (label, arrays), number in zip(lists, topology.places, strict=True):
+        for (label, arrays), number, linked in zip(
+            lists, topology.places, topology.linked, strict=True
+        ):
             if not isinstance(arrays, (list, tuple)):
                 raise ArgumentTypeError(f"{label} must be a list, got {type(arrays).__name__}")
             if len(arrays) != number:
                 raise InvalidArgumentError(
                     f"{label} has {len(arrays)} entries, expected {number}: one for each neighbour"
                 )
+            missing = [place for place in linked if arrays[place] is None]
+            if missing:
+                raise InvalidArgumentError(f"{label} has no array for neighbour {missing[0]}")
     sent, received = topology.linked
     work = pg.neighbor_all_to_all(
         [outputs[place] for place in received],
@@ -285,7 +290,7 @@ def _of_grid(
             ends = [
                 np.compress(has_neighbor, g, dim).ravel() for g in (grid, np.roll(grid, shift, dim))
             ]
-            # What a rank sends to its lower neighbour, that neighbour gets from its upper one.
+            # A message to the lower neighbour comes to that rank from its upper neighbour.
             lower, upper = 2 * dim + side, 2 * dim + 1 - side
             columns = np.broadcast_arrays(ends[0], lower, ends[1], upper, dim)
             rows.append(np.column_stack(columns))

@@ -332,7 +332,7 @@ class ProcessGroup(C10dNames):
     def neighbor_all_to_all(
         self, outputs: Arrays, inputs: Arrays, links: Links, **how: Unpack[How]
     ) -> Work:
-        """Send an array to each neighbour; `unisono.neighbor_all_to_all` makes the links."""
+        """Exchange arrays with neighbours; see `unisono.neighbor_all_to_all`."""
         return self._call_collective("neighbor_all_to_all", (outputs, inputs, links), how)
 
     def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:

@@ -131,7 +131,7 @@ class ObjectCall:
 
         Args:
             get: Called here, before the ranks compare their results.
-            failed: What an OSError means, for the error.
+            failed: The meaning of an OSError, for the error.
             hint: For the error.
 
         Raises:
