@@ -129,8 +129,8 @@ def neighbor_all_to_all(
 ) -> Work | None:
     """Send an array to each neighbour, and receive an array from each.
 
-    In a mesh of d dimensions a rank has 2*d neighbours. Neighbour 2*k is the lower neighbour along
-    dimension k, neighbour 2*k + 1 the upper. inputs[i] goes to neighbour i. outputs[i] gets the
+    In a mesh of d dimensions a rank has 2*d neighbours. Number 2*k is the lower neighbour along
+    dimension k. Number 2*k + 1 is the upper one. inputs[i] goes to neighbour i. outputs[i] gets the
     array that neighbour i has for this rank. An entry without a neighbour may be None. It keeps its
     values.
 
