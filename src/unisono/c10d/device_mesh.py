@@ -203,6 +203,28 @@ class DeviceMesh:
         """
         return self.get_group(mesh_dim).rank()
 
+    def shift(
+        self, mesh_dim: int | str, steps: int = 1, *, periodic: bool = True
+    ) -> tuple[int | None, int | None]:
+        """Return the global ranks `steps` before and after this rank along a dimension.
+
+        A rank that sends to the second receives from the first, as in MPI_Cart_shift. None: the
+        dimension is not periodic and ends before.
+
+        Raises:
+            InvalidArgumentError: This rank is in no grid.
+        """
+        table = self._lines[self._dim(mesh_dim)]
+        found = np.argwhere(table == self._rank)
+        if not len(found):
+            raise InvalidArgumentError(f"rank {self._rank} is in none of the grids of {self!r}")
+        (line, place), size = found[0].tolist(), table.shape[1]
+
+        def rank_at(at: int) -> int | None:
+            return int(table[line, at % size]) if periodic or 0 <= at < size else None
+
+        return rank_at(place - steps), rank_at(place + steps)
+
     # ---- groups ---------------------------------------------------------------------------
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
