@@ -112,7 +112,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(rank, folder):
 @pytest.mark.ranks(3, kind="both")
 def test_blocks_that_do_not_tile_the_array(rank, folder):
     with dist.open_file(folder / "x", "w") as file:
-        overlap = "the blocks of rank 0 ((2,) at (0,)) and rank 1 ((2,) at (1,)) overlap"
+        overlap = ": the blocks of rank 0 ((2,) at (0,)) and rank 1 ((2,) at (1,)) overlap"
         with pytest.raises(CollectiveError, match=re.escape(overlap)):
             file.write_block(np.zeros(2), (5,), (rank,))
         with pytest.raises(CollectiveError, match=r"blocks have 3 elements, the array \[5\] has 5"):
