@@ -97,6 +97,8 @@ class DeviceMesh:
         self._lines = [_lines_along(grid[None], dim) for dim in range(grid.ndim)]
         self._root: DeviceMesh = self
         self._flattened: dict[str, DeviceMesh] = {}
+        # Links to neighbours, kept by `c10d.neighbors`.
+        self._topologies: dict[Any, Any] = {}
         self._rank = get_rank()
         none = ((None, None),) * grid.ndim
         overrides = none if backend_override is None else backend_override
@@ -119,6 +121,7 @@ class DeviceMesh:
         mesh._names = None if names is None else tuple(names)
         mesh._lines = lines
         mesh._flattened = {}
+        mesh._topologies = {}
         mesh._groups = list(groups)
         return mesh
 

@@ -12,7 +12,6 @@ Source: MPI 4.1, chapter 8 (MPI_Cart_create, MPI_Dist_graph_create_adjacent) and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -261,24 +260,30 @@ def _topology(
             raise InvalidArgumentError("periodic is for a mesh, not for Neighbors")
         places = len(neighbors.destinations), len(neighbors.sources)
         return _Topology(neighbors._links, places, (list(range(places[0])), list(range(places[1]))))
-    flags = periodic if isinstance(periodic, Sequence) else (periodic,) * neighbors.ndim
-    if len(flags) != neighbors.ndim:
+    flags = tuple(periodic) if isinstance(periodic, Sequence) else (periodic,) * neighbors.ndim
+    # A mesh never changes, and is asked before each exchange.
+    found = neighbors._topologies.get((flags, group))
+    if found is None:
+        found = neighbors._topologies[flags, group] = _of_mesh(neighbors, flags, group)
+    return found
+
+
+def _of_mesh(mesh: DeviceMesh, periodic: Sequence[bool], group: ProcessGroup) -> _Topology:
+    """Return the links of a mesh that has the ranks of a group."""
+    if len(periodic) != mesh.ndim:
+        raise InvalidArgumentError(f"periodic has {len(periodic)} flags for {mesh.ndim} dimensions")
+    ranks = mesh.mesh.ravel().tolist()
+    if sorted(ranks) != sorted(group.ranks):
         raise InvalidArgumentError(
-            f"periodic has {len(flags)} flags for {neighbors.ndim} dimensions"
-        )
-    grid = tuple(neighbors.mesh.ravel().tolist())
-    if sorted(grid) != sorted(group.ranks):
-        raise InvalidArgumentError(
-            f"{neighbors!r} has ranks {list(grid)}, group '{group.name}' has {list(group.ranks)}",
+            f"{mesh!r} has ranks {ranks}, group '{group.name}' has {list(group.ranks)}",
             hint="pass the group of the mesh's ranks as group=",
         )
-    numbers = tuple(group.ranks.index(rank) for rank in grid)
-    return _of_grid(numbers, neighbors.shape, tuple(map(bool, flags)), group.rank())
+    numbers = [group.ranks.index(rank) for rank in ranks]
+    return _of_grid(numbers, mesh.shape, periodic, group.rank())
 
 
-@lru_cache(maxsize=64)
 def _of_grid(
-    numbers: tuple[int, ...], shape: tuple[int, ...], periodic: tuple[bool, ...], rank: int
+    numbers: Sequence[int], shape: tuple[int, ...], periodic: Sequence[bool], rank: int
 ) -> _Topology:
     """Return the links of a grid of ranks, for one rank."""
     grid = np.array(numbers).reshape(shape)
@@ -286,7 +291,7 @@ def _of_grid(
     for dim, wraps in enumerate(periodic):
         place = np.arange(shape[dim])
         for side, shift in enumerate((1, -1)):
-            has_neighbor = wraps | (place > 0 if side == 0 else place < shape[dim] - 1)
+            has_neighbor = bool(wraps) | (place > 0 if side == 0 else place < shape[dim] - 1)
             ends = [
                 np.compress(has_neighbor, g, dim).ravel() for g in (grid, np.roll(grid, shift, dim))
             ]
