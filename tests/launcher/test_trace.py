@@ -124,7 +124,7 @@ def test_several_jobs_must_be_named(capsys):
         wait_until_there([*first, *second])
         assert main(["trace", str(os.getpid())]) == 1
         error = capsys.readouterr().err
-        assert "this user has 2 jobs" in error
+        assert "trace: this user has 2 jobs" in error
         assert all(str(process.pid) in error for process in (*first, *second))
 
 
@@ -163,4 +163,4 @@ def test_picture(tmp_path, capsys):
 
 def test_output_with_another_ending(tmp_path, capsys):
     assert main(["trace", str(tmp_path), "-o", str(tmp_path / "x.txt")]) == 1
-    assert "expected one of .json, .svg, .png, .pdf at its end" in capsys.readouterr().err
+    assert ": expected one of .json, .svg, .png, .pdf at its end" in capsys.readouterr().err

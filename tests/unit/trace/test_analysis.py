@@ -196,8 +196,12 @@ def test_files_that_cannot_be_read(tmp_path):
     ("names", "text"),
     [
         (["trace_rank_0", "other_0"], "there are two files of rank 0"),
+        (
+            ["large_0", "x_1"],
+            "trace: cannot read {0}: it has 536870913 bytes, at most 536870912 are",
+        ),
         (["trace"], "the name of {0} does not end in a rank"),
-        (["missing_0", "missing_1"], "cannot read {0}: No such file or directory"),
+        (["missing_0", "missing_1"], "trace: cannot read {0}: No such file or directory"),
     ],
 )
 def test_files_without_a_world(tmp_path, capsys, names, text):
@@ -206,6 +210,8 @@ def test_files_without_a_world(tmp_path, capsys, names, text):
         if "missing" not in path:
             with open(path, "wb") as file:
                 file.write(pickle.dumps(dumps.dump([], g0=range(2))))
+                # A hole takes no space.
+                file.truncate((1 << 29) + 1 if "large" in path else None)
     assert main(["trace", *paths]) == 1
     assert text.format(*paths) in capsys.readouterr().err
 
