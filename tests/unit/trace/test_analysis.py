@@ -181,6 +181,26 @@ def test_dumps_of_nccl(tmp_path, capsys, as_json):
     )
 
 
+def test_names_of_a_stranger_do_not_control_the_terminal(tmp_path, capsys):
+    mine = [entry(0, 1, "all_reduce", DEFAULT)]
+    theirs = [entry(0, 1, "\x1b[2J", DEFAULT)]
+    files = dumps.write(tmp_path, [dumps.dump(each, g0=range(2)) for each in (mine, theirs)])
+    assert main(["trace", *files]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1: ?[2J of 4 float32" in out
+    assert "\x1b" not in out
+
+
+def test_picture_of_nccls_dumps(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    mine = [entry(0, 1, "_all_gather_base", DEFAULT, ((4,), (8,)))]
+    mine[0]["frames"][0]["filename"] = "$x$y.py"
+    files = dumps.write(tmp_path, [dumps.dump(mine, g0=range(2)), dumps.dump([], g0=range(2))])
+    assert main(["trace", *files, "-o", str(tmp_path / "a.svg")]) == 0
+    assert "<!-- all_gather_base -->" in (tmp_path / "a.svg").read_text()
+    assert capsys.readouterr().out.startswith("group 'default_pg': rank 1 never started")
+
+
 def test_files_that_cannot_be_read(tmp_path):
     class Evil:
         def __reduce__(self):

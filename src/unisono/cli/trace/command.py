@@ -45,7 +45,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "-o",
         "--output",
         metavar="PATH",
-        help="a timeline for Perfetto or Chrome (.json), or a picture (.svg, .png, .pdf)",
+        help="a timeline for Perfetto (.json), or a picture (.svg, .png, .pdf)",
     )
     parser.set_defaults(handler=_trace, parser=parser)
 
@@ -66,7 +66,8 @@ def _trace(options: argparse.Namespace) -> int:
     axis = align(ranks, join(ranks), trips)
     ranks = shifted(ranks, axis.shift_ns)
     groups = join(ranks)
-    lines = list(report(ranks, groups))
+    # Names in a file of a stranger must not control the terminal.
+    lines = ["".join(c if c.isprintable() else "?" for c in line) for line in report(ranks, groups)]
     print(*(lines[:1] if options.output else lines), axis, sep="\n")
     if options.output and options.output.endswith(".json"):
         with open(options.output, "w", encoding="utf-8") as file:

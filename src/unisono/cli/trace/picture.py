@@ -56,6 +56,8 @@ def draw(
     matplotlib: Any = importlib.import_module("matplotlib")
     # A backend without a display, even if MPLBACKEND names another.
     matplotlib.use("agg")
+    # A name with two $ is no formula.
+    matplotlib.rcParams["text.parse_math"] = False
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     height = max(_LEAST_INCHES, 2.0 + _ROW_INCHES * len(ranks))
     figure, panel = pyplot.subplots(figsize=(12, height), layout="constrained")
@@ -71,7 +73,8 @@ def draw(
     panel.spines[["top", "right"]].set_visible(False)
     patch, line = matplotlib.patches.Patch, matplotlib.lines.Line2D
     hatch = {"facecolor": "none", "hatch": "////", "linewidth": 0.6}
-    entries = {op: patch(color=colour) for op, colour in canvas.colours.items()}
+    # A legend has no labels that begin with _, as names of NCCL's operations do.
+    entries = {op.lstrip("_"): patch(color=colour) for op, colour in canvas.colours.items()}
     entries["paler: waits"] = patch(color=_COLOURS[0], alpha=_PALE)
     entries["under way"] = patch(edgecolor="black", **hatch)
     entries["has not made the call"] = patch(edgecolor=_ABSENT, **hatch)
