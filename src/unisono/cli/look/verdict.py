@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from unisono.base.where import state_of_process
+from unisono.base.where import states_of
 from unisono.cli.look.ask import State
 from unisono.engines.api import name_ranks
 
@@ -25,7 +25,7 @@ class Job(NamedTuple):
         for state in self.states.values():
             pid = state["pids"].get(str(rank))
             if pid is not None and state["host"] == platform.node():
-                return f"(process {pid}) {state_of_process(pid)}"
+                return f"(process {pid}) {states_of([pid])[pid]}"
         return "does not answer"
 
 
