@@ -5,14 +5,17 @@ the hangs and the lines of the error that a user sees.
 """
 
 import contextlib
+import json
 import os
 import re
+import subprocess
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
 
 from tests.faults import scripts
+from tests.support.cgroups import small_cgroup
 from tests.support.tools import ROOT
 
 SCRIPT = """
@@ -265,6 +268,50 @@ def test_time_out_names_the_rank_and_its_line(tmp_path, name):
         assert caught["kind"] == hang.kind, caught
         assert set(hang.late) <= set(caught["peers"]), caught
         assert re.search(pattern_of(hang.shown, LINE=line, PID=pid), caught["text"]), caught["text"]
+
+
+SLOW_MEMORY = """
+import ctypes, mmap
+libc = ctypes.PyDLL(None)  # its calls keep the interpreter lock
+dist.init_process_group(timeout=60)
+dist.all_reduce(np.ones(3))
+if rank == 1:
+    with open(os.environ["GROUP"], "w") as file:
+        file.write(str(os.getpid()))
+    with open(os.environ["HOLES"], "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
+    memory.madvise(mmap.MADV_RANDOM)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    libc.memchr.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    while True:
+        libc.memchr(address, 1, len(memory))
+tell(attempt(dist.barrier, timeout=3.0))
+store().wait(["end"], 60)
+"""
+
+
+def test_time_out_names_a_rank_whose_memory_does_not_fit(tmp_path):
+    # Pages of holes are not on the disk, but the kernel counts them as if they were.
+    with open(tmp_path / "holes", "wb") as file:
+        file.truncate(64 << 30)
+    if (
+        "tmpfs"
+        in subprocess.run(["stat", "-f", "-c%T", tmp_path], capture_output=True, text=True).stdout
+    ):
+        pytest.skip("files of this folder are in memory")
+    with small_cgroup(64 << 20) as folder:
+        paths = {"GROUP": str(folder / "cgroup.procs"), "HOLES": str(tmp_path / "holes")}
+        with scripts.ranks_of(SLOW_MEMORY, 2, **paths) as (processes, store):
+            line = processes[0].stdout.readline()
+            store.set("end", "")
+            assert line, processes[0].stderr.read()
+            pid = processes[1].pid
+    caught = json.loads(line)
+    assert caught["peers"] == [1]
+    named = pattern_of(
+        "rank 1 (process PID) reads its memory from disk (N page faults a second)", PID=pid
+    )
+    assert re.search(named.replace("N", r"\d+"), caught["text"]), caught["text"]
 
 
 def test_page_lists_the_hangs_and_their_lines():
