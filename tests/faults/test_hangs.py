@@ -290,6 +290,7 @@ store().wait(["end"], 60)
 """
 
 
+@pytest.mark.whole("3 s of waiting")
 def test_time_out_names_a_rank_whose_memory_does_not_fit(tmp_path):
     # Pages of holes are not on the disk, but the kernel counts them as if they were.
     with open(tmp_path / "holes", "wb") as file:

@@ -126,6 +126,7 @@ while True:
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_top_names_a_slow_rank_and_the_share_of_waiting(engine):
     with ranks_of(STRAGGLER, 3, UNISONO_ENGINE=engine) as (processes, _):
