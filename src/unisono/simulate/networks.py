@@ -284,6 +284,26 @@ class Hosts(Network):
             links[1:1] = [np.where(pod != to_pod, link, _SKIP) for link in crossed]
         return _packed(np.stack(links, axis=1))
 
+    def alone(self, source: IntArray, target: IntArray, nbytes: IntArray) -> tuple[IntArray, ...]:
+        """Return what `Network.alone` does; there are only 2 or 3 kinds of routes."""
+        host, to_host = source // self.per_host, target // self.per_host
+        latency, moving = self._crossing((0, 1), nbytes)
+        ways = [(host != to_host, (2, 3))]
+        if self.pods is not None:
+            over = (4,) if self.pods.dragonfly else (4, 5)
+            ways.append((host // self.pods.hosts != to_host // self.pods.hosts, (2, *over, 3)))
+        for mask, groups in ways:
+            there = self._crossing(groups, nbytes)
+            latency, moving = np.where(mask, there[0], latency), np.where(mask, there[1], moving)
+        return latency, moving
+
+    def _crossing(self, groups: Sequence[int], nbytes: IntArray) -> tuple[IntArray, IntArray]:
+        """Return latency and time for the bytes of messages that cross a link of each group."""
+        specs = [self.groups[index].spec for index in groups]
+        busy = [spec.busy_ps(nbytes) for spec in specs]
+        latency = np.full_like(nbytes, sum(spec.latency_ps for spec in specs))
+        return latency, np.maximum.reduce(busy) if self.cut_through else np.add.reduce(busy)
+
 
 @dataclass(frozen=True)
 class Pods:
