@@ -222,6 +222,51 @@ def reduce_scatter(p: int, local: int) -> Schedule:
     return block_schedule("reduce_scatter", NAME, p, hosts, exchange, scratch_chunks=p, before=load)
 
 
+def all_to_all(p: int, local: int) -> Schedule:
+    """Exchange inside the hosts, so that each rank has all blocks of its host for some ranks.
+
+    Then a rank sends one message to each other host, for the rank in its own place there. The
+    message has the blocks of all ranks of its own host.
+
+    Cost: L+H-2 rounds, n(L-1)/L + n(H-1)/H sent, of which n(H-1)/H to other hosts; 2n copied.
+    Source: Tutel's 2DH all-to-all; Bruck et al. 1997 call it the index operation on a grid.
+    """
+    hosts = p // local
+    # SCRATCH [0, p): blocks for each place l, host by host. [p, 2p): received, from each place.
+    grid = np.arange(p).reshape(hosts, local)
+
+    def pack(r: IntArray) -> Iterable[IntArray]:
+        column = r[:, None]
+        yield copy(column, (INPUT, grid.T.ravel()), (SCRATCH, np.arange(p)))
+        place = r % local * hosts
+        yield copy(r, (SCRATCH, place), (SCRATCH, p + place), hosts)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        host, place = r // local, r % local
+        if k < local - 1:
+            to, source = (place + k + 1) % local, (place - k - 1) % local
+            yield send(r, host * local + to, SCRATCH, to * hosts, hosts)
+            yield recv(r, host * local + source, SCRATCH, p + source * hosts, hosts)
+            return
+        if k == local - 1:
+            column = r[:, None]
+            by_place = np.arange(p).reshape(local, hosts).T.ravel()
+            yield copy(column, (SCRATCH, p + by_place), (SCRATCH, np.arange(p)))
+        d = k - local + 2
+        to, source = (host + d) % hosts, (host - d) % hosts
+        yield send(r, to * local + place, SCRATCH, to * local, local)
+        yield recv(r, source * local + place, OUTPUT, source * local, local)
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        first = r // local * local
+        yield copy(r, (SCRATCH, first), (OUTPUT, first), local)
+
+    return block_schedule(
+        "all_to_all", NAME, p, local + hosts - 2, exchange,
+        scratch_chunks=2 * p, before=pack, after=own,
+    )  # fmt: skip
+
+
 def _neighbours(r: IntArray, local: int) -> IntArray:
     """Return [ranks, L-1]: the other ranks of each rank's host, from the next one on."""
     return r[:, None] // local * local + (r[:, None] + np.arange(1, local)) % local
