@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from unisono.errors import InvalidArgumentError
 from unisono.schedules import (
     bruck,
@@ -44,6 +46,7 @@ class Entry:
         ordered: Whether the algorithm reduces in the order of ranks; see `rank_order`.
         two_level: Whether the algorithm needs several hosts with equally many ranks, numbered
             host by host.
+        registered: Whether `register_schedule` added the algorithm.
     """
 
     builder: Callable[..., Schedule]
@@ -53,6 +56,7 @@ class Entry:
     uneven: bool = False
     ordered: bool = False
     two_level: bool = False
+    registered: bool = False
 
     def serves(self, world_size: int, local: int) -> bool:
         """Return whether the algorithm works for `world_size` ranks, `local` on each host."""
@@ -181,6 +185,53 @@ def entry(collective: str, algorithm: str) -> Entry:
         known = ", ".join(_TABLE[collective])
         raise InvalidArgumentError(f"{collective} has no algorithm {algorithm!r} (it has: {known})")
     return _TABLE[collective][algorithm]
+
+
+def register_schedule(schedule: Schedule) -> None:
+    """Prove a schedule, and let calls choose it by its name with `algorithm=`.
+
+    It serves groups of its world size. Every rank must register it. A call in which a rank has
+    not done so, or has another name for it, raises an error on all ranks.
+
+    Args:
+        schedule: A schedule of a collective without a root, for instance of `from_msccl`.
+
+    Raises:
+        ScheduleError: The schedule is wrong.
+        InvalidArgumentError: The collective has a root, or another algorithm has the name.
+    """
+    collective, name = schedule.collective, schedule.algorithm
+    if collective in ROOTED:
+        raise InvalidArgumentError(f"register {name!r}: {collective} has a root, expected none")
+    size = schedule.world_size
+    found = _TABLE[collective].get(name)
+    if found is not None:
+        if not (
+            found.registered and found.serves(size, 1) and _same(found.builder(size), schedule)
+        ):
+            raise InvalidArgumentError(
+                f"register {name!r}: {collective} has another such algorithm"
+            )
+        return
+    # Few processes register a schedule, and the proof is imported for these only.
+    from unisono.schedules.verify import verify
+
+    verify(schedule)
+    _TABLE[collective][name] = Entry(
+        lambda p: schedule,
+        lambda p: p == size,
+        f"world size {size}",
+        uneven=schedule.uneven_ok,
+        registered=True,
+    )
+
+
+def _same(first: Schedule, second: Schedule) -> bool:
+    """Return whether two schedules of the same ranks have the same rows."""
+    ranks = np.arange(first.world_size)
+    return first.stages == second.stages and all(
+        np.array_equal(first.steps(k, ranks), second.steps(k, ranks)) for k in range(first.stages)
+    )
 
 
 def available(
