@@ -6,9 +6,9 @@
           <step s="0" type="s" srcbuf="i" srcoff="1" dstbuf="i" dstoff="1" cnt="1"
                 depid="-1" deps="-1" hasdep="0"/>
 
-The steps of a thread block (`tb`) run in turn, thread blocks run at the same time. A step waits for
-step `deps` of thread block `depid`. Types: s send, r receive, rrc receive and reduce, rcs and rrcs
-the same and send on, rrs without storing, cpy copy, re reduce, nop wait.
+The steps of a thread block (`tb`) run in turn, and thread blocks run at the same time. A step waits
+for step `deps` of thread block `depid`. Types: s send, r receive, cpy copy, re reduce, nop wait. In
+rrc, rcs, rrs and rrcs, the first r is receive, a second r reduce, c store, and s send.
 
 Source: microsoft/msccl-tools, msccl/language/ir.py.
 """
@@ -311,7 +311,7 @@ def _held(step: _Step, first: Place, placed: _Places) -> tuple[list[int], list[P
 
 
 def _local(op: Op, step: _Step, own: Place, held: Place, placed: _Places) -> Iterator[Row]:
-    """Yield the rows that copy or reduce the chunks at `own` into those at `held`."""
+    """Yield the rows that copy or reduce the chunks at `own` into the chunks at `held`."""
     sizes, there = _held(step, own, placed)
     here = placed.written(step.rank, held, sizes)
     for first, target, n in _runs(there, here):
@@ -351,7 +351,7 @@ class _Places:
         # An input that a program may write is kept in SCRATCH.
         self.keeps = collective == "reduce_scatter" or (collective == "all_reduce" and not in_place)
         self.scratch_chunks = self.first = chunks if self.keeps else 0
-        # A place keeps its number if that has the right size, else it gets one after all others.
+        # A place keeps its number if the size is right, else it gets a number after all others.
         self.extra = self.first + -(-scratch // self.blocks) * self.blocks
         self.layers: dict[tuple[int, int], int] = defaultdict(int)
         self.given: dict[tuple[int, int, int], int] = {}
