@@ -284,7 +284,7 @@ def _rows(
 
 
 def _in_order(steps: list[_Step]) -> list[int]:
-    """Return the steps such that each comes after those that it waits for."""
+    """Return the steps such that each comes after the steps that it waits for."""
     done, order = [False] * len(steps), list[int]()
     for i in range(len(steps)):
         stack = [i]
