@@ -164,6 +164,10 @@ class _State:
         self.hops = list(zip(*(column.tolist() for column in columns), strict=True))
         self.width, self.receive = messages.width, messages.receive.tolist()
         self.target = rows.rank[messages.receive].tolist()
+        # Per row: the message that it sends, or _TAKES, or _WORKS.
+        does = np.where(rows.kind == RECV, _TAKES, _WORKS)
+        does[messages.send] = np.arange(len(messages.send))
+        self.does = does.tolist()
         bounds = np.searchsorted(rows.rank, np.arange(len(clock) + 1)).tolist()
         self.place, self.stop = bounds[:-1], bounds[1:]
         count = len(self.receive)
@@ -238,12 +242,8 @@ def _execute(
     """Advance all ranks; `clock` is the time at which each begins."""
     state = _State(rows, messages, clock)
     private, width = messages.private.tolist(), messages.width
-    # Per row: the message that it sends, or _TAKES, or _WORKS.
-    number = np.where(rows.kind == RECV, _TAKES, _WORKS)
-    number[messages.send] = np.arange(len(messages.send))
-    does = number.tolist()
     place, stop, ready, put = state.place, state.stop, state.ready, state.agenda.put
-    serve, agenda = state.server(), state.agenda
+    serve, agenda, does = state.server(), state.agenda, state.does
     begin, arrival, sent = state.trace.begin, state.trace.arrival, state.trace.sent
     now, events = 0, iter(list[int]())
     while True:

@@ -222,13 +222,12 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
     cpu, nic_out, nic_in = state.cpu, state.nic_out, state.nic_in
     overhead, gap, eager = model.overhead_ps, model.gap_ps, model.eager_bytes
     per_byte, cpu_per_byte = model.gap_per_byte_ps, model.overhead_per_byte_ps
-    travel, n, agenda = overhead + model.latency_ps, len(rank_of), state.agenda
-    put, made = agenda.put, state.made
-    release, arrived, posted = state.release, state.arrived, state.posted
+    travel, n, made = overhead + model.latency_ps, len(rank_of), state.made
+    release, arrived, posted, put = state.release, state.arrived, state.posted, state.agenda.put
     cpu_in = max(per_byte, cpu_per_byte)
     state.start()
     ended = 0
-    for time, order in agenda.in_order():
+    for time, order in state.agenda.in_order():
         i = made[order]
         if i >= n:  # the message of send i - n arrives
             i -= n
