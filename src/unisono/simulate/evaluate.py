@@ -60,7 +60,7 @@ def simulate(
     if network.size != p:
         raise InvalidArgumentError(f"{name}: the network has {network.size} ranks, expected {p}")
     costs = costs or Costs()
-    parts = [Traffic(schedule, nbytes, itemsize, padded)]
+    parts = [Traffic(schedule, nbytes, itemsize, padded, work=costs.works)]
     if costs.agreement_bytes and p > 1:
         agreement = build("barrier", "dissemination", p)
         parts.insert(0, Traffic(agreement, 0, message_bytes=costs.agreement_bytes))
