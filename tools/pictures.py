@@ -27,9 +27,10 @@ DRAWN = {
     "all_reduce": (
         *("ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"),
         *("cube_mesh", "one_shot", "two_shot", "two_level"),
+        *("swing", "torus", "recursive_multiplying"),
     ),
     "broadcast": ("binomial", "ring"),
-    "all_gather": ("bruck",),
+    "all_gather": ("bruck", "far_first"),
     "all_to_all": ("pairwise",),
 }
 OPS = ("all_reduce", "all_gather", "all_to_all", "sendrecv")
