@@ -82,29 +82,39 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine of --net, with the ranks per host of --hosts."""
-    from importlib import resources
-
-    from unisono.simulate import machine
-
-    shipped = resources.files("unisono.simulate") / "shipped"
-    try:
-        if options.net.endswith(".toml"):
-            text = Path(options.net).read_text(encoding="utf-8")
-        else:
-            text = (shipped / f"{options.net}.toml").read_text(encoding="utf-8")
-    except OSError:
-        known = ", ".join(sorted(file.name[:-5] for file in shipped.iterdir()))
-        raise UnknownNameError(
-            f"no network {options.net!r} (known: {known}; or a file that ends in .toml)"
-        ) from None
-    net = machine(options.net, text)
+    net = machine_of(options.net, options.model)
     if options.hosts:
         if any(p % options.hosts for p in options.ranks):
             raise InvalidArgumentError(f"-p {options.ranks} do not fill {options.hosts} hosts")
         if len(options.ranks) > 1:
             raise InvalidArgumentError("--hosts needs one number of ranks")
         net.values["ranks_per_host"] = options.ranks[0] // options.hosts
-    return replace(net, values=net.values | {"model": options.model or net.values["model"]})
+    return net
+
+
+def machine_of(name: str, model: str | None = None) -> Machine:
+    """Return the machine of a shipped name or a TOML file.
+
+    Raises:
+        UnknownNameError: There is no such machine or file.
+    """
+    from importlib import resources
+
+    from unisono.simulate import machine
+
+    shipped = resources.files("unisono.simulate") / "shipped"
+    try:
+        if name.endswith(".toml"):
+            text = Path(name).read_text(encoding="utf-8")
+        else:
+            text = (shipped / f"{name}.toml").read_text(encoding="utf-8")
+    except OSError:
+        known = ", ".join(sorted(file.name[:-5] for file in shipped.iterdir()))
+        raise UnknownNameError(
+            f"no network {name!r} (known: {known}; or a file that ends in .toml)"
+        ) from None
+    net = machine(name, text)
+    return replace(net, values=net.values | {"model": model or net.values["model"]})
 
 
 def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[Row]:

@@ -59,7 +59,7 @@ class Transport(ABC):
     address: str
     wires: Wires | None = None
     world_number = 1
-    words: tuple[str, ...] = ()
+    words = tuple[str, ...]()
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
