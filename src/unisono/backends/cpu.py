@@ -72,6 +72,9 @@ class CPUBackend(DeviceBackend):
         spec: The group.
         comm: Its communicator, if the transport of another group is shared.
         tables: The tuning tables of that other group.
+
+    Attributes:
+        shape: The kind of group, by which it finds its tuning table.
     """
 
     name = "unisono"
@@ -106,7 +109,8 @@ class CPUBackend(DeviceBackend):
         self.calls = self._engine.calls
         self._engine.pending_type = Pending
         self._tables = tables or {}
-        self._table = tuning.agreed(self._tables, self._engine)
+        self.shape = tuning.shape_of(self._engine)
+        self._table = tuning.agreed(self._tables, self.shape, comm)
         self._prepared_calls = PreparedCalls(comm, self._engine, self._table)
         self.port = p2p.Port(comm)
         if self.calls is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from unisono.base import config
 from unisono.base.host import cpu_model, reason_of
 from unisono.base.log import get_logger, log_once
-from unisono.engines import Engine
+from unisono.engines import Communicator, Engine
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.tables import Shape, Table
 
@@ -128,22 +128,20 @@ def published(tables: dict[Shape, Table]) -> str:
     return ",".join(f"{shape}={table.digest}" for shape, table in tables.items()) or NONE
 
 
-def shape_of(engine: Engine, transport: str) -> Shape:
+def shape_of(engine: Engine) -> Shape:
     """Return the shape of a group's table."""
-    over = "shared-memory" if engine.shares_memory else transport
+    over = "shared-memory" if engine.shares_memory else engine.comm.transport.name
     return Shape(engine.name, over, engine.comm.size, engine.ranks_per_host)
 
 
-def agreed(tables: dict[Shape, Table], engine: Engine) -> Table | None:
+def agreed(tables: dict[Shape, Table], shape: Shape, comm: Communicator) -> Table | None:
     """Return the table for a group, or None if its ranks have none or different tables.
 
     Rank 0 of the group logs a warning if only some ranks have a table, or tables differ.
     """
-    comm = engine.comm
     if not comm.transport.words:
         # The ranks did not meet through `connect`, so they know nothing of each other's tables.
         return None
-    shape = shape_of(engine, comm.transport.name)
     digests = [_digest(comm.transport.words[rank], shape) for rank in comm.ranks]
     if len(set(digests)) == 1:
         return tables.get(shape)

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from unisono.schedules.select import Topology, select
-from unisono.schedules.tables import Measured, Rule
+from unisono.schedules.tables import Measured, Rule, Shape
 
 # The mean time of a new choice, relative to the built-in choice. Nearer to 1, noise makes rules
 # that lose in the next run. Farther from 1, real gains are left out.
 MARGIN = 0.93
+# One pass cannot show that a choice wins again.
+LEAST_PASSES = 2
 # A choice also holds for sizes up to this multiple of the largest measured size.
 BEYOND = 4
 
@@ -49,6 +51,11 @@ def rules_of(measured: Measured, topology: Topology) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def topology_of(shape: Shape) -> Topology:
+    """Return the properties of a group of this shape on which choices depend."""
+    return Topology(shape.ranks, shape.over == "shared-memory", shape.local)
+
+
 def mean_us(times: Sequence[float]) -> float:
     """Return the geometric mean of times."""
     return math.exp(sum(map(math.log, times)) / len(times))
@@ -58,7 +65,7 @@ def _winner(cell: Mapping[str, tuple[float, ...]], built_in: str) -> str | None:
     """Return the algorithm that replaces the built-in choice, or None."""
     base = cell.get(built_in, ())
     full = {name: times for name, times in cell.items() if times and len(times) == len(base)}
-    if not full:
+    if len(base) < LEAST_PASSES:
         return None
     best = min(full, key=lambda name: mean_us(full[name]))
     wins = all(own < other for own, other in zip(full[best], base, strict=True))
