@@ -1,0 +1,181 @@
+"""Measure every algorithm on the ranks of this world, for a tuning table.
+
+The ranks make `PASSES` passes over all cells (an operation and a size). In a cell the algorithms
+take turns, so that other load of the machine affects all of them. After a cell's first pass only
+algorithms that can still win are measured. A pass gives a median of each algorithm. The passes are
+seconds apart, so an algorithm that wins in each of them does not win by a moment's noise.
+
+All ranks take the same decisions, because all decide by the times of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import unisono
+from unisono.bench.data import Data
+from unisono.bench.libraries import TimedCall, unisono_library
+from unisono.bench.plan import BenchPlan, Case, Sizes, cases
+from unisono.schedules import Topology, available, select
+from unisono.schedules.tables import Measured
+
+OPS = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "all_to_all")
+"""The operations that are measured by default."""
+
+SIZES = Sizes(1 << 10, 1 << 24, 4)
+"""The sizes: 1 KiB to 16 MiB."""
+
+PASSES = 3
+# Rounds of a pass: with fewer the median is no better than one loop. More cost time that other
+# cells need.
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 9
+# Duration of one loop. A call that takes longer is made once.
+_LOOP_S = 0.002
+# An algorithm that is slower than the best by these factors is left out: after the first calls,
+# and after the first pass.
+_OUT_AT_ONCE, _OUT_AFTER_PASS = 3.0, 1.4
+
+
+@dataclass(frozen=True)
+class TuningPlan:
+    """The settings of a measurement, equal on all ranks.
+
+    Attributes:
+        ops: Names from `bench.plan.OPS`.
+        sizes: Sizes of each operation.
+        limit_s: Duration of all passes.
+    """
+
+    ops: tuple[str, ...] = OPS
+    sizes: Sizes = SIZES
+    limit_s: float = 45.0
+
+
+@dataclass
+class _Cell:
+    """An operation and a size: what is known about its algorithms.
+
+    Attributes:
+        case: The operation and the size.
+        built_in: The choice of the built-in rule.
+        call_s: Time of a call by algorithm, of algorithms that can still win.
+        passes_us: Median of each pass by algorithm.
+    """
+
+    case: Case
+    built_in: str
+    call_s: dict[str, float]
+    passes_us: dict[str, tuple[float, ...]]
+
+    def drop(self, factor: float) -> None:
+        """Leave out algorithms that are slower than the best by a factor."""
+        least = min(self.call_s.values())
+        self.call_s = {
+            name: call_s
+            for name, call_s in self.call_s.items()
+            if call_s <= factor * least or name == self.built_in
+        }
+
+
+def measure(
+    plan: TuningPlan, topology: Topology, progress: Callable[[int, int, str], None]
+) -> Measured:
+    """Measure on the default group; all its ranks must call this.
+
+    Args:
+        plan: What to measure.
+        topology: The world.
+        progress: Called on each rank with the number of measured cells, of all, and the cell.
+
+    Returns:
+        The times, equal on all ranks. An algorithm that was left out early has fewer passes.
+    """
+    ends_s = time.perf_counter() + plan.limit_s
+    bench = BenchPlan(plan.ops, topology.world_size, sizes=plan.sizes)
+    found = [
+        _Cell(case, select(op, case.nbytes, topology).algorithm, {}, {})
+        for op in plan.ops
+        for case in cases(op, bench)
+    ]
+    count = PASSES * len(found)
+    for done in range(count):
+        turn, at = divmod(done, len(found))
+        # Every other pass goes backwards, so that a slow drift does not favour the first cells.
+        cell = found[-1 - at if turn % 2 else at]
+        share_s = (ends_s - time.perf_counter()) / (count - done)
+        if turn and _slowest([-share_s])[0] >= 0.0:
+            break  # out of time: the cells of this pass have fewer passes
+        progress(done, count, f"{cell.case.op} of {cell.case.nbytes} bytes")
+        _measure(cell, Data(cell.case, bench, unisono.get_rank()), topology, share_s)
+        if turn == 0:
+            cell.drop(_OUT_AFTER_PASS)
+    progress(count, count, "")
+    return {(cell.case.op, cell.case.nbytes): cell.passes_us for cell in found}
+
+
+def hosts() -> list[str]:
+    """Return the name of the host of each rank."""
+    names = [""] * unisono.get_world_size()
+    unisono.all_gather_object(names, platform.node())
+    return names
+
+
+def _measure(cell: _Cell, data: Data, topology: Topology, share_s: float) -> None:
+    """Measure the algorithms of a cell for one pass."""
+    data.fill_for_timing()
+    op = cell.case.op
+    names = cell.call_s or available(op, topology.world_size, local=topology.local)
+    calls = {name: unisono_library(name).call(data) for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        if not cell.call_s:
+            # The first call also builds the schedule.
+            first = [min(_loop_s(call, 1) for _ in range(3)) for call in calls.values()]
+            cell.call_s = dict(zip(calls, _slowest(first), strict=True))
+            cell.drop(_OUT_AT_ONCE)
+        calls = {name: calls[name] for name in cell.call_s}
+        iters = [max(1, min(1000, int(_LOOP_S / s))) for s in cell.call_s.values()]
+        round_s = sum(n * s for n, s in zip(iters, cell.call_s.values(), strict=True))
+        fit = _slowest([share_s / max(round_s, 1e-6)])[0]
+        rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(fit)))
+        times = _rounds(list(calls.values()), iters, rounds)
+    finally:
+        gc.enable()
+    for name, time_s in zip(calls, np.median(_slowest(times), axis=0).tolist(), strict=True):
+        cell.call_s[name] = time_s
+        cell.passes_us[name] = (*cell.passes_us.get(name, ()), round(time_s * 1e6, 3))
+
+
+def _rounds(calls: Sequence[TimedCall], iters: Sequence[int], rounds: int) -> list[list[float]]:
+    """Return the seconds per call of this rank, by round and call."""
+    times = [[0.0] * len(calls) for _ in range(rounds)]
+    for turn in range(rounds):
+        for i in (i % len(calls) for i in range(turn, turn + len(calls))):
+            if iters[i] > 1:
+                calls[i]()
+            times[turn][i] = _loop_s(calls[i], iters[i]) / iters[i]
+    return times
+
+
+def _loop_s(call: TimedCall, iters: int) -> float:
+    """Return the seconds of some calls, which all ranks begin together."""
+    unisono.barrier()
+    start_s = time.perf_counter()
+    for _ in itertools.repeat(None, iters):
+        call()
+    return time.perf_counter() - start_s
+
+
+def _slowest(values: object) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Return the largest values over all ranks."""
+    array = np.array(values, np.float64)
+    unisono.all_reduce(array, unisono.ReduceOp.MAX)
+    return array
