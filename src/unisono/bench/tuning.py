@@ -35,9 +35,10 @@ SIZES = Sizes(1 << 10, 1 << 24, 4)
 PASSES = 3
 # Rounds of a pass: with fewer the median is no better than one loop. More cost time that other
 # cells need.
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 9
-# Duration of one loop. A call that takes longer is made once.
-_LOOP_S = 0.002
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
+# Duration of one loop. A call that takes longer is made once. In a longer loop another process of
+# a busy machine interrupts every loop, and in a shorter loop the barrier before it counts.
+_LOOP_S = 0.0007
 # An algorithm that is slower than the best by these factors is left out: after the first calls,
 # and after the first pass.
 _OUT_AT_ONCE, _OUT_AFTER_PASS = 3.0, 1.4
@@ -143,10 +144,7 @@ def _measure(cell: _Cell, data: Data, topology: Topology, share_s: float) -> Non
             cell.drop(_OUT_AT_ONCE)
         calls = {name: calls[name] for name in cell.call_s}
         iters = [max(1, min(1000, int(_LOOP_S / s))) for s in cell.call_s.values()]
-        round_s = sum(n * s for n, s in zip(iters, cell.call_s.values(), strict=True))
-        fit = _slowest([share_s / max(round_s, 1e-6)])[0]
-        rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(fit)))
-        times = _rounds(list(calls.values()), iters, rounds)
+        times = _rounds(list(calls.values()), iters, share_s)
     finally:
         gc.enable()
     for name, time_s in zip(calls, np.median(_slowest(times), axis=0).tolist(), strict=True):
@@ -154,10 +152,15 @@ def _measure(cell: _Cell, data: Data, topology: Topology, share_s: float) -> Non
         cell.passes_us[name] = (*cell.passes_us.get(name, ()), round(time_s * 1e6, 3))
 
 
-def _rounds(calls: Sequence[TimedCall], iters: Sequence[int], rounds: int) -> list[list[float]]:
-    """Return the seconds per call of this rank, by round and call."""
-    times = [[0.0] * len(calls) for _ in range(rounds)]
-    for turn in range(rounds):
+def _rounds(calls: Sequence[TimedCall], iters: Sequence[int], share_s: float) -> list[list[float]]:
+    """Return the seconds per call of this rank, by round and call, for about `share_s`."""
+    ends_s = time.perf_counter() + share_s
+    times: list[list[float]] = []
+    for turn in range(_MOST_ROUNDS):
+        # The calls may take longer than before, so the ranks look at the time in each round.
+        if turn >= _LEAST_ROUNDS and _slowest([time.perf_counter() - ends_s])[0] > 0.0:
+            break
+        times.append([0.0] * len(calls))
         for i in (i % len(calls) for i in range(turn, turn + len(calls))):
             if iters[i] > 1:
                 calls[i]()

@@ -74,7 +74,7 @@ def _simulate(options: argparse.Namespace) -> int:
             rows += _rows(options, net, p, nbytes)
     if options.json:
         document = {"op": options.op, "net": net.name, "values": net.values, "rows": rows}
-        _write(options.json, json.dumps(document, indent=1).replace("Infinity", "null") + "\n")
+        write_text(options.json, json.dumps(document, indent=1).replace("Infinity", "null") + "\n")
     if options.plot:
         _plot(rows, options)
     return 0
@@ -157,7 +157,7 @@ def _row(options: argparse.Namespace, net: Machine, name: str, shape: tuple[int,
     if options.goal or net.values["model"] == "loggops":
         program = program_of(Traffic(schedule, nbytes, options.itemsize, work=False).all_rows(), p)
         if options.goal:
-            _write(options.goal, to_goal(program))
+            write_text(options.goal, to_goal(program))
         done = loggops.run(program, net.loggops())
         return row | {"time_us": max(done.finish_ps) / 1e6, "exact": True, "method": "LogGOPS"}
     result = simulate(
@@ -182,7 +182,12 @@ def _aligned(cells: Sequence[str]) -> str:
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-def _write(path: str, text: str) -> None:
+def write_text(path: str, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        InvalidArgumentError: It cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
