@@ -17,6 +17,7 @@ from unisono.base.config import VARIABLES
 from unisono.base.extension import why_absent
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
 from unisono.schedules import build
+from unisono.simulate.timeline import in_rounds
 from unisono.testing import run
 from unisono.testing.hosts import why_no_hosts
 
@@ -47,11 +48,11 @@ def test_pictures_are_up_to_date():
 
 def test_pictures_show_each_message_once():
     draw = tool("pictures")
-    shown = list(draw.messages(build("all_reduce", "double_tree", 8)))
+    shown = in_rounds(build("all_reduce", "double_tree", 8)).messages
     # Two trees over eight ranks: seven edges each, up and down.
     assert len(shown) == 2 * 2 * 7
     assert sum(message.reduces for message in shown) == 2 * 7
-    assert draw.lanes("all_reduce", "double_tree").count("<polygon") == len(shown)
+    assert draw.lanes("all_reduce", "double_tree").count("stroke-width='1.3'/>") == len(shown)
 
 
 def test_detection_page_is_up_to_date():

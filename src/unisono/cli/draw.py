@@ -120,8 +120,8 @@ def _write_png(path: str, picture: Picture) -> None:
     panel.axis("off")
     for order, shape in enumerate(picture.shapes):
         if isinstance(shape, Line):
-            (x0, y0), (x1, y1) = shape.begin, shape.end
-            panel.plot([x0, x1], [y0, y1], color=shape.colour, lw=shape.width, zorder=order)
+            x, y = zip(*shape.points, strict=True)
+            panel.plot(x, y, color=shape.colour, lw=shape.width, zorder=order)
         elif isinstance(shape, Label):
             panel.text(
                 *shape.at, shape.text, size=shape.size, color=shape.colour, zorder=order,

@@ -13,10 +13,9 @@ Point = tuple[float, float]
 
 
 class Line(NamedTuple):
-    """A straight line."""
+    """A line through points."""
 
-    begin: Point
-    end: Point
+    points: tuple[Point, ...]
     colour: str = INK
     width: float = 1.0
 
@@ -76,7 +75,7 @@ class Picture:
         length = math.hypot(x1 - x0, y1 - y0) or 1.0
         along, across = (x1 - x0) / length, (y1 - y0) / length
         back_x, back_y = x1 - 7 * along, y1 - 7 * across
-        self.shapes.append(Line(begin, (back_x, back_y), colour, width))
+        self.shapes.append(Line((begin, (back_x, back_y)), colour, width))
         sides = [(back_x - d * across, back_y + d * along) for d in (3.2, -3.2)]
         head = (end, sides[0], sides[1])
         self.shapes.append(Polygon(head, colour if full else "white", colour))
@@ -104,9 +103,8 @@ def heat(share: float) -> str:
 def _svg(shape: Shape) -> str:
     """Return one element."""
     if isinstance(shape, Line):
-        ends = dict(zip(("x1", "y1", "x2", "y2"), (*shape.begin, *shape.end), strict=True))
-        places = " ".join(f"{name}='{_number(at)}'" for name, at in ends.items())
-        return f"<line {places} stroke='{shape.colour}' stroke-width='{_number(shape.width)}'/>"
+        style = f"fill='none' stroke='{shape.colour}' stroke-width='{_number(shape.width)}'"
+        return f"<polyline points='{_points(shape.points)}' {style} stroke-linejoin='round'/>"
     if isinstance(shape, Polygon):
         edge = f" stroke='{shape.edge}' stroke-width='1.3'" if shape.edge else ""
         return f"<polygon points='{_points(shape.points)}' fill='{shape.fill}'{edge}/>"
