@@ -2,36 +2,43 @@
 
 Run from the repository root: `python benchmarks/tuning.py [--folder F] [--seconds S] [KIND-N ...]`.
 A kind is `shm`, `tcp` (one host, no shared memory) or `hosts` (two network namespaces, needs root);
-N is the number of ranks. For each, `unisono tune` runs twice, one run after the other. The table of
-each run is judged on the times of the other run, so both halves are held out once.
+N is the number of ranks. For each, the measurement of `unisono tune` runs twice, one run after the
+other. The table of each run is judged on the times of the other run, so both are held out once.
 
-The regret of a choice in a cell (an operation and a size) is its mean time over the passes, divided
-by that of the best algorithm in the same run. The figures are geometric means over all cells. The
-best of noisy times is too good, so the regret of a perfect choice is above 1, too: the column
-`best of other run` has the regret of the fastest algorithm of the other run, without any rule.
+The regret of a choice in a cell (an operation and a size) is its time divided by that of the best
+algorithm in the same run. The time is the geometric mean over the passes of a pass's median, or of
+its fastest round. The figures are geometric means over all cells. The best of noisy times is too
+good, so the regret of a perfect choice is above 1, too: the column `best of other run` has the
+regret of the fastest algorithm of the other run, without any rule. `differ` is the mean factor
+between the two runs' times of one call.
 
-With --judge, nothing is measured: the tables in the folder are judged again.
+With --judge, nothing is measured: the runs in the folder are judged again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
+from typing import NamedTuple
 
+import unisono
+from unisono.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure
 from unisono.schedules.select import select
-from unisono.schedules.tables import Measured, Table
+from unisono.schedules.tables import Measured, Shape, Table
 from unisono.schedules.tuning import mean_us, rules_of, topology_of
 from unisono.testing.hosts import Network
 
 WORLDS = [f"{kind}-{ranks}" for kind in ("shm", "tcp", "hosts") for ranks in (2, 4, 8)]
-COLUMNS = ("world", "cells", "built-in", "table", "best of other run", "rules")
+COLUMNS = ("world", "statistic", "cells", "built-in", "table", "best of other run", "differ")
+STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": median, "fastest": min}
 
 
 def main() -> None:
@@ -41,7 +48,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/tuning"), help="of the tables")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each run")
     parser.add_argument("--judge", action="store_true", help="measure nothing")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()
+    if flags.rank_of:
+        measure_as_rank(flags.rank_of, flags.seconds)
+        return
     flags.folder.mkdir(parents=True, exist_ok=True)
     print(f"# load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores; regret, geometric mean")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
@@ -52,18 +63,56 @@ def main() -> None:
             if not flags.judge:
                 run(kind, int(ranks), file, flags.seconds)
         if all(file.exists() for file in files):
-            print(judged(world, [Table.from_json(f.name, f.read_text()) for f in files]))
-            sys.stdout.flush()
+            for name in STATISTICS:
+                print(judged(world, name, [Half.read(file) for file in files]), flush=True)
+
+
+class Half(NamedTuple):
+    """One run: the shape of its world, and all times."""
+
+    shape: Shape
+    rounds: Rounds
+
+    def measured(self, statistic: Callable[[list[float]], float]) -> Measured:
+        """Return a time per pass; algorithms that were left out after the first pass are absent."""
+        found = {}
+        for cell, times in self.rounds.items():
+            most = max(map(len, times.values()))
+            found[cell] = {
+                name: tuple(map(statistic, passes))
+                for name, passes in times.items()
+                if len(passes) == most
+            }
+        return found
+
+    @classmethod
+    def read(cls, file: Path) -> Half:
+        """Return the run of a file."""
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return cls(Shape(*fields["shape"]), {(op, n): times for op, n, times in fields["rounds"]})
+
+
+def measure_as_rank(file: Path, seconds: float) -> None:
+    """Measure as one rank; rank 0 writes the file."""
+    unisono.init_process_group()
+    backend = unisono.group.WORLD.backends["cpu"]  # type: ignore[union-attr]
+    plan = TuningPlan(limit_s=seconds)
+    rounds = measure(plan, topology_of(backend.shape), lambda *_: None)  # type: ignore[attr-defined]
+    if unisono.get_rank() == 0:
+        rows = [[op, nbytes, times] for (op, nbytes), times in rounds.items()]
+        fields = {"shape": backend.shape, "rounds": rows}  # type: ignore[attr-defined]
+        file.write_text(json.dumps(fields), encoding="utf-8")
+    unisono.destroy_process_group()
 
 
 def run(kind: str, ranks: int, file: Path, seconds: float) -> None:
-    """Measure a table."""
-    settings = {"UNISONO_TUNING": str(file), "UNISONO_TOKEN": secrets.token_hex()}
+    """Measure one run."""
+    settings = {"UNISONO_TUNING": "0", "UNISONO_TOKEN": secrets.token_hex()}
     if kind == "tcp":
         settings["UNISONO_SHARED_MEMORY"] = "0"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "unisono", "run"]
-    tune = ["-m", "unisono", "tune", "--seconds", str(seconds)]
+    tune = [os.path.abspath(__file__), "--rank-of", str(file), "--seconds", str(seconds)]
     with contextlib.ExitStack() as stack:
         if kind == "hosts":
             hosts = stack.enter_context(Network(2)).hosts
@@ -86,37 +135,29 @@ def run(kind: str, ranks: int, file: Path, seconds: float) -> None:
                 raise SystemExit(errors.decode())
 
 
-def judged(world: str, halves: list[Table]) -> str:
-    """Return the line of a world: each half is judged on the other."""
+def judged(world: str, statistic: str, halves: list[Half]) -> str:
+    """Return a line of a world: each half is judged on the other."""
     topology = topology_of(halves[0].shape)
-    columns: list[list[float]] = [[], [], []]
-    rules = 0
+    columns: list[list[float]] = [[], [], [], []]
     for half, other in (halves, halves[::-1]):
-        table = Table(half.shape, "", "", rules_of(half.measured, topology), {})
-        rules += len(table.rules)
-        choices: list[Callable[[str, int], str]] = [
-            lambda op, nbytes: select(op, nbytes, topology).algorithm,
-            lambda op, nbytes, table=table: select(op, nbytes, topology, table=table).algorithm,  # type: ignore[misc]
-            lambda op, nbytes, half=half: best(half.measured, op, nbytes),  # type: ignore[misc]
-        ]
-        for column, choice in zip(columns, choices, strict=True):
-            column += regrets(other.measured, choice)
+        trained, tested = half.measured(min), other.measured(STATISTICS[statistic])
+        table = Table(half.shape, "", "", rules_of(trained, topology))
+        for (op, nbytes), times in tested.items():
+            names = (
+                select(op, nbytes, topology).algorithm,
+                select(op, nbytes, topology, table=table).algorithm,
+                min(trained[op, nbytes], key=lambda name: mean_us(trained[op, nbytes][name])),
+            )
+            means = {name: mean_us(passes) for name, passes in times.items()}
+            least = min(means.values())
+            for column, name in zip(columns, names, strict=False):
+                # An algorithm that was left out was slower by this factor or more.
+                column.append(means.get(name, OUT_AFTER_PASS * least) / least)
+            same = half.measured(STATISTICS[statistic])[op, nbytes]
+            factors = [mean_us(same[name]) / means[name] for name in same if name in means]
+            columns[3] += [max(factor, 1 / factor) for factor in factors]
     figures = [f"{geometric_mean(column):.3f}" for column in columns]
-    return f"| {' | '.join([world, str(len(columns[0])), *figures, str(rules)])} |"
-
-
-def regrets(measured: Measured, choice: Callable[[str, int], str]) -> Iterator[float]:
-    """Yield for each cell the time of the chosen algorithm over the least time."""
-    for (op, nbytes), times in measured.items():
-        means = {name: mean_us(passes) for name, passes in times.items()}
-        # An algorithm without times was more than 3 times as slow as the best.
-        yield means.get(choice(op, nbytes), 3 * min(means.values())) / min(means.values())
-
-
-def best(measured: Measured, op: str, nbytes: int) -> str:
-    """Return the fastest algorithm of a cell."""
-    times = measured[op, nbytes]
-    return min(times, key=lambda name: mean_us(times[name]))
+    return f"| {' | '.join([world, statistic, str(len(columns[0])), *figures])} |"
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 The ranks make `PASSES` passes over all cells (an operation and a size). In a cell the algorithms
 take turns, so that other load of the machine affects all of them. After a cell's first pass only
-algorithms that can still win are measured. A pass gives a median of each algorithm. The passes are
-seconds apart, so an algorithm that wins in each of them does not win by a moment's noise.
+algorithms that can still win are measured. The passes are seconds apart, so an algorithm that wins
+in each of them does not win by a moment's noise.
+
+The fastest round of a pass counts. On a busy machine it repeats better than the median: two runs
+beside 20 other processes differed by 1.26 and 1.5.
 
 All ranks take the same decisions, because all decide by the times of the slowest rank.
 """
@@ -26,6 +29,9 @@ from unisono.bench.plan import BenchPlan, Case, Sizes, cases
 from unisono.schedules import Topology, available, select
 from unisono.schedules.tables import Measured
 
+Rounds = dict[tuple[str, int], dict[str, list[list[float]]]]
+"""(collective, bytes) -> algorithm -> microseconds of a call by pass and round."""
+
 OPS = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "all_to_all")
 """The operations that are measured by default."""
 
@@ -41,7 +47,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
 _LOOP_S = 0.0007
 # An algorithm that is slower than the best by these factors is left out: after the first calls,
 # and after the first pass.
-_OUT_AT_ONCE, _OUT_AFTER_PASS = 3.0, 1.4
+OUT_AT_ONCE, OUT_AFTER_PASS = 3.0, 1.4
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,13 @@ class _Cell:
         case: The operation and the size.
         built_in: The choice of the built-in rule.
         call_s: Time of a call by algorithm, of algorithms that can still win.
-        passes_us: Median of each pass by algorithm.
+        rounds_us: Times of a call by algorithm, pass and round.
     """
 
     case: Case
     built_in: str
     call_s: dict[str, float]
-    passes_us: dict[str, tuple[float, ...]]
+    rounds_us: dict[str, list[list[float]]]
 
     def drop(self, factor: float) -> None:
         """Leave out algorithms that are slower than the best by a factor."""
@@ -87,7 +93,7 @@ class _Cell:
 
 def measure(
     plan: TuningPlan, topology: Topology, progress: Callable[[int, int, str], None]
-) -> Measured:
+) -> Rounds:
     """Measure on the default group; all its ranks must call this.
 
     Args:
@@ -116,9 +122,17 @@ def measure(
         progress(done, count, f"{cell.case.op} of {cell.case.nbytes} bytes")
         _measure(cell, Data(cell.case, bench, unisono.get_rank()), topology, share_s)
         if turn == 0:
-            cell.drop(_OUT_AFTER_PASS)
+            cell.drop(OUT_AFTER_PASS)
     progress(count, count, "")
-    return {(cell.case.op, cell.case.nbytes): cell.passes_us for cell in found}
+    return {(cell.case.op, cell.case.nbytes): cell.rounds_us for cell in found}
+
+
+def fastest(rounds: Rounds) -> Measured:
+    """Return the fastest round of each pass."""
+    return {
+        cell: {name: tuple(map(min, passes)) for name, passes in times.items()}
+        for cell, times in rounds.items()
+    }
 
 
 def hosts() -> list[str]:
@@ -141,15 +155,15 @@ def _measure(cell: _Cell, data: Data, topology: Topology, share_s: float) -> Non
             # The first call also builds the schedule.
             first = [min(_loop_s(call, 1) for _ in range(3)) for call in calls.values()]
             cell.call_s = dict(zip(calls, _slowest(first), strict=True))
-            cell.drop(_OUT_AT_ONCE)
+            cell.drop(OUT_AT_ONCE)
         calls = {name: calls[name] for name in cell.call_s}
         iters = [max(1, min(1000, int(_LOOP_S / s))) for s in cell.call_s.values()]
         times = _rounds(list(calls.values()), iters, share_s)
     finally:
         gc.enable()
-    for name, time_s in zip(calls, np.median(_slowest(times), axis=0).tolist(), strict=True):
-        cell.call_s[name] = time_s
-        cell.passes_us[name] = (*cell.passes_us.get(name, ()), round(time_s * 1e6, 3))
+    for name, column in zip(calls, _slowest(times).T.tolist(), strict=True):
+        cell.call_s[name] = min(column)
+        cell.rounds_us.setdefault(name, []).append([round(s * 1e6, 3) for s in column])
 
 
 def _rounds(calls: Sequence[TimedCall], iters: Sequence[int], share_s: float) -> list[list[float]]:

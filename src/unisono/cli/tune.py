@@ -115,7 +115,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
     import unisono
     from unisono.backends import tuning
     from unisono.backends.cpu import CPUBackend
-    from unisono.bench.tuning import PASSES, hosts, measure
+    from unisono.bench.tuning import PASSES, fastest, hosts, measure
     from unisono.schedules.tables import Table
     from unisono.schedules.tuning import rules_of, topology_of
 
@@ -138,7 +138,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
             raise InvalidArgumentError(f"tune: {group} is not measured, only backend unisono is")
         shape = backend.shape
         with _progress(shown=rank == 0) as progress:
-            measured = measure(plan, topology_of(shape), progress)
+            measured = fastest(measure(plan, topology_of(shape), progress))
         took_s = time.perf_counter() - start_s
         about = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

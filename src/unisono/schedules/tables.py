@@ -27,7 +27,7 @@ from unisono.schedules.registry import available
 FORMAT = 1
 
 Measured = Mapping[tuple[str, int], Mapping[str, tuple[float, ...]]]
-"""(collective, bytes) -> algorithm -> microseconds of each pass."""
+"""(collective, bytes) -> algorithm -> microseconds of a call in each pass."""
 
 
 class Shape(NamedTuple):

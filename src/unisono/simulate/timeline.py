@@ -141,9 +141,11 @@ def in_time(
             zip(*(np.asarray(c).tolist() for c in columns), receive.reduces.tolist(), strict=True)
         )
     ]
-    begins = np.maximum(times.begin, times.arrival)
-    spans = zip(rows.rank.tolist(), begins.tolist(), costs.of(rows).tolist(), strict=True)
-    work = tuple(Span(rank, begin, begin + cost) for rank, begin, cost in spans if cost)
+    # A row ends when the next row of its rank begins.
+    last = np.append(rows.rank[1:] != rows.rank[:-1], True)
+    ends = np.where(last, np.array(times.clock)[rows.rank], np.append(times.begin[1:], 0))
+    spans = zip(rows.rank.tolist(), ends.tolist(), costs.of(rows).tolist(), strict=True)
+    work = tuple(Span(rank, end - cost, end) for rank, end, cost in spans if cost)
     service: tuple[Span, ...] = ()
     if contended:
         links = plan.names[np.maximum(plan.links, 0)].tolist()
