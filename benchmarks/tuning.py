@@ -5,12 +5,11 @@ A kind is `shm`, `tcp` (one host, no shared memory) or `hosts` (two network name
 N is the number of ranks. For each, the measurement of `unisono tune` runs twice, one run after the
 other. The table of each run is judged on the times of the other run, so both are held out once.
 
-The regret of a choice in a cell (an operation and a size) is its time divided by that of the best
-algorithm in the same run. The time is the geometric mean over the passes of a pass's median, or of
-its fastest round. The figures are geometric means over all cells. The best of noisy times is too
-good, so the regret of a perfect choice is above 1, too: the column `best of other run` has the
-regret of the fastest algorithm of the other run, without any rule. `differ` is the mean factor
-between the two runs' times of one call.
+A cell is an operation and a size. The regret of a choice is its time divided by the time of the
+best algorithm in the same run. A pass gives the median of its rounds, or the fastest round. All
+means are geometric. The best of noisy times is too good, so a perfect choice has a regret above 1.
+The column `best of other run` shows that: the regret of the other run's fastest algorithm. `differ`
+is the factor between the two runs' times of one call.
 
 With --judge, nothing is measured: the runs in the folder are judged again.
 """

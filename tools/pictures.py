@@ -14,9 +14,10 @@ from typing import Any
 
 from unisono.schedules import build
 from unisono.schedules.ir import ROOTED
+from unisono.simulate import machine
 from unisono.simulate.diagrams import COLOURS, diagram
 from unisono.simulate.drawing import PALE, Line, Picture
-from unisono.simulate.timeline import in_rounds
+from unisono.simulate.timeline import in_rounds, in_time
 
 FOLDER = Path("docs/pictures")
 RESULTS = Path("benchmarks/results/2-ranks.json")
@@ -32,6 +33,9 @@ DRAWN = {
     "all_gather": ("bruck",),
     "all_to_all": ("pairwise",),
 }
+# Simulated runs of all_reduce of 1 MiB: 16 ranks on 4 hosts that share a network interface.
+RUNS = ("halving_doubling", "two_level")
+NETWORK = Path("src/unisono/simulate/shipped/fat-tree.toml")
 OPS = ("all_reduce", "all_gather", "all_to_all", "sendrecv")
 
 LIBRARIES = {
@@ -53,6 +57,8 @@ def pictures() -> Iterator[tuple[str, str]]:
     for collective, algorithms in DRAWN.items():
         for algorithm in algorithms:
             yield f"{collective}-{algorithm}.svg", lanes(collective, algorithm)
+    for algorithm in RUNS:
+        yield f"run-{algorithm}.svg", run(algorithm)
     yield "speed.svg", speed(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
@@ -61,6 +67,15 @@ def lanes(collective: str, algorithm: str) -> str:
     options = {"local": RANKS // 2} if algorithm == "two_level" else {}
     root = 0 if collective in ROOTED else -1
     return diagram(in_rounds(build(collective, algorithm, RANKS, root, **options))).svg()
+
+
+def run(algorithm: str) -> str:
+    """Return the picture of a simulated run, as `unisono draw all_reduce --net fat-tree` does."""
+    net = machine("fat-tree", NETWORK.read_text(encoding="utf-8"))
+    net.values["ranks_per_host"] = 4
+    schedule = build("all_reduce", algorithm, 16, local=4)
+    network, costs = net.network(algorithm, 16), net.costs(algorithm)
+    return diagram(in_time(schedule, 1 << 20, network, costs, itemsize=4)).svg()
 
 
 def speed(result: dict[str, Any]) -> str:

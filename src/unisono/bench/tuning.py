@@ -97,7 +97,7 @@ def measure(
     """Measure on the default group; all its ranks must call this.
 
     Args:
-        plan: What to measure.
+        plan: Operations, sizes and duration.
         topology: The world.
         progress: Called on each rank with the number of measured cells, of all, and the cell.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unisono.schedules.tables import Table
 
 _PREFIX = "unisono tune: "
-# What the start of the ranks may take of the limit.
+# The part of the limit in which the ranks start.
 _START_S = 5.0
 
 _OPS = [op for op in OPS if op not in ("sendrecv", "barrier")]
@@ -107,7 +107,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
 
     Args:
         rank: This rank, or -1; the environment has it, too.
-        plan: What to measure.
+        plan: Operations, sizes and duration.
 
     Raises:
         InvalidArgumentError: The world has one rank, or the file cannot be written.

@@ -1,7 +1,7 @@
 """Derive the rules of a table from measured times.
 
 Two measurements of one call differ by more than most algorithms do. An algorithm thus replaces the
-built-in choice only if it is faster by a margin in the mean of all passes, and faster in each pass.
+built-in choice only if it is faster by a margin in the mean, and faster in each pass.
 """
 
 from __future__ import annotations

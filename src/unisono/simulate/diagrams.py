@@ -1,12 +1,13 @@
 """Space-time diagrams: a line per rank, time to the right, an arrow per message.
 
-Below the diagram of a simulated run are the parts of its critical path and a heat map: a row per
-link, a column per slice of time, and the colour is the share of the slice in which the link carries
-a message.
+Below the diagram of a simulated run are the parts of its critical path, and a heat map. The heat
+map has a row per link and a column per slice of time. The colour is the share of the slice in which
+the link carries a message.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -124,9 +125,12 @@ def _heat_map(
         y = top + 8 + 13 * row
         # Names are longer than the margin of the lanes.
         picture.label(_LEFT + 62, y + 9.5, result.network.link_name(link), 9, "end")
-        step = (wide - 66) / _SLICES
-        for k, share in enumerate(shares):
-            picture.box(_LEFT + 66 + step * k, y, step + 0.2, 12, heat(share))
+        step, first = (wide - 66) / _SLICES, 0
+        # Slices of one colour are one box, because a picture has thousands of slices.
+        for colour, same in itertools.groupby(heat(round(share, 1)) for share in shares):
+            count = len(list(same))
+            picture.box(_LEFT + 66 + step * first, y, step * count + 0.2, 12, colour)
+            first += count
         picture.label(_LEFT + wide + 6, y + 9.5, f"{100 * shares.mean():.0f} %", 9)
 
 

@@ -22,7 +22,7 @@ from unisono.simulate.networks import Network
 from unisono.simulate.result import Result
 from unisono.simulate.traffic import Traffic
 
-# More messages cannot be told apart in a picture.
+# A picture does not show more messages clearly.
 MOST_MESSAGES = 20_000
 
 
@@ -53,7 +53,7 @@ class Message(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a rank does, or a link carries, from `begin` to `end`; `place` is its number."""
+    """Work of a rank, or a message on a link; `place` is the number of the rank or link."""
 
     place: int
     begin: float
@@ -68,7 +68,7 @@ class Timeline:
         schedule: The schedule.
         messages: Sorted by begin.
         end: End of the last rank, or the number of stages.
-        work: What ranks do besides waiting for messages; empty without a network.
+        work: Work of ranks besides waiting for messages; empty without a network.
         service: When links carry messages; empty without a network.
         result: The simulated run; None without a network.
     """
