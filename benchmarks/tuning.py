@@ -29,6 +29,7 @@ from statistics import geometric_mean, median
 from typing import NamedTuple
 
 import unisono
+from unisono.backends.cpu import CPUBackend
 from unisono.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure
 from unisono.schedules.select import select
 from unisono.schedules.tables import Measured, Shape, Table
@@ -94,12 +95,15 @@ class Half(NamedTuple):
 def measure_as_rank(file: Path, seconds: float) -> None:
     """Measure as one rank; rank 0 writes the file."""
     unisono.init_process_group()
-    backend = unisono.group.WORLD.backends["cpu"]  # type: ignore[union-attr]
+    group = unisono.group.WORLD
+    assert group is not None
+    backend = group.backends["cpu"]
+    assert isinstance(backend, CPUBackend)
     plan = TuningPlan(limit_s=seconds)
-    rounds = measure(plan, topology_of(backend.shape), lambda *_: None)  # type: ignore[attr-defined]
+    rounds = measure(plan, topology_of(backend.shape), lambda *_: None)
     if unisono.get_rank() == 0:
         rows = [[op, nbytes, times] for (op, nbytes), times in rounds.items()]
-        fields = {"shape": backend.shape, "rounds": rows}  # type: ignore[attr-defined]
+        fields = {"shape": backend.shape, "rounds": rows}
         file.write_text(json.dumps(fields), encoding="utf-8")
     unisono.destroy_process_group()
 

@@ -38,10 +38,11 @@ OPS = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "all
 SIZES = Sizes(1 << 10, 1 << 24, 4)
 """The sizes: 1 KiB to 16 MiB."""
 
-PASSES = 3
-# Rounds of a pass: with fewer the median is no better than one loop. More cost time that other
-# cells need.
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
+# The share of the time at which each pass ends; the first pass measures more algorithms.
+_PASS_ENDS = (0.5, 0.75, 1.0)
+PASSES = len(_PASS_ENDS)
+# Rounds of a pass. Fewer give no quiet moment, more cost time that other cells need.
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 25
 # Duration of one loop. A call that takes longer is made once. In a longer loop another process of
 # a busy machine interrupts every loop, and in a shorter loop the barrier before it counts.
 _LOOP_S = 0.0007
@@ -104,7 +105,7 @@ def measure(
     Returns:
         The times, equal on all ranks. An algorithm that was left out early has fewer passes.
     """
-    ends_s = time.perf_counter() + plan.limit_s
+    start_s = time.perf_counter()
     bench = BenchPlan(plan.ops, topology.world_size, sizes=plan.sizes)
     found = [
         _Cell(case, select(op, case.nbytes, topology).algorithm, {}, {})
@@ -116,15 +117,16 @@ def measure(
         turn, at = divmod(done, len(found))
         # Every other pass goes backwards, so that a slow drift does not favour the first cells.
         cell = found[-1 - at if turn % 2 else at]
-        share_s = (ends_s - time.perf_counter()) / (count - done)
-        if turn and _slowest([-share_s])[0] >= 0.0:
-            break  # out of time: the cells of this pass have fewer passes
+        now_s = time.perf_counter() - start_s
+        if _slowest([now_s])[0] > plan.limit_s:
+            break  # the cells that are left have fewer passes, or none
+        share_s = (_PASS_ENDS[turn] * plan.limit_s - now_s) / (len(found) - at)
         progress(done, count, f"{cell.case.op} of {cell.case.nbytes} bytes")
         _measure(cell, Data(cell.case, bench, unisono.get_rank()), topology, share_s)
         if turn == 0:
             cell.drop(OUT_AFTER_PASS)
     progress(count, count, "")
-    return {(cell.case.op, cell.case.nbytes): cell.rounds_us for cell in found}
+    return {(cell.case.op, cell.case.nbytes): cell.rounds_us for cell in found if cell.rounds_us}
 
 
 def fastest(rounds: Rounds) -> Measured:
@@ -153,7 +155,7 @@ def _measure(cell: _Cell, data: Data, topology: Topology, share_s: float) -> Non
     try:
         if not cell.call_s:
             # The first call also builds the schedule.
-            first = [min(_loop_s(call, 1) for _ in range(3)) for call in calls.values()]
+            first = [min(_loop_s(call, 1) for _ in range(2)) for call in calls.values()]
             cell.call_s = dict(zip(calls, _slowest(first), strict=True))
             cell.drop(OUT_AT_ONCE)
         calls = {name: calls[name] for name in cell.call_s}

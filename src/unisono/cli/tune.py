@@ -162,7 +162,7 @@ def _show(table: Table) -> None:
     """Print the rules of a table, and what each gains."""
     from unisono.schedules.explain import nbytes_text
     from unisono.schedules.select import select
-    from unisono.schedules.tuning import mean_us, topology_of
+    from unisono.schedules.tuning import LEAST_PASSES, mean_us, topology_of
 
     about, topology = table.about, topology_of(table.shape)
     over = table.shape.over.replace("-", " ")
@@ -178,10 +178,11 @@ def _show(table: Table) -> None:
                 gain = mean_us(times[built_in]) / mean_us(times[name])
                 gains.append(f"{nbytes_text(nbytes)}: {gain:.2f} x faster than {built_in}")
         print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<19}{'; '.join(gains)}")
-    cells = len(table.measured)
-    print(
-        f"# the built-in rule stays for all other sizes ({cells} cells were measured)", flush=True
-    )
+    passes = [max(map(len, times.values())) for times in table.measured.values()]
+    cells = f"{len(passes)} cells were measured"
+    if few := sum(count < LEAST_PASSES for count in passes):
+        cells += f"; {few} of them once, which makes no rule: the time was too short"
+    print(f"# the built-in rule stays for all other sizes ({cells})", flush=True)
 
 
 @contextlib.contextmanager
