@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from unisono.base import config
 from unisono.bench.plan import OPS, parse_nbytes
 from unisono.cli.flags import checked, non_negative, positive
-from unisono.cli.simulate import machine_of
+from unisono.cli.simulate import machine_of, row_of
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -32,23 +33,6 @@ OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
 _MANY = 1024
 
 
-class _World(NamedTuple):
-    """The group that is asked for, and its table."""
-
-    topology: Topology
-    shape: Shape
-    table: Table | None
-
-
-class _Line(NamedTuple):
-    """One algorithm."""
-
-    name: str
-    rounds: int
-    predicted_us: float | None
-    measured_us: float | None
-
-
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `explain`."""
     parser = commands.add_parser(
@@ -67,102 +51,94 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--algorithm", metavar="NAME", help="the algorithm that the call asks for")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
-    parser.set_defaults(handler=_explain, parser=parser)
+    parser.set_defaults(handler=_explain, parser=parser, itemsize=4, goal=None)
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from unisono.backends.tuning import read_tables
     from unisono.schedules import select
     from unisono.schedules.explain import nbytes_text, reason
+    from unisono.schedules.tuning import topology_of
 
-    world = _world(options)
+    shape = _shape(options)
+    table, topology = read_tables().get(shape), topology_of(shape)
     override = config.get("UNISONO_ALGO")
-    asked = (options.op, options.size, world.topology, options.algorithm, override)
-    choice = select(*asked, table=world.table)
+    asked = (options.op, options.size, topology, options.algorithm, override)
+    choice = select(*asked, table=table)
     depth = f" in {choice.pipeline} pieces" if choice.pipeline > 1 else ""
     hosts = f" of {options.hosts} hosts" if options.hosts > 1 else ""
-    over = world.shape.over.replace("-", " ")
+    over = shape.over.replace("-", " ")
     print(
         f"{options.op} of {nbytes_text(options.size)} on {options.ranks} ranks{hosts} over {over}"
     )
-    print(f"takes {choice.algorithm}{depth}: {reason(*asked, table=world.table)}")
-    table, net = world.table, _net(options, world)
+    print(f"takes {choice.algorithm}{depth}: {reason(*asked, table=table)}")
     shown = f"{table.digest}, measured {table.about.get('date', '')}" if table else "none"
-    print(f"# table for {world.shape}: {shown}".rstrip())
-    if net is not None:
-        per_host = net.values["ranks_per_host"]
-        print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
-    else:
-        print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
-    _print(_lines(options, world, net), choice.algorithm)
+    print(f"# table for {shape}: {shown}")
+    _print(options, topology, table, choice.algorithm)
     return 0
 
 
-def _world(options: argparse.Namespace) -> _World:
-    """Return the group that the flags describe, as `backends.tuning.shape_of` would."""
-    from unisono.backends.tuning import read_tables
+def _shape(options: argparse.Namespace) -> Shape:
+    """Return the shape of the group that the flags describe, as `backends.tuning` does."""
     from unisono.engines.choice import engine_info
-    from unisono.schedules import Topology
     from unisono.schedules.tables import Shape
 
     if options.ranks % options.hosts:
         raise InvalidArgumentError(f"-p {options.ranks} does not fill {options.hosts} hosts")
     engine = engine_info().engine
     near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
-    shared = near and options.hosts == 1
-    local = options.ranks // options.hosts if near else 1
     transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
-    over = "shared-memory" if shared else transport
-    shape = Shape(engine, over, options.ranks, local)
-    return _World(Topology(options.ranks, shared, local), shape, read_tables().get(shape))
+    over = "shared-memory" if near and options.hosts == 1 else transport
+    return Shape(engine, over, options.ranks, options.ranks // options.hosts if near else 1)
 
 
-def _net(options: argparse.Namespace, world: _World) -> Machine | None:
+def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     """Return the network of the predictions, or None if there are none."""
-    if options.net is None and world.topology.shared_memory:
+    if options.net is None and topology.shared_memory:
+        print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
         return None
-    local = world.topology.local
     # Where links are shared, thousands of ranks take minutes for all algorithms.
     model = options.model or ("alpha-beta" if options.ranks > _MANY else None)
-    net = machine_of(options.net or ("fat-tree" if local > 1 else "switch"), model)
+    net = machine_of(options.net or ("fat-tree" if topology.local > 1 else "switch"), model)
     if options.hosts > 1:
-        net.values["ranks_per_host"] = local
-    if net.values["model"] == "loggops":
-        raise InvalidArgumentError(f"--net {net.name} is for --model loggops, which is not shown")
+        net.values["ranks_per_host"] = topology.local
+    per_host = net.values["ranks_per_host"]
+    print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
     return net
 
 
-def _lines(options: argparse.Namespace, world: _World, net: Machine | None) -> list[_Line]:
-    """Return a line per algorithm that serves the call, the fastest first."""
+def _print(
+    options: argparse.Namespace, topology: Topology, table: Table | None, chosen: str
+) -> None:
+    """Print a line per algorithm that serves the call, the fastest first."""
     from unisono.schedules import available, build, select
     from unisono.schedules.ir import ROOTED
     from unisono.schedules.tuning import mean_us
-    from unisono.simulate import simulate
 
-    topology, op = world.topology, options.op
-    measured = _measured(world.table, op, options.size)
+    op, p, local = options.op, options.ranks, topology.local
+    net, measured = _net(options, topology), _measured(table, op, options.size)
     root = options.root if op in ROOTED else -1
-    lines = []
-    for name in available(op, options.ranks, local=topology.local):
-        depth = select(op, options.size, topology, name).pipeline
-        schedule = build(op, name, options.ranks, root, depth, topology.local)
-        predicted = None
+    lines: list[tuple[float, str]] = []
+    for name in available(op, p, local=local):
+        options.pipeline = select(op, options.size, topology, name).pipeline
+        rounds = build(op, name, p, root, options.pipeline, local).rounds
+        times: list[float | None] = [None, None]
         if net is not None:
-            network, costs = net.network(name, options.ranks), net.costs(name)
-            contended = net.values["model"] == "links"
             try:
-                predicted = simulate(
-                    schedule, options.size, network, costs, itemsize=4,
-                    padded=net.values["padded"], contended=contended,
-                ).last_us  # fmt: skip
+                times[0] = row_of(options, net, name, (p, local, options.size))["time_us"]
             except InvalidArgumentError as error:
                 print(f"# {error.what}")
-        times = measured.get(name)
-        lines.append(_Line(name, schedule.rounds, predicted, mean_us(times) if times else None))
-    by = "measured_us" if measured else "predicted_us"
-    return sorted(lines, key=lambda line: getattr(line, by) or math.inf)
+        if name in measured:
+            times[1] = mean_us(measured[name])
+        cells = "".join(f"{'-' if us is None else f'{us:,.1f}':>16}" for us in times)
+        mark = "  <- taken" if name == chosen else ""
+        lines.append((times[bool(measured)] or math.inf, f"{name:<20}{rounds:>8,}{cells}{mark}"))
+    print(f"{'algorithm':<20}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
+    for _, line in sorted(lines, key=lambda pair: pair[0]):
+        print(line)
 
 
-def _measured(table: Table | None, op: str, nbytes: int) -> dict[str, tuple[float, ...]]:
+def _measured(table: Table | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:
     """Return the times of the measured size that is nearest, at most a factor of 4 away."""
     sizes = [size for name, size in table.measured if name == op] if table else []
     near = min(sizes, key=lambda size: abs(math.log2(size / nbytes)), default=0)
@@ -170,11 +146,4 @@ def _measured(table: Table | None, op: str, nbytes: int) -> dict[str, tuple[floa
         return {}
     if near != nbytes:
         print(f"# measured: at {near:,} B")
-    return dict(table.measured[op, near])
-
-
-def _print(lines: list[_Line], chosen: str) -> None:
-    print(f"{'algorithm':<20}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
-    for name, rounds, *times in lines:
-        cells = "".join(f"{'-' if us is None else f'{us:,.1f}':>16}" for us in times)
-        print(f"{name:<20}{rounds:>8,}{cells}{'  <- taken' if name == chosen else ''}")
+    return table.measured[op, near]

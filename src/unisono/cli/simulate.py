@@ -126,7 +126,7 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
     names = available(options.op, p, local=local) if every else options.algorithm.split(",")
     for name in names:
         try:
-            row = _row(options, net, name, (p, local, nbytes))
+            row = row_of(options, net, name, (p, local, nbytes))
         except InvalidArgumentError as error:
             if not every:
                 raise
@@ -142,7 +142,9 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
         yield row
 
 
-def _row(options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]) -> Row:
+def row_of(
+    options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
+) -> Row:
     """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
     from unisono.schedules import build
     from unisono.schedules.ir import ROOTED
