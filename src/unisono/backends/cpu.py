@@ -24,9 +24,10 @@ from unisono.backends.blocks import (
     split_sizes,
 )
 from unisono.backends.flat import Flat, apart, listed, many, one, striped
+from unisono.backends.neighbors import Links, Sizes
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
+from unisono.base.types import DType, RedOpType, ReduceOp, code_of, require_reducible
 from unisono.engines import (
     Communicator,
     Engine,
@@ -258,6 +259,22 @@ class CPUBackend(DeviceBackend):
         outs = split_sizes(target.shape or (), output_splits, size, "output")
         operands = Operands(data, data, target, [output])
         return self._exchange("all_to_all_single", operands, Splits(ins, outs), options)
+
+    def neighbor_all_to_all(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], links: Links, options: CallOptions
+    ) -> Pending:
+        data = listed(inputs, write=False, name="inputs") if inputs else None
+        like = None if data is None else data.dtype
+        target = listed(outputs, write=True, name="outputs", like=like) if outputs else None
+        if data is not None and target is not None:
+            data = apart(data, target)
+        subject = data or target
+        sent, received = (() if each is None else each.sizes for each in (data, target))
+        code = 0 if subject is None else code_of(subject.dtype)
+        called = "neighbor_all_to_all"
+        sizes = Sizes(links, code, sent, received)
+        spec = CallSpec(called, called, sum(sent), splits=sizes)
+        return self._submit(spec, Operands(subject, data, target, outputs), options)
 
     def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         return self._prefix("scan", tensor, op, options, self.spec.rank + 1)

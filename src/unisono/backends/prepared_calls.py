@@ -30,6 +30,7 @@ from unisono.backends.blocks import (
     sent_splits,
 )
 from unisono.backends.flat import Flat
+from unisono.backends.neighbors import Sizes, neighbor_exchange
 from unisono.base import config
 from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Communicator, Engine, Exchange, Prepared
@@ -74,7 +75,7 @@ class CallSpec(NamedTuple):
         elements: The count, as in `schedules.layout` (a tuple has a method `count`).
         root: Rank in the group; -1 without a root.
         op: Reduce op.
-        splits: Sizes of blocks that may differ.
+        splits: Sizes of blocks, or of messages to neighbours, that may differ.
         agreed: Other values that must be equal on all ranks.
     """
 
@@ -83,7 +84,7 @@ class CallSpec(NamedTuple):
     elements: int
     root: int = -1
     op: ReduceOp | None = None
-    splits: Splits | Blocks | None = None
+    splits: Splits | Blocks | Sizes | None = None
     agreed: tuple[object, ...] = ()
 
 
@@ -147,6 +148,10 @@ class PreparedCalls:
         size, itemsize = self._comm.size, dtype.itemsize
         nbytes = count * itemsize
         text = f"{called}({', '.join(self._words(spec, subject, wish, ordered))})"
+        if isinstance(splits, Sizes):
+            call = Call.of(called, text, (collective, splits.links.digest, *agreed), nbytes)
+            exchange = neighbor_exchange(self._comm, splits, dtype)
+            return Prepared(call, exchange.program, dtype, reduce_op, exchange, "", count)
         # Sizes that all ranks know are a part of the agreement; others are compared after it.
         listed = collective in ("all_gather", "reduce_scatter")
         blocks = splits.sizes if listed and isinstance(splits, Blocks) else None
@@ -183,7 +188,7 @@ class PreparedCalls:
         if splits is not None and not splits.even:
             words.append(
                 f"send {list(splits.sent)}, receive {list(splits.received)}"
-                if isinstance(splits, Splits)
+                if isinstance(splits, (Splits, Sizes))
                 else f"blocks of {list(splits.sizes)}"
             )
         if op is not None:
