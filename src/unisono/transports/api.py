@@ -53,12 +53,14 @@ class Transport(ABC):
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
+        words: The word that each rank published beside its address.
         world_number: Number of this world among the worlds that have used the same store.
     """
 
     address: str
     wires: Wires | None = None
     world_number = 1
+    words = tuple[str, ...]()
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
