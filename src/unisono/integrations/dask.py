@@ -9,9 +9,9 @@ from typing import Any
 from unisono.base.deadline import Deadline, Timeout
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError, UsageError
 from unisono.integrations import member
-from unisono.integrations.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
+from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
 from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import collect
+from unisono.integrations.outcomes import Ranks, T, collect
 
 try:
     from distributed import Client, Future, wait
@@ -79,16 +79,17 @@ def run(
                 hint="start the cluster with processes=True",
             )
     meeting = client.run_on_scheduler(_open, len(found), timeout, backend)
-    start = Deadline(timeout)
     call = _Tasks(client, meeting, found)
     try:
+        start = Deadline(timeout)
         call.submit(fn, *args)
         return collect(call, start, hint=_HINT)
     finally:
-        call.end()
+        client.cancel(list(call.pending), force=True)
+        call.at_store(close_meeting)
 
 
-class _Tasks:
+class _Tasks(Ranks):
     """One task on each worker.
 
     Dask keeps a task pending for ever if the only worker that may run it has died. This class
@@ -98,51 +99,46 @@ class _Tasks:
     def __init__(
         self, client: Client, meeting: Meeting, workers: Sequence[tuple[str, str]]
     ) -> None:
-        self.meeting = meeting
-        self.names = [f"worker {address}" for address, _ in workers]
+        super().__init__(meeting, [f"worker {address}" for address, _ in workers])
+        self.pending: dict[Future, int] = {}
         self._client = client
         self._workers = workers
-        self._pending: dict[Future, int] = {}
         self._fetch_s = _FETCH_S
+
+    def at_store(self, fn: Callable[..., T], *args: Any) -> T:
+        """Call `fn(meeting, *args)` on the scheduler."""
+        result: T = self._client.run_on_scheduler(fn, self.meeting, *args)
+        return result
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> None:
         """Submit the ranks, each to its worker only, and to be run at most once."""
         name = f"unisono-{uuid.uuid4().hex}"
+        how: dict[str, Any] = {"allow_other_workers": False, "pure": False, "retries": 0}
         for rank, (address, _) in enumerate(self._workers):
-            future = self._client.submit(
-                _rank,
-                self.meeting,
-                rank,
-                fn,
-                *args,
-                key=f"{name}-{rank}",
-                workers=[address],
-                allow_other_workers=False,
-                pure=False,
-                retries=0,
-            )
-            self._pending[future] = rank
+            how |= {"key": f"{name}-{rank}", "workers": [address]}
+            future = self._client.submit(_rank, self.meeting, rank, fn, *args, **how)
+            self.pending[future] = rank
 
     def poll(self, timeout_s: float) -> Iterator[Outcome]:
         """Wait for the first tasks that end, and look for lost workers."""
         try:
-            done = wait(list(self._pending), timeout=timeout_s, return_when="FIRST_COMPLETED").done
+            done = wait(list(self.pending), timeout=timeout_s, return_when="FIRST_COMPLETED").done
         except TimeoutError:
             done = set()
         for future in done:
             if outcome := self._outcome(future):
-                del self._pending[future]
+                del self.pending[future]
                 yield outcome
         if not done:
             lost = self._client.run_on_scheduler(_lost, self._workers)
-            for future, rank in list(self._pending.items()):
+            for future, rank in list(self.pending.items()):
                 if rank in lost:
-                    del self._pending[future]
+                    del self.pending[future]
                     yield Outcome(rank=rank, lost="the scheduler lost the connection to it")
 
     def _outcome(self, future: Future) -> Outcome | None:
         """Return the outcome of a task that has ended; None if it is not here yet."""
-        rank = self._pending[future]
+        rank = self.pending[future]
         try:
             outcome: Outcome = future.result(timeout=self._fetch_s)
             return outcome
@@ -155,19 +151,6 @@ class _Tasks:
         except Exception as error:
             # Raised outside the function, for instance when Dask unpickled it.
             return member.failure(self.meeting, rank, error)
-
-    def started(self) -> set[int]:
-        """Return the ranks that have reached the store."""
-        return set(self._client.run_on_scheduler(posts, self.meeting, STARTED))
-
-    def fail(self) -> None:
-        """Close the store."""
-        self._client.run_on_scheduler(close_meeting, self.meeting)
-
-    def end(self) -> None:
-        """Cancel what has not ended, and close the store."""
-        self._client.cancel(list(self._pending), force=True)
-        self.fail()
 
 
 def _rank(meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Outcome:
@@ -200,8 +183,5 @@ def _open(size: int, timeout: Timeout, backend: str | None, dask_scheduler: Any 
 def _lost(workers: Sequence[tuple[str, str]], dask_scheduler: Any = None) -> set[int]:
     """Return the ranks whose workers are gone; called on the scheduler."""
     known: Mapping[str, Any] = dask_scheduler.workers
-    return {
-        rank
-        for rank, (address, id) in enumerate(workers)
-        if address not in known or known[address].server_id != id
-    }
+    ids = [known[address].server_id if address in known else None for address, _ in workers]
+    return {rank for rank, (_, id) in enumerate(workers) if ids[rank] != id}

@@ -13,7 +13,8 @@ from unisono.base.deadline import Timeout, to_seconds
 from unisono.errors import InvalidArgumentError
 from unisono.stores import TCPStore
 
-# What a rank posts: that it has reached the store; that it is in the group; its failed outcome.
+# A rank posts STARTED when it reaches the store, JOINED when the group is there, and FAILED with
+# the outcome of a call that failed.
 STARTED, JOINED, FAILED = "started", "joined", "failed"
 
 _CONNECT_S = 5.0
@@ -61,6 +62,12 @@ def close_meeting(meeting: Meeting) -> None:
     """Close the store if it is open; ranks that wait at it raise StoreConnectionError."""
     if store := _stores.pop(meeting.token, None):
         store.close()
+
+
+def end_start(meeting: Meeting) -> None:
+    """Close the store if ranks still wait at it for others; called after the failure of a rank."""
+    if len(posts(meeting, JOINED)) < meeting.size:
+        close_meeting(meeting)
 
 
 def posts(meeting: Meeting, what: str) -> dict[int, bytes]:

@@ -39,7 +39,7 @@ class _Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one call on one rank.
+    """The result or the failure of one call on one rank.
 
     Attributes:
         rank: The rank.

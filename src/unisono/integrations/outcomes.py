@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeVar
 
 from unisono.base.deadline import Deadline
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
-from unisono.integrations.meeting import Meeting
+from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
 from unisono.integrations.member import Outcome
 from unisono.launcher.report import is_consequence
+
+T = TypeVar("T")
 
 POLL_S = 0.5
 """How often the caller looks for lost ranks. Less costs the framework's scheduler time."""
@@ -20,25 +22,25 @@ SETTLE_S = 2.0
 survivor names the operation in which a rank was lost."""
 
 
-class Ranks(Protocol):
-    """One call on all ranks, in a framework.
+class Ranks:
+    """One call on all ranks of a group, in a framework.
 
-    Attributes:
+    Args:
         meeting: The store and the size of the group.
-        names: What the framework calls the place of each rank.
+        names: The place of each rank in the words of the framework.
     """
 
-    meeting: Meeting
-    names: Sequence[str]
+    def __init__(self, meeting: Meeting, names: Sequence[str]) -> None:
+        self.meeting = meeting
+        self.names = names
 
     def poll(self, timeout_s: float) -> Iterable[Outcome]:
         """Wait for at least one outcome, at most for a time; return each outcome once."""
+        raise NotImplementedError
 
-    def started(self) -> set[int]:
-        """Return the ranks that have reached the store."""
-
-    def fail(self) -> None:
-        """End waits of other ranks, because a rank has failed."""
+    def at_store(self, fn: Callable[..., T], *args: Any) -> T:
+        """Call `fn(meeting, *args)` in the process that serves the store."""
+        return fn(self.meeting, *args)
 
 
 def collect(ranks: Ranks, start: Deadline | None = None, *, hint: str = "") -> list[Any]:
@@ -61,12 +63,12 @@ def collect(ranks: Ranks, start: Deadline | None = None, *, hint: str = "") -> l
         for outcome in ranks.poll(min(POLL_S, settle.remaining()) if settle else POLL_S):
             outcomes.setdefault(outcome.rank, outcome)
         if settle is None and any(outcome.failed for outcome in outcomes.values()):
-            ranks.fail()
+            ranks.at_store(end_start)
             settle = Deadline(SETTLE_S)
         if settle is None and start is not None and start.expired():
-            missing = sorted(set(range(size)) - ranks.started() - set(outcomes))
-            if missing:
-                ranks.fail()
+            started = ranks.at_store(posts, STARTED)
+            if missing := sorted(set(range(size)) - started.keys() - outcomes.keys()):
+                ranks.at_store(close_meeting)
                 raise _not_started(ranks, missing, hint)
             start = None
     if any(outcome.failed for outcome in outcomes.values()):
@@ -93,46 +95,38 @@ def _raise_first_cause(ranks: Ranks, outcomes: dict[int, Outcome]) -> NoReturn:
     """
     size = ranks.meeting.size
     lost = {outcome.rank: outcome.lost for outcome in outcomes.values() if outcome.lost}
-    failed = [outcome for outcome in outcomes.values() if outcome.text]
-    errors = {outcome.rank: _load(ranks.meeting, outcome) for outcome in failed}
-    original = [outcome for outcome in failed if not is_consequence(outcome.text)]
-    blaming = [
-        outcome
-        for outcome in failed
-        if isinstance(error := errors[outcome.rank], UnisonoError)
-        and not lost.keys().isdisjoint(error.context.peers)
-    ]
+    errors = {rank: _load(ranks.meeting, each) for rank, each in outcomes.items() if each.text}
+    original = [rank for rank in errors if not is_consequence(outcomes[rank].text)]
+    blaming = [rank for rank in errors if not lost.keys().isdisjoint(_peers(errors[rank]))]
     notes = [f"rank {rank} ({ranks.names[rank]}) was lost: {why}" for rank, why in lost.items()]
-    if running := sorted(set(range(size)) - set(outcomes)):
+    if running := sorted(set(range(size)) - outcomes.keys()):
         notes.append(f"ranks {running} had not ended {SETTLE_S:g} s later")
-    found = next(iter([*original, *blaming, *(failed if not lost else [])]), None)
-    if found is None:
-        rank = next(iter(lost))
-        error: BaseException = PeerLostError(
-            f"rank {rank} of {size} ({ranks.names[rank]}) was lost: {lost[rank]}",
-            context=Context(world_size=size, peers=(rank,), usable=False),
-        )
-        cause = None
-        notes = notes[1:]
-    else:
-        place = f"rank {found.rank} of {size} ({ranks.names[found.rank]}, {found.place})"
-        error = errors[found.rank]
-        cause = WorkerFailedError(f"{place} raised an error\n{found.text}")
+    if found := original or blaming or ([] if lost else list(errors)):
+        first = found[0]
+        error, text = errors[first], outcomes[first].text
+        place = f"rank {first} of {size} ({ranks.names[first]}, {outcomes[first].place})"
         notes.insert(0, f"raised on {place}")
+        cause = WorkerFailedError(f"{place} raised an error\n{text}")
+    else:
+        first, why = next(iter(lost.items()))
+        context = Context(world_size=size, peers=(first,), usable=False)
+        what = f"rank {first} of {size} ({ranks.names[first]}) was lost: {why}"
+        error, cause = PeerLostError(what, context=context), None
+        del notes[0]
     for note in notes:
         error.add_note(note)
     raise error from cause
 
 
+def _peers(error: BaseException) -> tuple[int, ...]:
+    return error.context.peers if isinstance(error, UnisonoError) else ()
+
+
 def _load(meeting: Meeting, outcome: Outcome) -> BaseException:
     """Return the error of a rank; a WorkerFailedError if it cannot be pickled."""
     try:
-        error = import_module(meeting.pickler).loads(outcome.error)
+        error: BaseException = import_module(meeting.pickler).loads(outcome.error)
     except Exception:
-        error = None
-    if isinstance(error, BaseException):
-        return error
-    return WorkerFailedError(
-        f"rank {outcome.rank} of {meeting.size} raised an error that cannot be pickled\n"
-        f"{outcome.text}"
-    )
+        rank = f"rank {outcome.rank} of {meeting.size}"
+        return WorkerFailedError(f"{rank} raised an error that cannot be pickled\n{outcome.text}")
+    return error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
 from unisono.integrations import member
-from unisono.integrations.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
+from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
 from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import collect
+from unisono.integrations.outcomes import Ranks, collect
 
 try:
     import ray
@@ -74,13 +74,26 @@ def init_group(
     meeting = open_meeting(host, len(actors), timeout, backend, _pickler.__name__)
     names = [f"{actor!r} of group {name!r}" for actor in actors]
     group = Group(actors, meeting, names)
-    start = Deadline(timeout)
     try:
-        collect(group._call(_join), start, hint=_HINT)
+        collect(group._call(_join), Deadline(timeout), hint=_HINT)
     except BaseException:
         close_meeting(meeting)
         raise
     return group
+
+
+def register_collective() -> None:
+    """Register the backend "UNISONO" of `ray.util.collective`, in this process.
+
+    Call it in each actor, and in the driver for `create_collective_group`. Further calls do
+    nothing. The groups of `ray.util.collective` are independent of `init_group`.
+    """
+    from ray.util.collective.backend_registry import register_collective_backend
+
+    from unisono.integrations.ray_collective import CollectiveGroup
+
+    with contextlib.suppress(ValueError):  # It is registered already.
+        register_collective_backend(CollectiveGroup.backend(), CollectiveGroup)
 
 
 class Group:
@@ -130,41 +143,31 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"<Group of {self.size} Ray actors{', closed' if self._closed else ''}>"
 
     def _call(self, action: Callable[..., Outcome], *args: Any) -> _Calls:
-        refs = [
-            actor.__ray_call__.remote(action, self._meeting, rank, *args)
-            for rank, actor in enumerate(self._actors)
-        ]
-        return _Calls(self._meeting, self._names, refs, closes=action is _join)
+        calls = _Calls(self._meeting, self._names)
+        for rank, actor in enumerate(self._actors):
+            calls.pending[actor.__ray_call__.remote(action, self._meeting, rank, *args)] = rank
+        return calls
 
 
-class _Calls:
-    """The calls of one function on all actors, one reference per rank."""
+class _Calls(Ranks):
+    """The calls of one function on all actors."""
 
-    def __init__(
-        self, meeting: Meeting, names: Sequence[str], refs: Iterable[Any], *, closes: bool
-    ) -> None:
-        self.meeting = meeting
-        self.names = names
-        self._pending = {ref: rank for rank, ref in enumerate(refs)}
-        self._closes = closes
+    def __init__(self, meeting: Meeting, names: Sequence[str]) -> None:
+        super().__init__(meeting, names)
+        self.pending: dict[Any, int] = {}
 
     def poll(self, timeout_s: float) -> Iterator[Outcome]:
         """Wait for the first calls that end."""
-        done, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
+        done, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout_s)
         for ref in done:
-            rank = self._pending.pop(ref)
+            rank = self.pending.pop(ref)
             try:
                 yield ray.get(ref)
             except RayTaskError as error:
@@ -172,15 +175,6 @@ class _Calls:
                 yield member.failure(self.meeting, rank, error.cause or error)
             except RayError as error:
                 yield Outcome(rank=rank, lost=str(error).partition("\n")[0])
-
-    def started(self) -> set[int]:
-        """Return the ranks that have reached the store."""
-        return set(posts(self.meeting, STARTED))
-
-    def fail(self) -> None:
-        """Close the store during the start; a running group may be usable after the error."""
-        if self._closes:
-            close_meeting(self.meeting)
 
 
 def _join(actor: object, meeting: Meeting, rank: int) -> Outcome:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import queue
 import re
 import uuid
@@ -16,8 +15,6 @@ from unisono.errors import ArgumentTypeError, LaunchError, UnisonoError
 from unisono.integrations import member
 from unisono.integrations.meeting import (
     FAILED,
-    JOINED,
-    STARTED,
     Meeting,
     close_meeting,
     open_meeting,
@@ -25,7 +22,7 @@ from unisono.integrations.meeting import (
     posts,
 )
 from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import collect
+from unisono.integrations.outcomes import Ranks, collect
 
 try:
     from py4j.protocol import Py4JError
@@ -38,8 +35,8 @@ except ImportError as error:
 _LOOK_S = 0.1
 """How often the caller looks for failures that ranks have posted before Spark reports the end."""
 
-_END_S = 5.0
-"""How long the caller waits for the end of a cancelled job."""
+_END_S = 1.0
+"""How long the caller waits for the end of a cancelled job, which Spark ends in its own time."""
 
 _LOST_TASK = re.compile(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully")
 
@@ -83,29 +80,27 @@ def run(
         raise ArgumentTypeError(f"size must be int, got {type(size).__name__}")
     host = context.getConf().get("spark.driver.host") or "127.0.0.1"
     meeting = open_meeting(host, size, timeout, backend, _pickler.__name__)
-    start = Deadline(timeout)
     job = _Job(context, meeting, functools.partial(_task, meeting, fn, args))
     hint = (
         f"a barrier stage starts when Spark has a free slot for each of its {size} tasks; there "
         f"are {context.defaultParallelism} slots"
     )
     try:
-        return collect(job, start, hint=hint)
+        return collect(job, Deadline(timeout), hint=hint)
     finally:
         job.end()
 
 
-class _Job:
+class _Job(Ranks):
     """A barrier stage in a thread. Ranks post failures at the store, because Spark reports one."""
 
     def __init__(
         self,
         context: SparkContext,
         meeting: Meeting,
-        task: Callable[[Iterable[int]], Iterator[Outcome]],
+        task: Callable[[Iterable[int]], Iterator[bytes]],
     ) -> None:
-        self.meeting = meeting
-        self.names = [f"Spark task {rank}" for rank in range(meeting.size)]
+        super().__init__(meeting, [f"Spark task {rank}" for rank in range(meeting.size)])
         self._context = context
         self._group = f"unisono-{uuid.uuid4().hex}"
         self._ended: queue.SimpleQueue[list[Outcome] | Exception] = queue.SimpleQueue()
@@ -113,35 +108,31 @@ class _Job:
         self._thread = InheritableThread(target=self._run, args=(task,), daemon=True)
         self._thread.start()
 
-    def _run(self, task: Callable[[Iterable[int]], Iterator[Outcome]]) -> None:
+    def _run(self, task: Callable[[Iterable[int]], Iterator[bytes]]) -> None:
         try:
             self._context.setJobGroup(self._group, "unisono.spark.run", interruptOnCancel=True)
             size = self.meeting.size
             ranks = self._context.parallelize(range(size), size).barrier().mapPartitions(task)
-            self._ended.put(ranks.collect())
+            self._ended.put([_pickler.loads(data) for data in ranks.collect()])
         except Exception as error:
             self._ended.put(error)
 
-    def poll(self, timeout_s: float) -> Iterator[Outcome]:
+    def poll(self, timeout_s: float) -> list[Outcome]:
         """Wait for the end of the job, or for failures that ranks have posted."""
         deadline = Deadline(timeout_s)
-        found: list[Outcome] | Exception = []
-        while not found and not (posts := list(self._posted())) and not deadline.expired():
-            try:
-                found = self._ended.get(timeout=min(_LOOK_S, deadline.remaining()))
-            except queue.Empty:
-                continue
-        yield from posts
-        if isinstance(found, Exception):
-            yield from self._posted()
-            yield self._lost(found)
-        else:
-            yield from found
+        ended: list[Outcome] | Exception = []
+        while not ended and not (failed := self._posted()) and not deadline.expired():
+            with contextlib.suppress(queue.Empty):
+                ended = self._ended.get(timeout=min(_LOOK_S, deadline.remaining()))
+        if isinstance(ended, Exception):
+            ended = [*self._posted(), self._lost(ended)]
+        return [*failed, *ended]
 
-    def _posted(self) -> Iterator[Outcome]:
-        for rank in sorted(set(found := posts(self.meeting, FAILED)) - self._seen):
-            self._seen.add(rank)
-            yield pickle.loads(found[rank])
+    def _posted(self) -> list[Outcome]:
+        found = posts(self.meeting, FAILED)
+        new = sorted(found.keys() - self._seen)
+        self._seen.update(new)
+        return [_pickler.loads(found[rank]) for rank in new]
 
     def _lost(self, error: Exception) -> Outcome:
         """Return which rank Spark reports as lost.
@@ -155,18 +146,10 @@ class _Job:
         text = str(error)
         lines = [line.strip() for line in text.splitlines()]
         cause = next((line for line in lines if line.startswith("org.apache.spark.")), lines[0])
+        cause = cause.partition(": ")[2].partition(". ")[0] or cause
         if not (task := _LOST_TASK.search(text)):
             raise LaunchError(f"Spark ended the job: {cause}") from error
         return Outcome(rank=int(task[1]), lost=cause)
-
-    def started(self) -> set[int]:
-        """Return the ranks that have reached the store."""
-        return set(posts(self.meeting, STARTED))
-
-    def fail(self) -> None:
-        """Close the store if ranks wait at it for others; else ranks post their failures at it."""
-        if len(posts(self.meeting, JOINED)) < self.meeting.size:
-            close_meeting(self.meeting)
 
     def end(self) -> None:
         """Cancel the job if it has not ended, and close the store."""
@@ -178,13 +161,17 @@ class _Job:
 
 def _task(
     meeting: Meeting, fn: Callable[..., Any], args: tuple[Any, ...], _: Iterable[int]
-) -> Iterator[Outcome]:
+) -> Iterator[bytes]:
     """Be a rank; a failure is a result too, because Spark shows an error of one task only."""
-    context = BarrierTaskContext.get()
-    rank = context.partitionId()
+    rank = BarrierTaskContext.get().partitionId()
     outcome = member.attempt(meeting, rank, lambda: member.join_and_call(meeting, rank, fn, *args))
+    try:
+        data = _pickler.dumps(outcome)
+    except Exception as error:
+        outcome = member.failure(meeting, rank, error)
+        data = _pickler.dumps(outcome)
     if outcome.failed:
         # If the store is closed, the outcome is a consequence, or Spark hands it over.
         with contextlib.suppress(UnisonoError):
-            post(meeting, FAILED, rank, pickle.dumps(outcome))
-    yield outcome
+            post(meeting, FAILED, rank, data)
+    yield data
