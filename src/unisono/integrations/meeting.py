@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from unisono.base.deadline import Timeout, to_seconds
-from unisono.errors import InvalidArgumentError
+from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.base.sockets import connect, format_address
+from unisono.errors import InvalidArgumentError, NetworkError, StoreConnectionError
 from unisono.stores import TCPStore
 
 # A rank posts STARTED when it reaches the store, JOINED when the group is there, and FAILED with
@@ -18,8 +19,7 @@ from unisono.stores import TCPStore
 STARTED, JOINED, FAILED = "started", "joined", "failed"
 
 _CONNECT_S = 5.0
-"""How long a rank tries to reach the store. The store is open before any rank starts, so a rank
-that cannot reach it comes too late. A longer time would hold up the next group."""
+"""How long a rank waits for an answer of the store's host."""
 
 _stores: dict[str, TCPStore] = {}
 
@@ -83,7 +83,16 @@ def attend(meeting: Meeting) -> TCPStore:
     Raises:
         StoreConnectionError: The store is closed, because another rank has failed.
     """
-    return TCPStore(meeting.host, meeting.port, timeout=_CONNECT_S, token=meeting.token)
+    try:
+        # Without a retry: a TCPStore would wait for a server that is not up yet.
+        connect(meeting.host, meeting.port, Deadline(_CONNECT_S), retry=False).close()
+        return TCPStore(meeting.host, meeting.port, timeout=_CONNECT_S, token=meeting.token)
+    except NetworkError as error:
+        # A store that closes while this rank shows its token looks like one without a token.
+        raise StoreConnectionError(
+            f"the store of the group at {format_address(meeting.host, meeting.port)} is closed "
+            "because another rank has failed, or cannot be reached"
+        ) from error
 
 
 def post(meeting: Meeting, what: str, rank: int, value: bytes) -> None:
