@@ -140,34 +140,16 @@ def second_call_in_a_worker_is_refused(client):
         LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address=None) as cluster,
         Client(cluster) as other,
     ):
-        thread = threading.Thread(target=run, args=(other, working_until_refused))
+        thread = threading.Thread(target=run, args=(other, ranks.hold))
         thread.start()
         try:
-            while not other.run(is_working).popitem()[1]:
+            while not other.run(ranks.is_held).popitem()[1]:
                 time.sleep(0.05)
             with program.error(UsageError, "still runs a call as rank 0 of another group"):
                 run(other, ranks.summed, 1.0)
         finally:
-            other.run(stop_working)
+            other.run(ranks.release)
             thread.join()
-
-
-class State:
-    working = False
-
-
-def working_until_refused():
-    State.working = True
-    while State.working:
-        time.sleep(0.05)
-
-
-def is_working():
-    return State.working
-
-
-def stop_working():
-    State.working = False
 
 
 def modules_train(client):

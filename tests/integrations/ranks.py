@@ -1,6 +1,7 @@
 """Functions that the programs beside this file call on the ranks of a group."""
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -64,6 +65,24 @@ def token():
 def left_over():
     """Make a default group and leave it behind."""
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
+_held = threading.Event()
+_released = threading.Event()
+
+
+def hold():
+    """Work until another thread of this process calls `release`."""
+    _held.set()
+    assert _released.wait(100)
+
+
+def is_held():
+    return _held.is_set()
+
+
+def release():
+    _released.set()
 
 
 def trained(steps):

@@ -5,10 +5,16 @@ import os
 import sys
 
 import numpy as np
+import pytest
 import ray
+import ray.util.client
+from ray.experimental import internal_kv
+from ray.util import collective
+from ray.util.collective import types
 
 import unisono.ray
 from tests.integrations import program, ranks
+from unisono.base.deadline import Deadline
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -17,7 +23,9 @@ from unisono.errors import (
     NotInitializedError,
     PeerLostError,
     RendezvousError,
+    UnsupportedError,
 )
+from unisono.integrations import ray_collective
 
 
 @ray.remote(num_cpus=1)
@@ -163,6 +171,102 @@ def modules_train(actors):
                     np.testing.assert_allclose(ours, numpy, rtol=1e-5)
 
 
+@ray.remote(num_cpus=0.1)
+class Member:
+    """An actor that uses ray.util.collective."""
+
+    def __init__(self):
+        unisono.ray.register_collective()
+
+    def pid(self):
+        return os.getpid()
+
+    def init(self, size, rank, group):
+        collective.init_collective_group(size, rank, "UNISONO", group)
+
+    def destroy(self, group):
+        collective.destroy_collective_group(group)
+
+    def everything(self, group):
+        """Return the results of all operations of ray.util.collective."""
+        rank, op = collective.get_rank(group), types.ReduceOp
+        mine = np.full(2, rank + 2.0)
+        total, product, root, copy = mine.copy(), mine.copy(), mine.copy(), mine.copy()
+        collective.allreduce(total, group)
+        collective.allreduce(product, group, op.PRODUCT)
+        collective.reduce(root, 1, group, op.MAX)
+        collective.broadcast(copy, 1, group)
+        every = [np.zeros(2) for _ in range(2)]
+        collective.allgather(every, mine, group)
+        part = np.zeros(2)
+        collective.reducescatter(part, [mine, 10 * mine], group)
+        if rank == 0:
+            collective.send(mine, 1, group)
+        else:
+            collective.recv(mine, 0, group)
+        collective.barrier(group)
+        found = [total, product, root, copy, *every, part, mine]
+        return [array[0] for array in found]
+
+    def mismatched(self, group):
+        collective.allreduce(np.zeros(3 + collective.get_rank(group)), group)
+
+
+EVERYTHING = [[5, 6, 2, 3, 2, 3, 5, 2], [5, 6, 3, 3, 2, 3, 50, 2]]
+
+
+def on_members(members, method, *args):
+    return ray.get([getattr(each, method).remote(*args) for each in members])
+
+
+def ray_util_collective(actors):
+    unisono.ray.register_collective()
+    unisono.ray.register_collective()
+    members = [Member.remote() for _ in range(2)]
+    for group in ("one", "two"):
+        ray.get([each.init.remote(2, rank, group) for rank, each in enumerate(members)])
+    assert on_members(members, "everything", "one") == EVERYTHING
+    with pytest.raises(CollectiveMismatchError, match="in group 'two' does not match"):
+        on_members(members, "mismatched", "two")
+    assert on_members(members, "everything", "two") == EVERYTHING
+    collective.create_collective_group(members, 2, [0, 1], "UNISONO", "declared")
+    assert on_members(members, "everything", "declared") == EVERYTHING
+    on_members(members, "destroy", "one")
+    ray.get([each.init.remote(2, rank, "one") for rank, each in enumerate(members)])
+    assert on_members(members, "everything", "one") == EVERYTHING
+    for each in members:
+        ray.kill(each)
+
+
+def address_of_a_dead_rank_0_is_passed_over(actors):
+    """Rank 0 publishes its address and dies before rank 1 comes; a new rank 0 replaces it."""
+    first, second, third = (Member.remote() for _ in range(3))
+    pid = ray.get(first.pid.remote())
+    first.init.remote(2, 0, "late")
+    while not internal_kv._internal_kv_get(b"unisono/late"):
+        ranks.time.sleep(0.05)
+    os.kill(pid, 9)
+    waiting = second.init.remote(2, 1, "late")
+    assert ray.wait([waiting], timeout=1)[0] == []
+    ray.get([waiting, third.init.remote(2, 0, "late")])
+    assert on_members([third, second], "everything", "late") == EVERYTHING
+    for each in (second, third):
+        ray.kill(each)
+
+
+def collective_without_rank_0_names_it(actors):
+    with pytest.raises(RendezvousError, match="rank 1 of the collective group 'none' waited 0.3 s"):
+        ray_collective._look_up(b"unisono/none", "none", 1, Deadline(0.3))
+
+
+def ray_client_is_refused(actors):
+    client = ray.util.client.ray
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "is_connected", lambda: True)
+        with program.error(UnsupportedError, "unisono.ray.init_group through Ray Client: the"):
+            unisono.ray.init_group(actors)
+
+
 CASES = [
     groups_of_2_and_3,
     order_of_the_actors_is_the_order_of_ranks,
@@ -175,6 +279,10 @@ CASES = [
     actor_without_resources_is_named,
     arguments_are_checked,
     modules_train,
+    ray_util_collective,
+    address_of_a_dead_rank_0_is_passed_over,
+    collective_without_rank_0_names_it,
+    ray_client_is_refused,
 ]
 
 if __name__ == "__main__":
