@@ -28,7 +28,7 @@ def main(cases, *args):
 
 
 @contextmanager
-def error(kind, *texts, rank=None, peers=None, within_s=10.0):
+def error(kind, *texts, rank=None, peers=None, within_s=60.0):
     """Expect an error: its class, parts of its text and notes, and the rank that raised it."""
     began_s = time.monotonic()
     with pytest.raises(kind) as found:

@@ -38,6 +38,7 @@ _LOOK_S = 0.1
 _END_S = 1.0
 """How long the caller waits for the end of a cancelled job, which Spark ends in its own time."""
 
+_CAUSE = re.compile(r"org\.apache\.spark\.[\w.]+: (.+?)(?:\. |$)", re.MULTILINE)
 _LOST_TASK = re.compile(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully")
 
 
@@ -144,9 +145,8 @@ class _Job(Ranks):
         if not isinstance(error, Py4JError):
             raise error
         text = str(error)
-        lines = [line.strip() for line in text.splitlines()]
-        cause = next((line for line in lines if line.startswith("org.apache.spark.")), lines[0])
-        cause = cause.partition(": ")[2].partition(". ")[0] or cause
+        found = _CAUSE.search(text)
+        cause = found[1] if found else text.partition("\n")[0]
         if not (task := _LOST_TASK.search(text)):
             raise LaunchError(f"Spark ended the job: {cause}") from error
         return Outcome(rank=int(task[1]), lost=cause)
