@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -295,7 +294,6 @@ if __name__ == "__main__":
         object_store_memory=100 * 2**20,
         log_to_driver=False,
         logging_level="ERROR",
-        _temp_dir=sys.argv[1],
     )
     try:
         program.main(CASES, [Worker.remote() for _ in range(3)])

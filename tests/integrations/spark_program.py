@@ -95,15 +95,26 @@ CASES = [
     end_of_spark_is_an_error,
 ]
 
+
+def session(master):
+    builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
+    started = builder.config("spark.driver.memory", "512m").getOrCreate()
+    started.sparkContext.setLogLevel("OFF")
+    return started
+
+
+def ranks_run_once_if_spark_starts_them_again(spark):
+    """With 4 attempts Spark starts all ranks of a barrier stage again after a loss."""
+    spark.stop()
+    again = session("local[3, 4]")
+    with program.error(PeerLostError, "starts a second time: the framework has lost a rank"):
+        run(again, ranks.dying_alone, 3, 0)
+
+
+CASES.append(ranks_run_once_if_spark_starts_them_again)
+
 if __name__ == "__main__":
-    session = (
-        SparkSession.builder.master("local[3]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.driver.memory", "512m")
-        .getOrCreate()
-    )
-    session.sparkContext.setLogLevel("OFF")
     try:
-        program.main(CASES, session)
+        program.main(CASES, session("local[3]"))
     finally:
-        session.stop()
+        SparkSession.getActiveSession().stop()

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from unisono.c10d.lifecycle import init_process_group
-from unisono.errors import NotInitializedError, UnisonoError, UsageError
+from unisono.errors import NotInitializedError, PeerLostError, UnisonoError, UsageError
 from unisono.groups.process_group import group_timeout_s
 from unisono.groups.world import process_world
 from unisono.integrations.meeting import JOINED, STARTED, Meeting, attend
@@ -113,6 +113,7 @@ def join(meeting: Meeting, rank: int) -> None:
 
     Raises:
         StoreConnectionError: The meeting is closed, because another rank has failed.
+        PeerLostError: The framework has started this rank again.
         RendezvousError: Other ranks did not come.
     """
     _Process.token = ""
@@ -120,7 +121,11 @@ def join(meeting: Meeting, rank: int) -> None:
         process_world.close()
     store = attend(meeting)
     try:
-        store.set(f"{STARTED}/{rank}", b"")
+        if store.add(f"{STARTED}/{rank}", 1) > 1:
+            raise PeerLostError(
+                f"rank {rank} starts a second time: the framework has lost a rank of this group",
+                hint="let the framework start ranks once; Spark does with spark.task.maxFailures=1",
+            )
         store.set_timeout(meeting.timeout_s + _RANKS_LATER_S)
         init_process_group(
             meeting.backend,

@@ -161,9 +161,20 @@ def test_rank_that_comes_too_late_fails_at_once(meet):
     meeting = meet(2)
     close_meeting(meeting)
     began_s = time.monotonic()
-    with pytest.raises(StoreConnectionError, match=r"the store of the group at .* is closed"):
+    with pytest.raises(StoreConnectionError) as caught:
         attend(meeting)
+    text = " is closed because another rank has failed, or cannot be reached"
+    assert caught.value.what.endswith(text)
     assert time.monotonic() - began_s < 4
+
+
+def test_rank_that_starts_again_is_refused(meet):
+    """Spark does so with all ranks, and Dask if a new worker has the address of a dead worker."""
+    meeting = meet(1)
+    assert take_part(meeting, 0, int).value == 0
+    error = pickle.loads(take_part(meeting, 0, int).error)
+    assert type(error) is PeerLostError
+    assert error.what == "rank 0 starts a second time: the framework has lost a rank of this group"
 
 
 def test_start_ends_only_if_a_rank_waits(meet):
