@@ -100,10 +100,10 @@ def test_cluster(name, run):
 # The last lines that an example prints.
 PRINTED = {
     "ray": ("ray_tuning.py", r"round 3: (rate [\d.]+ reads [\d.]+%(, )?){3}"),
-    "dask": ("dask_kmeans.py", r"rank 1: \d+ rows, largest difference to one process \de-\d+"),
+    "dask": ("dask_kmeans.py", r"rank 1: \d+ rows, largest difference to one process \de[+-]\d+"),
     "spark": (
         "spark_logistic.py",
-        r"rank 1: [89]\d\.\d% right, largest difference to one process \de-\d+",
+        r"rank 1: [89]\d\.\d% right, largest difference to one process \de[+-]\d+",
     ),
 }
 

@@ -45,6 +45,10 @@ class Meeting(NamedTuple):
     backend: str | None
     pickler: str
 
+    def __repr__(self) -> str:
+        """Return a text without the token, because frameworks log the arguments of tasks."""
+        return f"<Meeting of {self.size} ranks at {format_address(self.host, self.port)}>"
+
 
 def open_meeting(
     host: str, size: int, timeout: Timeout, backend: str | None, pickler: str

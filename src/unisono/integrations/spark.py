@@ -126,7 +126,8 @@ class _Job(Ranks):
             with contextlib.suppress(queue.Empty):
                 ended = self._ended.get(timeout=min(_LOOK_S, deadline.remaining()))
         if isinstance(ended, Exception):
-            ended = [*self._posted(), self._lost(ended)]
+            failed += self._posted()
+            ended = self._lost(ended)
         return [*failed, *ended]
 
     def _posted(self) -> list[Outcome]:
@@ -135,8 +136,8 @@ class _Job(Ranks):
         self._seen.update(new)
         return [_pickler.loads(found[rank]) for rank in new]
 
-    def _lost(self, error: Exception) -> Outcome:
-        """Return which rank Spark reports as lost.
+    def _lost(self, error: Exception) -> list[Outcome]:
+        """Return which rank Spark reports as lost; none if another failure ended the job.
 
         Raises:
             Exception: The error if it is not Spark's.
@@ -147,9 +148,11 @@ class _Job(Ranks):
         text = str(error)
         found = _CAUSE.search(text)
         cause = found[1] if found else text.partition("\n")[0]
-        if not (task := _LOST_TASK.search(text)):
+        if task := _LOST_TASK.search(text):
+            return [Outcome(rank=int(task[1]), lost=cause)]
+        if not self._seen:
             raise LaunchError(f"Spark ended the job: {cause}") from error
-        return Outcome(rank=int(task[1]), lost=cause)
+        return []
 
     def end(self) -> None:
         """Cancel the job if it has not ended, and close the store."""

@@ -104,6 +104,7 @@ def test_groups_have_tokens_of_their_own(meet):
     first, second = meet(2), meet(2)
     assert first.token != second.token
     assert len(first.token) == 64
+    assert first.token not in f"{first} {first!r}"
     with pytest.raises(InvalidArgumentError, match="a group needs at least 1 rank, got 0"):
         meet(0)
 
