@@ -146,12 +146,10 @@ class _Job(Ranks):
         if not isinstance(error, Py4JError):
             raise error
         text = str(error)
-        found = _CAUSE.search(text)
-        cause = found[1] if found else text.partition("\n")[0]
         if task := _LOST_TASK.search(text):
-            return [Outcome(rank=int(task[1]), lost=cause)]
+            return [Outcome(rank=int(task[1]), lost=_cause(text, task.end()))]
         if not self._seen:
-            raise LaunchError(f"Spark ended the job: {cause}") from error
+            raise LaunchError(f"Spark ended the job: {_cause(text)}") from error
         return []
 
     def end(self) -> None:
@@ -160,6 +158,12 @@ class _Job(Ranks):
             self._context.cancelJobGroup(self._group)
         close_meeting(self.meeting)
         self._thread.join(_END_S)
+
+
+def _cause(text: str, start: int = 0) -> str:
+    """Return the first sentence of the first error of Spark in a text."""
+    found = _CAUSE.search(text, start)
+    return found[1] if found else text.partition("\n")[0]
 
 
 def _task(
