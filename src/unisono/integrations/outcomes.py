@@ -28,7 +28,12 @@ class Ranks:
     Args:
         meeting: The store and the size of the group.
         names: The place of each rank in the words of the framework.
+
+    Attributes:
+        over: Whether the framework has ended all ranks, so that no outcome is to come.
     """
+
+    over = False
 
     def __init__(self, meeting: Meeting, names: Sequence[str]) -> None:
         self.meeting = meeting
@@ -59,7 +64,7 @@ def collect(ranks: Ranks, start: Deadline | None = None, *, hint: str = "") -> l
     size = ranks.meeting.size
     outcomes: dict[int, Outcome] = {}
     settle: Deadline | None = None
-    while len(outcomes) < size and not (settle and settle.expired()):
+    while len(outcomes) < size and not (settle and (ranks.over or settle.expired())):
         for outcome in ranks.poll(min(POLL_S, settle.remaining()) if settle else POLL_S):
             outcomes.setdefault(outcome.rank, outcome)
         if settle is None and any(outcome.failed for outcome in outcomes.values()):
@@ -99,7 +104,7 @@ def _raise_first_cause(ranks: Ranks, outcomes: dict[int, Outcome]) -> NoReturn:
     original = [rank for rank in errors if not is_consequence(outcomes[rank].text)]
     blaming = [rank for rank in errors if not lost.keys().isdisjoint(_peers(errors[rank]))]
     notes = [f"rank {rank} ({ranks.names[rank]}) was lost: {why}" for rank, why in lost.items()]
-    if running := sorted(set(range(size)) - outcomes.keys()):
+    if not ranks.over and (running := sorted(set(range(size)) - outcomes.keys())):
         notes.append(f"ranks {running} had not ended {SETTLE_S:g} s later")
     if found := original or blaming or ([] if lost else list(errors)):
         first = found[0]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import queue
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -126,6 +127,8 @@ class _Job(Ranks):
             with contextlib.suppress(queue.Empty):
                 ended = self._ended.get(timeout=min(_LOOK_S, deadline.remaining()))
         if isinstance(ended, Exception):
+            self.over = True
+            time.sleep(_LOOK_S)  # Survivors may be about to post what they know.
             failed += self._posted()
             ended = self._lost(ended)
         return [*failed, *ended]
