@@ -1,7 +1,7 @@
 """Prepared calls: algorithm, program and text for errors, worked out once per kind of call.
 
     CallSpec     a call without its memory: collective, count, root, op, splits, ...
-      select       the algorithm: by size and ranks, or by request of the caller or UNISONO_ALGO
+      select       the algorithm: by size and ranks, a tuning table, the caller or UNISONO_ALGO
       build        its schedule, for all ranks
       layout_for   the elements of each chunk
       lower        this rank's program, for the engine of the group
@@ -36,6 +36,7 @@ from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Communicator, Engine, Exchange, Prepared
 from unisono.engines.api import fingerprint_of
 from unisono.schedules import Program, Topology, build, layout_for, select
+from unisono.schedules.tables import Table
 
 Array = np.ndarray[Any, Any]
 
@@ -96,14 +97,16 @@ class PreparedCalls:
     Args:
         comm: The group.
         engine: Executes the programs.
+        table: Measured choices, equal on all ranks; or None.
 
     Attributes:
         deterministic: Whether all calls reduce in the order of ranks.
     """
 
-    def __init__(self, comm: Communicator, engine: Engine) -> None:
+    def __init__(self, comm: Communicator, engine: Engine, table: Table | None = None) -> None:
         self._comm = comm
         self._engine = engine
+        self._table = table
         self._topology = Topology(comm.size, engine.shares_memory, engine.ranks_per_host)
         # Read once, as NCCL does, because a later change would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO")
@@ -157,7 +160,7 @@ class PreparedCalls:
             count, whole = 0, sum(blocks) * itemsize
         algorithm, pipeline = select(
             collective, whole, self._topology, wish, self._override,
-            uneven=blocks is not None, ordered=ordered,
+            uneven=blocks is not None, ordered=ordered, table=self._table,
         )  # fmt: skip
         if splits is None or blocks is not None:
             local = self._topology.local

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Sequence
+from itertools import islice
 
 from unisono.base.host import read_text
 from unisono.trace.flight_recorder import GroupRecords, Origin, RankRecords
@@ -26,7 +27,8 @@ def records_of(rank: int, traces: Sequence[GroupTrace], most: int = RECORDS) -> 
         most: Records of each group.
     """
     groups = [
-        GroupRecords(each.key, each.name, each.ranks, each.records(most=most)) for each in traces
+        GroupRecords(each.key, each.name, each.ranks, list(islice(each.newest(), most))[::-1])
+        for each in traces
     ]
     monotonic_ns, wall_ns = read_clocks()
     return RankRecords(

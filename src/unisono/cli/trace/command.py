@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unisono.cli.flags import check_writable
+from unisono.cli.look.command import add_token_flag, find_jobs, plain, token_of
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "job",
         nargs="*",
         metavar="FILE",
-        help="files or folders of records; or process id of a rank or launcher, or run id; the "
-        "job of this user by default",
+        help="files or folders of records; or process id of a rank or launcher, run id, or "
+        "HOST:PORT of the job's store; the job of this user by default",
     )
     parser.add_argument(
         "-o",
@@ -47,6 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="PATH",
         help="a timeline for Perfetto (.json), or a picture (.svg, .png, .pdf)",
     )
+    add_token_flag(parser)
     parser.set_defaults(handler=_trace, parser=parser)
 
 
@@ -59,15 +61,14 @@ def _trace(options: argparse.Namespace) -> int:
 
     if options.output:
         _check_output(options.output)
-    found, trips = _gather(options.job)
+    found, trips = _gather(options.job, token_of(options))
     if not found:
         raise InvalidArgumentError("trace: there are no records")
     ranks = by_rank(found)
     axis = align(ranks, join(ranks), trips)
     ranks = shifted(ranks, axis.shift_ns)
     groups = join(ranks)
-    # Names in a file of a stranger must not control the terminal.
-    lines = ["".join(c if c.isprintable() else "?" for c in line) for line in report(ranks, groups)]
+    lines = [plain(line) for line in report(ranks, groups)]
     print(*(lines[:1] if options.output else lines), axis, sep="\n")
     if options.output and options.output.endswith(".json"):
         with open(options.output, "w", encoding="utf-8") as file:
@@ -91,14 +92,13 @@ def _check_output(path: str) -> None:
         check_installed("plot")
 
 
-def _gather(words: Sequence[str]) -> tuple[list[RankRecords], list[Trip]]:
+def _gather(words: Sequence[str], token: str) -> tuple[list[RankRecords], list[Trip]]:
     """Return the records that the words of the command line name."""
-    from unisono.cli.look.command import find_jobs
     from unisono.cli.trace.gather import ask_ranks, read_files
 
     if len(words) > 1 or any(map(os.path.exists, words)):
         return read_files(words), []
-    jobs = find_jobs(words[0] if words else None)
+    jobs = find_jobs(words[0] if words else None, token)
     if len(jobs) > 1:
         pids = ", ".join(str(next(iter(job.states.values()))["pid"]) for job in jobs)
         raise InvalidArgumentError(
