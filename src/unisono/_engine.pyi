@@ -141,8 +141,8 @@ def ticks() -> tuple[int, int]:
 def code_of(number: int) -> object:
     """Return the code object of a site, or None."""
 
-def set_own_folder(folder: str) -> None:
-    """Skip the frames of this library when the site of a call is found."""
+def add_own_folder(folder: str) -> None:
+    """Skip the frames of a library when the site of a call is found."""
 
 class QueuedCall:
     @overload
