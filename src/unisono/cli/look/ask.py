@@ -3,6 +3,7 @@
 A rank of this host is found through /proc: the name of its receiving thread has the port on which
 it listens. The rank answers because the kernel reports that the client is of the same user. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
+A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.base.stacks`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import resource
 import socket
 import struct
 import time
@@ -18,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from unisono.base.host import read_text, stat_fields
+from unisono.base.stacks import OfferedStack, offered_stacks
+from unisono.base.where import place_of
 from unisono.transports.tcp.address import TCPAddress, is_loopback
 from unisono.transports.tcp.status import THREAD
 from unisono.transports.tcp.wire import ACCEPT, INSPECT, Hello
@@ -45,7 +50,8 @@ def ask_job(which: str | None) -> list[State]:
             user.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        local = list(_listening(_candidates(which)))
+        candidates = _candidates(which)
+        local = list(_listening(candidates))
         states = _by_rank(pool.map(_ask, local))
         asked = {port for _, port, _ in local}
         missing = []
@@ -61,6 +67,9 @@ def ask_job(which: str | None) -> list[State]:
                 # may be of another user, and must not get the token.
                 missing += [(h, port, token) for h in hosts if is_here or not is_loopback(h)]
         states |= _by_rank(pool.map(_ask, missing))
+    known = {pid for state in states.values() for pid in state["pids"].values()}
+    offered = offered_stacks(pid for pid in candidates if pid not in known)
+    states = _by_rank(map(_state_of_stack, offered)) | states
     return [states[key] for key in sorted(states)]
 
 
@@ -84,6 +93,24 @@ def _ask(endpoint: Endpoint) -> State | None:
             state: State = json.loads(data[1:])
             return state
     return None
+
+
+def _state_of_stack(offered: OfferedStack) -> State:
+    """Return what is known of a rank without a group of unisono."""
+    pages = read_text(f"/proc/{offered.pid}/statm").split()
+    return {
+        "job": offered.run_id,
+        "rank": offered.rank,
+        "world_size": offered.world_size,
+        "host": platform.node(),
+        "pid": offered.pid,
+        "pids": {str(offered.rank): offered.pid},
+        "at_s": time.time(),
+        "rss_bytes": int(pages[1]) * resource.getpagesize() if pages else None,
+        "place": place_of(offered.rows),
+        "groups": [],
+        "stacks": [{"thread": "MainThread", "calls": True, "frames": offered.rows}],
+    }
 
 
 # ---- processes of this host -------------------------------------------------------------------
