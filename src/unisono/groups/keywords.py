@@ -30,6 +30,9 @@ class CallKeywords(AlgorithmKeywords, total=False):
 class How(CallKeywords, total=False):
     """The keywords of all methods of `ProcessGroup`; callers outside unisono use `async_op` only.
 
+    A keyword with an underscore is for a function of c10d over a method that lacks it: `isend` has
+    its own name in the errors of `send`. As a keyword it passes wrappers in the dispatcher as well.
+
     Attributes:
         async_op: See `ProcessGroup`.
         _label: Name of the call in errors.
