@@ -30,8 +30,8 @@ class CallKeywords(AlgorithmKeywords, total=False):
 class How(CallKeywords, total=False):
     """The keywords of all methods of `ProcessGroup`; callers outside unisono use `async_op` only.
 
-    A keyword with an underscore is for a function of c10d over a method that lacks it: `isend` has
-    its own name in the errors of `send`. As a keyword it passes wrappers in the dispatcher as well.
+    A keyword with an underscore is for functions of c10d over one method: errors of `isend`, which
+    calls `send`, have the name `isend`. A wrapper in the dispatcher passes it on like the others.
 
     Attributes:
         async_op: See `ProcessGroup`.
