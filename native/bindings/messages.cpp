@@ -394,8 +394,7 @@ void bind_p2p(nb::module_& m) {
     .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
          "Send if no waiting is needed; return whether it was sent.")
     .def("set_recorder", &Port::set_recorder, nb::arg("recorder"), nb::arg("kinds"),
-         nb::keep_alive<1, 2>(),
-         "Record messages from now on.")
+         nb::keep_alive<1, 2>(), "Record messages from now on.")
     .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
          "Return (as Messages.start_recv, record); None: Python handles it.");
 }

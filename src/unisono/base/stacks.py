@@ -23,6 +23,7 @@ from unisono.base.where import Row, is_of_user
 
 _NAME = "unisono-stack"
 _LONGEST_NAME = 200
+_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5  # real-time signals are for programs
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 # How long the processes have for their answers, and how long a complete answer stays unchanged.
@@ -40,20 +41,16 @@ def offer_stack() -> None:
     if sys.platform != "linux" or os.getsid(0) != os.getpid():
         return
     places = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")]
-    if not all(places) or signal.getsignal(_signal()) != signal.SIG_DFL:
+    if not all(places) or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
         return
     name = ":".join(map(str, (_NAME, os.getpid(), *places)))
     with contextlib.suppress(ValueError, OSError):  # not the main thread; an old kernel
         # At its end the interpreter sets this again. With the default, a signal would then kill it.
-        signal.signal(_signal(), signal.SIG_IGN)
+        signal.signal(_SIGNAL, signal.SIG_IGN)
         fd = os.memfd_create(name[:_LONGEST_NAME])
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         # The stacks of other threads change while the handler would read them.
-        faulthandler.register(_signal(), file=fd, all_threads=False)
-
-
-def _signal() -> int:
-    return signal.SIGRTMAX - 5
+        faulthandler.register(_SIGNAL, file=fd, all_threads=False)
 
 
 class OfferedStack(NamedTuple):
@@ -78,7 +75,7 @@ def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
                 file = opened.enter_context(open(f"/proc/{pid}/fd/{fd}", "rb+", buffering=0))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another client reads
                 file.truncate(0)
-                os.kill(pid, _signal())
+                os.kill(pid, _SIGNAL)
                 asked.append((file, pid, words))
         deadline, texts = time.monotonic() + _ANSWER_S, [b""] * len(asked)
         while time.monotonic() < deadline:
@@ -87,11 +84,10 @@ def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
             texts = [os.pread(file.fileno(), 1 << 16, 0) for file, *_ in asked]
             if all(texts) and texts == before:
                 break
-    found_rows = [_rows(text.decode(errors="replace")) for text in texts]
     return [
-        OfferedStack(pid, int(words[0]), int(words[1]), words[2], rows)
-        for (_, pid, words), rows in zip(asked, found_rows, strict=True)
-        if rows
+        OfferedStack(pid, int(words[0]), int(words[1]), words[2], _rows(text.decode()))
+        for (_, pid, words), text in zip(asked, texts, strict=True)
+        if text
     ]
 
 
@@ -111,7 +107,7 @@ def _find(pid: int) -> tuple[str, list[str]] | None:
 def _catches(pid: int) -> bool:
     """Whether the process handles the signal."""
     caught = re.search(r"^SigCgt:\s*(\w+)", read_text(f"/proc/{pid}/status"), re.M)
-    return caught is not None and bool(int(caught[1], 16) >> (_signal() - 1) & 1)
+    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
 
 
 def _rows(text: str) -> list[Row]:

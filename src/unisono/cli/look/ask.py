@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import platform
-import resource
 import socket
 import struct
 import time
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from unisono.base.host import read_text, stat_fields
+from unisono.base.host import read_text, resident_bytes, stat_fields
 from unisono.base.stacks import OfferedStack, offered_stacks
 from unisono.base.where import place_of
 from unisono.transports.tcp.address import TCPAddress, is_loopback
@@ -97,7 +96,6 @@ def _ask(endpoint: Endpoint) -> State | None:
 
 def _state_of_stack(offered: OfferedStack) -> State:
     """Return what is known of a rank without a group of unisono."""
-    pages = read_text(f"/proc/{offered.pid}/statm").split()
     return {
         "job": offered.run_id,
         "rank": offered.rank,
@@ -106,7 +104,7 @@ def _state_of_stack(offered: OfferedStack) -> State:
         "pid": offered.pid,
         "pids": {str(offered.rank): offered.pid},
         "at_s": time.time(),
-        "rss_bytes": int(pages[1]) * resource.getpagesize() if pages else None,
+        "rss_bytes": resident_bytes(offered.pid),
         "place": place_of(offered.rows),
         "groups": [],
         "stacks": [{"thread": "MainThread", "calls": True, "frames": offered.rows}],
