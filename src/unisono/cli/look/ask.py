@@ -4,6 +4,7 @@ A rank of this host is found through /proc: the name of its receiving thread has
 it listens. The rank answers because the kernel reports that the client is of the same user. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
 On a host without a rank, the job's store has the addresses, and the job's token opens the ranks.
+A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.base.stacks`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import socket
 import struct
@@ -20,7 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from unisono.base.host import read_text, stat_fields
+from unisono.base.host import read_text, resident_bytes, stat_fields
+from unisono.base.stacks import OfferedStack, offered_stacks
+from unisono.base.where import place_of
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.stores import TCPStore
 from unisono.transports.connect import VIEWERS
@@ -68,7 +72,8 @@ def ask_job(which: str | None, token: str = "") -> list[State]:
         if which is not None and _STORE.fullmatch(which):
             found = _by_rank(pool.map(_ask, _in_store(which, token)))
             return [found[key] for key in sorted(found)]
-        local = list(_listening(_candidates(which)))
+        candidates = _candidates(which)
+        local = list(_listening(candidates))
         states = _by_rank(pool.map(_ask, local))
         asked = {endpoint[1] for endpoint in local}
         missing = []
@@ -84,6 +89,9 @@ def ask_job(which: str | None, token: str = "") -> list[State]:
                 shown = address if is_here else address.seen_from(mine)
                 missing += [(host, address.port, address.token) for host in shown.hosts]
         states |= _by_rank(pool.map(_ask, missing))
+    known = {pid for state in states.values() for pid in state["pids"].values()}
+    offered = offered_stacks(pid for pid in candidates if pid not in known)
+    states = _by_rank(map(_state_of_stack, offered)) | states
     return [states[key] for key in sorted(states)]
 
 
@@ -149,6 +157,23 @@ def exchange(endpoint: Endpoint, channel: int, within_s: float) -> Answer | None
             if nbytes > _MOST_BYTES:
                 return None
     return None
+
+
+def _state_of_stack(offered: OfferedStack) -> State:
+    """Return what is known of a rank without a group of unisono."""
+    return {
+        "job": offered.run_id,
+        "rank": offered.rank,
+        "world_size": offered.world_size,
+        "host": platform.node(),
+        "pid": offered.pid,
+        "pids": {str(offered.rank): offered.pid},
+        "at_s": time.time(),
+        "rss_bytes": resident_bytes(offered.pid),
+        "place": place_of(offered.rows),
+        "groups": [],
+        "stacks": [{"thread": "MainThread", "calls": True, "frames": offered.rows}],
+    }
 
 
 # ---- processes of this host -------------------------------------------------------------------

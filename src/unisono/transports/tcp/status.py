@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import platform
-import resource
 import socket
 import sys
 import threading
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.base.host import read_text
+from unisono.base.host import resident_bytes
 from unisono.base.log import get_logger
 from unisono.base.where import place_of_thread, stack_of
 from unisono.stores.tcp.peer_uid import user_of_peer
@@ -92,7 +91,6 @@ def state_of(transport: Transport) -> dict[str, Any]:
     """Return the state of a rank: its groups, its place, its stacks and its memory, for JSON."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     main = transport.calls.thread
-    pages = read_text("/proc/self/statm").split()
     return {
         "rank": transport.rank,
         "world_size": transport.world_size,
@@ -100,7 +98,7 @@ def state_of(transport: Transport) -> dict[str, Any]:
         "pid": os.getpid(),
         "pids": {rank: pid for rank, (pid, *_) in enumerate(transport.messages.addresses) if pid},
         "at_s": time.time(),
-        "rss_bytes": int(pages[1]) * resource.getpagesize() if pages else None,
+        "rss_bytes": resident_bytes(os.getpid()),
         "place": place_of_thread(main),
         "groups": transport.calls.groups(),
         "stacks": [
