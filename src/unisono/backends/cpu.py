@@ -25,6 +25,7 @@ from unisono.backends.blocks import (
 )
 from unisono.backends.flat import Flat, apart, listed, many, one, striped
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
+from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
 from unisono.engines import (
@@ -32,11 +33,13 @@ from unisono.engines import (
     Engine,
     Task,
     host_id,
+    join_mpi,
     make_engine,
 )
 from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.stores import PrefixStore
 from unisono.transports import connect
 
 
@@ -46,6 +49,21 @@ def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
         data.fill()
     if op is not None and op.factor is not None:
         scale(copies[0].array, dtype, op.factor)
+
+
+def _connect(spec: GroupSpec, options: CPUOptions) -> Communicator:
+    """Return the communicator of a group with links of its own."""
+    deadline = Deadline(spec.timeout_s)
+    host = "" if options.engine == "reference" else host_id()
+    transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
+    if (options.engine or config.get("UNISONO_ENGINE")) == "mpi":
+        try:
+            store = PrefixStore(f"mpi/{transport.world_number}", spec.store)
+            transport.mpi_ranks = join_mpi(store, spec.rank, spec.size, deadline)
+        except BaseException:
+            transport.close()
+            raise
+    return Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
 
 
 class Operands(NamedTuple):
@@ -83,11 +101,8 @@ class CPUBackend(DeviceBackend):
                 f"pg_options must be unisono.lowlevel.CPUOptions, got {options!r}"
             )
         if comm is None:
-            deadline = Deadline(spec.timeout_s)
-            host = "" if options.engine == "reference" else host_id()
-            transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
-            comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
-            self.world_number = transport.world_number
+            comm = _connect(spec, options)
+            self.world_number = comm.transport.world_number
         self._comm = comm
         self.trace = comm.trace
         self._engine: Engine = make_engine(comm, options.engine)
@@ -320,12 +335,7 @@ class CPUBackend(DeviceBackend):
         return self._engine.last_number()
 
     def info(self) -> dict[str, str]:
-        engine = self._engine
-        return {
-            "engine": engine.name,
-            "over": engine.over.replace(" ", "-"),
-            "transport": self._comm.transport.name,
-        }
+        return self._engine.info() | {"transport": self._comm.transport.name}
 
     # ---- from a call to a task ----------------------------------------------------------------
 
