@@ -56,14 +56,15 @@ def _connect(spec: GroupSpec, options: CPUOptions) -> Communicator:
     deadline = Deadline(spec.timeout_s)
     host = "" if options.engine == "reference" else host_id()
     transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
+    comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
     if (options.engine or config.get("UNISONO_ENGINE")) == "mpi":
         try:
             store = PrefixStore(f"mpi/{transport.world_number}", spec.store)
-            transport.mpi_ranks = join_mpi(store, spec.rank, spec.size, deadline)
+            comm.mpi_ranks = join_mpi(store, spec.rank, spec.size, deadline)
         except BaseException:
-            transport.close()
+            comm.close()
             raise
-    return Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
+    return comm
 
 
 class Operands(NamedTuple):
@@ -298,7 +299,9 @@ class CPUBackend(DeviceBackend):
         if spec.options is None:
             spec = replace(spec, options=self.spec.options)
         # The ranks of a transport are global ranks. A sub-group of a sub-group must use them, too.
-        part = CPUBackend(spec, Communicator(transport, spec.ranks, spec.name, spec.key))
+        comm = Communicator(transport, spec.ranks, spec.name, spec.key)
+        comm.mpi_ranks = self._comm.mpi_ranks
+        part = CPUBackend(spec, comm)
         transport.retain()
         return part
 

@@ -36,7 +36,10 @@ class Communicator:
 
     Attributes:
         trace: Records the calls; None if UNISONO_TRACE is 0.
+        mpi_ranks: The rank in MPI_COMM_WORLD of each rank of the transport; empty without MPI.
     """
+
+    mpi_ranks: tuple[int, ...] = ()
 
     def __init__(
         self, transport: Transport, ranks: tuple[int, ...], name: str, key: str = ""

@@ -13,7 +13,8 @@ from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.mpi_engine import MPIEngine
-from unisono.engines.mpi_library import library, why_absent as why_no_mpi
+from unisono.engines.mpi_library import library
+from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.engines.shared_memory import host_id, memory_kind

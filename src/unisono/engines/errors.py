@@ -149,9 +149,7 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     return Failure("memory" if isinstance(error, MemoryError) else "failed", reason, [me], me)
 
 
-def _time_out(
-    comm: Communicator, call: Call, deadline: Deadline, expired: Expired
-) -> Failure:
+def _time_out(comm: Communicator, call: Call, deadline: Deadline, expired: Expired) -> Failure:
     """Ask every other rank for its last call; blame the ranks that are behind or silent.
 
     An earlier answer counts for a rank that does not answer again. If this rank was not in the

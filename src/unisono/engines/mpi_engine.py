@@ -71,7 +71,7 @@ class MPIEngine(OrderedEngine):
     has_collectives = True
 
     def __init__(self, comm: Communicator) -> None:
-        if not comm.transport.mpi_ranks:
+        if not comm.mpi_ranks:
             raise UnsupportedError(
                 f"group '{comm.name}' cannot use MPI: the group it is made from does not",
                 hint="make the default group with backend='mpi', or name the backend of this group",
@@ -115,7 +115,7 @@ class MPIEngine(OrderedEngine):
                 _Watch(self, task).look()
                 raise RuntimeError(f"{self.over}: {error}") from error
 
-    def note_failure(self, failure: Failure) -> None:  # type: ignore[override]
+    def note_failure(self, failure: Failure) -> None:
         super().note_failure(failure)
         note_broken(unusable=failure.kind == "lost" or self._helper.is_stuck())
 
@@ -144,7 +144,7 @@ class MPIEngine(OrderedEngine):
         made: list[Any] = []
 
         def make() -> None:
-            ranks = [comm.transport.mpi_ranks[rank] for rank in comm.ranks]
+            ranks = [comm.mpi_ranks[rank] for rank in comm.ranks]
             group = world.Get_group().Incl(ranks)
             made.append(world.Create_group(group, comm.context % 32749))
             made[0].Set_errhandler(self._MPI.ERRORS_RETURN)

@@ -228,7 +228,9 @@ def _remove_shared_memory() -> None:
     """Remove the shared memory that MPICH leaves behind without MPI_Finalize."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    for path in {line[line.find("/dev/shm/mpich_shm_") :] for line in lines if "/mpich_shm_" in line}:
+    for path in {
+        line[line.find("/dev/shm/mpich_shm_") :] for line in lines if "/mpich_shm_" in line
+    }:
         Path(path).unlink(missing_ok=True)
 
 

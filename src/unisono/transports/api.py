@@ -50,7 +50,6 @@ class Transport(ABC):
         address: Where other ranks find this rank; published in the store.
         calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
-        mpi_ranks: The rank in MPI_COMM_WORLD of each rank; empty without MPI.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
         world_number: Number of this world among the worlds that have used the same store.
@@ -64,7 +63,6 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.hosts: tuple[str, ...] = ("",) * world_size
-        self.mpi_ranks: tuple[int, ...] = ()
         self.messages: Messages = MailboxMessages(self)
         self.closed = False
         self._lock = threading.Lock()
