@@ -22,8 +22,8 @@ from unisono.errors import Context, RendezvousError, StoreTimeoutError, Unsuppor
 from unisono.rendezvous.pmi import Job, PMIServer, process_mapping
 from unisono.stores import PrefixStore, Store
 
-_START = "start the ranks with the library's mpiexec or srun, or with `unisono run --mpi` if the "
-_START += "script imports mpi4py before unisono"
+_START = "start the ranks with the library's mpiexec, or srun; with MPICH or Intel MPI also with "
+_START += "`unisono run --mpi`, if the script imports mpi4py before unisono"
 
 
 def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, ...]:
