@@ -280,6 +280,7 @@ def fail_in(rank, what, count):
         "mismatch": lambda: time.sleep(0),
     }[what]
     if rank == VICTIM:
+        end.set("pid", str(os.getpid()))
         if count == BIG and what not in ("late", "mismatch"):
             threading.Timer(0.2, hurt).start()
         else:
@@ -308,6 +309,9 @@ def fail_in(rank, what, count):
         group.all_reduce(y)
         assert "engine=mpi" in repr(group)
         assert (y == 2).all()
+        group.barrier()
+    if what == "stop" and rank == 0:
+        os.kill(int(end.get("pid")), signal.SIGKILL)
     return *ended, took_s
 
 

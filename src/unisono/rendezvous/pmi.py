@@ -131,6 +131,7 @@ class PMIServer:
 
     Attributes:
         error: Why no request is answered any more; None at first.
+        fds: The descriptors of both ends; `stop` leaves them open.
     """
 
     def __init__(self, store: Store, job: Job, timeout_s: float) -> None:
@@ -141,16 +142,15 @@ class PMIServer:
         self._timeout_s = timeout_s
         self._ending = False
         self._barriers = 0
-        self._ours, self._theirs = socket.socketpair()
+        self._ours, theirs = socket.socketpair()
+        self.fds = self._ours.fileno(), theirs.detach()
         self._worker = Worker("unisono-pmi")
 
     def start(self) -> None:
         """Start the thread, and set the variables by which the MPI library finds it."""
         job = self.job
         os.environ.pop("PMI_PORT", None)
-        os.environ.update(
-            PMI_FD=str(self._theirs.fileno()), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size)
-        )
+        os.environ.update(PMI_FD=str(self.fds[1]), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size))
         self._worker.start(self._serve)
 
     @staticmethod
@@ -174,7 +174,6 @@ class PMIServer:
         with contextlib.suppress(UnisonoError):
             self._store.close()
         # No destructor may close them before the end of the process.
-        self._theirs.detach()
         self._ours.detach()
 
     def _serve(self) -> None:
