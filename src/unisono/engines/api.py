@@ -150,7 +150,7 @@ NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 
 
 class Collective(NamedTuple):
-    """What a program computes, for an engine that has it ready-made (`Engine.has_collectives`).
+    """A collective, for an engine that has it ready-made (`Engine.has_collectives`).
 
     Attributes:
         kind: Name of the schedules' collective.
@@ -185,7 +185,7 @@ class Prepared:
         algorithm: Name of the algorithm, for the record of a call.
         count: Elements, for the record of a call.
         native: The same for C++, made by the C++ engine when the call first runs.
-        what: What the engine must run instead of the programs; None: a program.
+        what: The collective to run instead of the programs; None: the engine runs a program.
         writes_output: Whether the program uses this rank's OUTPUT for more than reading.
     """
 

@@ -76,7 +76,7 @@ class Expired(Exception):
 
     Args:
         asked: The question that was sent to the other ranks when the deadline came near.
-        note: What the caller must know if all ranks were in the call.
+        note: More for the caller to know if all ranks were in the call; part of the first line.
     """
 
     def __init__(self, asked: Question | None = None, note: str = "") -> None:

@@ -4,10 +4,11 @@ MPI moves and reduces; the group's own links stay the control plane. They find t
 or lost, carry an abort and the texts of calls that differ, and move messages (send, recv). Programs
 (deterministic calls, and calls with `algorithm=`) run over these links, too.
 
-A call has two parts. The agreement is an all_reduce of 4 numbers in memory of the engine: no array
-of the caller is in MPI before all ranks have come, because MPI cannot take it back. Then MPI's
-collective runs. Small ones are polled; large ones block a helper thread, because the libraries tune
-blocking collectives, and Python's polling would slow them. Both waits have the call's deadline.
+A call has two parts. The agreement is an all_reduce of 4 numbers in memory of the engine. No array
+of the caller is in MPI before all ranks have come, because MPI cannot take an array back. Then
+MPI's collective runs. A small call is polled. A large call blocks a helper thread, because the
+libraries tune blocking collectives, and polls from Python would slow the data down. Both waits have
+the call's deadline.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from unisono.transports.messages import Failure
 
 Array = np.ndarray[Any, Any]
 
-# From this size on the call blocks the helper thread. That costs 15 us; polling costs more when MPI
-# has much to do, and Open MPI's polled collectives are 3 to 6 times slower than its blocking ones.
+# From this size on the call blocks the helper thread, which costs 15 us. Open MPI's non-blocking
+# collectives of 1 MiB take 3 to 6 times as long as its blocking collectives.
 _BLOCKING_BYTES = 256 * 1024
 
 # Polls before the first yield, between two looks at the control plane, and before the first sleep.
@@ -51,7 +52,7 @@ _LEFT_S = 2.0
 # How long an error of MPI may wait for its reason, which comes over the links.
 _REASON_S = 1.0
 
-# What a time-out leaves behind, if all ranks were in the call.
+# A time-out leaves this behind if all ranks were in the call.
 _WRITES = "; MPI may still write the arrays of the call"
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
@@ -305,7 +306,7 @@ class MPIEngine(OrderedEngine):
 
 
 class _Watch:
-    """What ends a wait in MPI besides its completion: the deadline, a lost rank, or an abort."""
+    """The other ends of a wait in MPI: the deadline, a lost rank, and an abort."""
 
     def __init__(self, engine: MPIEngine, task: Task, note: str = "") -> None:
         self._comm = engine.comm

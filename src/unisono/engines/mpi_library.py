@@ -59,7 +59,7 @@ def library() -> Library:
     """Load mpi4py and the MPI library, and initialise nothing.
 
     Raises:
-        UnsupportedError: One of them is missing, or the launcher belongs to another library.
+        UnsupportedError: mpi4py or the library is missing, or the launcher belongs to another library.
     """
     try:
         rc = importlib.import_module("mpi4py").rc

@@ -1,8 +1,8 @@
 """`unisono run --mpi`: make the workers one MPI world, then run the script.
 
 `from mpi4py import MPI` initialises MPI before a line of unisono runs, and each process becomes a
-world of its own. So this module is started in place of the script, as `python -m` starts it, and
-joins the ranks before it runs the script. mpi4py finds MPI initialised.
+world of its own. So `unisono run` starts this module in place of the script. The module joins the
+ranks, and then runs the script, whose mpi4py finds MPI initialised.
 
     python -m unisono.engines.mpi_start [-m] script [argument ...]
 """

@@ -29,8 +29,8 @@ _START += "`unisono run --mpi`, if the script imports mpi4py before unisono"
 def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, ...]:
     """Return the rank in MPI_COMM_WORLD of each rank of a group.
 
-    If MPI is not initialised and no launcher of MPI processes started this process, the ranks
-    become an MPI world by PMI-1 over the store (MPICH and Intel MPI).
+    If MPI is not initialised, this call initialises it. Without a launcher of MPI processes the
+    ranks become an MPI world by PMI-1 over the store (MPICH and Intel MPI).
 
     Args:
         store: Shared by exactly these ranks, and used for nothing else.

@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What follows from a request.
+    """The consequence of a request.
 
     Attributes:
         reply: The line to send; "{}" stands for the value that the store has.
