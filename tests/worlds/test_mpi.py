@@ -20,8 +20,11 @@ import unisono as dist
 from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
-from unisono.engines import mpi_library
-from unisono.errors import UnisonoError, UnsupportedError
+from unisono.base.deadline import Deadline
+from unisono.engines import join_mpi, mpi_library
+from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
+from unisono.lowlevel import CPUOptions
+from unisono.stores import HashStore
 from unisono.testing import run
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
@@ -225,7 +228,8 @@ def test_a_rank_without_mpi_ends_the_start_on_all_ranks(script, tmp_path):
     script.write_text(f"import os\nif os.environ['RANK'] == '1':\n    {change}\n{SCRIPT}")
     code, text = launched(unisono_run(2, script))
     assert code == 1
-    assert "MPI cannot be used: on rank 1: mpi4py found no MPI library" in text
+    assert "MPI cannot be used: on rank 1: " in text
+    assert "mpi4py found no MPI library (" in text
 
 
 def test_reasons_without_mpi(monkeypatch):
@@ -240,9 +244,54 @@ def test_reasons_without_mpi(monkeypatch):
         assert not dist.is_mpi_available()
     with monkeypatch.context() as changed:
         changed.setenv("OMPI_COMM_WORLD_RANK", "0")
-        with pytest.raises(UnsupportedError, match=r"Open MPI's mpiexec .* but mpi4py loads"):
+        with pytest.raises(UnsupportedError, match="started this process, but mpi4py loads"):
             fresh()
     assert dist.is_mpi_available()
+
+
+STUCK = """
+from unisono.base.deadline import Deadline
+from unisono.engines.mpi_library import process
+from unisono.rendezvous.pmi import Job, PMIServer
+from unisono.stores import HashStore
+process.start(PMIServer(HashStore(), Job("k", 0, 2, ""), 0.2), Deadline(60))
+"""
+
+
+def test_a_rank_that_never_comes_to_mpi_init():
+    code, text = launched([sys.executable, "-c", STUCK])
+    assert code == 1, text
+    assert "did not return: " in text
+    assert "1 of 2 callers arrived" in text
+
+
+def test_a_rank_that_does_not_ask_for_mpi():
+    with pytest.raises(RendezvousError, match="s for ranks that did not ask for MPI: 1"):
+        join_mpi(HashStore(), 0, 2, Deadline(0.1))
+
+
+def ask_for_mpi_too_late(rank):
+    with pytest.raises(
+        UnsupportedError, match="cannot use MPI: the group it is made from does not"
+    ):
+        dist.new_group(pg_options=CPUOptions(engine="mpi"))
+    dist.destroy_process_group()
+
+
+def test_mpi_in_a_sub_group_of_a_group_without_it():
+    run(ask_for_mpi_too_late, 2)
+
+
+def test_options_that_contradict_the_backend():
+    lines = {
+        "backend 'mpi' serves device 'cpu' only, not 'cuda'": ("cuda:mpi", None),
+        "backend 'mpi' has the engine 'mpi', but pg_options=": (
+            "mpi", CPUOptions(engine="native"),
+        ),
+    }  # fmt: skip
+    for line, (backend, options) in lines.items():
+        with pytest.raises(UsageError, match=re.escape(line)):
+            dist.ProcessGroup(HashStore(), 0, 1, backend, options=options)
 
 
 def in_threads(rank):

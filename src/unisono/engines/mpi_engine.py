@@ -77,12 +77,13 @@ class MPIEngine(OrderedEngine):
                 f"group '{comm.name}' cannot use MPI: the group it is made from does not",
                 hint="make the default group with backend='mpi', or name the backend of this group",
             )
+        # First, because a group that is broken already calls `note_failure` at once.
+        self._helper = Helper(f"unisono-mpi-{comm.name}")
         super().__init__(comm)
         found = library()
         self.over = found.name
         self._MPI = found.MPI
         self._group: Any = None
-        self._helper = Helper(f"unisono-mpi-{comm.name}")
         # Memory of the agreement, which MPI may use even after a time-out.
         self._words = np.zeros(4, np.uint64)
         # By (dtype, op): the op that all ranks use.

@@ -59,7 +59,7 @@ def library() -> Library:
     """Load mpi4py and the MPI library, and initialise nothing.
 
     Raises:
-        UnsupportedError: mpi4py or the library is missing, or the launcher belongs to another library.
+        UnsupportedError: mpi4py or the library is missing, or the launcher fits another library.
     """
     try:
         rc = importlib.import_module("mpi4py").rc
@@ -186,11 +186,12 @@ class _Process:
             )
             while not done.wait_until(Deadline(min(0.1, deadline.remaining()))):
                 if (pmi is not None and pmi.error) or deadline.expired():
-                    self.unusable = True
-                    why = f": {pmi.error}" if pmi is not None and pmi.error else ""
+                    # MPICH's exit handlers crash while another thread is in MPI_Init.
+                    atexit.register(_end_at_once)
+                    error = pmi.error if pmi is not None else None
                     raise UnsupportedError(
-                        f"MPI cannot be used: MPI_Init of {found.name} did not return within "
-                        f"{deadline}{why}"
+                        f"MPI cannot be used: MPI_Init of {found.name} did not return: "
+                        f"{error or f'no answer within {deadline}'}"
                     )
         finally:
             if pmi is not None:
@@ -222,6 +223,12 @@ class _Process:
         _remove_shared_memory()
         if self.pmi is not None:
             self.pmi.stop()
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _remove_shared_memory() -> None:
