@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.faults import test_hosts
+from tests.support import netns
 from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
@@ -389,3 +391,45 @@ def test_a_fault_names_its_rank(what, count):
         assert VICTIM in peers
         assert took_s < 40
     assert time.monotonic() - began_s < 100
+
+
+# ---- torch ------------------------------------------------------------------------------------
+
+TORCH = """
+import gc
+import torch
+import torch.distributed as dist
+import unisono.torch
+from unisono.engines.mpi_engine import MPIEngine
+from unisono.lowlevel import CPUOptions
+dist.init_process_group("unisono", pg_options=CPUOptions(engine="mpi"))
+rank = dist.get_rank()
+module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+module(torch.full((2, 8), float(rank))).sum().backward()
+assert module.module.weight.grad[0, 0].item() == 1.0  # the mean of 0 and 2
+assert any(isinstance(each, MPIEngine) for each in gc.get_objects())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.whole("imports torch, 5 s of CPU")
+def test_ddp_of_torch(tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "ddp.py"
+    script.write_text(TORCH)
+    code, text = launched(unisono_run(2, script))
+    assert code == 0, text
+
+
+# ---- hosts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole("two network namespaces, 5 s of CPU")
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+def test_two_hosts():
+    """The ranks share no memory, so MPI uses its network between the namespaces."""
+    script = test_hosts.COMPUTES.replace("init_process_group(", 'init_process_group("mpi", ')
+    assert script != test_hosts.COMPUTES
+    with netns.Network(2) as network:
+        first = network.hosts[0].v4
+        test_hosts.compute(network.hosts, script, MASTER_ADDR=first, UNISONO_SHARED_MEMORY="0")
