@@ -209,6 +209,10 @@ def test_a_script_that_imports_mpi4py_first(script):
     code, text = launched(unisono_run(2, "--mpi", script, "early"))
     assert code == 0, text
     assert sorted(text.splitlines()) == ["0 of 2: 2 2", "1 of 2: 2 2"]
+
+
+@pytest.mark.whole("one more launch")
+def test_a_script_that_imports_mpi4py_first_without_the_flag(script):
     code, text = launched(unisono_run(2, script, "early"))
     assert code == 1
     assert "each process is an MPI world of its own" in text
@@ -223,6 +227,7 @@ def test_mpiexec_of_the_library(script):
         assert sorted(text.splitlines()) == ["0 of 2: 2 2", "1 of 2: 2 2"]
 
 
+@pytest.mark.whole("one more launch")
 def test_a_rank_without_mpi_ends_the_start_on_all_ranks(script, tmp_path):
     """Rank 1 finds no library; both name rank 1 and the reason."""
     (tmp_path / "libmpi.so").write_text("no library")
@@ -375,7 +380,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [SMALL, BIG], ids=["agreement", "data"])
 @pytest.mark.parametrize("what", EXPECTED)
 def test_a_fault_names_its_rank(what, count):
