@@ -211,16 +211,16 @@ class _Process:
             return
         self._pid = 0
         found = library()
-        if not self.unusable and not found.MPI.Is_finalized():
-            functions = ctypes.CDLL(found.MPI.__file__)
-            done = self._helper.begin(functions.MPI_Finalize)
+        # A launcher takes a rank that ends without MPI_Finalize for a failure. Without a launcher a
+        # broken group is reason enough to leave: a rank that is stopped would delay the end.
+        leaves = self.unusable or (self.broken and self.pmi is not None)
+        if not leaves and not found.MPI.Is_finalized():
             if self.pmi is not None:
                 self.pmi.expect_end(_FINALIZE_S / 2)
-            # A launcher takes a rank that ends without MPI_Finalize for a failure.
+            done = self._helper.begin(ctypes.CDLL(found.MPI.__file__).MPI_Finalize)
             limited = self.broken or self.pmi is not None
             if not done.wait_until(Deadline(_FINALIZE_S) if limited else None):
                 _log.info("MPI_Finalize did not return within %g s", _FINALIZE_S)
-        _remove_shared_memory()
         if self.pmi is not None:
             self.pmi.stop()
 
@@ -231,13 +231,14 @@ def _end_at_once() -> None:
     os._exit(1)
 
 
-def _remove_shared_memory() -> None:
-    """Remove the shared memory that MPICH leaves behind without MPI_Finalize."""
+def unlink_shared_memory() -> None:
+    """Remove the names of MPICH's shared memory, which would stay if all ranks are killed.
+
+    All ranks of the host must have it open.
+    """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    for path in {
-        line[line.find("/dev/shm/mpich_shm_") :] for line in lines if "/mpich_shm_" in line
-    }:
+    for path in {line[line.find("/dev/shm/") :] for line in lines if "/mpich_shm_" in line}:
         Path(path).unlink(missing_ok=True)
 
 

@@ -16,7 +16,13 @@ from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.process_identity import new_user
 from unisono.engines.api import name_ranks
-from unisono.engines.mpi_library import Library, has_launcher, library, process
+from unisono.engines.mpi_library import (
+    Library,
+    has_launcher,
+    library,
+    process,
+    unlink_shared_memory,
+)
 from unisono.engines.shared_memory import memory_host
 from unisono.errors import Context, RendezvousError, StoreTimeoutError, UnsupportedError
 from unisono.rendezvous.pmi import Job, PMIServer, process_mapping
@@ -54,6 +60,8 @@ def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, .
     mine |= {"world": _world_name(), "rank": world.rank, "size": world.size}
     rows = _exchange(store, "world", rank, size, mine, deadline)
     _check_worlds(rank, rows, found)
+    if process.pmi is not None:
+        unlink_shared_memory()
     return tuple(row["rank"] for row in rows)
 
 
