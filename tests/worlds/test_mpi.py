@@ -39,7 +39,7 @@ REST = (
     "test_debug", "test_deterministic", "test_device_mesh", "test_devices", "test_dispatch",
     "test_engines", "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
     "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads",
-    "test_uneven", "test_waiting", "test_work",
+    "test_neighbors", "test_uneven", "test_waiting", "test_work",
 )  # fmt: skip
 OTHERS = [name for name in os.environ.get("UNISONO_TEST_MPI", "").split(",") if name]
 
