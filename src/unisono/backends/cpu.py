@@ -276,9 +276,12 @@ class CPUBackend(DeviceBackend):
     def neighbor_all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], links: Links, options: CallOptions
     ) -> Pending:
-        data = listed(inputs, write=False, name="inputs") if inputs else None
-        like = None if data is None else data.dtype
-        target = listed(outputs, write=True, name="outputs", like=like) if outputs else None
+        data = target = like = None
+        if inputs:
+            data = listed(inputs, write=False, name="inputs", places=links.linked[0])
+            like = data.dtype
+        if outputs:
+            target = listed(outputs, write=True, name="outputs", like=like, places=links.linked[1])
         if data is not None and target is not None:
             data = apart(data, target)
         subject = data or target

@@ -215,6 +215,8 @@ class PreparedCalls:
                 if isinstance(splits, (Splits, Sizes))
                 else f"blocks of {list(splits.sizes)}"
             )
+        if isinstance(splits, Sizes):
+            words.append(splits.links.text)
         if op is not None:
             words.append(repr(op).removeprefix("ReduceOp."))
         if spec.root >= 0:
