@@ -111,8 +111,18 @@ def _private(links: IntArray, source: IntArray, used: int, ranks: int) -> BoolAr
     return private
 
 
-class _Trace(NamedTuple):
-    """Times: per row its begin and the arrival of its message, per message the others."""
+class Trace(NamedTuple):
+    """The times of a run, in picoseconds.
+
+    Attributes:
+        clock: End of each rank.
+        begin: Begin of each row.
+        arrival: Arrival of the message of each row that receives; else -1.
+        sent: When each message was sent.
+        end: When each message was there.
+        waited: How long each message waited for links.
+        served: When each link began to serve each message, at the places of `Plan.links`.
+    """
 
     clock: list[int]
     begin: list[int]
@@ -120,9 +130,31 @@ class _Trace(NamedTuple):
     sent: list[int]
     end: list[int]
     waited: list[int]
+    served: list[int]
+
+
+class Traced(NamedTuple):
+    """A run with all its times.
+
+    Attributes:
+        result: The result.
+        messages: The messages.
+        times: The times of rows and messages.
+        path: Messages of the critical path, the last first.
+    """
+
+    result: Result
+    messages: Plan
+    times: Trace
+    path: list[int]
 
 
 def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -> Result:
+    """Execute the rows of all ranks; see `traced`."""
+    return traced(rows, network, costs, contended=contended).result
+
+
+def traced(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -> Traced:
     """Execute the rows of all ranks.
 
     Args:
@@ -150,10 +182,13 @@ def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -
         busy[messages.names] = used.astype(np.int64)
     finish = np.array(trace.clock, np.int64)
     causes, path = _critical_path(rows, messages, trace, cost)
-    return Result(
-        finish, causes, path, len(path) - 1, len(messages.send),
+    last = int(np.argmax(finish))
+    ranks = (*rows.rank[messages.send[path]].tolist()[::-1], last)
+    result = Result(
+        finish, causes, ranks, len(path), len(messages.send),
         int(rows.nbytes[messages.send].sum()), busy, True, "events", network,
     )  # fmt: skip
+    return Traced(result, messages, trace, path)
 
 
 class _State:
@@ -171,9 +206,9 @@ class _State:
         bounds = np.searchsorted(rows.rank, np.arange(len(clock) + 1)).tolist()
         self.place, self.stop = bounds[:-1], bounds[1:]
         count = len(self.receive)
-        self.trace = _Trace(
-            clock, [0] * len(rows.rank), [-1] * len(rows.rank), *([0] * count for _ in range(3))
-        )
+        begin, arrival, served = [0] * len(rows.rank), [-1] * len(rows.rank), [0] * len(self.hops)
+        sent, end, waited = ([0] * count for _ in range(3))
+        self.trace = Trace(clock, begin, arrival, sent, end, waited, served)
         self.free = [0] * len(messages.names)
         self.agenda = Agenda()
         self.ready = deque(range(len(clock)))
@@ -183,6 +218,7 @@ class _State:
         hops, free, put, ready = self.hops, self.free, self.agenda.put, self.ready
         receive, target, place = self.receive, self.target, self.place
         arrival, ends, waited = self.trace.arrival, self.trace.end, self.trace.waited
+        served = self.trace.served
 
         def serve(time: int, code: int, m: int) -> None:
             link, step, busy, rest = hops[code]
@@ -192,6 +228,7 @@ class _State:
             else:
                 waited[m] += begun - time
             free[link] = begun + busy
+            served[code] = begun
             end = begun + rest
             if end < ends[m]:
                 end = ends[m]
@@ -238,7 +275,7 @@ class _Cores:
 
 def _execute(
     rows: Rows, messages: Plan, cost: list[int], clock: list[int], cores: _Cores | None
-) -> _Trace:
+) -> Trace:
     """Advance all ranks; `clock` is the time at which each begins."""
     state = _State(rows, messages, clock)
     private, width = messages.private.tolist(), messages.width
@@ -298,14 +335,15 @@ def _execute(
 
 
 def _critical_path(
-    rows: Rows, messages: Plan, trace: _Trace, cost: list[int]
-) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Return the time of each cause, and the ranks, on the path to the last end."""
+    rows: Rows, messages: Plan, trace: Trace, cost: list[int]
+) -> tuple[dict[str, int], list[int]]:
+    """Return the time of each cause, and the messages, on the path to the last end."""
     rank, ranks = int(np.argmax(trace.clock)), len(trace.clock)
     received = np.full(len(rows.rank), -1)
     received[messages.receive] = np.arange(len(messages.receive))
     bounds = np.searchsorted(rows.rank, np.arange(ranks + 1)).tolist()
-    path, row = [rank], bounds[rank + 1] - 1
+    path: list[int] = []
+    row = bounds[rank + 1] - 1
     latency = moving = busy = ends = 0
     while row >= bounds[rank]:
         ends += cost[row]
@@ -318,7 +356,7 @@ def _critical_path(
         moving += trace.end[m] - trace.sent[m] - int(messages.latency[m]) - trace.waited[m]
         row = int(messages.send[m])
         rank = int(rows.rank[row])
-        path.append(rank)
+        path.append(m)
     # The rest is the time before the first row.
     ends = max(trace.clock) - latency - moving - busy
-    return dict(zip(CAUSES, (latency, moving, busy, ends), strict=True)), tuple(path[::-1])
+    return dict(zip(CAUSES, (latency, moving, busy, ends), strict=True)), path
