@@ -132,8 +132,8 @@ def _print(
             times[1] = mean_us(measured[name])
         cells = "".join(f"{'-' if us is None else f'{us:,.1f}':>16}" for us in times)
         mark = "  <- taken" if name == chosen else ""
-        lines.append((times[bool(measured)] or math.inf, f"{name:<20}{rounds:>8,}{cells}{mark}"))
-    print(f"{'algorithm':<20}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
+        lines.append((times[bool(measured)] or math.inf, f"{name:<22}{rounds:>8,}{cells}{mark}"))
+    print(f"{'algorithm':<22}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
     for _, line in sorted(lines, key=lambda pair: pair[0]):
         print(line)
 

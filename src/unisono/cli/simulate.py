@@ -180,7 +180,7 @@ def _us(us: float) -> str:
 
 
 def _aligned(cells: Sequence[str]) -> str:
-    widths = (9, 12, 19, 12, 9, 9, 9, 9, 10, 8)
+    widths = (9, 12, 23, 12, 9, 9, 9, 9, 10, 8)
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 

@@ -177,7 +177,7 @@ def _show(table: Table) -> None:
                 built_in = select(op, nbytes, topology).algorithm
                 gain = mean_us(times[built_in]) / mean_us(times[name])
                 gains.append(f"{nbytes_text(nbytes)}: {gain:.2f} x faster than {built_in}")
-        print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<19}{'; '.join(gains)}")
+        print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<22}{'; '.join(gains)}")
     passes = [max(map(len, times.values())) for times in table.measured.values()]
     cells = f"{len(passes)} cells were measured"
     if few := sum(count < LEAST_PASSES for count in passes):
