@@ -2,6 +2,9 @@
 
 import os
 import re
+import secrets
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +17,7 @@ from unisono.cli.tune import _progress
 from unisono.schedules import available, select
 from unisono.schedules.tables import Rule, Shape, Table
 from unisono.schedules.tuning import rules_of, topology_of
+from unisono.testing.hosts import Network, why_no_hosts
 
 SMALL = ("-b", "1K", "-e", "16K", "--seconds", "8")
 
@@ -70,6 +74,40 @@ def test_ranks_of_a_launcher(tmp_path):
     done = python(*words, tmp_path / "show.py", env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"tuning={table.digest}>") == 3
+
+
+@pytest.mark.native
+@pytest.mark.whole("two hosts, and two launches on them")
+@pytest.mark.skipif(bool(why_no_hosts()), reason=str(why_no_hosts()))
+def test_two_hosts_write_and_use_the_same_table(tmp_path):
+    show = tmp_path / "show.py"
+    show.write_text("import unisono as d; d.init_process_group(); print(d.group.WORLD)")
+    env = os.environ | {
+        "UNISONO_TOKEN": secrets.token_hex(), "XDG_CACHE_HOME": str(tmp_path), "UNISONO_TUNING": ""
+    }  # fmt: skip
+    launch = [sys.executable, "-m", "unisono", "run", "--nnodes", "2", "--master-addr", "host1"]
+
+    def printed(hosts, *words):
+        started = [
+            subprocess.Popen(
+                host.inside(*launch, "--node-rank", str(index), "--nproc-per-node", "2", *words),
+                env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for index, host in enumerate(hosts)
+        ]  # fmt: skip
+        done = [process.communicate(timeout=100) for process in started]
+        assert [process.returncode for process in started] == [0, 0], done
+        return done
+
+    with Network(2) as network:
+        tuned = printed(network.hosts, "-m", "unisono", "tune", "reduce", *SMALL)
+        assert all(f" on host{n}" in errors for n, (_, errors) in enumerate(tuned, 1))
+        (file,) = (tmp_path / "unisono").iterdir()
+        table = Table.from_json("it", file.read_text())
+        assert table.shape == Shape("native", "tcp", 4, 2)
+        assert table.about["hosts"] == 2
+        shown = printed(network.hosts, show)
+    assert "".join(out for out, _ in shown).count(f"tuning={table.digest}>") == 4
 
 
 @pytest.mark.ranks(2, kind="processes")
