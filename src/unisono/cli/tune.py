@@ -133,9 +133,8 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
         rank, names = group.rank(), hosts()
         if len(names) < 2:
             raise InvalidArgumentError("tune: a world of 1 rank has no algorithms to choose from")
-        backend = group.backends.get("cpu")
-        if not isinstance(backend, CPUBackend):
-            raise InvalidArgumentError(f"tune: {group} is not measured, only backend unisono is")
+        backend = group.backends["cpu"]
+        assert isinstance(backend, CPUBackend)
         shape = backend.shape
         with _progress(shown=rank == 0) as progress:
             measured = fastest(measure(plan, topology_of(shape), progress))
