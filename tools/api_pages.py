@@ -147,6 +147,24 @@ PAGES = (
         tier="unisono.parallel",
     ),
     Page(
+        "ray", "Groups in Ray actors",
+        "`unisono.ray` makes process groups in actors.",
+        "[Ray](../../howto/ray.md) shows its use.",
+        tier="unisono.ray",
+    ),
+    Page(
+        "dask", "Groups on Dask workers",
+        "`unisono.dask` calls a function on workers as the ranks of a group.",
+        "[Dask](../../howto/dask.md) shows its use.",
+        tier="unisono.dask",
+    ),
+    Page(
+        "spark", "Groups in Spark tasks",
+        "`unisono.spark` calls a function in barrier tasks as the ranks of a group.",
+        "[Spark](../../howto/spark.md) shows its use.",
+        tier="unisono.spark",
+    ),
+    Page(
         "lowlevel", "unisono.lowlevel",
         "The second public tier: names for authors of backends, transports and schedules.",
         tier="unisono.lowlevel",

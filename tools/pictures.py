@@ -28,9 +28,10 @@ DRAWN = {
     "all_reduce": (
         *("ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"),
         *("cube_mesh", "one_shot", "two_shot", "two_level"),
+        *("swing", "torus", "recursive_multiplying"),
     ),
     "broadcast": ("binomial", "ring"),
-    "all_gather": ("bruck",),
+    "all_gather": ("bruck", "far_first"),
     "all_to_all": ("pairwise",),
 }
 # Simulated runs of all_reduce of 1 MiB: 16 ranks on 4 hosts that share a network interface.

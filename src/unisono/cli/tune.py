@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from unisono.base import config
 from unisono.base.host import usable_cores
 from unisono.bench.plan import OPS, Sizes, parse_nbytes
-from unisono.cli.flags import checked, positive, seconds
+from unisono.cli.flags import add_parser, checked, positive, seconds
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ The tables are in ~/.cache/unisono. UNISONO_TUNING=FILE names another file to wr
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `tune`."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "tune",
-        help="measure the algorithms on this machine, and store the best choices",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "measure the algorithms on this machine, and store the best choices",
+        _DESCRIPTION,
+        _tune,
     )
     nbytes = checked(parse_nbytes)
     add = parser.add_argument
@@ -57,7 +57,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the run (60)")
     add("--show", action="store_true", help="print the stored tables, and measure nothing")
     add("--clear", action="store_true", help="delete the stored tables, and measure nothing")
-    parser.set_defaults(handler=_tune, parser=parser)
 
 
 def _op(text: str) -> str:
@@ -89,16 +88,9 @@ def _tune(options: argparse.Namespace) -> int:
             raise InvalidArgumentError("tune: this process is a rank already, so it starts none")
         measure_and_save(-1, plan)
         return 0
-    from unisono.launcher.spawn import SpawnContext
+    from unisono.launcher.spawn import spawn
 
-    nprocs = options.nproc_per_node or max(2, usable_cores())
-    ranks = SpawnContext(
-        measure_and_save, (plan,), nprocs, start_method="spawn", use_death_signal=True
-    )
-    try:
-        ranks.join()
-    finally:
-        ranks.kill()
+    spawn(measure_and_save, (plan,), options.nproc_per_node or max(2, usable_cores()))
     return 0
 
 

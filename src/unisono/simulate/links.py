@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import BoolArray, IntArray
+from unisono.simulate.agenda import Agenda
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
 from unisono.simulate.stages import matched
 from unisono.simulate.traffic import RECV, SEND, Rows
+
+_TAKES, _WORKS = -1, -2
 
 
 class Plan(NamedTuple):
@@ -197,6 +199,10 @@ class _State:
         self.hops = list(zip(*(column.tolist() for column in columns), strict=True))
         self.width, self.receive = messages.width, messages.receive.tolist()
         self.target = rows.rank[messages.receive].tolist()
+        # Per row: the message that it sends, or _TAKES, or _WORKS.
+        does = np.where(rows.kind == RECV, _TAKES, _WORKS)
+        does[messages.send] = np.arange(len(messages.send))
+        self.does = does.tolist()
         bounds = np.searchsorted(rows.rank, np.arange(len(clock) + 1)).tolist()
         self.place, self.stop = bounds[:-1], bounds[1:]
         count = len(self.receive)
@@ -204,13 +210,12 @@ class _State:
         sent, end, waited = ([0] * count for _ in range(3))
         self.trace = Trace(clock, begin, arrival, sent, end, waited, served)
         self.free = [0] * len(messages.names)
-        self.heap: list[tuple[int, int, int]] = []
+        self.agenda = Agenda()
         self.ready = deque(range(len(clock)))
-        self.order = 0
 
     def server(self) -> Callable[[int, int, int], None]:
         """Return the function by which a link serves message m that arrives at `time`."""
-        hops, free, heap, ready = self.hops, self.free, self.heap, self.ready
+        hops, free, put, ready = self.hops, self.free, self.agenda.put, self.ready
         receive, target, place = self.receive, self.target, self.place
         arrival, ends, waited = self.trace.arrival, self.trace.end, self.trace.waited
         served = self.trace.served
@@ -229,8 +234,7 @@ class _State:
                 end = ends[m]
             ends[m] = end
             if hops[code + 1][0] >= 0:
-                heappush(heap, (begun + step, self.order, code + 1))
-                self.order += 1
+                put(begun + step, code + 1)
                 return
             row = receive[m]
             arrival[row] = end
@@ -274,21 +278,18 @@ def _execute(
 ) -> Trace:
     """Advance all ranks; `clock` is the time at which each begins."""
     state = _State(rows, messages, clock)
-    kind, private, width = rows.kind.tolist(), messages.private.tolist(), messages.width
-    number = np.full(len(kind), -1)
-    number[messages.send] = np.arange(len(messages.send))
-    message = number.tolist()
-    place, stop, ready, heap = state.place, state.stop, state.ready, state.heap
-    serve = state.server()
+    private, width = messages.private.tolist(), messages.width
+    place, stop, ready, put = state.place, state.stop, state.ready, state.agenda.put
+    serve, agenda, does = state.server(), state.agenda, state.does
     begin, arrival, sent = state.trace.begin, state.trace.arrival, state.trace.sent
-    now = 0
+    now, events = 0, iter(list[int]())
     while True:
         while ready:
             rank = ready.popleft()
             i, last, time = place[rank], stop[rank], clock[rank]
             while i < last:
                 begin[i] = time
-                if kind[i] == RECV:
+                if (m := does[i]) == _TAKES:
                     there = arrival[i]
                     if there < 0:
                         break
@@ -298,28 +299,31 @@ def _execute(
                     time += cost[i]
                 elif time > now:
                     # Ranks take cores in the order of time.
-                    heappush(heap, (time, state.order, -1 - rank))
-                    state.order += 1
+                    put(time, -1 - rank)
                     time = begin[i]
                     break
                 else:
                     time = cores.take(rank, time, cost[i])
-                if (m := message[i]) >= 0:
+                if m >= 0:
                     sent[m] = time
                     if private[m]:
                         serve(time, m * width, m)
                     else:
-                        heappush(heap, (time, state.order, m * width))
-                        state.order += 1
+                        put(time, m * width)
                 i += 1
             place[rank], clock[rank] = i, time
-        if not heap:
-            break
-        now, _, code = heappop(heap)
-        if code < 0:
-            ready.append(-1 - code)
+        for code in events:
+            if code < 0:
+                ready.append(-1 - code)
+            else:
+                serve(now, code, code // width)
+            if ready:
+                break
         else:
-            serve(now, code, code // width)
+            if not agenda.times:
+                break
+            now, batch = agenda.next()
+            events = iter(batch)
     stuck = [rank for rank in range(len(clock)) if place[rank] < stop[rank]]
     if stuck:
         peer = int(rows.peer[place[stuck[0]]])

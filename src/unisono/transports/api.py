@@ -28,6 +28,7 @@ from unisono.transports.messages import (
     Failure,
     Key,
     Kind,
+    LastCall,
     LinkDown,
     Unreached,
     failure_of,
@@ -158,7 +159,8 @@ class Transport(ABC):
         """Ask peers for their last calls; return the answers that came in time.
 
         Each answer holds the peer's last call, or call `seq` if the peer still keeps it. With
-        `places` it also holds the line of the program in which the peer is. A peer that is stopped,
+        `places` it also holds the line of the program in which the peer is, and the age of the
+        call. A peer that is stopped,
         gone or unreachable is missing from the result. If the context is broken on the peer, it is
         broken here before the answer counts.
         """
@@ -292,7 +294,8 @@ class Transport(ABC):
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
             unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
-            status = CallStatus(words["at"], words["text"], unreached, words["place"])
+            recorded = tuple(LastCall(*each) for each in words["recorded"])
+            status = CallStatus(words["at"], words["text"], unreached, words["place"], recorded)
             self._questions.answer(words["number"], peer, status)
         elif kind is Kind.FAIL:
             self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
@@ -414,6 +417,10 @@ class Transport(ABC):
         """Return the ranks that could not be reached so far."""
         return {}
 
+    def silence_of(self, peer: int) -> str:
+        """Return what is known of a rank that does not answer over its link; "" if nothing is."""
+        return ""
+
     def _linked(self) -> list[int]:
         """Return the ranks with a working link."""
         return []
@@ -451,6 +458,7 @@ class Transport(ABC):
             "text": status.text,
             "unreached": self.unreached(),
             "place": place_of_thread(self.calls.thread) if places else "",
+            "recorded": self.calls.recorded(context, messages=not seq) if places else (),
             "first": self._failures.first.words,
         }
 

@@ -21,8 +21,11 @@ from unisono.stores import HashStore, PrefixStore, Store
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
 from unisono.transports.native_messages import NativeMessages
-from unisono.transports.tcp.address import local_hosts
+from unisono.transports.tcp.address import TCPAddress, local_hosts
 from unisono.transports.tcp.transport import TCPTransport
+
+VIEWERS = "viewers"
+"""The key of the addresses that `unisono top HOST:PORT` reads, a rank per line."""
 
 # How long a rank whose wait has timed out stays for ranks that came later and wait longer. This
 # rank may host the store, and without the store they cannot name the missing ranks.
@@ -74,6 +77,8 @@ def connect(
             near = [other == host for other in hosts]
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores())
         transport.watch_neighbours()
+        if rank == 0 and transport.name == "tcp":
+            _show(store, found)
     except BaseException:
         transport.close()
         raise
@@ -108,6 +113,16 @@ def _publish(
         texts = _gather(store, keys, rank, deadline)
     columns = zip(*(text.split(" ", 4)[1:] for text in texts), strict=True)
     return number, [list(column) for column in columns]
+
+
+def _show(store: Store, addresses: list[str]) -> None:
+    """Leave the addresses of the ranks, without their tokens, for clients on other hosts."""
+    # Only a store with a server can be read on another host, and only a job's token opens a rank.
+    if config.get("UNISONO_TOKEN") and hasattr(_innermost(store), "host"):
+        shown = [TCPAddress.unpack(text).without_token().pack() for text in addresses]
+        # The host of the store may have closed it already.
+        with contextlib.suppress(StoreError):
+            store.set(VIEWERS, "\n".join(shown))
 
 
 def _placed(hosts: list[str]) -> tuple[str, ...]:
