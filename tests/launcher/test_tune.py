@@ -40,9 +40,8 @@ def test_ranks_that_the_command_starts(cache, capfd):
     assert "unisono tune: 0 % all_reduce of 1024 bytes" in err
     assert "unisono tune: 100 %" in err
     assert out.startswith(f"# table {table.digest}: 2 ranks, 2 per host, shared memory\n")
-    assert list(table.measured) == [
-        (op, nbytes) for op in ("all_reduce", "broadcast") for nbytes in (1024, 4096, 16384)
-    ]
+    cells = {(op, nbytes) for op in ("all_reduce", "broadcast") for nbytes in (1024, 4096, 16384)}
+    assert {("all_reduce", 1024)} <= set(table.measured) <= cells
     topology = topology_of(table.shape)
     for (op, nbytes), times in table.measured.items():
         assert set(times) <= set(available(op, 2, local=2))
@@ -120,11 +119,14 @@ def test_the_measurement_is_equal_on_all_ranks(rank):
     dist.all_gather_object(everywhere, rounds)
     assert everywhere[0] == everywhere[1]
     sizes = [1024 << 2 * k for k in range(8)]
-    # It may be out of time before all cells have a pass.
+    # On a busy machine the first pass does not reach all; it begins with every other size.
     cells = [("all_gather", nbytes) for nbytes in sizes]
-    assert list(rounds) == cells[: len(rounds)]
-    assert rounds
-    assert [done for done, _, _ in seen[:-1]] == list(range(len(seen) - 1))
+    assert list(rounds) == [cell for cell in cells if cell in rounds]
+    assert ("all_gather", 1024) in rounds
+    steps = [done for done, _, _ in seen]
+    assert steps == sorted(steps)
+    assert seen[0] == (0, 24, "all_gather of 1024 bytes")
+    assert len(rounds) == 1 or seen[1] == (1, 24, "all_gather of 16384 bytes")
     assert seen[-1] == (24, 24, "")
     for cell, times in fastest(rounds).items():
         for name, passes in times.items():
