@@ -164,8 +164,8 @@ def _show(table: Table) -> None:
     for op, least, most, name in table.rules:
         gains = []
         for (measured_op, nbytes), times in table.measured.items():
-            if measured_op == op and least <= nbytes <= most:
-                built_in = select(op, nbytes, topology).algorithm
+            built_in = select(op, nbytes, topology).algorithm if measured_op == op else ""
+            if least <= nbytes <= most and {name, built_in} <= times.keys():
                 gain = mean_us(times[built_in]) / mean_us(times[name])
                 gains.append(f"{nbytes_text(nbytes)}: {gain:.2f} x faster than {built_in}")
         print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<19}{'; '.join(gains)}")
