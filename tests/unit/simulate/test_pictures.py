@@ -75,6 +75,16 @@ def test_the_work_of_ranks_is_between_messages(cores):
         assert max(end for _, end in spans) == timeline.result.finish_ps[rank]
 
 
+def test_the_agreement_comes_before_the_first_stage():
+    costs = dataclasses.replace(COSTS, agreement_bytes=64)
+    schedule = build("all_reduce", "ring", 4)
+    network = Switch(4, BETWEEN)
+    timeline = in_time(schedule, 4096, network, costs)
+    assert timeline.end == simulate(schedule, 4096, network, costs).last_ps
+    stages = [message.stage for message in timeline.messages]
+    assert (stages.count(-1), stages.count(0)) == (2 * 4, 4)
+
+
 def test_without_contention_there_are_no_links():
     network = FullyConnected(4, BETWEEN)
     timeline = in_time(build("all_reduce", "ring", 4), 4096, network, contended=False)
