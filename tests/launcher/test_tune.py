@@ -50,6 +50,7 @@ def test_ranks_that_the_command_starts(cache, capfd):
     assert table.rules == rules_of(table.measured, topology)
     assert len(re.findall(r"x faster than", out)) >= len(table.rules)
     assert table.about["passes"] == 3
+    assert ("the machine was busy" in err) == (table.about["load"] > os.cpu_count())
     # The command shows what it stored, and deletes it.
     assert main(["tune", "--show"]) == 0
     assert capfd.readouterr().out == out

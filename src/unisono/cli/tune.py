@@ -111,7 +111,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
     from unisono.schedules.tables import Table
     from unisono.schedules.tuning import rules_of, topology_of
 
-    start_s = time.perf_counter()
+    start_s, load = time.perf_counter(), os.getloadavg()[0]
     # The file may not exist yet, and the measurement must not depend on an older table.
     named = config.get("UNISONO_TUNING")
     os.environ["UNISONO_TUNING"] = "0"
@@ -135,7 +135,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(took_s, 1),
             "passes": PASSES,
-            "load": round(os.getloadavg()[0], 2),
+            "load": round(load, 2),
             "hosts": len(set(names)),
         }
         rules = rules_of(measured, topology_of(shape))
@@ -145,6 +145,9 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
             print(f"{_PREFIX}wrote {file} on {names[rank]}", file=sys.stderr)
         if rank == 0:
             _show(table)
+            if load > (os.cpu_count() or 1):
+                print(f"{_PREFIX}the machine was busy before (load {load:.1f}); the choices of a "
+                      "quiet machine may differ", file=sys.stderr)  # fmt: skip
     finally:
         unisono.destroy_process_group()
 
