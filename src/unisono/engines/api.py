@@ -298,12 +298,3 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the communicator and the progress thread; queued tasks end with ClosedError."""
-
-
-def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    """Return "rank 3", "ranks 3 and 4" or "ranks 3, 4 and 9"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 12:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}, ...)"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

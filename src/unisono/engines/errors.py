@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from unisono.base.buffers import BufferView
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
+from unisono.base.text import name_ranks
 from unisono.base.types import dtype_of_code
-from unisono.engines.api import Call, Communicator, name_ranks
+from unisono.engines.api import Call, Communicator
 from unisono.engines.places import places_of
 from unisono.errors import (
     ClosedError,
