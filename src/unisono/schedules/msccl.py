@@ -41,6 +41,9 @@ _ALL_TYPES = (*_RECEIVES, "s", "cpy", "re", "nop")
 # Scratch places that no program names: the input, if the program may write it, and sums that
 # are sent on, but not stored.
 _KEPT, _PASSED = 1 << 30, 1 << 40
+# The largest number of chunks, so that a short text cannot ask for all memory. It is also the
+# distance of the places of such sums.
+_MOST = 1 << 16
 
 Place = tuple[int, int]  # (buffer, chunk)
 Row = tuple[int, ...]
@@ -133,12 +136,17 @@ def from_msccl(text: str) -> Schedule:
     try:
         algo = ElementTree.fromstring(text)
         p, chunks = int(algo.attrib["ngpus"]), int(algo.attrib["nchunksperloop"])
+        scratch = max((int(gpu.get("s_chunks", 0)) for gpu in algo.iter("gpu")), default=0)
         steps, partner = _read_steps(algo, p)
         collective = {name: key for key, name in _COLLECTIVES.items()}[algo.attrib["coll"]]
     except (ElementTree.ParseError, KeyError, ValueError) as error:
         raise _error(f"the text is no program: {type(error).__name__} {error}") from None
+    if p != (gpus := len(algo.findall("gpu"))):
+        raise _error(f"ngpus is {p}, but the program has {gpus} gpu elements")
+    named = [n for step in steps for n in (step.chunks, step.src[1], step.dst[1])]
+    if chunks < 1 or min(named, default=0) < -1 or max(chunks, scratch, *named) > _MOST:
+        raise _error(f"the program has no chunks, or a chunk or count is not 0 to {_MOST:,}")
     in_place = algo.get("inplace", "1") == "1" and collective != "all_to_all"
-    scratch = max((int(gpu.get("s_chunks", 0)) for gpu in algo.iter("gpu")), default=0)
     placed = _Places(collective, p, chunks, scratch, in_place)
     rounds, sends, takes = _rounds(steps, partner)
     rows = _rows(steps, partner, sends, takes, placed)
@@ -300,7 +308,7 @@ def _in_order(steps: list[_Step]) -> list[int]:
 def _place(step: _Step, index: int, placed: _Places, end: str) -> Place:
     """Return the place of an end of a step; a sum that is only sent on has one of its own."""
     if end == "dst" and step.kind == "rrs":
-        return (SCRATCH, _PASSED + (index << 16))
+        return (SCRATCH, _PASSED + index * _MOST)
     return placed.named(step.rank, *(step.dst if end == "dst" else step.src))
 
 

@@ -128,7 +128,7 @@ class Table:
             measured = _measured(fields["measured"])
             machine, version = str(fields["machine"]), str(fields["unisono"])
             return cls(shape, machine, version, rules, measured, dict(fields["about"]))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             # A KeyError's text is the missing key alone.
             why = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidArgumentError(

@@ -176,6 +176,14 @@ def waits_in_a_circle(rank):
         (program(ring).replace('type="r"', 'type="nop"'), "a message has no receiver"),
         (program(waits_in_a_circle), "deadlock: steps of rank"),
         (program(pairs).replace('type="r"', 'type="s"', 1), "a message has no receiver"),
+        # Without limits these take all memory.
+        (program(ring).replace('ngpus="3"', 'ngpus="1000000000"'), "ngpus is 1000000000, but"),
+        (program(ring).replace('cnt="1"', 'cnt="1000000000"', 1), "is not 0 to 65,536"),
+        (program(ring).replace('off="1"', 'off="-5"', 1), "is not 0 to 65,536"),
+        (program(ring, chunks=10**12), "is not 0 to 65,536"),
+        (program(ring, chunks=0), "the program has no chunks"),
+        (program(ring, sizes="3 0 1000000000"), "is not 0 to 65,536"),
+        (program(ring, sizes="3 0 x"), "the text is no program: ValueError"),
     ],
 )
 def test_wrong_programs_are_refused(text, words):

@@ -50,6 +50,7 @@ def test_the_digest_ignores_times():
     [
         ("", "Expecting value"),
         (TABLE.to_json()[:-40], "Unterminated string"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
         ("[]", "list indices must be integers"),
         ("{}", "no key 'format'"),
         (changed(format=2), "format 2, expected 1"),
@@ -58,6 +59,7 @@ def test_the_digest_ignores_times():
         (changed(ranks=0), "shape ['native', 'tcp', 0, 1]"),
         (changed(measured=[["reduce", 0, "linear", [1.0]]]), "reduce of 0 bytes takes [1.0] us"),
         (changed(measured=[["reduce", 8, "linear", [0]]]), "reduce of 8 bytes takes [0] us"),
+        (changed(measured=[["reduce", 8, "linear", [10**400]]]), "int too large to convert"),
         (changed(measured=[["reduce", 8, "linear", []]]), "reduce of 8 bytes takes [] us"),
         (changed(measured=[["reduce", 8, "linear", "1"]]), "'>' not supported between"),
         (changed(rules=[["reduce", 0, 1]]), "missing 1 required positional argument"),
