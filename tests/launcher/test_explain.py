@@ -14,7 +14,8 @@ KIB, MIB = 1024, 1024**2
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    for name in ("UNISONO_ALGO", "UNISONO_ENGINE", "UNISONO_SHARED_MEMORY", "UNISONO_TRANSPORT"):
+    names = ("ALGO", "ENGINE", "SHARED_MEMORY", "TRANSPORT", "DETERMINISTIC")
+    for name in (f"UNISONO_{name}" for name in names):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("UNISONO_TUNING", "")
@@ -90,6 +91,23 @@ def test_wishes_are_the_reason(capsys, monkeypatch):
     monkeypatch.setenv("UNISONO_ALGO", "reduce:ring;all_reduce:tree")
     (_, why), _ = explain(capsys, "all_reduce", "1K", "-p", "3")
     assert why.startswith("takes tree: UNISONO_ALGO=reduce:ring;all_reduce:tree permits it, and ")
+
+
+def test_a_fixed_order_of_reduction(capsys, monkeypatch):
+    monkeypatch.setenv("UNISONO_DETERMINISTIC", "1")
+    (_, why), rows = explain(capsys, "all_reduce", "1M", "-p", "4")
+    assert why == "takes rank_order: UNISONO_DETERMINISTIC reduces in the order of ranks"
+    assert rows["rank_order"][-1] == "taken"
+    (_, why), _ = explain(capsys, "broadcast", "1K")
+    assert "the built-in rule" in why
+
+
+def test_mpi_has_collectives_of_its_own(capsys, monkeypatch):
+    monkeypatch.setenv("UNISONO_ENGINE", "mpi")
+    (_, why), _ = explain(capsys, "all_reduce", "1M", "-p", "4")
+    assert why == "takes mpi: MPI chooses"
+    (_, why), _ = explain(capsys, "all_reduce", "1M", "--algorithm", "ring")
+    assert why == "takes ring: the call asks for it"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Show which algorithm a group takes for an operation and a size, and why: the built-in rule, a table
-that `unisono tune` has measured, or UNISONO_ALGO. UNISONO_TUNING, UNISONO_ENGINE and
-UNISONO_SHARED_MEMORY count as in a group.
+that `unisono tune` has measured, or UNISONO_ALGO. UNISONO_TUNING, UNISONO_ENGINE,
+UNISONO_SHARED_MEMORY and UNISONO_DETERMINISTIC count as in a group.
 
 predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
 is measured and not modelled: without --net they have no prediction. measured is the mean of the
@@ -52,22 +52,32 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _explain(options: argparse.Namespace) -> int:
     from unisono.backends.tuning import read_tables
-    from unisono.schedules import select
+    from unisono.schedules import Choice, select
     from unisono.schedules.explain import nbytes_text, reason
+    from unisono.schedules.ir import REDUCING
     from unisono.schedules.tuning import topology_of
 
     shape = _shape(options)
     table, topology = read_tables().get(shape), topology_of(shape)
     override = config.get("UNISONO_ALGO")
     asked = (options.op, options.size, topology, options.algorithm, override)
-    choice = select(*asked, table=table)
+    ordered = options.op in REDUCING and config.get_flag("UNISONO_DETERMINISTIC")
+    choice = select(*asked, table=table, ordered=ordered)
+    why = reason(*asked, table=table, ordered=ordered)
+    # As in `PreparedCalls`: MPI has collectives of its own.
+    if (
+        shape.engine == "mpi"
+        and options.ranks > 1
+        and not (options.algorithm or override or ordered)
+    ):
+        choice, why = Choice("mpi", 1), "MPI chooses"
     depth = f" in {choice.pipeline} pieces" if choice.pipeline > 1 else ""
     hosts = f" of {options.hosts} hosts" if options.hosts > 1 else ""
     over = shape.over.replace("-", " ")
     print(
         f"{options.op} of {nbytes_text(options.size)} on {options.ranks} ranks{hosts} over {over}"
     )
-    print(f"takes {choice.algorithm}{depth}: {reason(*asked, table=table)}")
+    print(f"takes {choice.algorithm}{depth}: {why}")
     shown = f"{table.digest}, measured {table.about.get('date', '')}" if table else "none"
     print(f"# table for {shape}: {shown}")
     _print(options, topology, table, choice.algorithm)

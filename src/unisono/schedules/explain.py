@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from unisono.schedules.ir import REDUCING
 from unisono.schedules.select import Topology, select
 from unisono.schedules.tables import Table
 
@@ -57,6 +58,8 @@ def reason(
     algorithm: str | None = None,
     override: str = "",
     table: Table | None = None,
+    *,
+    ordered: bool = False,
 ) -> str:
     """Return why `select` makes its choice, as the end of a sentence.
 
@@ -67,13 +70,18 @@ def reason(
         algorithm: The caller's choice.
         override: The text of UNISONO_ALGO.
         table: Measured choices.
+        ordered: Whether to reduce in the order of ranks.
     """
-    chosen = select(collective, nbytes, topology, algorithm, override, table=table).algorithm
+    chosen = select(
+        collective, nbytes, topology, algorithm, override, ordered=ordered, table=table
+    ).algorithm
     if algorithm is not None:
         return "the call asks for it"
-    free = select(collective, nbytes, topology, table=table).algorithm
+    free = select(collective, nbytes, topology, ordered=ordered, table=table).algorithm
     if free != chosen:
         return f"UNISONO_ALGO={override} permits it, and does not permit {free}"
+    if ordered and collective in REDUCING:
+        return "UNISONO_DETERMINISTIC reduces in the order of ranks"
     rule = table and table.rule(collective, nbytes)
     if table is not None and rule and rule.algorithm == chosen:
         sizes = f"{nbytes_text(rule.least)} to {nbytes_text(rule.most)}"
