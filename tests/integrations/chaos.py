@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tests.integrations import ranks
 from unisono.errors import PeerLostError
@@ -104,16 +104,24 @@ def dask():
     how = {"n_workers": SIZE, "threads_per_worker": 1, "dashboard_address": None}
     with LocalCluster(**how, silence_logs=logging.CRITICAL) as cluster, Client(cluster) as client:
 
+        def workers():
+            return sorted(client.scheduler_info(n_workers=-1)["workers"])[:SIZE]
+
         def attack(victim, after_s):
-            pid = sorted(client.run(os.getpid).items())[victim][1]
+            pid = client.run(os.getpid)[workers()[victim]]
             try:
                 with killing(pid, after_s):
-                    unisono.dask.run(client, reduce_without_end)
+                    unisono.dask.run(client, reduce_without_end, workers=workers())
             finally:
-                client.wait_for_workers(SIZE, timeout=100)
+                while len(workers()) < SIZE:
+                    # Dask does not replace a worker that dies soon after its own start.
+                    with suppress(TimeoutError):
+                        client.wait_for_workers(SIZE, timeout=20)
+                        break
+                    cluster.scale(len(cluster.worker_spec) + 1)
 
         def check():
-            return unisono.dask.run(client, summed)
+            return unisono.dask.run(client, summed, workers=workers())
 
         yield attack, check
 

@@ -73,7 +73,10 @@ def arguments_are_checked(spark):
         run(spark, ranks.summed, 0)
     with program.error(ArgumentTypeError, "size must be int, got float"):
         run(spark, ranks.summed, 2.0)
-    with program.error(ArgumentTypeError, "spark must be a SparkSession, got str"):
+    with program.error(
+        ArgumentTypeError,
+        "spark must be a SparkSession with a SparkContext, which Spark Connect lacks, got",
+    ):
         run("spark", ranks.summed, 2)
 
 

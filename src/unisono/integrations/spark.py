@@ -77,7 +77,10 @@ def run(
     """
     context = spark if isinstance(spark, SparkContext) else getattr(spark, "sparkContext", None)
     if not isinstance(context, SparkContext):
-        raise ArgumentTypeError(f"spark must be a SparkSession, got {type(spark).__name__}")
+        raise ArgumentTypeError(
+            "spark must be a SparkSession with a SparkContext, which Spark Connect lacks, got "
+            f"{type(spark).__module__}.{type(spark).__name__}"
+        )
     if not isinstance(size, int):
         raise ArgumentTypeError(f"size must be int, got {type(size).__name__}")
     host = context.getConf().get("spark.driver.host") or "127.0.0.1"
