@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -29,26 +30,33 @@ took_s = []
 
 
 class Bomb:
-    """An argument that ends the process of one Spark task, some time after it was unpickled."""
+    """An argument that ends the process of one Spark task, some time after it was unpickled.
 
-    def __init__(self, victim, after_s):
-        self.victim = victim
-        self.after_s = after_s
+    Args:
+        victim: The rank.
+        after_s: The time.
+        path: File to which the task writes the moment of its death.
+    """
+
+    def __init__(self, victim, after_s, path):
+        self.about = victim, after_s, path
 
     def __reduce__(self):
-        return light, (self.victim, self.after_s)
+        return light, self.about
 
 
-def light(victim, after_s):
+def light(victim, after_s, path):
     from pyspark import BarrierTaskContext
 
     def end():
         time.sleep(after_s)
         if BarrierTaskContext.get().partitionId() == victim:
+            with open(path, "w") as file:
+                file.write(str(time.monotonic()))
             os.kill(os.getpid(), 9)
 
     threading.Thread(target=end, daemon=True).start()
-    return Bomb(victim, after_s)
+    return Bomb(victim, after_s, path)
 
 
 def reduce_without_end(*_):
@@ -138,12 +146,14 @@ def spark():
     session.sparkContext.setLogLevel("OFF")
 
     def attack(victim, after_s):
-        # The time for the start of the stage counts too.
-        began_s = time.monotonic()
-        try:
-            unisono.spark.run(session, reduce_without_end, SIZE, Bomb(victim, after_s))
-        finally:
-            took_s.append(time.monotonic() - began_s - after_s)
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/death"
+            try:
+                unisono.spark.run(session, reduce_without_end, SIZE, Bomb(victim, after_s, path))
+            finally:
+                ended_s = time.monotonic()
+                with open(path) as file:
+                    took_s.append(ended_s - float(file.read()))
 
     try:
         yield attack, lambda: unisono.spark.run(session, summed, SIZE)
