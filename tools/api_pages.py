@@ -71,6 +71,18 @@ PAGES = (
         homes="c10d.shared_arrays",
     ),
     Page(
+        "neighbors", "Neighbours in a grid or graph",
+        "Halo exchange between neighbours in a grid or graph of ranks.",
+        "`examples/jacobi.py` uses them.",
+        homes="c10d.neighbors",
+    ),
+    Page(
+        "files", "Files of all ranks",
+        "One file that all ranks of a group write or read together, for example a checkpoint.",
+        "`examples/jacobi.py` writes and reads one.",
+        homes="c10d.files",
+    ),
+    Page(
         "trace", "Recorded calls",
         "The last calls of a rank: where they were made, how long they took, and for which rank "
         "they waited.",

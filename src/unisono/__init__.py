@@ -56,6 +56,8 @@ _HOMES = {
         "_make_nccl_premul_sum _rank_not_in_group default_pg_timeout reduce_op"
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
+    "c10d.files": "CollectiveFile open_file",
+    "c10d.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "c10d.monitored_barrier": "monitored_barrier",
     "c10d.objects.functions": (
         "all_gather_object all_reduce_object broadcast_object_list gather_object "
