@@ -116,11 +116,14 @@ def dask():
             return sorted(client.scheduler_info(n_workers=-1)["workers"])[:SIZE]
 
         def attack(victim, after_s):
-            pid = client.run(os.getpid)[workers()[victim]]
+            before = workers()
+            pid = client.run(os.getpid)[before[victim]]
             try:
                 with killing(pid, after_s):
-                    unisono.dask.run(client, reduce_without_end, workers=workers())
+                    unisono.dask.run(client, reduce_without_end, workers=before)
             finally:
+                while before[victim] in client.scheduler_info(n_workers=-1)["workers"]:
+                    time.sleep(0.05)
                 while len(workers()) < SIZE:
                     # Dask does not replace a worker that dies soon after its own start.
                     with suppress(TimeoutError):

@@ -49,7 +49,7 @@ def unknown_backend_ends_the_start(spark):
 
 
 def lost_rank_is_named(spark):
-    with program.error(PeerLostError, "all_reduce #8", "rank 1 was lost", peers=(1,)):
+    with program.error(PeerLostError, "rank 1", peers=(1,)):
         run(spark, ranks.dying, 3, 1, 7)
     assert run(spark, ranks.summed, 3, 1.0) == ranks.expected(3, 1.0)
     with program.error(
