@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from tests.integrations import ranks
 from unisono.errors import PeerLostError
@@ -113,23 +113,25 @@ def dask():
     with LocalCluster(**how, silence_logs=logging.CRITICAL) as cluster, Client(cluster) as client:
 
         def workers():
-            return sorted(client.scheduler_info(n_workers=-1)["workers"])[:SIZE]
+            """Return 3 workers; Dask does not replace a worker that dies soon after its start."""
+            while True:
+                there = sorted(client.scheduler_info(n_workers=-1)["workers"])[:SIZE]
+                if len(there) == SIZE:
+                    return there
+                try:
+                    client.wait_for_workers(SIZE, timeout=20)
+                except TimeoutError:
+                    cluster.scale(len(cluster.worker_spec) + 1)
 
         def attack(victim, after_s):
-            before = workers()
-            pid = client.run(os.getpid)[before[victim]]
+            chosen = workers()
+            pid = client.run(os.getpid)[chosen[victim]]
             try:
                 with killing(pid, after_s):
-                    unisono.dask.run(client, reduce_without_end, workers=before)
+                    unisono.dask.run(client, reduce_without_end, workers=chosen)
             finally:
-                while before[victim] in client.scheduler_info(n_workers=-1)["workers"]:
+                while chosen[victim] in client.scheduler_info(n_workers=-1)["workers"]:
                     time.sleep(0.05)
-                while len(workers()) < SIZE:
-                    # Dask does not replace a worker that dies soon after its own start.
-                    with suppress(TimeoutError):
-                        client.wait_for_workers(SIZE, timeout=20)
-                        break
-                    cluster.scale(len(cluster.worker_spec) + 1)
 
         def check():
             return unisono.dask.run(client, summed, workers=workers())
