@@ -106,15 +106,15 @@ def session(master):
     return started
 
 
-def ranks_run_once_if_spark_starts_them_again(spark):
-    """With 4 attempts Spark starts all ranks of a barrier stage again after a loss."""
+def lost_rank_is_named_with_4_attempts(spark):
+    """Spark does not repeat a barrier stage that ends a job."""
     spark.stop()
     again = session("local[3, 4]")
-    with program.error(PeerLostError, "starts a second time: the framework has lost a rank"):
+    with program.error(PeerLostError, "rank 0 of 3 (Spark task 0) was lost", peers=(0,)):
         run(again, ranks.dying_alone, 3, 0)
 
 
-CASES.append(ranks_run_once_if_spark_starts_them_again)
+CASES.append(lost_rank_is_named_with_4_attempts)
 
 if __name__ == "__main__":
     try:

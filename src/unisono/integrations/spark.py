@@ -56,9 +56,6 @@ def run(
     Inside `fn` the default process group has one rank per task; the rank is the number of the
     partition. The group ends with the call. The driver serves the store of the group.
 
-    Set `spark.task.maxFailures=1`, which local masters have. With another value Spark starts all
-    ranks again after the loss of one of them, at most 4 times.
-
     Args:
         spark: Session or context of a driver; not of Spark Connect.
         fn: Function of `args`. Spark pickles it.

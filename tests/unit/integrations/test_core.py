@@ -172,7 +172,7 @@ def test_rank_that_comes_too_late_fails_at_once(meet):
 
 
 def test_rank_that_starts_again_is_refused(meet):
-    """Spark does so with all ranks, and Dask if a new worker has the address of a dead worker."""
+    """Dask does so if a new worker has the address of a dead worker."""
     meeting = meet(1)
     assert take_part(meeting, 0, int).value == 0
     error = pickle.loads(take_part(meeting, 0, int).error)
