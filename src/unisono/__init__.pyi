@@ -30,6 +30,8 @@ from unisono.c10d.device_mesh import DeviceMesh as DeviceMesh
 from unisono.c10d.device_mesh import init_device_mesh as init_device_mesh
 from unisono.c10d.lifecycle import destroy_process_group as destroy_process_group
 from unisono.c10d.lifecycle import init_process_group as init_process_group
+from unisono.c10d.membership import membership_changed as membership_changed
+from unisono.c10d.membership import reconfigure as reconfigure
 from unisono.c10d.monitored_barrier import monitored_barrier as monitored_barrier
 from unisono.c10d.new_groups import SHRINK_ABORT as SHRINK_ABORT
 from unisono.c10d.new_groups import SHRINK_DEFAULT as SHRINK_DEFAULT
@@ -91,6 +93,9 @@ from unisono.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.c10d.queries import supports_complex as supports_complex
 from unisono.c10d.shared_arrays import SharedArray as SharedArray
 from unisono.c10d.shared_arrays import shared_array as shared_array
+from unisono.c10d.state_sync import sync_state as sync_state
+from unisono.c10d.steps import Step as Step
+from unisono.c10d.steps import step as step
 from unisono.c10d.tracing import stats as stats
 from unisono.c10d.tracing import trace_records as trace_records
 from unisono.engines.choice import EngineInfo as EngineInfo
@@ -180,6 +185,7 @@ __all__ = [
     "ScatterOptions",
     "Serializer",
     "SharedArray",
+    "Step",
     "Store",
     "Stream",
     "TCPStore",
@@ -235,11 +241,13 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "launch",
+    "membership_changed",
     "monitored_barrier",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "probe",
+    "reconfigure",
     "record_comm",
     "recv",
     "recv_array",
@@ -267,8 +275,10 @@ __all__ = [
     "spawn",
     "split_group",
     "stats",
+    "step",
     "stream",
     "supports_complex",
+    "sync_state",
     "trace_records",
     "wait_all",
     "wait_any",
