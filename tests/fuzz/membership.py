@@ -189,18 +189,22 @@ class Life:
         self.events[what] += 1
         if what == "kill":
             self.killed.add(victim)
-            os.kill(self.processes[victim].pid, signal.SIGKILL)
+            self.send(victim, signal.SIGKILL)
         elif what == "stop":
-            os.kill(self.processes[victim].pid, signal.SIGSTOP)
+            self.send(victim, signal.SIGSTOP)
             self.stopped[victim] = time.monotonic() + self.random.choice([0.1, 1.0, 4.0])
         else:
             self.server.set(f"leave/{victim}", b"")
 
+    def send(self, number: int, signum: int) -> None:
+        # The process may have ended by itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[number].pid, signum)
+
     def wake(self) -> None:
         for number, at_s in list(self.stopped.items()):
             if time.monotonic() >= at_s:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.processes[number].pid, signal.SIGCONT)
+                self.send(number, signal.SIGCONT)
                 del self.stopped[number]
 
     def finish(self) -> None:
@@ -224,7 +228,7 @@ class Life:
 
     def stacks(self) -> str:
         for number in self.living():
-            os.kill(self.processes[number].pid, signal.SIGUSR1)
+            self.send(number, signal.SIGUSR1)
         time.sleep(1.0)
         texts = [path.read_text() for path in sorted(Path(self.folder).glob("*.stack"))]
         document = self.store.get("unisono/membership/document", 1.0)
