@@ -28,6 +28,7 @@ from unisono.errors import (
     StepAborted,
     UsageError,
 )
+from unisono.groups.membership import Document
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import World, current, use
 from unisono.rendezvous.joining import open_for_newcomer
@@ -334,6 +335,22 @@ def reconfigure_twice(rank):
 def test_a_call_without_a_loss_makes_a_new_generation_of_the_same_ranks():
     want = [(f"default:generation-{number}", True, 3) for number in (2, 3, 4)]
     assert run(reconfigure_twice, 3) == [want] * 3
+
+
+def meet_elsewhere(rank, path):
+    """Keep the document in another store than that of the first world."""
+    with FileStore(path) as other:
+        current().membership.document = Document(other)
+        for _ in range(2):
+            dist.reconfigure(timeout=30)
+        x = np.array([1.0])
+        dist.all_reduce(x)
+        return dist.group.WORLD.name, float(x[0]), other.list_keys()[0].partition("/")[0]
+
+
+def test_ranks_meet_in_a_file(tmp_path):
+    want = ("default:generation-3", 3.0, "unisono")
+    assert run(meet_elsewhere, 3, args=(str(tmp_path / "file"),)) == [want] * 3
 
 
 def wait_in_vain(rank):

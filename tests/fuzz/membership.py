@@ -11,6 +11,7 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -28,12 +29,16 @@ import numpy as np
 
 import unisono as dist
 from unisono import errors
+from unisono.base.host import stat_fields
 from unisono.groups import membership
 from unisono.stores import PrefixStore, TCPStore
 
 TIMEOUT_S = 1.5
 LIMIT_S = 90.0
 """How long a job may take to end after the last event; then it hangs."""
+
+ENDS = ("came too late", "cannot go on", " waited ")
+"""The errors with which a process may end, because the others go on without it or cannot go on."""
 
 _NO_WORLD = 7
 _context = multiprocessing.get_context("forkserver")
@@ -55,6 +60,8 @@ def work(number: int, folder: str, variables: dict[str, str]) -> None:
         os.write(log, (json.dumps({"kind": kind, "me": number, **fields}) + "\n").encode())
 
     newcomer = "UNISONO_JOIN" in variables
+    if "DOOM" in variables:
+        doom(*map(int, variables["DOOM"].split()))
     try:
         dist.init_process_group(timeout=LIMIT_S if newcomer else 30.0)
         dist.group.WORLD.set_timeout(TIMEOUT_S)
@@ -64,6 +71,33 @@ def work(number: int, folder: str, variables: dict[str, str]) -> None:
         os._exit(_NO_WORLD)
     tell("end")
     dist.destroy_process_group()
+
+
+def doom(signum: int, count: int) -> None:
+    """Make this process kill or stop itself at its `count`-th call of some functions.
+
+    They are the steps of a meeting, of a transfer of the state and of a commit, which an event at a
+    random time seldom hits.
+    """
+    left = [count]
+
+    def doomed(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*arguments: Any, **how: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signum)
+            return function(*arguments, **how)
+
+        return call
+
+    for owner, names in (
+        (membership.Document, ("change", "read")),
+        (membership.Membership, ("_meet", "_connect", "hold_state")),
+        (dist.ProcessGroup, ("all_reduce", "barrier", "send", "recv", "broadcast", "close")),
+    ):
+        for name in names:
+            setattr(owner, name, doomed(getattr(owner, name)))
 
 
 def live(number: int, newcomer: bool, tell: Any) -> None:
@@ -140,6 +174,7 @@ class Life:
         self.store = PrefixStore("worker/attempt_0", self.server)
         self.processes: dict[int, Any] = {}
         self.killed: set[int] = set()
+        self.doomed: set[int] = set()
         self.stopped: dict[int, float] = {}
         self.events: collections.Counter[str] = collections.Counter()
         self.per_host = self.random.choice(["0", "0", "1", "2"])
@@ -153,6 +188,10 @@ class Life:
             "RANK": str(number),
             "UNISONO_RANKS_PER_HOST": self.per_host,
         }
+        if self.random.random() < 0.15:
+            signum = self.random.choice([signal.SIGKILL, signal.SIGSTOP])
+            common["DOOM"] = f"{int(signum)} {self.random.randint(1, 400)}"
+            self.doomed.add(number)
         process = _context.Process(
             target=work, args=(number, self.folder, common | variables), daemon=True
         )
@@ -165,15 +204,19 @@ class Life:
     def run(self) -> None:
         for number in range(self.size):
             self.start(number)
-        self.server.wait([f"began/{number}" for number in range(self.size)], LIMIT_S)
+        self.await_start()
         for _ in range(self.random.randint(1, 6)):
             time.sleep(self.random.choice([0.0, 0.02, 0.1, 0.5]) * self.random.random() * 2)
             self.wake()
             self.disturb()
-        while self.stopped:
-            time.sleep(0.01)
-            self.wake()
         self.finish()
+
+    def await_start(self) -> None:
+        """Wait until the first ranks have met, or one of them has ended."""
+        names = [f"began/{number}" for number in range(self.size)]
+        while not self.server.check(names) and len(self.living()) == self.size:
+            self.wake()
+            time.sleep(0.01)
 
     def disturb(self) -> None:
         running = [n for n in self.living() if n not in self.stopped]
@@ -202,6 +245,11 @@ class Life:
             os.kill(self.processes[number].pid, signum)
 
     def wake(self) -> None:
+        for number in self.doomed - self.stopped.keys():
+            # It has stopped itself.
+            if self.processes[number].is_alive() and state_of(self.processes[number].pid) == "T":
+                self.stopped[number] = time.monotonic() + self.random.choice([0.1, 1.0, 4.0])
+                self.events["stop itself"] += 1
         for number, at_s in list(self.stopped.items()):
             if time.monotonic() >= at_s:
                 self.send(number, signal.SIGCONT)
@@ -213,6 +261,7 @@ class Life:
         self.server.set("over", b"")
         deadline = time.monotonic() + LIMIT_S
         while self.members():
+            self.wake()
             if time.monotonic() > deadline:
                 raise AssertionError(f"processes {self.members()} hang\n{self.stacks()}")
             time.sleep(0.02)
@@ -269,12 +318,15 @@ class Life:
                     assert last in (None, line["step"]), (last, line)
                     last = line["step"]
                 elif line["kind"] == "out":
-                    seen[line["what"].split(" generation")[0].split(" ", 2)[2]] += 1
+                    [why] = [text for text in ENDS if text in line["what"]]
+                    seen[why] += 1
                 elif line["kind"] == "left":
                     break
                 elif line["kind"] == "end":
                     finished.append((number, last))
-            if number not in self.killed:
+            if number in self.doomed and process.exitcode == -signal.SIGKILL:
+                seen["kill itself"] += 1
+            elif number not in self.killed:
                 assert process.exitcode in (0, _NO_WORLD), (number, process.exitcode)
         assert sorted(steps) == list(range(1, len(steps) + 1)), sorted(steps)
         # The order of the generations is that of the steps.
@@ -289,6 +341,11 @@ class Life:
         seen["steps"] += len(steps)
         seen["generations"] += len(worlds)
         return seen
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process: "T" if it is stopped, "" if it has ended."""
+    return (stat_fields(pid) or [""])[0]
 
 
 def main() -> int:

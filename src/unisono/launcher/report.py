@@ -243,7 +243,7 @@ class ExitLog:
     def failures(self) -> list[WorkerFailure]:
         """Return the failures, the root cause first."""
         found = [replace(each, text=self._text_of(each.rank)) for each in self._failures]
-        # Workers that do not call `reconfigure` end because of the one that was replaced.
+        # Workers that do not call `reconfigure` end because of the replaced worker.
         since_s = min((each.time_s for each in found), default=float("inf")) - _FOLLOWS_S
         found += [each for each in self._replaced if each.time_s >= since_s]
         return root_cause_first(found)

@@ -30,7 +30,7 @@ class Replacements:
 
     Attributes:
         workers: The replacements.
-        count: Number of replacements, also of those that could not be started.
+        count: Number of replacements, also if one could not be started.
     """
 
     def __init__(
