@@ -355,7 +355,8 @@ def main() -> int:
     parser.add_argument("rounds", nargs="?", type=int, default=100)
     parser.add_argument("--keep", action="store_true", help="keep the lines of the processes")
     options = parser.parse_args()
-    _context.set_forkserver_preload(["unisono", "unisono.testing"])
+    names = ["unisono.testing", "unisono.c10d.state_sync", "unisono.c10d.steps"]
+    _context.set_forkserver_preload(names)
     total: collections.Counter[str] = collections.Counter()
     for seed in range(options.seed, options.seed + options.rounds):
         with contextlib.ExitStack() as stack:

@@ -54,14 +54,18 @@ def reconfigure(
         )
     world, membership = current(), membership_of_world()
     old = require_group(None)
+    blamed: set[int] = set()
+    for group in world.groups.values():
+        backends = group.backends.values()
+        blamed |= {group.ranks[rank] for each in backends for rank in each.blamed()}
+        if all(each.broken() is None for each in backends):
+            group.abort("reconfigure() was called")
     wishes = Wishes(
         deadline=Deadline(old.timeout_s if timeout is None else timeout),
         min_size=least,
         max_size=most,
+        blamed=tuple(sorted(blamed)),
     )
-    for group in world.groups.values():
-        if all(each.broken() is None for each in group.backends.values()):
-            group.abort("reconfigure() was called")
     before = membership.generation
     made = membership.next_group(wishes, old, old.timeout_s, str(old.config))
     world.replace_default(

@@ -7,6 +7,7 @@ facts about other processes, and the group that follows.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from typing import Any, TypeVar
 
 from unisono.backends import GroupSpec
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.log import get_logger, log_once
 from unisono.base.process_identity import describe, is_dead, new_user
-from unisono.errors import Context, RendezvousError, StoreTimeoutError
+from unisono.errors import Context, RendezvousError, StoreError, StoreTimeoutError
 from unisono.groups.process_group import ProcessGroup
 from unisono.rendezvous.membership import (
     Arrival,
@@ -39,6 +41,8 @@ from unisono.stores import PrefixStore, Store
 from unisono.stores.api import Value
 
 T = TypeVar("T")
+
+_log = get_logger("groups.membership")
 
 _KEY = "document"
 
@@ -134,11 +138,13 @@ class Wishes:
         deadline: Of the whole call.
         min_size: Least number of ranks.
         max_size: Number of ranks from which on no newcomer is admitted; 0: no limit.
+        blamed: Ranks of the default group that a time-out blames.
     """
 
     deadline: Deadline
     min_size: int = 1
     max_size: int = 0
+    blamed: tuple[int, ...] = ()
 
 
 class Membership:
@@ -156,6 +162,7 @@ class Membership:
         members: The members of the present generation, by rank.
         generation: Its number; 0 for a newcomer.
         max_size: The last limit of newcomers.
+        linked: The last generation whose members were connected.
     """
 
     def __init__(self, store: Store, me: Member, world: int = 0, options: Any = None) -> None:
@@ -166,6 +173,7 @@ class Membership:
         self.generation = 0
         self.members: tuple[Member, ...] = ()
         self.max_size = 0
+        self.linked = 0
         self._looked_s = 0.0
         self._missing: tuple[str, ...] = ()
 
@@ -175,7 +183,7 @@ class Membership:
         world = max(backend.world_number for backend in group.backends.values())
         members = tuple(Member(id=founder(world, rank)) for rank in range(group.size()))
         made = cls(store, replace(members[group.rank()], user=new_user()), world, options)
-        made.members, made.generation = members, 1
+        made.members, made.generation, made.linked = members, 1, 1
         return made
 
     @classmethod
@@ -203,7 +211,12 @@ class Membership:
         if (now_s := time.monotonic()) < self._looked_s + 0.05:
             return False
         self._looked_s = now_s
-        state = self.document.read()
+        try:
+            state = self.document.read()
+        except StoreError as error:
+            # The job can go on without its store until a rank is lost.
+            log_once(_log, logging.WARNING, "no process can join any more: %s", error.what)
+            return False
         full = self.max_size and group.size() >= self.max_size
         if not full and any(not is_dead(each.member.user) for each in state.waiting):
             return True
@@ -236,9 +249,8 @@ class Membership:
             self.max_size = wishes.max_size
             group = self._connect(state, wishes, timeout_s, backend)
             if group is not None:
+                self.linked = self.generation
                 return group
-            # The links of the old group do not belong to the members of this generation.
-            old = None
 
     def _meet(self, wishes: Wishes, old: ProcessGroup | None) -> State:
         """Wait until a generation with this process is formed."""
@@ -256,6 +268,8 @@ class Membership:
         else:
             state = self.document.change(Join(arrival))
         ids = [each.id for each in self.members]
+        # The links of an older generation do not belong to these members.
+        linked, blamed = (old, wishes.blamed) if self.linked == self.generation else (None, ())
         while True:
             moved = (state.world, state.generation) != (self.world, self.generation)
             if self.me.id in state.ids and moved:
@@ -267,8 +281,8 @@ class Membership:
                 state,
                 time.monotonic(),
                 ended=[each for each, user in _users(state) if is_dead(user)],
-                unreachable=[ids[rank] for rank in _unreachable(old)] + [*self._missing],
-                blamed=[ids[rank] for rank in _blamed(old)],
+                unreachable=[ids[rank] for rank in _unreachable(linked)] + [*self._missing],
+                blamed=[ids[rank] for rank in blamed],
             )
             if event is None and self.generation and not state.is_possible():
                 event = Expired(self.me.id, state.generation)
@@ -402,12 +416,6 @@ def _unreachable(group: ProcessGroup | None) -> list[int]:
     backends = group.backends.values()
     ranks = [rank for rank in range(group.size()) if rank != group.rank()]
     return [rank for rank in ranks if any(each.lost(rank) is not None for each in backends)]
-
-
-def _blamed(group: ProcessGroup | None) -> list[int]:
-    if group is None:
-        return []
-    return sorted({rank for each in group.backends.values() for rank in each.blamed()})
 
 
 def _broken(group: ProcessGroup) -> bool:
