@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,6 +333,18 @@ def reconfigure_twice(rank):
     return names
 
 
+def shrink_by_hand(rank):
+    if rank < 2:
+        dist.shrink_group([2])
+        with pytest.raises(NotInitializedError, match="not made by init_process_group or reconf"):
+            dist.reconfigure()
+        dist.barrier()
+
+
+def test_a_group_of_shrink_group_is_no_generation():
+    run(shrink_by_hand, 3)
+
+
 def test_a_call_without_a_loss_makes_a_new_generation_of_the_same_ranks():
     want = [(f"default:generation-{number}", True, 3) for number in (2, 3, 4)]
     assert run(reconfigure_twice, 3) == [want] * 3
@@ -384,7 +397,9 @@ def test_arguments_of_reconfigure():
         dist.membership_changed()
     with use(World()) as world:
         world.default = ProcessGroup(HashStore(), 0, 1)
-        with pytest.raises(NotInitializedError, match="this world was not made by init_process"):
+        with pytest.raises(
+            NotInitializedError, match="the default group was not made by init_process_group"
+        ):
             dist.reconfigure()
         world.default.close()
 
@@ -520,8 +535,8 @@ class Rounds:
     """A group whose rounds of a commit end as told: the number of rounds that succeed."""
 
     def __init__(self, store, succeed):
-        self.store, self.succeed, self.counts = store, succeed, {"commit": 0}
-        self.backends = {"cpu": SimpleNamespace(broken=lambda: "yes")}
+        self.store, self.succeed, self.counts = store, succeed, Counter()
+        self.backends = {"cpu": SimpleNamespace(broken=lambda: "yes", last_number=lambda: 7)}
 
     def all_reduce(self, x, op, **how):
         if self.succeed < 1:

@@ -71,6 +71,7 @@ def reconfigure(
     world.replace_default(
         made, f"generation {before}, which generation {membership.generation} succeeded"
     )
+    world.membership = membership
     if old.size() == 1:
         install_hooks(world)
     return made
@@ -96,5 +97,8 @@ def membership_of_world() -> Membership:
     """
     require_group(None)
     if (found := current().membership) is None:
-        raise NotInitializedError("this world was not made by init_process_group")
+        raise NotInitializedError(
+            "the default group was not made by init_process_group or reconfigure",
+            hint="after shrink_group, make it anew: destroy_process_group, init_process_group",
+        )
     return found

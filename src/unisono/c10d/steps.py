@@ -53,7 +53,9 @@ class Step:
         if self.committed:
             raise UsageError("commit() was called twice in one step")
         group, membership = self._group, current().membership
+        # Equal on all ranks that make this call, whatever errors they have survived.
         group.counts["commit"] += 1
+        number = next(iter(group.backends.values())).last_number() or -group.counts["commit"]
         seen = membership is not None and membership.has_changed(group)
         changed, asked = np.array([seen], np.int64), False
         try:
@@ -64,8 +66,7 @@ class Step:
             if not _ends_group(error):
                 raise
             # The answer is the first proposal.
-            key = f"commit/{group.counts['commit']}"
-            if group.store.compare_set(key, b"", _YES if asked else _NO) == _NO:
+            if group.store.compare_set(f"commit/{number}", b"", _YES if asked else _NO) == _NO:
                 raise
             changed[:] = True
         self.committed, self.changed = True, bool(changed[0])

@@ -175,7 +175,7 @@ class Membership:
         self.max_size = 0
         self.linked = 0
         self._looked_s = 0.0
-        self._missing: tuple[str, ...] = ()
+        self._blamed: tuple[str, ...] = ()
 
     @classmethod
     def of_founder(cls, store: Store, group: ProcessGroup, options: Any) -> Membership:
@@ -245,9 +245,9 @@ class Membership:
         while True:
             state = self._meet(wishes, old)
             self.world, self.generation = state.world, state.generation
-            self.members, self._missing = state.members, ()
+            self.members, self._blamed = state.members, ()
             self.max_size = wishes.max_size
-            group = self._connect(state, wishes, timeout_s, backend)
+            group = self._connect(state, timeout_s, backend)
             if group is not None:
                 self.linked = self.generation
                 return group
@@ -269,7 +269,8 @@ class Membership:
             state = self.document.change(Join(arrival))
         ids = [each.id for each in self.members]
         # The links of an older generation do not belong to these members.
-        linked, blamed = (old, wishes.blamed) if self.linked == self.generation else (None, ())
+        linked = old if self.linked == self.generation else None
+        blamed = [*self._blamed] + [ids[rank] for rank in wishes.blamed if linked is not None]
         while True:
             moved = (state.world, state.generation) != (self.world, self.generation)
             if self.me.id in state.ids and moved:
@@ -281,8 +282,8 @@ class Membership:
                 state,
                 time.monotonic(),
                 ended=[each for each, user in _users(state) if is_dead(user)],
-                unreachable=[ids[rank] for rank in _unreachable(linked)] + [*self._missing],
-                blamed=[ids[rank] for rank in blamed],
+                unreachable=[ids[rank] for rank in _unreachable(linked)],
+                blamed=blamed,
             )
             if event is None and self.generation and not state.is_possible():
                 event = Expired(self.me.id, state.generation)
@@ -308,9 +309,7 @@ class Membership:
         moved = (state.world, state.generation) != (self.world, self.generation)
         return self.me.id in there or (moved and bool(self.generation or self.me.id in state.ids))
 
-    def _connect(
-        self, state: State, wishes: Wishes, timeout_s: float, backend: str | None
-    ) -> ProcessGroup | None:
+    def _connect(self, state: State, timeout_s: float, backend: str | None) -> ProcessGroup | None:
         """Return the group of a generation, or None if one of its members is lost already."""
 
         def check() -> None:
@@ -336,10 +335,10 @@ class Membership:
             group = ProcessGroup.from_spec(spec, backend)
         except _SupersededError:
             return None
-        except RendezvousError as error:
-            if wishes.deadline.expired() or not error.context.peers:
-                raise
-            self._missing = tuple(state.ids[peer] for peer in error.context.peers)
+        except (RendezvousError, StoreTimeoutError) as error:
+            # Some members published no address, or stopped after that. The others come again.
+            peers = error.context.peers or range(size)
+            self._blamed = tuple(state.ids[peer] for peer in peers)
             return None
         store.check_members = None
         group.set_timeout(timeout_s)

@@ -37,7 +37,8 @@ class World:
     """One default group, and the groups made from it, by key.
 
     Attributes:
-        membership: The part of this process in the job; None without `init_process_group`.
+        membership: The part of this process in the job. None without `init_process_group`, and
+            after `shrink_group` of the default group.
     """
 
     def __init__(self) -> None:
@@ -85,11 +86,10 @@ class World:
             why: The reason for errors of calls on the closed groups.
         """
         callbacks, self.on_close = self.on_close, []
-        membership = self.membership
         for old in self.groups.values():
             old.name += why and f" ({why})"
         self.close()
-        self.on_close, self.membership = callbacks, membership
+        self.on_close = callbacks
         self.default = self.groups[group.key] = group
         self.made = 1
 
