@@ -24,7 +24,7 @@ help:
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
-	@echo "make frameworks  install accelerate and lightning, which some tests use beside torch"
+	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
@@ -57,8 +57,14 @@ servers:
 			redis-server etcd-server >/dev/null; } \
 		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
 
-# Not in the extra `test`: they require torch, which may not be there.
+# Not in the extra `test`: they are large, and some require torch, which may not be there.
 frameworks: $(STAMP)
+	@$(PIP) ray distributed pyspark \
+		|| echo "Ray, Dask and Spark are not there: tests that need them will be skipped"
+	@command -v java >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends default-jre-headless >/dev/null; } \
+		|| echo "java is not there: tests that need Spark will be skipped"
 	@$(BIN)/python -c "import torch" 2>/dev/null && $(PIP) '$(TORCH)' accelerate lightning \
 		|| echo "accelerate and lightning are not there: tests that need them will be skipped"
 

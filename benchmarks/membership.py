@@ -3,9 +3,9 @@
     python benchmarks/membership.py [--ranks 4] [--mib 16] [--rounds 5]
 
 A step is an all_reduce of 1,000 doubles and a commit. The parent kills the last rank between two
-steps. `survivors` is the time from the kill to the next committed step without that rank. `spare`
-is the time to the next committed step with as many ranks as before: a process that waits in
-`init_process_group` (UNISONO_JOIN=1) takes the place and gets the state.
+steps. `survivors` is the time from the kill to the next committed step without that rank. In
+`spare` a process waits in `init_process_group` (UNISONO_JOIN=1). It takes the place of the killed
+rank and gets the state. The time ends with the next committed step.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ def pytest_configure(config):
     if why_absent:
         # The same engine as without it, but nothing about that on the standard error of children.
         os.environ.setdefault("UNISONO_ENGINE", "reference")
+    # Tables of this machine would change what tests of the built-in choices find.
+    os.environ.setdefault("UNISONO_TUNING", "0")
     # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -77,6 +77,18 @@ PAGES = (
         homes="c10d.shared_arrays",
     ),
     Page(
+        "neighbors", "Neighbours in a grid or graph",
+        "Halo exchange between neighbours in a grid or graph of ranks.",
+        "`examples/jacobi.py` uses them.",
+        homes="c10d.neighbors",
+    ),
+    Page(
+        "files", "Files of all ranks",
+        "One file that all ranks of a group write or read together, for example a checkpoint.",
+        "`examples/jacobi.py` writes and reads one.",
+        homes="c10d.files",
+    ),
+    Page(
         "trace", "Recorded calls",
         "The last calls of a rank: where they were made, how long they took, and for which rank "
         "they waited.",
@@ -139,6 +151,24 @@ PAGES = (
         "`unisono.parallel` trains torch modules without torch.distributed.",
         "[Data-parallel training](../../howto/data-parallel.md) shows its use.",
         tier="unisono.parallel",
+    ),
+    Page(
+        "ray", "Groups in Ray actors",
+        "`unisono.ray` makes process groups in actors.",
+        "[Ray](../../howto/ray.md) shows its use.",
+        tier="unisono.ray",
+    ),
+    Page(
+        "dask", "Groups on Dask workers",
+        "`unisono.dask` calls a function on workers as the ranks of a group.",
+        "[Dask](../../howto/dask.md) shows its use.",
+        tier="unisono.dask",
+    ),
+    Page(
+        "spark", "Groups in Spark tasks",
+        "`unisono.spark` calls a function in barrier tasks as the ranks of a group.",
+        "[Spark](../../howto/spark.md) shows its use.",
+        tier="unisono.spark",
     ),
     Page(
         "lowlevel", "unisono.lowlevel",

@@ -50,6 +50,7 @@ NEAREST = {
     "engines": "unit/engines worlds faults",
     "errors": "project worlds",
     "groups": "worlds faults",
+    "integrations": "unit/integrations",
     "kernels": "unit/engines worlds",
     "launcher": "launcher faults",
     "messages": "unit/engines unit/transports worlds faults",

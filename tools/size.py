@@ -25,7 +25,7 @@ METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 29_100
+TREE = 36_000
 CPP_FILE = 400
 
 # Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),
@@ -36,7 +36,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
     ("src/unisono/rendezvous/state.py", "State attributes"): (13, "the fields of one document"),
     ("src/unisono/groups/process_group.py", "lines"): (
-        545,
+        551,
         "operations that are no functions have their examples at the methods",
     ),
     ("src/unisono/trace/records.py", "TraceRecord attributes"): (20, "the columns of one record"),

@@ -57,6 +57,8 @@ _HOMES = {
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
     "c10d.membership": "membership_changed reconfigure",
+    "c10d.files": "CollectiveFile open_file",
+    "c10d.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "c10d.monitored_barrier": "monitored_barrier",
     "c10d.state_sync": "sync_state",
     "c10d.steps": "Step step",

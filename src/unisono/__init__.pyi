@@ -28,11 +28,16 @@ from unisono.c10d.debug import set_debug_level as set_debug_level
 from unisono.c10d.debug import set_debug_level_from_env as set_debug_level_from_env
 from unisono.c10d.device_mesh import DeviceMesh as DeviceMesh
 from unisono.c10d.device_mesh import init_device_mesh as init_device_mesh
+from unisono.c10d.files import CollectiveFile as CollectiveFile
+from unisono.c10d.files import open_file as open_file
 from unisono.c10d.lifecycle import destroy_process_group as destroy_process_group
 from unisono.c10d.lifecycle import init_process_group as init_process_group
 from unisono.c10d.membership import membership_changed as membership_changed
 from unisono.c10d.membership import reconfigure as reconfigure
 from unisono.c10d.monitored_barrier import monitored_barrier as monitored_barrier
+from unisono.c10d.neighbors import Neighbors as Neighbors
+from unisono.c10d.neighbors import neighbor_all_gather as neighbor_all_gather
+from unisono.c10d.neighbors import neighbor_all_to_all as neighbor_all_to_all
 from unisono.c10d.new_groups import SHRINK_ABORT as SHRINK_ABORT
 from unisono.c10d.new_groups import SHRINK_DEFAULT as SHRINK_DEFAULT
 from unisono.c10d.new_groups import new_group as new_group
@@ -148,6 +153,7 @@ __all__ = [
     "BarrierOptions",
     "BroadcastOptions",
     "CallKeywords",
+    "CollectiveFile",
     "Counter",
     "DebugLevel",
     "DeviceMesh",
@@ -166,6 +172,7 @@ __all__ = [
     "HashStore",
     "Lock",
     "MessageInfo",
+    "Neighbors",
     "OperationStats",
     "P2POp",
     "PickleSerializer",
@@ -243,9 +250,12 @@ __all__ = [
     "launch",
     "membership_changed",
     "monitored_barrier",
+    "neighbor_all_gather",
+    "neighbor_all_to_all",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "open_file",
     "probe",
     "reconfigure",
     "record_comm",

@@ -17,6 +17,8 @@ from unisono.engines import (
 from unisono.groups.dispatch import Dispatcher, dispatcher
 from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select
+from unisono.schedules.msccl import from_msccl, to_msccl
+from unisono.schedules.registry import register_schedule
 from unisono.schedules.verify import verify
 from unisono.stores.services.etcd import EtcdStore
 from unisono.stores.services.redis import RedisStore
@@ -56,9 +58,12 @@ __all__ = [
     "build",
     "device_of",
     "dispatcher",
+    "from_msccl",
     "lower",
+    "register_schedule",
     "schema_of",
     "select",
+    "to_msccl",
     "verify",
     "view",
 ]

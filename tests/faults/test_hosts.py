@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -234,7 +235,7 @@ os._exit(0)
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("how", ["at the switch", "at the host"])
+@pytest.mark.parametrize("how", ["at the switch", "at the host", "one way", "stopped"])
 def test_cut_link_is_a_time_out_that_names_who_is_behind_it(how):
     script = CUT.replace("TIMEOUT", repr(TIMEOUT_S))
     with netns.Network(3) as network:
@@ -244,13 +245,31 @@ def test_cut_link_is_a_time_out_that_names_who_is_behind_it(how):
                 assert process.stdout.readline() == "ready\n", process.stderr.read()
             if how == "at the switch":
                 network.cut(hosts[2])
-            else:
+            elif how == "at the host":
                 hosts[2].ip("link set eth0 down")
+            elif how == "one way":
+                # What host 3 sends goes to an address that no interface has.
+                for host in hosts[:2]:
+                    nowhere = f"{host.v4} lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
+                    hosts[2].ip(f"neigh replace {nowhere}")
+            else:
+                processes.pop().send_signal(signal.SIGSTOP)
             tell(processes, "go")
             told = ask(processes)
     for rank, caught in enumerate(told):
         assert caught["kind"] == "CollectiveTimeoutError", (rank, caught)
-        assert caught["peers"] == ([2] if rank < 2 else [0, 1]), (rank, caught)
+        blamed = [2] if rank < 2 else [0, 1]
+        if how == "one way" and rank == 2:
+            # The failure of another rank reaches it, but its own packets are lost.
+            assert caught["peers"] in ([2], [0, 1]), caught
+        else:
+            assert caught["peers"] == blamed, (rank, caught)
+        silence = r"does not answer: its host \S+ has acknowledged nothing for \d+\.\d s, so the"
+        if how == "stopped":
+            silence = r"does not answer, but its host \S+ does: the process is stopped or busy"
+        for peer in caught["peers"] if rank < 2 else ():
+            named = silence.replace(r"\S+", re.escape(hosts[peer].v4), 1)
+            assert re.search(rf"rank {peer} {named}", caught["text"]), caught["text"]
         assert caught["ended_s"] - caught["began_s"] < TIMEOUT_S + BUSY_S
 
 

@@ -351,6 +351,23 @@ def test_a_responder_ends_calls_without_a_key(monkeypatch):
         responder.close()
 
 
+def test_a_responder_limits_its_callers(monkeypatch):
+    monkeypatch.setattr(links, "_MOST_CALLERS", 2)
+    responder = Responder(("127.0.0.1",))
+    try:
+        addresses, port, _ = responder.place
+        with contextlib.ExitStack() as stack:
+            # The thread that accepts counts, too.
+            callers = [
+                stack.enter_context(socket.create_connection((addresses[0], port), 60))
+                for _ in range(4)
+            ]
+            assert [caller.recv(1) for caller in callers[2:]] == [b"", b""]
+            assert len(responder._connections) == 2
+    finally:
+        responder.close()
+
+
 def test_a_probe_names_the_address_that_refuses(responder):
     addresses, port, key = responder.place
     responder.close()

@@ -7,26 +7,34 @@ import platform
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from unittest import mock
 
 import pytest
 
-from tests.faults.scripts import ranks_of
+from tests.faults.scripts import ranks_of, started
+from tests.support import netns
 from unisono.base.deadline import Deadline
 from unisono.base.where import stack_of
 from unisono.cli.look import ask, command
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import Job, jobs_of, verdict_of
 from unisono.cli.main import main
-from unisono.errors import LaunchError
-from unisono.stores import HashStore
+from unisono.errors import LaunchError, UnisonoError
+from unisono.stores import HashStore, TCPStore
 from unisono.stores.tcp.peer_uid import user_of_peer
-from unisono.transports.connect import connect
+from unisono.transports.connect import VIEWERS, connect
 from unisono.transports.tcp import status
-from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.address import (
+    TCPAddress,
+    is_loopback,
+    local_hosts,
+    proof_of_viewer,
+)
 from unisono.transports.tcp.transport import TCPTransport
 from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
 
@@ -42,6 +50,8 @@ dist.all_reduce(np.ones(3))
 """
 
 LIMIT_S = 60.0
+TOKEN = "the token of this job"
+TOKENS = ("", "another", TOKEN)
 
 
 def verdict_when(processes, right):
@@ -103,6 +113,130 @@ def test_top_shows_a_stopped_rank():
         job = verdict_when(processes, lambda text: text and text[0].endswith(named))
         assert set(job.states) == {0, 2}
         os.kill(processes[1].pid, signal.SIGCONT)
+
+
+STRAGGLER = """
+def compute():
+    time.sleep(0.05)
+dist.init_process_group(timeout=60)
+while True:
+    if rank == 1:
+        compute()
+    dist.all_reduce(np.ones(3))
+"""
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_top_names_a_slow_rank_and_the_share_of_waiting(engine):
+    with ranks_of(STRAGGLER, 3, UNISONO_ENGINE=engine) as (processes, _):
+        named = (
+            r"rank 1, which is in compute \(<string>:12\), called from <string>:16, slows the job "
+            r"down: it has waited (\d+)% of its time, the other ranks (\d+)%"
+        )
+        job = verdict_when(processes, lambda text: text and re.match(named, text[-1]))
+        mine, others = map(int, re.match(named, verdict_of(job)[-1]).groups())
+        assert mine + 10 <= others <= 100
+
+
+@contextlib.contextmanager
+def a_job_with_a_token(monkeypatch):
+    """Yield the address of the store of a job with a token, whose rank 1 is in load."""
+    monkeypatch.setenv("UNISONO_TOKEN", TOKEN)
+    script = SCRIPT.replace("WAIT", "time.sleep(60)")
+    with ranks_of(script, 3, UNISONO_HOST=_address(), UNISONO_TOKEN=TOKEN) as (processes, store):
+        verdict_when(processes, lambda text: text and "rank 1, which is in load" in text[0])
+        monkeypatch.delenv("UNISONO_TOKEN")
+        yield f"127.0.0.1:{store.port}"
+
+
+def _address():
+    """Return an address of this host that is not its loopback address."""
+    return next(host for host in local_hosts("192.0.2.1") if not is_loopback(host))
+
+
+def test_top_finds_a_job_by_its_store_and_token(monkeypatch, tmp_path, capsys):
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    with a_job_with_a_token(monkeypatch) as where:
+        # No process of this host is looked at.
+        monkeypatch.setattr(ask, "_candidates", None)
+        assert main(["top", "--once", where, "--token-file", str(tmp_path / "token")]) == 0
+        top = capsys.readouterr().out.splitlines()
+        assert "ranks 0 and 2 wait in all_reduce #8" in top[1]
+        assert "for rank 1, which is in load (<string>:12)" in top[1]
+        assert [line.split()[0] for line in top[3:]] == ["0", "1", "2"]
+        assert main(["top", "--once", where, "--token-file", str(tmp_path / "none")]) == 1
+        assert "cannot read the token" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_other_user_and_wrong_token_learn_nothing_from_the_store(monkeypatch):
+    with a_job_with_a_token(monkeypatch) as where:
+        found = json.loads(by_other_user(lambda: json.dumps([looked(where, t) for t in TOKENS])))
+        assert [answer[0] for answer in found] == ["HandshakeError", "HandshakeError", "0 1 2"]
+        with closing(TCPStore("127.0.0.1", int(where.partition(":")[2]), token=TOKEN)) as store:
+            key = next(key for key in store.list_keys() if key.endswith(VIEWERS))
+            shown = [TCPAddress.unpack(line) for line in store.get(key).decode().splitlines()]
+        # Not even what the store has opens a rank: neither the digest nor another token's proof.
+        # (This user would get an answer without a token.)
+        for token in (shown[0].token, proof_of_viewer("another", shown[0]), bytes(16)):
+            assert by_other_user(lambda token=token: answer_to(shown[0], token)) == REFUSE
+        proof = proof_of_viewer(TOKEN, shown[0])
+        assert by_other_user(lambda: answer_to(shown[0], proof)).startswith(ACCEPT)
+
+
+def looked(where, token):
+    try:
+        return [" ".join(str(state["rank"]) for state in ask_job(where, token))]
+    except UnisonoError as error:
+        return [type(error).__name__]
+
+
+def by_other_user(call):
+    """Return the bytes or the text that a call returns to a process of another user."""
+    source, out = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(65534)
+            answer = call()
+            with open(out, "wb") as file:
+                file.write(answer if isinstance(answer, bytes) else answer.encode())
+        finally:
+            os._exit(0)
+    os.close(out)
+    with open(source, "rb") as file:
+        data = file.read()
+    os.waitpid(child, 0)
+    return data
+
+
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+def test_top_on_a_host_without_a_rank():
+    script = SCRIPT.replace("WAIT", "time.sleep(60)")
+    with netns.Network(4) as network:
+        *members, viewer = network.hosts
+        variables = {"MASTER_ADDR": members[0].v4, "MASTER_PORT": "29500"}
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = ""
+        with started([host.inside() for host in members], script, variables) as processes:
+            named = "for rank 1, which is in load (<string>:12)"
+            limit_s = time.monotonic() + LIMIT_S
+            while named not in (text := top_on(viewer, members[0]).stdout):
+                assert time.monotonic() < limit_s, text
+                assert all(process.poll() is None for process in processes)
+            for rank, host in enumerate(members):
+                assert re.search(rf"^{rank} +{host.name} +{processes[rank].pid} ", text, re.M), text
+            for words in (["UNISONO_TOKEN=wrong"], ["-u", "UNISONO_TOKEN"]):
+                refused = top_on(viewer, members[0], "env", *words)
+                assert (refused.returncode, refused.stdout) == (1, "")
+                assert "load" not in refused.stderr
+
+
+def top_on(viewer, host, *prefix):
+    command = [*prefix, sys.executable, "-m", "unisono", "top", "--once", f"{host.v4}:29500"]
+    return subprocess.run(
+        viewer.inside(*command), check=False, capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 @contextlib.contextmanager
@@ -176,18 +310,7 @@ def test_same_user_of_this_host_gets_an_answer():
 def test_other_user_of_this_host_learns_nothing():
     with transports() as made:
         address = TCPAddress.unpack(made[0].address)
-        source, out = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.setuid(65534)
-                os.write(out, answer_to(address, bytes(16)))
-            finally:
-                os._exit(0)
-        os.close(out)
-        os.waitpid(child, 0)
-        with open(source, "rb") as file:
-            assert file.read() == REFUSE
+        assert by_other_user(lambda: answer_to(address, bytes(16))) == REFUSE
 
 
 def test_user_of_a_connection_is_found():
@@ -252,7 +375,19 @@ def test_no_rank_answers(capsys):
 def test_live_table_needs_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.live", None)
     with pytest.raises(LaunchError, match="a live table needs rich"):
-        command._live(None, [])
+        command._live(None, "", [])
+
+
+def test_text_of_a_job_cannot_control_the_terminal(monkeypatch, capsys):
+    evil = state(0, group("a", [0, 1], 5, runs=True)) | {"place": "in f (\x1b[2J\r\n[red]é.py:1)"}
+    evil |= {"pid": 1, "rss_bytes": 1, "job": "j", "world_size": 2}
+    evil["stacks"] = [{"thread": "\x07", "calls": True, "frames": [["\x1b]0;x\x07", 1, "f", True]]}]
+    monkeypatch.setattr(ask, "ask_job", lambda which, token: [evil])
+    assert main(["top", "--once"]) == 0
+    assert main(["stacks"]) == 0
+    out = capsys.readouterr().out
+    assert "in f (?[2J??[red]é.py:1)" in out
+    assert all(each.isprintable() or each == "\n" for each in out)
 
 
 def group(name, ranks, seq, *, runs):

@@ -94,6 +94,16 @@ def scatter(size):
         yield f"rank {rank}: the sums of my 3 rows are {mine}"
 
 
+def jacobi(size):
+    square = np.zeros((62, 62))
+    square[:, 0] = 1
+    for _ in range(200):
+        beside = square[:-2, 1:-1], square[2:, 1:-1], square[1:-1, :-2], square[1:-1, 2:]
+        square[1:-1, 1:-1] = np.mean(beside, axis=0)
+    grid = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[size]
+    yield f"{size} ranks as a grid {grid}: mean {square[1:-1, 1:-1].mean():.6f}, right: True"
+
+
 def torch_tensors(size):
     for rank in range(size):
         column = [sum(range(size))] * 4
@@ -105,7 +115,7 @@ def torch_tensors(size):
     [
         (two_groups, 2),
         (two_groups, 5),
-        *[(lines, n) for lines in (ring, softmax_norm, scatter) for n in (1, 2, 4)],
+        *[(lines, n) for lines in (jacobi, ring, softmax_norm, scatter) for n in (1, 2, 4)],
         pytest.param(torch_tensors, 3, marks=TORCH),
     ],
 )
@@ -117,7 +127,7 @@ def test_prints_what_the_oracle_says(expected, nprocs):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("expected", [two_groups, ring, softmax_norm, scatter])
+@pytest.mark.parametrize("expected", [jacobi, two_groups, ring, softmax_norm, scatter])
 def test_as_a_user_starts_it(expected, tmp_path):
     result = launch(EXAMPLES / f"{expected.__name__}.py", 2, cwd=tmp_path, program=RUN)
     assert result == (0, list(expected(2)), "")
@@ -204,6 +214,7 @@ def test_torch_tensors_says_so_without_torch(tmp_path):
     ("name", "old", "new"),
     [
         ("two_groups.py", "(own, group=mine)", "(own)"),
+        ("jacobi.py", "exchange(block, mesh)\n        ", ""),
         ("ring.py", "outgoing = collected[", "outgoing = 0 * collected["),
         ("softmax_norm.py", "over_all(powers.sum(), dist.ReduceOp.SUM)", "powers.sum()"),
         ("softmax_norm.py", "* np.sqrt(", "* np.cbrt("),

@@ -15,9 +15,13 @@ SOURCE = Path(unisono.__file__).parent
 # Imports of others that are allowed: in these modules, and only when a feature is used.
 OPTIONAL = {
     "cloudpickle": {"launcher/launch.py"},
+    "distributed": {"integrations/dask.py"},
     "ml_dtypes": {"base/types.py", "base/buffers.py"},
     "prometheus_client": {"trace/metrics.py"},
+    "py4j": {"integrations/spark.py"},
+    "pyspark": {"integrations/spark.py"},
     "pytest": {"testing/plugin.py"},
+    "ray": {"integrations/ray.py", "integrations/ray_collective.py"},
     "rich": {"bench", "cli"},
     "shtab": {"cli/completion.py"},
     "torch": {"torch", "parallel"},

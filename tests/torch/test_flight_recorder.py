@@ -77,8 +77,8 @@ def test_torchs_analyser_finds_the_mismatch_and_the_missing_rank(rank):
             [mismatch] = [line for line in found.splitlines() if "error msg" in line]
             assert "Culprit rank 2" in mismatch
             assert "'[[4]]' does not match found input sizes: '[[8]]'" in mismatch
-            [missing] = [line for line in found.splitlines() if "missing ranks" in line]
-            assert missing.endswith("missing ranks: {2}")
+            # A file that was written late has the next barrier, too, which other files lack.
+            assert "collective: gloo:broadcast\nmissing ranks: {2}\n" in found
             assert (
                 f"test_torchs_analyser_finds_the_mismatch_and_the_missing_rank at {__file__}:"
                 in found

@@ -72,6 +72,7 @@ def two_levels(rank, algorithm):
         calls.all_reduce()
         calls.all_gather_into_tensor()
         calls.reduce_scatter_tensor()
+        calls.all_to_all_single()
         calls.check(count)
 
 

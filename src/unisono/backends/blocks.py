@@ -187,22 +187,35 @@ def _between(sizes: Array, root: int, collective: str) -> Array:
 
 def _require_same(comm: Communicator, call: Call, sent: Array, expected: Array, hint: str) -> None:
     """Check two tables [sender, receiver] of elements."""
-    wrong = np.argwhere(sent != expected)
-    if not wrong.size:
-        return
-    pairs = [
-        f"rank {comm.ranks[a]} sends {sent[a, b]} elements to rank {comm.ranks[b]}, "
-        f"which expects {expected[a, b]}"
-        for a, b in wrong[:3].tolist()
+    wrong = np.argwhere(sent != expected).tolist()
+    if wrong:
+        pairs = [(a, f"{sent[a, b]} elements", b, str(expected[a, b])) for a, b in wrong]
+        raise mismatch(comm, call, pairs, hint)
+
+
+def mismatch(
+    comm: Communicator, call: Call, pairs: Sequence[tuple[int, str, int, str]], hint: str
+) -> CollectiveMismatchError:
+    """Return the error of a call in which ranks send what the receivers do not expect.
+
+    Args:
+        comm: The group.
+        call: The call.
+        pairs: (sender, what it sends, receiver, what it expects); ranks in the group.
+        hint: For the error.
+    """
+    texts = [
+        f"rank {comm.ranks[a]} sends {sent} to rank {comm.ranks[b]}, which expects {expected}"
+        for a, sent, b, expected in pairs[:3]
     ]
-    more = f" (and {len(wrong) - 3} more pairs)" if len(wrong) > 3 else ""
-    raise CollectiveMismatchError(
+    more = f" (and {len(pairs) - 3} more pairs)" if len(pairs) > 3 else ""
+    return CollectiveMismatchError(
         f"{call.op} #{call.seq} in group '{comm.name}' does not match on {comm.here}: "
-        f"{'; '.join(pairs)}{more}",
+        f"{'; '.join(texts)}{more}",
         context=comm.where(
             op=call.op,
             seq=call.seq,
-            peers=tuple(sorted({comm.ranks[int(r)] for r in wrong.ravel()})),
+            peers=tuple(sorted({comm.ranks[r] for a, _, b, _ in pairs for r in (a, b)})),
             usable=True,
         ),
         hint=hint,

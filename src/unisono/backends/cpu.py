@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from unisono.backends import p2p
+from unisono.backends import p2p, tuning
 from unisono.backends.agreement import agree, refuse
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.backends.blocks import (
@@ -24,9 +24,10 @@ from unisono.backends.blocks import (
     split_sizes,
 )
 from unisono.backends.flat import Flat, apart, listed, many, one, striped
+from unisono.backends.neighbors import Links, Sizes
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
+from unisono.base.types import DType, RedOpType, ReduceOp, code_of, require_reducible
 from unisono.engines import (
     Communicator,
     Engine,
@@ -37,6 +38,7 @@ from unisono.engines import (
 from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.schedules.tables import Shape, Table
 from unisono.transports import connect
 
 
@@ -70,12 +72,21 @@ class CPUBackend(DeviceBackend):
     Args:
         spec: The group.
         comm: Its communicator, if the transport of another group is shared.
+        tables: The tuning tables of that other group.
+
+    Attributes:
+        shape: The kind of group, by which it finds its tuning table.
     """
 
     name = "unisono"
     device = "cpu"
 
-    def __init__(self, spec: GroupSpec, comm: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        comm: Communicator | None = None,
+        tables: dict[Shape, Table] | None = None,
+    ) -> None:
         super().__init__(spec)
         options = CPUOptions() if spec.options is None else spec.options
         if not isinstance(options, CPUOptions):
@@ -85,7 +96,11 @@ class CPUBackend(DeviceBackend):
         if comm is None:
             deadline = Deadline(spec.timeout_s)
             host = "" if options.engine == "reference" else host_id()
-            transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
+            tables = tuning.read_tables(spec.size)
+            word = tuning.published(tables)
+            transport = connect(
+                spec.store, spec.rank, spec.size, deadline, options.transport, host, word
+            )
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
             self.world_number = transport.world_number
         self._comm = comm
@@ -94,7 +109,10 @@ class CPUBackend(DeviceBackend):
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
         self._engine.pending_type = Pending
-        self._prepared_calls = PreparedCalls(comm, self._engine)
+        self._tables = tables or {}
+        self.shape = tuning.shape_of(self._engine)
+        self._table = tuning.agreed(self._tables, self.shape, comm)
+        self._prepared_calls = PreparedCalls(comm, self._engine, self._table)
         self.port = p2p.Port(comm)
         if self.calls is not None:
             self.port.attach(self.calls)
@@ -242,6 +260,22 @@ class CPUBackend(DeviceBackend):
         operands = Operands(data, data, target, [output])
         return self._exchange("all_to_all_single", operands, Splits(ins, outs), options)
 
+    def neighbor_all_to_all(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], links: Links, options: CallOptions
+    ) -> Pending:
+        data = listed(inputs, write=False, name="inputs") if inputs else None
+        like = None if data is None else data.dtype
+        target = listed(outputs, write=True, name="outputs", like=like) if outputs else None
+        if data is not None and target is not None:
+            data = apart(data, target)
+        subject = data or target
+        sent, received = (() if each is None else each.sizes for each in (data, target))
+        code = 0 if subject is None else code_of(subject.dtype)
+        called = "neighbor_all_to_all"
+        sizes = Sizes(links, code, sent, received)
+        spec = CallSpec(called, called, sum(sent), splits=sizes)
+        return self._submit(spec, Operands(subject, data, target, outputs), options)
+
     def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         return self._prefix("scan", tensor, op, options, self.spec.rank + 1)
 
@@ -283,7 +317,8 @@ class CPUBackend(DeviceBackend):
         if spec.options is None:
             spec = replace(spec, options=self.spec.options)
         # The ranks of a transport are global ranks. A sub-group of a sub-group must use them, too.
-        part = CPUBackend(spec, Communicator(transport, spec.ranks, spec.name, spec.key))
+        comm = Communicator(transport, spec.ranks, spec.name, spec.key)
+        part = CPUBackend(spec, comm, self._tables)
         transport.retain()
         return part
 
@@ -331,6 +366,7 @@ class CPUBackend(DeviceBackend):
             "engine": engine.name,
             "over": engine.over.replace(" ", "-"),
             "transport": self._comm.transport.name,
+            **({} if self._table is None else {"tuning": self._table.digest}),
         }
 
     # ---- from a call to a task ----------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Prepared calls: algorithm, program and text for errors, worked out once per kind of call.
 
     CallSpec     a call without its memory: collective, count, root, op, splits, ...
-      select       the algorithm: by size and ranks, or by request of the caller or UNISONO_ALGO
+      select       the algorithm: by size and ranks, a tuning table, the caller or UNISONO_ALGO
       build        its schedule, for all ranks
       layout_for   the elements of each chunk
       lower        this rank's program, for the engine of the group
@@ -30,11 +30,13 @@ from unisono.backends.blocks import (
     sent_splits,
 )
 from unisono.backends.flat import Flat
+from unisono.backends.neighbors import Sizes, neighbor_exchange
 from unisono.base import config
 from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Communicator, Engine, Exchange, Prepared
 from unisono.engines.api import fingerprint_of
 from unisono.schedules import Program, Topology, build, layout_for, select
+from unisono.schedules.tables import Table
 
 Array = np.ndarray[Any, Any]
 
@@ -73,7 +75,7 @@ class CallSpec(NamedTuple):
         elements: The count, as in `schedules.layout` (a tuple has a method `count`).
         root: Rank in the group; -1 without a root.
         op: Reduce op.
-        splits: Sizes of blocks that may differ.
+        splits: Sizes of blocks, or of messages to neighbours, that may differ.
         agreed: Other values that must be equal on all ranks.
     """
 
@@ -82,7 +84,7 @@ class CallSpec(NamedTuple):
     elements: int
     root: int = -1
     op: ReduceOp | None = None
-    splits: Splits | Blocks | None = None
+    splits: Splits | Blocks | Sizes | None = None
     agreed: tuple[object, ...] = ()
 
 
@@ -95,14 +97,16 @@ class PreparedCalls:
     Args:
         comm: The group.
         engine: Executes the programs.
+        table: Measured choices, equal on all ranks; or None.
 
     Attributes:
         deterministic: Whether all calls reduce in the order of ranks.
     """
 
-    def __init__(self, comm: Communicator, engine: Engine) -> None:
+    def __init__(self, comm: Communicator, engine: Engine, table: Table | None = None) -> None:
         self._comm = comm
         self._engine = engine
+        self._table = table
         self._topology = Topology(comm.size, engine.shares_memory, engine.ranks_per_host)
         # Read once, as NCCL does, because a later change would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO")
@@ -144,6 +148,10 @@ class PreparedCalls:
         size, itemsize = self._comm.size, dtype.itemsize
         nbytes = count * itemsize
         text = f"{called}({', '.join(self._words(spec, subject, wish, ordered))})"
+        if isinstance(splits, Sizes):
+            call = Call.of(called, text, (collective, splits.links.digest, *agreed), nbytes)
+            exchange = neighbor_exchange(self._comm, splits, dtype)
+            return Prepared(call, exchange.program, dtype, reduce_op, exchange, "", count)
         # Sizes that all ranks know are a part of the agreement; others are compared after it.
         listed = collective in ("all_gather", "reduce_scatter")
         blocks = splits.sizes if listed and isinstance(splits, Blocks) else None
@@ -152,7 +160,7 @@ class PreparedCalls:
             count, whole = 0, sum(blocks) * itemsize
         algorithm, pipeline = select(
             collective, whole, self._topology, wish, self._override,
-            uneven=blocks is not None, ordered=ordered,
+            uneven=blocks is not None, ordered=ordered, table=self._table,
         )  # fmt: skip
         if splits is None or blocks is not None:
             local = self._topology.local
@@ -180,7 +188,7 @@ class PreparedCalls:
         if splits is not None and not splits.even:
             words.append(
                 f"send {list(splits.sent)}, receive {list(splits.received)}"
-                if isinstance(splits, Splits)
+                if isinstance(splits, (Splits, Sizes))
                 else f"blocks of {list(splits.sizes)}"
             )
         if op is not None:

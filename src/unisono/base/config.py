@@ -60,6 +60,9 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_TRACE_DIR": Variable(
         "", "folder to which each rank writes its records after an error, and at SIGUSR2"
     ),
+    "UNISONO_TUNING": Variable(
+        "", "file of a tuning table, 0 for none; empty: the tables that `unisono tune` wrote"
+    ),
     "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),
 }
 
@@ -72,6 +75,11 @@ def environ() -> Mapping[str, str]:
 def get(name: str) -> str:
     """Return a UNISONO_* variable, or its default if unset or empty."""
     return os.environ.get(name, "") or VARIABLES[name].default
+
+
+def is_set(name: str) -> bool:
+    """Return whether a UNISONO_* variable has another value than its default."""
+    return get(name) != VARIABLES[name].default
 
 
 def get_flag(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import resource
 import sys
@@ -17,6 +18,12 @@ GUARD_HINT = (
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """Return the name of this machine's processor."""
+    found = re.search(r"^model name\s*:\s*(.*\S)", read_text("/proc/cpuinfo"), re.M)
+    return found[1] if found else platform.processor() or "unknown"
 
 
 def is_importing_main() -> bool:

@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from unisono.base.host import read_text, stat_fields
@@ -24,6 +25,14 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 # How many frames of a stack are shown. Without a limit, the stack of a deep recursion would occupy
 # the interpreter, and so the rank, for a second.
 _MOST_FRAMES = 1000
+
+# Number of the field in /proc/PID/stat, counted from the state.
+_MAJOR_FAULTS = 9
+
+# For how long page faults are counted, and how many of them make a process slow. A process that
+# only loads a library has some, too.
+_FAULTS_S = 0.05
+_FAULTS = 5
 
 _STATES = {
     "T": "is stopped",
@@ -59,14 +68,25 @@ def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def state_of_process(pid: int) -> str:
-    """Return what the kernel reports of a process of this host that does not answer.
+def states_of(pids: Iterable[int]) -> dict[int, str]:
+    """Return what the kernel reports of processes of this host that do not answer, by process id.
 
     Source: proc_pid_stat(5), proc_pid_wchan(5).
     """
+    before = {pid: stat_fields(pid) for pid in pids}
+    if any(fields[:1] in (["R"], ["D"]) for fields in before.values()):
+        time.sleep(_FAULTS_S)
+    return {pid: _state(pid, fields) for pid, fields in before.items()}
+
+
+def _state(pid: int, before: list[str]) -> str:
+    """Return the state of a process with these fields some time ago."""
     fields = stat_fields(pid)
-    if not fields:
+    if not (before and fields):
         return "has ended"
+    faults = int(fields[_MAJOR_FAULTS]) - int(before[_MAJOR_FAULTS])
+    if faults >= _FAULTS:
+        return f"reads its memory from disk ({faults / _FAULTS_S:.0f} page faults a second)"
     channel = read_text(f"/proc/{pid}/wchan").strip("0 \n")
     wait = f" ({channel})" if channel else ""
     return _STATES.get(fields[0], "does not answer").format(wait=wait)

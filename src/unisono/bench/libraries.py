@@ -205,7 +205,14 @@ def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
         timeout=plan.loop.timeout_s,
         pg_options=CPUOptions(engine=plan.engine),
     )
-    extra = {"algorithm": plan.algorithm} if plan.algorithm else {}
+    return unisono_library(plan.algorithm)
+
+
+def unisono_library(algorithm: str | None) -> Library:
+    """Return unisono with its default group, which runs an algorithm or selects one if None."""
+    import unisono
+
+    extra = {"algorithm": algorithm} if algorithm else {}
     versions = {"unisono": unisono.__version__, "numpy": np.__version__}
     return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, extra)
 

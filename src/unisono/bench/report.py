@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.base.host import read_text, usable_cores
+from unisono.base.host import cpu_model, usable_cores
 from unisono.bench.plan import OPS, BenchPlan
 
 Row = dict[str, Any]
@@ -83,19 +83,13 @@ def machine() -> dict[str, Any]:
     """Return the properties of the machine that figures depend on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": usable_cores(),
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "load_before": round(os.getloadavg()[0], 2),
     }
-
-
-def _cpu_model() -> str:
-    text = read_text("/proc/cpuinfo")
-    lines = [line for line in text.splitlines() if line.startswith("model name")]
-    return lines[0].partition(":")[2].strip() if lines else platform.processor() or "unknown"
 
 
 def fixed(number: float, width: int = 7) -> str:

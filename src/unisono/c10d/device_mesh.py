@@ -97,6 +97,8 @@ class DeviceMesh:
         self._lines = [_lines_along(grid[None], dim) for dim in range(grid.ndim)]
         self._root: DeviceMesh = self
         self._flattened: dict[str, DeviceMesh] = {}
+        # Links to neighbours, kept by `c10d.neighbors`.
+        self._topologies: dict[Any, Any] = {}
         self._rank = get_rank()
         none = ((None, None),) * grid.ndim
         overrides = none if backend_override is None else backend_override
@@ -119,6 +121,7 @@ class DeviceMesh:
         mesh._names = None if names is None else tuple(names)
         mesh._lines = lines
         mesh._flattened = {}
+        mesh._topologies = {}
         mesh._groups = list(groups)
         return mesh
 
@@ -202,6 +205,28 @@ class DeviceMesh:
             InvalidArgumentError: This rank is not in the mesh, or a dimension must be named.
         """
         return self.get_group(mesh_dim).rank()
+
+    def shift(
+        self, mesh_dim: int | str, steps: int = 1, *, periodic: bool = True
+    ) -> tuple[int | None, int | None]:
+        """Return the global ranks `steps` before and after this rank along a dimension.
+
+        A rank that sends to the second receives from the first, as in MPI_Cart_shift. None: the
+        dimension is not periodic and ends before.
+
+        Raises:
+            InvalidArgumentError: This rank is in no grid.
+        """
+        table = self._lines[self._dim(mesh_dim)]
+        found = np.argwhere(table == self._rank)
+        if not len(found):
+            raise InvalidArgumentError(f"rank {self._rank} is in none of the grids of {self!r}")
+        (line, place), size = found[0].tolist(), table.shape[1]
+
+        def rank_at(at: int) -> int | None:
+            return int(table[line, at % size]) if periodic or 0 <= at < size else None
+
+        return rank_at(place - steps), rank_at(place + steps)
 
     # ---- groups ---------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ import mmap
 import operator
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from unisono.c10d.objects.call import ObjectCall
 from unisono.engines import memory_host
 from unisono.errors import (
     ArgumentTypeError,
-    CollectiveError,
     InvalidArgumentError,
     UnisonoError,
     UnsupportedError,
@@ -258,11 +256,12 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
 def _share(pg: ProcessGroup, call: ObjectCall, nbytes: int) -> tuple[mmap.mmap, list[int]]:
     """Return this rank's mapping, and for each rank the rank in the group that made its memory."""
     me = pg.rank()
-    hosts = _on_all(pg, call, nbytes, lambda: _host(pg))
+    failed = f"no {nbytes} bytes of shared memory"
+    hosts = call.on_all(lambda: _host(pg), failed)
     first = hosts.index(hosts[me])
     mapped: list[mmap.mmap] = []
     with contextlib.ExitStack() as stack:
-        made = _on_all(pg, call, nbytes, lambda: _made(nbytes, stack) if first == me else None)
+        made = call.on_all(lambda: _made(nbytes, stack) if first == me else None, failed)
 
         def attach() -> int:
             owner = first
@@ -275,27 +274,8 @@ def _share(pg: ProcessGroup, call: ObjectCall, nbytes: int) -> tuple[mmap.mmap, 
             return owner
 
         # The files stay open until all ranks have opened them.
-        owners = _on_all(pg, call, nbytes, attach)
+        owners = call.on_all(attach, failed)
     return mapped[0], owners
-
-
-def _on_all(
-    pg: ProcessGroup, call: ObjectCall, nbytes: int, get: Callable[[], object]
-) -> list[Any]:
-    """Return the results of `get` on all ranks; if one raises an OSError, raise on all ranks."""
-    try:
-        mine = get(), ""
-    except OSError as error:
-        mine = None, reason_of(error)
-    results = call.loads_all(call.all_gather(call.pack(lambda: mine)))
-    failed = {rank: why for rank, (_, why) in enumerate(results) if why}
-    if failed:
-        reasons = ", ".join(f"rank {pg.ranks[rank]}: {why}" for rank, why in failed.items())
-        raise CollectiveError(
-            f"{call}: no {nbytes} bytes of shared memory on {reasons}",
-            context=replace(call.context(0), peers=tuple(pg.ranks[rank] for rank in failed)),
-        )
-    return [result for result, _ in results]
 
 
 def _host(pg: ProcessGroup) -> str:

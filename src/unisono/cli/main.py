@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from unisono import __version__
-from unisono.cli import bench, simulate
+from unisono.cli import bench, draw, explain, simulate, tune
 from unisono.cli.completion import SHELLS, PrintCompletion
 from unisono.cli.doctor import command as doctor
 from unisono.cli.look import command as look
@@ -47,6 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_command(commands)
     bench.add_command(commands)
     simulate.add_command(commands)
+    draw.add_command(commands)
+    explain.add_command(commands)
+    tune.add_command(commands)
     look.add_commands(commands)
     doctor.add_command(commands)
     return parser

@@ -74,7 +74,7 @@ def _simulate(options: argparse.Namespace) -> int:
             rows += _rows(options, net, p, nbytes)
     if options.json:
         document = {"op": options.op, "net": net.name, "values": net.values, "rows": rows}
-        _write(options.json, json.dumps(document, indent=1).replace("Infinity", "null") + "\n")
+        write_text(options.json, json.dumps(document, indent=1).replace("Infinity", "null") + "\n")
     if options.plot:
         _plot(rows, options)
     return 0
@@ -82,29 +82,39 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine of --net, with the ranks per host of --hosts."""
-    from importlib import resources
-
-    from unisono.simulate import machine
-
-    shipped = resources.files("unisono.simulate") / "shipped"
-    try:
-        if options.net.endswith(".toml"):
-            text = Path(options.net).read_text(encoding="utf-8")
-        else:
-            text = (shipped / f"{options.net}.toml").read_text(encoding="utf-8")
-    except OSError:
-        known = ", ".join(sorted(file.name[:-5] for file in shipped.iterdir()))
-        raise UnknownNameError(
-            f"no network {options.net!r} (known: {known}; or a file that ends in .toml)"
-        ) from None
-    net = machine(options.net, text)
+    net = machine_of(options.net, options.model)
     if options.hosts:
         if any(p % options.hosts for p in options.ranks):
             raise InvalidArgumentError(f"-p {options.ranks} do not fill {options.hosts} hosts")
         if len(options.ranks) > 1:
             raise InvalidArgumentError("--hosts needs one number of ranks")
         net.values["ranks_per_host"] = options.ranks[0] // options.hosts
-    return replace(net, values=net.values | {"model": options.model or net.values["model"]})
+    return net
+
+
+def machine_of(name: str, model: str | None = None) -> Machine:
+    """Return the machine of a shipped name or a TOML file.
+
+    Raises:
+        UnknownNameError: There is no such machine or file.
+    """
+    from importlib import resources
+
+    from unisono.simulate import machine
+
+    shipped = resources.files("unisono.simulate") / "shipped"
+    try:
+        if name.endswith(".toml"):
+            text = Path(name).read_text(encoding="utf-8")
+        else:
+            text = (shipped / f"{name}.toml").read_text(encoding="utf-8")
+    except OSError:
+        known = ", ".join(sorted(file.name[:-5] for file in shipped.iterdir()))
+        raise UnknownNameError(
+            f"no network {name!r} (known: {known}; or a file that ends in .toml)"
+        ) from None
+    net = machine(name, text)
+    return replace(net, values=net.values | {"model": model or net.values["model"]})
 
 
 def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[Row]:
@@ -116,7 +126,7 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
     names = available(options.op, p, local=local) if every else options.algorithm.split(",")
     for name in names:
         try:
-            row = _row(options, net, name, (p, local, nbytes))
+            row = row_of(options, net, name, (p, local, nbytes))
         except InvalidArgumentError as error:
             if not every:
                 raise
@@ -132,7 +142,9 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
         yield row
 
 
-def _row(options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]) -> Row:
+def row_of(
+    options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
+) -> Row:
     """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
     from unisono.schedules import build
     from unisono.schedules.ir import ROOTED
@@ -147,7 +159,7 @@ def _row(options: argparse.Namespace, net: Machine, name: str, shape: tuple[int,
     if options.goal or net.values["model"] == "loggops":
         program = program_of(Traffic(schedule, nbytes, options.itemsize, work=False).all_rows(), p)
         if options.goal:
-            _write(options.goal, to_goal(program))
+            write_text(options.goal, to_goal(program))
         done = loggops.run(program, net.loggops())
         return row | {"time_us": max(done.finish_ps) / 1e6, "exact": True, "method": "LogGOPS"}
     result = simulate(
@@ -172,7 +184,12 @@ def _aligned(cells: Sequence[str]) -> str:
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-def _write(path: str, text: str) -> None:
+def write_text(path: str, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        InvalidArgumentError: It cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

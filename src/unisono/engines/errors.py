@@ -7,15 +7,14 @@ statuses of collectives, sends and receives are worded only here, so an event ha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unisono.base.buffers import BufferView
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.types import dtype_of_code
-from unisono.base.where import state_of_process
 from unisono.engines.api import Call, Communicator, name_ranks
+from unisono.engines.places import places_of
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -42,9 +41,6 @@ _ANSWER_S = 0.45
 
 # The part of that time that always lies after the deadline. The ranks are asked again then.
 _GRACE_S = 0.1
-
-# Most lines of an error that give the places of ranks; equal places share a line.
-_MOST_PLACES = 12
 
 _CLASSES: dict[str, type[UnisonoError]] = {
     "timeout": CollectiveTimeoutError,
@@ -188,40 +184,10 @@ def _time_out(
     details = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
     reason = f"timed out after {deadline}: {details}"
     blamed = sorted(behind + missed + came + gone + silent)
-    lines = _places(comm, blamed or comm.others, before | now, call.seq)
+    lines = places_of(comm, blamed or comm.others, before | now, call.seq)
     if quiet:
         lines += _table(transport.rank, transport.unreached(), before | now)
     return Failure("timeout", reason, blamed, transport.rank, lines)
-
-
-def _places(
-    comm: Communicator, ranks: Sequence[int], answers: dict[int, CallStatus], seq: int = 0
-) -> list[str]:
-    """Return lines that give the place of each rank in its program; equal places share a line.
-
-    Args:
-        comm: The group.
-        ranks: Global ranks.
-        answers: Their answers, as far as they came.
-        seq: Number of the call that they should be in; 0 for messages.
-    """
-    pids = {rank: pid for rank, (pid, *_) in enumerate(comm.transport.messages.addresses) if pid}
-    texts: dict[str, list[int]] = {}
-    for rank in ranks:
-        status = answers.get(rank, CallStatus(0, ""))
-        if status.place:
-            text = f"BE {status.place}"
-            if 0 < status.seq < seq:
-                text += f"; its last call was {status.text.partition('(')[0]} #{status.seq}"
-        elif rank in pids:
-            text = f"(process {pids[rank]}) {state_of_process(pids[rank])}"
-        else:
-            continue
-        texts.setdefault(text, []).append(rank)
-    return [
-        f"{name_ranks(same)} {text.replace('BE', 'is' if len(same) == 1 else 'are', 1)}"
-        for text, same in list(texts.items())[:_MOST_PLACES]
-    ]
 
 
 def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
@@ -388,7 +354,7 @@ def _message_timeout(
     if comm.transport.may_wait():
         ranks = comm.others if peer is None else [peer]
         answers = comm.transport.ask(comm.context, 0, ranks, Deadline(_GRACE_S), places=True)
-        reason = "\n    ".join([reason, *_places(comm, ranks, answers)])
+        reason = "\n    ".join([reason, *places_of(comm, ranks, answers)])
     return CollectiveTimeoutError(
         f"{call} in group '{comm.name}' timed out after {deadline} on {comm.here}: {reason}",
         context=comm.where(

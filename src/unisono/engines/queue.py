@@ -22,7 +22,7 @@ from unisono.engines.errors import (
     to_failure,
 )
 from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
-from unisono.trace import open_calls, write_after_failure
+from unisono.trace import GroupTrace, open_calls, write_after_failure
 from unisono.transports import LinkDown
 from unisono.transports.messages import CallStatus, Failure
 
@@ -165,6 +165,9 @@ class OrderedEngine(Engine):
             "age_s": time.monotonic() - comm.made_s,
             **({} if comm.trace is None else open_calls(comm.trace)),
         }
+
+    def recorded(self) -> GroupTrace | None:
+        return self.comm.trace
 
     def abort(self, reason: str, failed: bool = False) -> None:
         me = self.comm.transport.rank

@@ -282,6 +282,12 @@ OPS: dict[str, OpSchema] = {
             lambda group, *arguments: (arguments[1], arguments),
             repeat="output:writes tensor:reads output_split_sizes input_split_sizes",
         ),
+        OpSchema(
+            "neighbor_all_to_all", data="outputs inputs", settings="links",
+            check=lambda group, outputs, inputs, links: (
+                next(iter([*inputs, *outputs]), None), (outputs, inputs, links),
+            ),
+        ),
         OpSchema("scan", data="tensor", settings="op", check=_all_reduce),
         OpSchema("exscan", data="tensor", settings="op", check=_all_reduce),
         OpSchema("barrier", "barrier", ("barrier",), repeat=""),

@@ -20,6 +20,7 @@ from unisono.backends import (
     Pending,
     make_backend,
 )
+from unisono.backends.neighbors import Links
 from unisono.base import config
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
@@ -327,6 +328,12 @@ class ProcessGroup(C10dNames):
         """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
         arguments = (output, tensor, output_split_sizes, input_split_sizes)
         return self._call_collective("all_to_all_single", arguments, how)
+
+    def neighbor_all_to_all(
+        self, outputs: Arrays, inputs: Arrays, links: Links, **how: Unpack[How]
+    ) -> Work:
+        """Exchange arrays with neighbours; see `unisono.neighbor_all_to_all`."""
+        return self._call_collective("neighbor_all_to_all", (outputs, inputs, links), how)
 
     def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Replace rank r's tensor by the reduction over ranks 0..r."""

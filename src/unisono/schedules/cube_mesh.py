@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from unisono.schedules.ir import Buf, IntArray, Schedule, post, read_reduce
 from unisono.schedules.one_shot import reduce_in_rank_order
 
@@ -32,7 +34,7 @@ def all_reduce(p: int) -> Schedule:
         if k == 0:
             for turn in range(QUAD):
                 yield post(r, first + turn, OUTPUT, 0, where=r != first + turn)
-            yield from reduce_in_rank_order(r, first, QUAD)
+            yield from reduce_in_rank_order(r, first[:, None] + np.arange(QUAD))
         else:
             relay = r ^ QUAD
             yield post(r, relay, OUTPUT, 0)

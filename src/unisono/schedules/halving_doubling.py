@@ -43,16 +43,32 @@ def all_reduce(p: int) -> Schedule:
         2 floor(lg p)+2 rounds, 2n(q-1)/q + n sent, n(q-1)/q + n reduced.
     Source: Rabenseifner 2004; MPICH's allreduce "reduce_scatter_allgather".
     """
+    q = Fold(p).q
+    return in_halves(NAME, p, np.arange(q), lambda k, member: member ^ (q >> (k + 1)))
+
+
+def in_halves(
+    algorithm: str, p: int, number: IntArray, partner: Callable[[int, IntArray], IntArray]
+) -> Schedule:
+    """Return the all_reduce of `all_reduce`, with other partners.
+
+    Args:
+        algorithm: As for `Schedule`.
+        p: World size.
+        number: The chunk that each member reduces [q]. In round k the numbers of two partners
+            first differ in bit lg q - 1 - k.
+        partner: `partner(k, members)` returns the partners of reducing round `k`. The rounds that
+            gather have the same partners in reverse.
+    """
     fold = Fold(p)
 
     def inner(k: int, r: IntArray, member: IntArray) -> Iterable[IntArray]:
-        if k < fold.log2:
-            return _halve(fold, k, r, member, fold.rank)
-        width = 1 << (k - fold.log2)
-        return _double(r, member, fold.rank(member ^ width), width)
+        level = min(k, 2 * fold.log2 - 1 - k)
+        exchange = _halve if k < fold.log2 else _double
+        return exchange(r, number[member], fold.rank(partner(level, member)), fold.q >> (level + 1))
 
     rounds, exchange = with_fold(fold, fold.q, 2 * fold.log2, inner)
-    return Schedule("all_reduce", NAME, p, rounds, exchange, output_chunks=fold.q)
+    return Schedule("all_reduce", algorithm, p, rounds, exchange, output_chunks=fold.q)
 
 
 def reduce_scatter(p: int) -> Schedule:
@@ -114,7 +130,8 @@ def reduce(p: int, root: int) -> Schedule:
             return
         inside, member = r[~guest], fold.member(v[~guest])
         if k - folded < fold.log2:
-            yield from _halve(fold, k - folded, inside, member, rank)
+            d = fold.q >> (k - folded + 1)
+            yield from _halve(inside, member, rank(member ^ d), d)
         else:
             d = 1 << (k - folded - fold.log2)
             yield send(inside, rank(member - d), OUTPUT, member, d, where=member % (2 * d) == d)
@@ -151,14 +168,11 @@ def broadcast(p: int, root: int) -> Schedule:
     return Schedule("broadcast", NAME, p, rounds, exchange, root, output_chunks=p)
 
 
-def _halve(
-    fold: Fold, k: int, r: IntArray, member: IntArray, rank: Callable[[IntArray], IntArray]
-) -> Iterable[IntArray]:
-    """Keep the half of the vector that holds chunk `member`; send the other half to the partner."""
-    d = fold.q >> (k + 1)
-    mine = member // d * d
-    yield send(r, rank(member ^ d), OUTPUT, mine ^ d, d)
-    yield recv_reduce(r, rank(member ^ d), OUTPUT, mine, d)
+def _halve(r: IntArray, v: IntArray, partner: IntArray, width: int) -> Iterable[IntArray]:
+    """Keep the `width` chunks that hold chunk `v`; send as many others to the partner."""
+    mine = v // width * width
+    yield send(r, partner, OUTPUT, mine ^ width, width)
+    yield recv_reduce(r, partner, OUTPUT, mine, width)
 
 
 def _halve_blocks(fold: Fold, k: int, r: IntArray) -> Iterable[IntArray]:

@@ -59,7 +59,7 @@ REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan", "exscan"
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
-_NO_ROWS: IntArray = np.empty((0, 8), np.int64)
+_NO_ROWS: IntArray = np.empty((8, 0), np.int64).T
 
 
 class Op(IntEnum):
@@ -149,7 +149,8 @@ class Schedule:
 
         Returns:
             int64 [rows, 8]: (rank, op, peer, src_buf, src_chunk, dst_buf, dst_chunk, nchunks),
-            unused fields -1. The rows of one rank are in the order of execution.
+            unused fields -1, column by column in memory. The rows of one rank are in the order of
+            execution.
         """
         blocks: list[IntArray] = [_NO_ROWS]
         if k == 0:
@@ -158,7 +159,7 @@ class Schedule:
             blocks += self.exchange(k, ranks)
         if k == self.stages - 1:
             blocks += self.after(ranks)
-        return np.concatenate(blocks)
+        return np.concatenate([block.T for block in blocks], axis=1).T
 
 
 def make_rows(
@@ -184,10 +185,11 @@ def make_rows(
         columns = tuple(
             column if np.ndim(column) == 0 else _spread(column, shape)[at] for column in columns
         )
-    rows = np.empty((*np.broadcast(*columns).shape, 8), np.int64)
+    # Column by column in memory: rows one after another would take several times as long.
+    rows = np.empty((8, *np.broadcast(*columns).shape), np.int64)
     for index, column in enumerate(columns):
-        rows[..., index] = column
-    return rows.reshape(-1, 8)
+        rows[index] = column
+    return rows.reshape(8, -1).T
 
 
 def _spread(column: Any, shape: tuple[int, ...]) -> IntArray:

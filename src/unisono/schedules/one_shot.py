@@ -36,7 +36,7 @@ def all_reduce(p: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         yield post(r, -1, OUTPUT, 0)
-        yield from reduce_in_rank_order(r, np.zeros_like(r), p)
+        yield from reduce_in_rank_order(r, np.arange(p)[None])
 
     return Schedule("all_reduce", NAME, p, _rounds(p), exchange, scratch_chunks=1)
 
@@ -130,33 +130,33 @@ def barrier(p: int) -> Schedule:
 
 
 def reduce_in_rank_order(
-    r: IntArray, first: IntArray, size: int, chunk: IntArray | int = 0
+    r: IntArray, group: IntArray, chunk: IntArray | int = 0
 ) -> Iterable[IntArray]:
-    """Reduce the posts of ranks [first, first + size) into OUTPUT[chunk], in the order of ranks.
+    """Reduce the posts of each rank's `group` into OUTPUT[chunk], in the order of the group.
 
-    Each rank in `r` is one of these ranks, and has its own value in OUTPUT[chunk]. Rank `first`
-    starts with its own value. Each other rank keeps its value in SCRATCH[chunk] until its turn.
-    Rank `first` + 1 must do so, too. For it b+a differs from a+b in the payload of a NaN, and b*a
-    from a*b in the last bit of a complex product.
+    `group` is [ranks, size] or [1, size]. Each rank in `r` is in its group, and has its own value
+    in OUTPUT[chunk]. The first rank of a group starts with its own value. Each other rank keeps its
+    value in SCRATCH[chunk] until its turn. The second rank must do so, too. For it b+a differs from
+    a+b in the payload of a NaN, and b*a from a*b in the last bit of a complex product.
     """
-    late = r > first
+    late = r != group[:, 0]
     yield copy(r, (OUTPUT, chunk), (SCRATCH, chunk), where=late)
-    yield read(r, first, OUTPUT, chunk, where=late)
-    yield reduce_in_turns(r, first, size, chunk, chunk)
+    yield read(r, group[:, 0], OUTPUT, chunk, where=late)
+    yield reduce_in_turns(r, group, chunk, chunk)
 
 
 def reduce_in_turns(
-    r: IntArray, first: IntArray, size: int, kept: IntArray | int, chunk: IntArray | int
+    r: IntArray, group: IntArray, kept: IntArray | int, chunk: IntArray | int
 ) -> IntArray:
-    """Return rows that reduce the values of ranks first+1 ... first+size-1 into OUTPUT[chunk].
+    """Return rows that reduce all values of a group but the first into OUTPUT[chunk].
 
     Each value but the rank's own, SCRATCH[kept], is a post.
     """
-    peers = first[:, None] + np.arange(1, size)
+    peers = group[:, 1:]
     own = peers == r[:, None]
-    ops, peers, buf = (np.where(own, *pair) for pair in (_TURN_OPS, (-1, peers), (SCRATCH, -1)))
-    source = np.where(own, np.reshape(kept, (-1, 1)), -1)
-    return make_rows(ops, r[:, None], peers, (buf, source), (OUTPUT, np.reshape(chunk, (-1, 1))), 1)
+    source = np.where(own, SCRATCH, -1), np.where(own, np.reshape(kept, (-1, 1)), -1)
+    ops, posters = np.where(own, *_TURN_OPS), np.where(own, -1, peers)
+    return make_rows(ops, r[:, None], posters, source, (OUTPUT, np.reshape(chunk, (-1, 1))), 1)
 
 
 def _at_once(schedule: Schedule) -> Schedule:
@@ -179,7 +179,9 @@ def others(ranks: IntArray, p: int) -> IntArray:
 
     If the order were the same on all ranks, all would read the memory of one rank at the same time.
     """
-    return (ranks + np.arange(1, p)) % p
+    peers = ranks + np.arange(1, p)
+    # Without a division, which takes several times as long.
+    return np.where(peers < p, peers, peers - p)
 
 
 def _rounds(p: int) -> int:

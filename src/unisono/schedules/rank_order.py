@@ -38,7 +38,7 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
     """
 
     def reduce_part(r: IntArray, chunk: IntArray) -> Iterable[IntArray]:
-        return reduce_in_rank_order(r, np.zeros_like(r), p, chunk)
+        return reduce_in_rank_order(r, np.arange(p)[None], chunk)
 
     return in_two_shots(NAME, p, pipeline, reduce_part, scratch_chunks=p * pipeline)
 
@@ -53,7 +53,7 @@ def reduce(p: int, root: int) -> Schedule:
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         if k == 0:
             yield post(r[:, None], others(r[:, None], p), OUTPUT, others(r[:, None], p))
-            yield from reduce_in_rank_order(r, np.zeros_like(r), p, r)
+            yield from reduce_in_rank_order(r, np.arange(p)[None], r)
         else:
             at_root = r[r == root][:, None]
             peers = others(at_root, p)
@@ -81,7 +81,7 @@ def reduce_scatter(p: int) -> Schedule:
         column = r[:, None]
         yield post(column, others(column, p), INPUT, others(column, p))
         yield read(r, 0, OUTPUT, 0, where=r > 0)
-        yield reduce_in_turns(r, np.zeros_like(r), p, r, 0)
+        yield reduce_in_turns(r, np.arange(p)[None], r, 0)
 
     rounds = 1 if p > 1 else 0
     return block_schedule(

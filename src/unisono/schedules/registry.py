@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from unisono.errors import InvalidArgumentError
 from unisono.schedules import (
     bruck,
     cube_mesh,
     double_tree,
+    far_first,
     halving_doubling,
     linear,
     node_tree,
@@ -20,6 +23,8 @@ from unisono.schedules import (
     recursive_doubling,
     ring,
     scan,
+    swing,
+    torus,
     tree,
     two_level,
     two_shot,
@@ -41,6 +46,7 @@ class Entry:
         ordered: Whether the algorithm reduces in the order of ranks; see `rank_order`.
         two_level: Whether the algorithm needs several hosts with equally many ranks, numbered
             host by host.
+        registered: Whether `register_schedule` added the algorithm.
     """
 
     builder: Callable[..., Schedule]
@@ -50,6 +56,7 @@ class Entry:
     uneven: bool = False
     ordered: bool = False
     two_level: bool = False
+    registered: bool = False
 
     def serves(self, world_size: int, local: int) -> bool:
         """Return whether the algorithm works for `world_size` ranks, `local` on each host."""
@@ -70,10 +77,14 @@ _TABLE: dict[str, dict[str, Entry]] = {
     "all_reduce": {
         "linear": Entry(linear.all_reduce, ordered=True),
         "ring": Entry(ring.all_reduce),
+        "two_way_ring": Entry(ring.two_way_all_reduce),
+        "torus": Entry(torus.all_reduce, lambda p: torus.width(p) > 1, "a product of two numbers"),
         "tree": Entry(tree.all_reduce, pipelined=True),
         "double_tree": Entry(double_tree.all_reduce, pipelined=True),
         "recursive_doubling": Entry(recursive_doubling.all_reduce),
+        "recursive_multiplying": Entry(recursive_doubling.multiplying),
         "halving_doubling": Entry(halving_doubling.all_reduce),
+        "swing": Entry(swing.all_reduce),
         "one_shot": Entry(one_shot.all_reduce, ordered=True),
         "two_shot": Entry(two_shot.all_reduce, pipelined=True),
         "rank_order": Entry(rank_order.all_reduce, pipelined=True, ordered=True),
@@ -85,6 +96,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "linear": Entry(linear.broadcast),
         "ring": Entry(ring.broadcast, pipelined=True),
         "binomial": Entry(tree.binomial_broadcast),
+        "bine": _power_of_two(swing.broadcast),
         "tree": Entry(tree.broadcast, pipelined=True),
         "double_tree": Entry(double_tree.broadcast, pipelined=True),
         "halving_doubling": Entry(halving_doubling.broadcast),
@@ -95,6 +107,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "linear": Entry(linear.reduce),
         "ring": Entry(ring.reduce, pipelined=True),
         "binomial": Entry(tree.binomial_reduce),
+        "bine": _power_of_two(swing.reduce),
         "tree": Entry(tree.reduce, pipelined=True),
         "double_tree": Entry(double_tree.reduce, pipelined=True),
         "halving_doubling": Entry(halving_doubling.reduce),
@@ -106,8 +119,10 @@ _TABLE: dict[str, dict[str, Entry]] = {
     "all_gather": {
         "linear": Entry(linear.all_gather, uneven=True),
         "ring": Entry(ring.all_gather, uneven=True),
+        "two_way_ring": Entry(ring.two_way_all_gather, uneven=True),
         "recursive_doubling": _power_of_two(recursive_doubling.all_gather, uneven=True),
         "bruck": Entry(bruck.all_gather),
+        "far_first": Entry(far_first.all_gather),
         "one_shot": Entry(one_shot.all_gather, uneven=True),
         "two_level": _levels(two_level.all_gather),
     },
@@ -120,6 +135,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "linear": Entry(linear.reduce_scatter, uneven=True),
         "ring": Entry(ring.reduce_scatter),
         "halving_doubling": Entry(halving_doubling.reduce_scatter, uneven=True),
+        "far_first": Entry(far_first.reduce_scatter),
         "pairwise": Entry(pairwise.reduce_scatter, uneven=True),
         "one_shot": Entry(one_shot.reduce_scatter, uneven=True),
         "rank_order": Entry(rank_order.reduce_scatter, uneven=True, ordered=True),
@@ -135,6 +151,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "pairwise": Entry(pairwise.all_to_all, uneven=True),
         "bruck": Entry(bruck.all_to_all),
         "one_shot": Entry(one_shot.all_to_all, uneven=True),
+        "two_level": _levels(two_level.all_to_all),
     },
     "scan": {
         "linear": Entry(scan.scan_chain, pipelined=True, ordered=True),
@@ -168,6 +185,53 @@ def entry(collective: str, algorithm: str) -> Entry:
         known = ", ".join(_TABLE[collective])
         raise InvalidArgumentError(f"{collective} has no algorithm {algorithm!r} (it has: {known})")
     return _TABLE[collective][algorithm]
+
+
+def register_schedule(schedule: Schedule) -> None:
+    """Prove a schedule, and let calls choose it by its name with `algorithm=`.
+
+    It serves groups of its world size. Every rank must register it. A call in which a rank has
+    not done so, or has another name for it, raises an error on all ranks.
+
+    Args:
+        schedule: A schedule of a collective without a root, for instance of `from_msccl`.
+
+    Raises:
+        ScheduleError: The schedule is wrong.
+        InvalidArgumentError: The collective has a root, or another algorithm has the name.
+    """
+    collective, name = schedule.collective, schedule.algorithm
+    if collective in ROOTED:
+        raise InvalidArgumentError(f"register {name!r}: {collective} has a root, expected none")
+    size = schedule.world_size
+    found = _TABLE[collective].get(name)
+    if found is not None:
+        if not (
+            found.registered and found.serves(size, 1) and _same(found.builder(size), schedule)
+        ):
+            raise InvalidArgumentError(
+                f"register {name!r}: {collective} has another such algorithm"
+            )
+        return
+    # Few processes register a schedule, and the proof is imported for these only.
+    from unisono.schedules.verify import verify
+
+    verify(schedule)
+    _TABLE[collective][name] = Entry(
+        lambda p: schedule,
+        lambda p: p == size,
+        f"world size {size}",
+        uneven=schedule.uneven_ok,
+        registered=True,
+    )
+
+
+def _same(first: Schedule, second: Schedule) -> bool:
+    """Return whether two schedules of the same ranks have the same rows."""
+    ranks = np.arange(first.world_size)
+    return first.stages == second.stages and all(
+        np.array_equal(first.steps(k, ranks), second.steps(k, ranks)) for k in range(first.stages)
+    )
 
 
 def available(

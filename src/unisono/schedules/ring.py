@@ -33,13 +33,17 @@ def all_reduce(p: int) -> Schedule:
     Cost: 2(p-1) rounds, 2n(p-1)/p sent, n(p-1)/p reduced.
     Source: Patarasuk and Yuan 2009.
     """
+    return _all_reduce("ring", p, (1,))
 
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        take = recv_reduce if k < p - 1 else recv
-        yield send(r, (r + 1) % p, OUTPUT, (r - k) % p)
-        yield take(r, (r - 1) % p, OUTPUT, (r - k - 1) % p)
 
-    return Schedule("all_reduce", "ring", p, 2 * (p - 1), exchange, output_chunks=p)
+def two_way_all_reduce(p: int) -> Schedule:
+    """Send one half of the vector around the ring to the right, the other half to the left.
+
+    Cost: 2(p-1) rounds, 2n(p-1)/p sent in 2 messages per round, n(p-1)/p reduced.
+    Source: the rings of TPU networks; Sack and Gropp, "Collective algorithms for multiported torus
+        networks", ACM TOPC 1(2), 2015.
+    """
+    return _all_reduce("two_way_ring", p, (1, -1))
 
 
 def reduce_scatter(p: int) -> Schedule:
@@ -78,6 +82,24 @@ def all_gather(p: int) -> Schedule:
     return block_schedule("all_gather", "ring", p, p - 1, exchange, uneven_ok=True)
 
 
+def two_way_all_gather(p: int) -> Schedule:
+    """Pass every block around the ring both ways at the same time.
+
+    Cost: floor(p/2) rounds, n(p-1)/p sent in 2 messages per round.
+    Source: torchcomms' bidirectional all-gather.
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        # If p is even, the last block comes from one side only.
+        ways = (1, -1)[: 1 + (2 * k + 2 < p)]
+        for way in ways:
+            yield send(r, (r + way) % p, OUTPUT, (r - way * k) % p)
+        for way in ways:
+            yield recv(r, (r - way) % p, OUTPUT, (r - way * (k + 1)) % p)
+
+    return block_schedule("all_gather", "two_way_ring", p, p // 2, exchange, uneven_ok=True)
+
+
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:
     """Pass the vector along a chain that starts at the root, in `pipeline` chunks.
 
@@ -94,6 +116,20 @@ def reduce(p: int, root: int, pipeline: int) -> Schedule:
     Source: NCCL's ring reduce.
     """
     return tree_schedule("reduce", "ring", [_chain(p, root)], root, pipeline)
+
+
+def _all_reduce(algorithm: str, p: int, ways: tuple[int, ...]) -> Schedule:
+    """Return the all_reduce in which one part of the vector goes around the ring each way."""
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        take = recv_reduce if k < p - 1 else recv
+        for part, way in enumerate(ways):
+            yield send(r, (r + way) % p, OUTPUT, part * p + (r - way * k) % p)
+        for part, way in enumerate(ways):
+            yield take(r, (r - way) % p, OUTPUT, part * p + (r - way * (k + 1)) % p)
+
+    chunks = len(ways) * p
+    return Schedule("all_reduce", algorithm, p, 2 * (p - 1), exchange, output_chunks=chunks)
 
 
 def _chain(p: int, root: int) -> Tree:

@@ -13,6 +13,7 @@ from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import REDUCING, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
 from unisono.schedules.registry import available, entry
+from unisono.schedules.tables import Table
 
 KIB = 1024
 # Bytes per chunk of a pipeline. Smaller: the latency of a message is no longer hidden. Larger: a
@@ -55,6 +56,7 @@ def select(
     *,
     uneven: bool = False,
     ordered: bool = False,
+    table: Table | None = None,
 ) -> Choice:
     """Return the algorithm for one call.
 
@@ -69,6 +71,8 @@ def select(
         uneven: Whether blocks differ in size.
         ordered: Whether to reduce in the order of ranks. The bits of the result are then the same
             for every algorithm.
+        table: Measured choices, equal on all ranks. They take precedence over the default rule,
+            unless the call must reduce in the order of ranks.
 
     Raises:
         InvalidArgumentError: A name is unknown, or the algorithm does not serve this call. The
@@ -86,6 +90,8 @@ def select(
         favourites = _favourites(collective, nbytes, topology)
         if ordered and collective in REDUCING:
             favourites = _ordered(collective, nbytes, p)
+        elif table is not None and (rule := table.rule(collective, nbytes)):
+            favourites = (rule.algorithm, *favourites)
         chosen = next((name for name in favourites if name in permitted), permitted[0])
     # Over shared memory the engine itself cuts the data into pieces and pipelines them.
     shared = topology.shared_memory
@@ -141,7 +147,9 @@ def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:
     # Measured with all ranks on two cores. Ranks with a core each gain from smaller sizes on.
     moved = 128 * KIB
     least = {"all_reduce": 4 * KIB, "reduce_scatter": KIB, "broadcast": moved, "reduce": moved}
-    return topology.local > 1 and block >= least.get(collective, 0)
+    # two_level all_to_all packs blocks twice, and has not been measured to gain.
+    gains = topology.local > 1 and collective != "all_to_all"
+    return gains and block >= least.get(collective, 0)
 
 
 def _ordered(collective: str, nbytes: int, p: int) -> tuple[str, ...]:

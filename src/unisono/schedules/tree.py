@@ -29,15 +29,7 @@ def binomial_broadcast(p: int, root: int) -> Schedule:
     Cost: ceil(lg p) rounds, n ceil(lg p) sent by the root.
     Source: MPICH's bcast "binomial".
     """
-    log2 = ceil_log2(p)
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        v, d = (r - root) % p, 1 << (log2 - 1 - k)
-        upper, lower = binomial_level(v, d, p)
-        yield send(r, (r + d) % p, OUTPUT, 0, where=upper)
-        yield recv(r, (r - d) % p, OUTPUT, 0, where=lower)
-
-    return Schedule("broadcast", "binomial", p, log2, exchange, root)
+    return binomial("broadcast", "binomial", p, root, np.arange(p))
 
 
 def binomial_reduce(p: int, root: int) -> Schedule:
@@ -48,14 +40,24 @@ def binomial_reduce(p: int, root: int) -> Schedule:
     Cost: ceil(lg p) rounds, n sent, n ceil(lg p) received and reduced by the root.
     Source: MPICH's reduce "binomial".
     """
+    return binomial("reduce", "binomial", p, root, np.arange(p))
+
+
+def binomial(collective: str, algorithm: str, p: int, root: int, names: IntArray) -> Schedule:
+    """Return the broadcast or reduce in which node v of the tree is rank root + `names[v]`."""
+    log2, number = ceil_log2(p), np.argsort(names)
+    down = collective == "broadcast"
+    take = recv if down else recv_reduce
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        v, d = (r - root) % p, 1 << k
+        v, d = number[(r - root) % p], 1 << (log2 - 1 - k if down else k)
         upper, lower = binomial_level(v, d, p)
-        yield send(r, (r - d) % p, OUTPUT, 0, where=lower)
-        yield recv_reduce(r, (r + d) % p, OUTPUT, 0, where=upper)
+        below, above = ((names[(v + way) % p] + root) % p for way in (d, -d))
+        gives, takes = (upper, lower) if down else (lower, upper)
+        yield send(r, below if down else above, OUTPUT, 0, where=gives)
+        yield take(r, above if down else below, OUTPUT, 0, where=takes)
 
-    return Schedule("reduce", "binomial", p, ceil_log2(p), exchange, root)
+    return Schedule(collective, algorithm, p, log2, exchange, root)
 
 
 def binomial_gather(p: int, root: int) -> Schedule:

@@ -12,6 +12,7 @@ depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import numpy as np
 
@@ -21,9 +22,11 @@ from unisono.schedules.ir import (
     BoolArray,
     Buf,
     IntArray,
+    Op,
     Schedule,
     ceil_log2,
     copy,
+    make_rows,
     recv,
     recv_reduce,
     send,
@@ -33,8 +36,14 @@ INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "two_level"
 
 Rows = list[IntArray]
-# (stage of a slice, number of the slice, ranks) -> rows that send, rows that receive
-Stage = Callable[[int, int, IntArray], tuple[Rows, Rows]]
+Sides = tuple[Rows, Rows]
+# The first stage (slice, ranks), the stages between (stages, slices, ranks), and the last stage
+# (slice, ranks). Those between come for several slices at once, [slices, 1].
+Stages = tuple[
+    Callable[[int, IntArray], Sides],
+    Callable[[IntArray, IntArray, IntArray], Sides],
+    Callable[[int, IntArray], Sides],
+]
 
 
 def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
@@ -45,29 +54,34 @@ def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
     """
     hosts = p // local
 
-    def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
-        host = r // local
-        part = (s * local + r % local) * hosts
+    def exchange_inside(s: int, r: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         peers = _neighbours(r, local)
-        theirs = (s * local + peers % local) * hosts
-        column, mine = r[:, None], part[:, None]
-        if t == 0:
-            sends = [send(column, peers, OUTPUT, theirs, hosts)]
-            return sends, [recv_reduce(column, peers, OUTPUT, mine, hosts)]
-        if t == 2 * hosts - 1:
-            sends = [send(column, peers, OUTPUT, mine, hosts)]
-            return sends, [recv(column, peers, OUTPUT, theirs, hosts)]
-        after, before = (r + local) % p, (r - local) % p
-        gathers = t >= hosts
-        given = host + 1 - (t - hosts) if gathers else host - (t - 1)
-        step = recv if gathers else recv_reduce
+        mine, theirs = (s * local + place % local for place in (r[:, None], peers))
+        return r[:, None], peers, mine * hosts, theirs * hosts
+
+    def scatter(s: int, r: IntArray) -> Sides:
+        column, peers, mine, theirs = exchange_inside(s, r)
+        sends = [send(column, peers, OUTPUT, theirs, hosts)]
+        return sends, [recv_reduce(column, peers, OUTPUT, mine, hosts)]
+
+    def ring(t: IntArray, s: IntArray, r: IntArray) -> Sides:
+        part = (s * local + r % local) * hosts
+        given = r // local + np.where(t < hosts, 1 - t, 1 - t + hosts)
+        taken = (OUTPUT, part + (given - 1) % hosts)
+        step = np.where(t < hosts, Op.RECV_REDUCE, Op.RECV)
         return (
-            [send(r, after, OUTPUT, part + given % hosts)],
-            [step(r, before, OUTPUT, part + (given - 1) % hosts)],
+            [send(r, (r + local) % p, OUTPUT, part + given % hosts)],
+            [make_rows(step, r, (r - local) % p, (-1, -1), taken, 1)],
         )
 
+    def gather(s: int, r: IntArray) -> Sides:
+        column, peers, mine, theirs = exchange_inside(s, r)
+        sends = [send(column, peers, OUTPUT, mine, hosts)]
+        return sends, [recv(column, peers, OUTPUT, theirs, hosts)]
+
     chunks = pipeline * local * hosts
-    return _pipelined("all_reduce", p, 2 * hosts, pipeline, stage, chunks)
+    stages = (scatter, ring, gather)
+    return _pipelined("all_reduce", p, 2 * hosts, pipeline, stages, chunks)
 
 
 def broadcast(p: int, local: int, root: int, pipeline: int) -> Schedule:
@@ -79,28 +93,31 @@ def broadcast(p: int, local: int, root: int, pipeline: int) -> Schedule:
     hosts = p // local
     depth = ceil_log2(hosts)
 
-    def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
-        mine = s * local + r % local
-        peers = _neighbours(r, local)
-        if t == 0:
-            at_root, to, near = _around(root, r, local)
-            return (
-                [send(at_root, to, OUTPUT, s * local + to % local)],
-                [recv(r, root, OUTPUT, mine, where=near)],
-            )
-        if t <= depth:
-            gives, takes, to, source = _branch(r, local, root, hosts, t - 1)
-            return (
-                [send(r, to, OUTPUT, mine, where=gives)],
-                [recv(r, source, OUTPUT, mine, where=takes)],
-            )
-        column = r[:, None]
+    def scatter(s: int, r: IntArray) -> Sides:
+        at_root, to, near = _around(root, r, local)
         return (
-            [send(column, peers, OUTPUT, mine[:, None], where=peers != root)],
-            [recv(column, peers, OUTPUT, s * local + peers % local, where=column != root)],
+            [send(at_root, to, OUTPUT, s * local + to % local)],
+            [recv(r, root, OUTPUT, s * local + r % local, where=near)],
         )
 
-    return _pipelined("broadcast", p, depth + 2, pipeline, stage, pipeline * local, root)
+    def descend(t: IntArray, s: IntArray, r: IntArray) -> Sides:
+        mine = s * local + r % local
+        gives, takes, to, source = _branch(r, local, root, hosts, t - 1)
+        return (
+            [send(r, to, OUTPUT, mine, where=gives)],
+            [recv(r, source, OUTPUT, mine, where=takes)],
+        )
+
+    def gather(s: int, r: IntArray) -> Sides:
+        column, peers = r[:, None], _neighbours(r, local)
+        mine, theirs = (s * local + place % local for place in (column, peers))
+        return (
+            [send(column, peers, OUTPUT, mine, where=peers != root)],
+            [recv(column, peers, OUTPUT, theirs, where=column != root)],
+        )
+
+    stages = (scatter, descend, gather)
+    return _pipelined("broadcast", p, depth + 2, pipeline, stages, pipeline * local, root)
 
 
 def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
@@ -114,40 +131,42 @@ def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
     hosts = p // local
     depth = ceil_log2(hosts)
 
-    def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
+    def reduce_inside(s: int, r: IntArray) -> Sides:
         mine, is_root = s * local + r % local, r == root
-        if t == 0:
-            column, peers = r[:, None], _neighbours(r, local)
-            parts, first, others = mine[:, None], peers[:, 0], peers[:, 1:]
-            at_root = is_root[:, None]
-            return (
-                [send(column, peers, OUTPUT, s * local + peers % local)],
-                [
-                    recv_reduce(column, peers, OUTPUT, parts, where=at_root),
-                    # Receive the first value and reduce OUTPUT into it. To copy OUTPUT to SCRATCH
-                    # and reduce all values into the copy would pass over the data once more.
-                    recv(r, first, SCRATCH, mine, where=~is_root),
-                    ir.reduce(r, (OUTPUT, mine), (SCRATCH, mine), where=~is_root),
-                    recv_reduce(column, others, SCRATCH, parts, where=~at_root),
-                ],
-            )
-        if t <= depth:
-            takes, gives, source, to = _branch(r, local, root, hosts, depth - t)
-            return (
-                [send(r, to, SCRATCH, mine, where=gives)],
-                [
-                    recv_reduce(r, source, OUTPUT, mine, where=takes & is_root),
-                    recv_reduce(r, source, SCRATCH, mine, where=takes & ~is_root),
-                ],
-            )
+        column, peers = r[:, None], _neighbours(r, local)
+        parts, first, others = mine[:, None], peers[:, 0], peers[:, 1:]
+        at_root = is_root[:, None]
+        return (
+            [send(column, peers, OUTPUT, s * local + peers % local)],
+            [
+                recv_reduce(column, peers, OUTPUT, parts, where=at_root),
+                # Receive the first value and reduce OUTPUT into it. To copy OUTPUT to SCRATCH
+                # and reduce all values into the copy would pass over the data once more.
+                recv(r, first, SCRATCH, mine, where=~is_root),
+                ir.reduce(r, (OUTPUT, mine), (SCRATCH, mine), where=~is_root),
+                recv_reduce(column, others, SCRATCH, parts, where=~at_root),
+            ],
+        )
+
+    def ascend(t: IntArray, s: IntArray, r: IntArray) -> Sides:
+        mine = s * local + r % local
+        takes, gives, source, to = _branch(r, local, root, hosts, depth - t)
+        buffer = np.where(r == root, OUTPUT, SCRATCH)
+        return (
+            [send(r, to, SCRATCH, mine, where=gives)],
+            [make_rows(Op.RECV_REDUCE, r, source, (-1, -1), (buffer, mine), 1, takes)],
+        )
+
+    def gather(s: int, r: IntArray) -> Sides:
         at_root, source, near = _around(root, r, local)
         return (
-            [send(r, root, SCRATCH, mine, where=near)],
+            [send(r, root, SCRATCH, s * local + r % local, where=near)],
             [recv(at_root, source, OUTPUT, s * local + source % local)],
         )
 
     chunks = pipeline * local
-    return _pipelined("reduce", p, depth + 2, pipeline, stage, chunks, root, chunks)
+    stages = (reduce_inside, ascend, gather)
+    return _pipelined("reduce", p, depth + 2, pipeline, stages, chunks, root, chunks)
 
 
 def all_gather(p: int, local: int) -> Schedule:
@@ -203,6 +222,51 @@ def reduce_scatter(p: int, local: int) -> Schedule:
     return block_schedule("reduce_scatter", NAME, p, hosts, exchange, scratch_chunks=p, before=load)
 
 
+def all_to_all(p: int, local: int) -> Schedule:
+    """Exchange inside the hosts, so that each rank has all blocks of its host for some ranks.
+
+    Then a rank sends one message to each other host, for the rank in its own place there. The
+    message has the blocks of all ranks of its own host.
+
+    Cost: L+H-2 rounds, n(L-1)/L + n(H-1)/H sent, of which n(H-1)/H to other hosts; 2n copied.
+    Source: Tutel's 2DH all-to-all; Bruck et al. 1997 call it the index operation on a grid.
+    """
+    hosts = p // local
+    # SCRATCH [0, p): blocks for each place l, host by host. [p, 2p): received, from each place.
+    grid = np.arange(p).reshape(hosts, local)
+
+    def pack(r: IntArray) -> Iterable[IntArray]:
+        column = r[:, None]
+        yield copy(column, (INPUT, grid.T.ravel()), (SCRATCH, np.arange(p)))
+        place = r % local * hosts
+        yield copy(r, (SCRATCH, place), (SCRATCH, p + place), hosts)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        host, place = r // local, r % local
+        if k < local - 1:
+            to, source = (place + k + 1) % local, (place - k - 1) % local
+            yield send(r, host * local + to, SCRATCH, to * hosts, hosts)
+            yield recv(r, host * local + source, SCRATCH, p + source * hosts, hosts)
+            return
+        if k == local - 1:
+            column = r[:, None]
+            by_place = np.arange(p).reshape(local, hosts).T.ravel()
+            yield copy(column, (SCRATCH, p + by_place), (SCRATCH, np.arange(p)))
+        d = k - local + 2
+        to, source = (host + d) % hosts, (host - d) % hosts
+        yield send(r, to * local + place, SCRATCH, to * local, local)
+        yield recv(r, source * local + place, OUTPUT, source * local, local)
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        first = r // local * local
+        yield copy(r, (SCRATCH, first), (OUTPUT, first), local)
+
+    return block_schedule(
+        "all_to_all", NAME, p, local + hosts - 2, exchange,
+        scratch_chunks=2 * p, before=pack, after=own,
+    )  # fmt: skip
+
+
 def _neighbours(r: IntArray, local: int) -> IntArray:
     """Return [ranks, L-1]: the other ranks of each rank's host, from the next one on."""
     return r[:, None] // local * local + (r[:, None] + np.arange(1, local)) % local
@@ -216,10 +280,10 @@ def _around(root: int, r: IntArray, local: int) -> tuple[IntArray, IntArray, Boo
 
 
 def _branch(
-    r: IntArray, local: int, root: int, hosts: int, level: int
+    r: IntArray, local: int, root: int, hosts: int, level: IntArray
 ) -> tuple[BoolArray, BoolArray, IntArray, IntArray]:
     """Return masks of parents and of children on one level of binomial trees, then their peers."""
-    p, d = hosts * local, 1 << level
+    p, d = hosts * local, np.left_shift(1, level)
     v = (r // local - root // local) % hosts
     upper, lower = (v < d) & (v + d < hosts), (v >= d) & (v < 2 * d)
     return upper, lower, (r + d * local) % p, (r - d * local) % p
@@ -228,28 +292,32 @@ def _branch(
 def _pipelined(
     collective: str,
     p: int,
-    stages: int,
+    rounds: int,
     pipeline: int,
-    stage: Stage,
+    stages: Stages,
     chunks: int,
     root: int = -1,
     scratch_chunks: int = 0,
 ) -> Schedule:
-    """Return the schedule in which slices pass through the stages one after another."""
+    """Return the schedule in which slices pass through `rounds` stages one after another."""
+    first, between, last = stages
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        sends: Rows = []
-        receives: Rows = []
-        # Both lists are in the order of slices. Two ranks that exchange several slices in a round
-        # otherwise match wrong messages, because matching is first in, first out.
-        for s in range(max(0, k - stages + 1), min(k, pipeline - 1) + 1):
-            out, back = stage(k - s, s, r)
-            sends += out
-            receives += back
-        return sends + receives
+        low, high = max(0, k - rounds + 1), min(k, pipeline - 1)
+        sides: list[Sides] = []
+        # In the order of slices. Two ranks that exchange several slices in a round otherwise match
+        # wrong messages, because matching is first in, first out.
+        if k - low == rounds - 1:
+            sides.append(last(low, r))
+            low += 1
+        inner = np.arange(low, high + (k > high))[:, None]
+        if len(inner):
+            sides.append(between(k - inner, inner, r))
+        if k == high:
+            sides.append(first(high, r))
+        return [rows for way in zip(*sides, strict=True) for rows in chain(*way)]
 
-    rounds = stages + pipeline - 1
     return Schedule(
-        collective, NAME, p, rounds, exchange, root,
+        collective, NAME, p, rounds + pipeline - 1, exchange, root,
         output_chunks=chunks, scratch_chunks=scratch_chunks,
     )  # fmt: skip

@@ -59,6 +59,28 @@ def verify(schedule: Schedule, *, in_place: bool = False, rank_order: bool = Fal
     world.check_results()
 
 
+def contributions(schedule: Schedule) -> list[list[list[int]]]:
+    """Return how many ranks have contributed to each chunk of OUTPUT, by stage, rank and chunk.
+
+    The first entry is the state before the first stage; 0 is an undefined chunk. A rank without
+    OUTPUT has an empty list.
+
+    Raises:
+        ScheduleError: The schedule cannot be executed.
+    """
+    world = _Recorder(schedule)
+    world.run()
+    chunks = range(schedule.output_chunks)
+    has_output = [_buffer_chunks(schedule, r)[Buf.OUTPUT] for r in range(schedule.world_size)]
+    now = [[world.before[rank].get(c, 0) for c in chunks] for rank in range(schedule.world_size)]
+    states = []
+    for stage in range(-1, schedule.stages):
+        for rank, chunk, count in world.written.get(stage, ()):
+            now[rank][chunk] = count
+        states.append([row.copy() if has else [] for row, has in zip(now, has_output, strict=True)])
+    return states
+
+
 @dataclass(frozen=True)
 class _Value:
     """The value of a chunk: data item `item`, reduced over the ranks in the bit set `ranks`.
@@ -275,6 +297,26 @@ class _SymbolicWorld:
         s = self.schedule
         where = Context(rank=rank, world_size=s.world_size, op=s.collective, step=step)
         return ScheduleError(f"{s.collective} ({s.algorithm}): {what}", context=where)
+
+
+class _Recorder(_SymbolicWorld):
+    """A world that keeps what each stage writes to OUTPUT: rank, chunk, number of ranks in it."""
+
+    def __init__(self, schedule: Schedule):
+        super().__init__(schedule, in_place=False, rank_order=False)
+        self.before = [
+            {chunk[1]: value.ranks.bit_count() for chunk, value in memory.items()
+             if chunk[0] == Buf.OUTPUT}
+            for memory in self.memory
+        ]  # fmt: skip
+        self.written: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+
+    def store(self, rank: int, row: Row, values: list[_Value], sizes: list[object]) -> None:
+        super().store(rank, row, values, sizes)
+        for chunk in self.chunks(rank, row[5], row[6], row[7]):
+            if chunk[0] == Buf.OUTPUT:
+                count = self.memory[rank][chunk].ranks.bit_count()
+                self.written[self.stage(rank)].append((rank, chunk[1], count))
 
 
 def _programs(schedule: Schedule) -> tuple[list[list[Row]], list[list[int]]]:

@@ -16,10 +16,11 @@ from unisono.simulate.loggops import LogGOPS, LogGOPSResult, Program, program_of
 from unisono.simulate.machines import Machine, machine
 from unisono.simulate.networks import FullyConnected, Hosts, LinkSpec, Network, Pods, Switch, Torus
 from unisono.simulate.result import Result
+from unisono.simulate.switches import nvls, sharp
 from unisono.simulate.traffic import Traffic
 
 __all__ = [
     "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult", "Machine",
     "Network", "Pods", "Program", "Result", "Switch", "Torus", "Traffic", "from_goal", "machine",
-    "program_of", "simulate", "to_goal",
+    "nvls", "program_of", "sharp", "simulate", "to_goal",
 ]  # fmt: skip

@@ -39,6 +39,11 @@ class Costs:
     switch_ps: int = 0
     agreement_bytes: int = 0
 
+    @property
+    def works(self) -> bool:
+        """Whether local copies or reductions take time."""
+        return bool(np.isfinite([self.memory.gbps, self.reduction.gbps]).any())
+
     def of(self, rows: Rows) -> IntArray:
         """Return the time that each row takes on its rank, after its message is there."""
         fixed = np.array([self.send_ps, self.recv_ps, 0])[rows.kind]

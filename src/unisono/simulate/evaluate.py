@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import IntArray, Schedule
+from unisono.schedules.ir import Schedule
 from unisono.schedules.registry import build
 from unisono.simulate import images, links, stages
 from unisono.simulate.costs import Costs
@@ -17,9 +17,8 @@ from unisono.simulate.traffic import Rows, Traffic
 
 # Up to this number of rows a run of the events takes seconds. Above it, stages are evaluated.
 _EVENT_ROWS = 400_000
-# Rows of one stage, and of all, that stages can take: about 1 GiB, and some minutes.
-_STAGE_ROWS = 4_000_000
-_ALL_ROWS = 400_000_000
+# Rows that stages can take in some minutes.
+_ALL_ROWS = 3_000_000_000
 
 
 def simulate(
@@ -61,7 +60,7 @@ def simulate(
     if network.size != p:
         raise InvalidArgumentError(f"{name}: the network has {network.size} ranks, expected {p}")
     costs = costs or Costs()
-    parts = [Traffic(schedule, nbytes, itemsize, padded)]
+    parts = [Traffic(schedule, nbytes, itemsize, padded, work=costs.works)]
     if costs.agreement_bytes and p > 1:
         agreement = build("barrier", "dissemination", p)
         parts.insert(0, Traffic(agreement, 0, message_bytes=costs.agreement_bytes))
@@ -74,11 +73,12 @@ def simulate(
         result = images.run(parts, network, costs, found)
         if result is not None:
             return result
-    if most > _STAGE_ROWS:
-        raise _too_large(name, most, _STAGE_ROWS, "a stage takes")
     if rows > _ALL_ROWS:
         raise _too_large(name, rows, _ALL_ROWS, "stages take")
-    return stages.run(parts, network, costs, contended=contended)
+    result = stages.run(parts, network, costs, contended=contended, large=most > stages.LARGE)
+    if result is None:
+        raise _too_large(name, most, stages.LARGE, "a stage takes")
+    return result
 
 
 def all_rows(parts: Sequence[Traffic]) -> Rows:
@@ -90,16 +90,14 @@ def all_rows(parts: Sequence[Traffic]) -> Rows:
 
 def _size(parts: Sequence[Traffic]) -> tuple[int, int]:
     """Return the estimated rows of the largest stage and of all, from some ranks and stages."""
-    most, rows = 0, 0.0
+    most = rows = 0
     for part in parts:
-        p = part.schedule.world_size
-        ranks: IntArray = np.unique(np.linspace(0, p - 1, min(p, 8)).astype(np.int64))
         some = sorted({k * (part.stages - 1) // 15 for k in range(16)})
-        # A schedule of one root has rows on few ranks, but is computed for all.
-        counts = [len(part.rows(k, [ranks]).rank) + len(ranks) // 8 for k in some]
-        most = max(most, max(counts) * p // len(ranks))
-        rows += sum(counts) / len(counts) * part.stages * p / len(ranks)
-    return most, int(rows)
+        counts = [part.count(k) for k in some]
+        most = max(most, *counts)
+        # A stage with few rows is computed for all ranks, too.
+        rows += (sum(counts) // len(counts) + part.schedule.world_size // 8) * part.stages
+    return most, rows
 
 
 def _too_large(name: str, rows: int, limit: int, what: str) -> InvalidArgumentError:

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import BoolArray, IntArray
+from unisono.simulate.agenda import Agenda
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
 from unisono.simulate.stages import matched
 from unisono.simulate.traffic import RECV, SEND, Rows
+
+_TAKES, _WORKS = -1, -2
 
 
 class Plan(NamedTuple):
@@ -109,8 +111,18 @@ def _private(links: IntArray, source: IntArray, used: int, ranks: int) -> BoolAr
     return private
 
 
-class _Trace(NamedTuple):
-    """Times: per row its begin and the arrival of its message, per message the others."""
+class Trace(NamedTuple):
+    """The times of a run, in picoseconds.
+
+    Attributes:
+        clock: End of each rank.
+        begin: Begin of each row.
+        arrival: Arrival of the message of each row that receives; else -1.
+        sent: When each message was sent.
+        end: When each message was there.
+        waited: How long each message waited for links.
+        served: When each link began to serve each message, at the places of `Plan.links`.
+    """
 
     clock: list[int]
     begin: list[int]
@@ -118,9 +130,31 @@ class _Trace(NamedTuple):
     sent: list[int]
     end: list[int]
     waited: list[int]
+    served: list[int]
+
+
+class Traced(NamedTuple):
+    """A run with all its times.
+
+    Attributes:
+        result: The result.
+        messages: The messages.
+        times: The times of rows and messages.
+        path: Messages of the critical path, the last first.
+    """
+
+    result: Result
+    messages: Plan
+    times: Trace
+    path: list[int]
 
 
 def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -> Result:
+    """Execute the rows of all ranks; see `traced`."""
+    return traced(rows, network, costs, contended=contended).result
+
+
+def traced(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -> Traced:
     """Execute the rows of all ranks.
 
     Args:
@@ -148,10 +182,13 @@ def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -
         busy[messages.names] = used.astype(np.int64)
     finish = np.array(trace.clock, np.int64)
     causes, path = _critical_path(rows, messages, trace, cost)
-    return Result(
-        finish, causes, path, len(path) - 1, len(messages.send),
+    last = int(np.argmax(finish))
+    ranks = (*rows.rank[messages.send[path]].tolist()[::-1], last)
+    result = Result(
+        finish, causes, ranks, len(path), len(messages.send),
         int(rows.nbytes[messages.send].sum()), busy, True, "events", network,
     )  # fmt: skip
+    return Traced(result, messages, trace, path)
 
 
 class _State:
@@ -162,22 +199,26 @@ class _State:
         self.hops = list(zip(*(column.tolist() for column in columns), strict=True))
         self.width, self.receive = messages.width, messages.receive.tolist()
         self.target = rows.rank[messages.receive].tolist()
+        # Per row: the message that it sends, or _TAKES, or _WORKS.
+        does = np.where(rows.kind == RECV, _TAKES, _WORKS)
+        does[messages.send] = np.arange(len(messages.send))
+        self.does = does.tolist()
         bounds = np.searchsorted(rows.rank, np.arange(len(clock) + 1)).tolist()
         self.place, self.stop = bounds[:-1], bounds[1:]
         count = len(self.receive)
-        self.trace = _Trace(
-            clock, [0] * len(rows.rank), [-1] * len(rows.rank), *([0] * count for _ in range(3))
-        )
+        begin, arrival, served = [0] * len(rows.rank), [-1] * len(rows.rank), [0] * len(self.hops)
+        sent, end, waited = ([0] * count for _ in range(3))
+        self.trace = Trace(clock, begin, arrival, sent, end, waited, served)
         self.free = [0] * len(messages.names)
-        self.heap: list[tuple[int, int, int]] = []
+        self.agenda = Agenda()
         self.ready = deque(range(len(clock)))
-        self.order = 0
 
     def server(self) -> Callable[[int, int, int], None]:
         """Return the function by which a link serves message m that arrives at `time`."""
-        hops, free, heap, ready = self.hops, self.free, self.heap, self.ready
+        hops, free, put, ready = self.hops, self.free, self.agenda.put, self.ready
         receive, target, place = self.receive, self.target, self.place
         arrival, ends, waited = self.trace.arrival, self.trace.end, self.trace.waited
+        served = self.trace.served
 
         def serve(time: int, code: int, m: int) -> None:
             link, step, busy, rest = hops[code]
@@ -187,13 +228,13 @@ class _State:
             else:
                 waited[m] += begun - time
             free[link] = begun + busy
+            served[code] = begun
             end = begun + rest
             if end < ends[m]:
                 end = ends[m]
             ends[m] = end
             if hops[code + 1][0] >= 0:
-                heappush(heap, (begun + step, self.order, code + 1))
-                self.order += 1
+                put(begun + step, code + 1)
                 return
             row = receive[m]
             arrival[row] = end
@@ -234,24 +275,21 @@ class _Cores:
 
 def _execute(
     rows: Rows, messages: Plan, cost: list[int], clock: list[int], cores: _Cores | None
-) -> _Trace:
+) -> Trace:
     """Advance all ranks; `clock` is the time at which each begins."""
     state = _State(rows, messages, clock)
-    kind, private, width = rows.kind.tolist(), messages.private.tolist(), messages.width
-    number = np.full(len(kind), -1)
-    number[messages.send] = np.arange(len(messages.send))
-    message = number.tolist()
-    place, stop, ready, heap = state.place, state.stop, state.ready, state.heap
-    serve = state.server()
+    private, width = messages.private.tolist(), messages.width
+    place, stop, ready, put = state.place, state.stop, state.ready, state.agenda.put
+    serve, agenda, does = state.server(), state.agenda, state.does
     begin, arrival, sent = state.trace.begin, state.trace.arrival, state.trace.sent
-    now = 0
+    now, events = 0, iter(list[int]())
     while True:
         while ready:
             rank = ready.popleft()
             i, last, time = place[rank], stop[rank], clock[rank]
             while i < last:
                 begin[i] = time
-                if kind[i] == RECV:
+                if (m := does[i]) == _TAKES:
                     there = arrival[i]
                     if there < 0:
                         break
@@ -261,28 +299,31 @@ def _execute(
                     time += cost[i]
                 elif time > now:
                     # Ranks take cores in the order of time.
-                    heappush(heap, (time, state.order, -1 - rank))
-                    state.order += 1
+                    put(time, -1 - rank)
                     time = begin[i]
                     break
                 else:
                     time = cores.take(rank, time, cost[i])
-                if (m := message[i]) >= 0:
+                if m >= 0:
                     sent[m] = time
                     if private[m]:
                         serve(time, m * width, m)
                     else:
-                        heappush(heap, (time, state.order, m * width))
-                        state.order += 1
+                        put(time, m * width)
                 i += 1
             place[rank], clock[rank] = i, time
-        if not heap:
-            break
-        now, _, code = heappop(heap)
-        if code < 0:
-            ready.append(-1 - code)
+        for code in events:
+            if code < 0:
+                ready.append(-1 - code)
+            else:
+                serve(now, code, code // width)
+            if ready:
+                break
         else:
-            serve(now, code, code // width)
+            if not agenda.times:
+                break
+            now, batch = agenda.next()
+            events = iter(batch)
     stuck = [rank for rank in range(len(clock)) if place[rank] < stop[rank]]
     if stuck:
         peer = int(rows.peer[place[stuck[0]]])
@@ -294,14 +335,15 @@ def _execute(
 
 
 def _critical_path(
-    rows: Rows, messages: Plan, trace: _Trace, cost: list[int]
-) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Return the time of each cause, and the ranks, on the path to the last end."""
+    rows: Rows, messages: Plan, trace: Trace, cost: list[int]
+) -> tuple[dict[str, int], list[int]]:
+    """Return the time of each cause, and the messages, on the path to the last end."""
     rank, ranks = int(np.argmax(trace.clock)), len(trace.clock)
     received = np.full(len(rows.rank), -1)
     received[messages.receive] = np.arange(len(messages.receive))
     bounds = np.searchsorted(rows.rank, np.arange(ranks + 1)).tolist()
-    path, row = [rank], bounds[rank + 1] - 1
+    path: list[int] = []
+    row = bounds[rank + 1] - 1
     latency = moving = busy = ends = 0
     while row >= bounds[rank]:
         ends += cost[row]
@@ -314,7 +356,7 @@ def _critical_path(
         moving += trace.end[m] - trace.sent[m] - int(messages.latency[m]) - trace.waited[m]
         row = int(messages.send[m])
         rank = int(rows.rank[row])
-        path.append(rank)
+        path.append(m)
     # The rest is the time before the first row.
     ends = max(trace.clock) - latency - moving - busy
-    return dict(zip(CAUSES, (latency, moving, busy, ends), strict=True)), tuple(path[::-1])
+    return dict(zip(CAUSES, (latency, moving, busy, ends), strict=True)), path

@@ -19,11 +19,12 @@ LogGOPS model", HPDC 2010; LogGOPSim 76451de, LogGOPSim.cpp.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+
+import numpy as np
 
 from unisono.errors import InvalidArgumentError
+from unisono.simulate.agenda import Agenda
 from unisono.simulate.traffic import RECV, SEND, WORK, Rows
 
 
@@ -132,6 +133,17 @@ def program_of(rows: Rows, ranks: int, ps_per_byte: float = 0.0) -> Program:
     )
 
 
+def _channels(program: Program) -> tuple[list[int], int]:
+    """Return the number of each operation's triple (source, destination, tag), and their count."""
+    rank, peer, tag = (np.array(column) for column in (program.rank, program.peer, program.tag))
+    sends = np.array(program.kind) == SEND
+    pair = np.where(sends, rank, peer) * program.ranks + np.where(sends, peer, rank)
+    for column in (pair, tag):
+        column[:] = np.unique(column, return_inverse=True)[1]
+    found, channel = np.unique(pair * (tag.max(initial=0) + 1) + tag, return_inverse=True)
+    return channel.tolist(), len(found)
+
+
 class _Run:
     """The state of a run: what is free when, and what waits."""
 
@@ -141,26 +153,15 @@ class _Run:
         self.cpu = [0] * program.ranks
         self.nic_out = [0] * program.ranks
         self.nic_in = [0] * program.ranks
-        self.heap: list[tuple[int, int, int]] = []
-        self.created = 0
+        # Events are numbers in the order of creation; `made` has their operations.
+        self.agenda = Agenda()
+        self.made: list[int] = []
         self.freed = [i for i, needed in enumerate(self.needs) if not needed]
         # Messages that no receive has claimed, and receives without a message, by channel.
-        self.arrived: list[deque[int]] = []
-        self.posted: list[deque[int]] = []
-        self.channel = self._channels()
-
-    def _channels(self) -> list[int]:
-        """Return a number for each operation's triple (source, destination, tag)."""
-        graph, channel = self.program, list[int]()
-        numbers: dict[tuple[int, int, int], int] = {}
-        for i, kind in enumerate(graph.kind):
-            ends = (
-                (graph.rank[i], graph.peer[i]) if kind == SEND else (graph.peer[i], graph.rank[i])
-            )
-            channel.append(numbers.setdefault((*ends, graph.tag[i]), len(numbers)))
-        self.arrived = [deque() for _ in numbers]
-        self.posted = [deque() for _ in numbers]
-        return channel
+        # Lists, because most channels have one message at a time: a deque takes 600 bytes.
+        self.channel, number = _channels(program)
+        self.arrived: list[list[int]] = [[] for _ in range(number)]
+        self.posted: list[list[int]] = [[] for _ in range(number)]
 
     def release(self, waiting: tuple[int, ...]) -> None:
         """Count down the operations that waited; collect the operations that may begin."""
@@ -174,23 +175,25 @@ class _Run:
         graph, freed = self.program, self.freed
         if len(freed) > 1:
             freed.sort(key=lambda i: (graph.rank[i], graph.kind[i]))
+        cpu, nic, made, put = self.cpu, self.nic_out, self.made, self.agenda.put
         for i in freed:
             rank = graph.rank[i]
-            time = self.cpu[rank]
-            if graph.kind[i] == SEND:
-                time = max(time, self.nic_out[rank])
-            heappush(self.heap, (time, self.created, i))
-            self.created += 1
+            time = cpu[rank]
+            if graph.kind[i] == SEND and nic[rank] > time:
+                time = nic[rank]
+            put(time, len(made))
+            made.append(i)
         freed.clear()
 
     def post(self, receive: int, time: int, *, large: bool) -> bool:
         """Match a receive with the first message; return whether there is one yet."""
-        self.release(self.program.on_start[receive])
+        if waiting := self.program.on_start[receive]:
+            self.release(waiting)
         channel = self.channel[receive]
         if not self.arrived[channel]:
             self.posted[channel].append(receive)
             return False
-        message = self.arrived[channel].popleft()
+        message = self.arrived[channel].pop(0)
         if large:
             self.rendezvous(message, time)
         self.release(self.program.on_done[receive])
@@ -219,19 +222,19 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
     cpu, nic_out, nic_in = state.cpu, state.nic_out, state.nic_in
     overhead, gap, eager = model.overhead_ps, model.gap_ps, model.eager_bytes
     per_byte, cpu_per_byte = model.gap_per_byte_ps, model.overhead_per_byte_ps
-    travel, n, heap = overhead + model.latency_ps, len(rank_of), state.heap
-    release, arrived, posted = state.release, state.arrived, state.posted
+    travel, n, made = overhead + model.latency_ps, len(rank_of), state.made
+    release, arrived, posted, put = state.release, state.arrived, state.posted, state.agenda.put
     cpu_in = max(per_byte, cpu_per_byte)
     state.start()
     ended = 0
-    while heap:
-        time, order, i = heappop(heap)
+    for time, order in state.agenda.in_order():
+        i = made[order]
         if i >= n:  # the message of send i - n arrives
             i -= n
             rank, rest = peer_of[i], size_of[i] - 1
             free = max(cpu[rank], nic_in[rank])
             if free > time:
-                heappush(heap, (free, order, i + n))
+                put(free, order)
                 continue
             cpu[rank] = time + overhead + rest * cpu_in
             nic_in[rank] = time + gap + rest * per_byte
@@ -241,26 +244,26 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
                 continue
             if rest >= eager:
                 state.rendezvous(i, time)
-            release(on_done[waiting.popleft()])
+            release(on_done[waiting.pop(0)])
             ended += 1
         elif kind_of[i] == SEND:
             rank, rest = rank_of[i], size_of[i] - 1
             free = max(cpu[rank], nic_out[rank])
             if free > time:
-                heappush(heap, (free, order, i))
+                put(free, order)
                 continue
             cpu[rank] = time + overhead + rest * cpu_per_byte
             nic_out[rank] = time + gap + rest * per_byte
-            heappush(heap, (time + travel, state.created, i + n))
-            state.created += 1
+            put(time + travel, len(made))
+            made.append(i + n)
             release(on_start[i])
-            if rest < eager:
+            if rest < eager and on_done[i]:
                 release(on_done[i])
             ended += 1
         elif kind_of[i] == RECV:
             ended += state.post(i, time, large=size_of[i] > eager)
         elif cpu[rank_of[i]] > time:
-            heappush(heap, (cpu[rank_of[i]], order, i))
+            put(cpu[rank_of[i]], order)
             continue
         else:
             cpu[rank_of[i]] = time + size_of[i]
@@ -271,7 +274,7 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
             state.start()
     if ended < n or any(state.arrived):
         raise InvalidArgumentError(_stuck(state, n - ended))
-    return LogGOPSResult(list(cpu), state.created, kind_of.count(SEND))
+    return LogGOPSResult(list(cpu), len(made), kind_of.count(SEND))
 
 
 def _stuck(state: _Run, missing: int) -> str:

@@ -69,6 +69,13 @@ class Result:
         """Return the names of the links that carry messages longest, and how long, in ps."""
         if self.link_busy_ps is None:
             return []
-        order = np.argsort(-self.link_busy_ps, kind="stable")[:count].tolist()
-        busy = self.link_busy_ps
-        return [(self.network.link_name(link), int(busy[link])) for link in order if busy[link]]
+        names, busy = self.network.link_name, self.link_busy_ps
+        return [(names(link), int(busy[link])) for link in self.busiest_links(count)]
+
+    def busiest_links(self, count: int) -> list[int]:
+        """Return the links that carry messages longest, without links that carry none."""
+        if self.link_busy_ps is None:
+            return []
+        order = np.argsort(-self.link_busy_ps, kind="stable")[:count]
+        links: list[int] = order[self.link_busy_ps[order] > 0].tolist()
+        return links

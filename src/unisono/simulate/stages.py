@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,54 @@ from unisono.simulate.traffic import RECV, SEND, Rows, Traffic
 # Rows come as blocks in the order of ranks. Up to this number of blocks, one after another is
 # faster than to sort the rows by rank.
 _RUNS = 8
+# Rows of a stage above which ranks advance one after another: more take about 1 GiB.
+LARGE = 4_000_000
+
+
+class _Route(NamedTuple):
+    """The links of messages, [messages, hops].
+
+    Attributes:
+        links: Number of each link; -1 after the last.
+        step: From the begin of a link's service to the arrival at the next link.
+        busy: How long a link serves a message.
+        rest: From the begin of a link's service to the end, if no link is busy.
+    """
+
+    links: IntArray
+    step: IntArray
+    busy: IntArray
+    rest: IntArray
+
+
+class _Plan(NamedTuple):
+    """The part of a stage that follows from its rows alone, so that equal stages share it.
+
+    Attributes:
+        rows: The rows.
+        total: Time that each rank spends on its rows [p].
+        source: The rank that sends each message.
+        sent: Time that this rank has spent when the message goes.
+        rank: The rank of each receive, sorted.
+        message: The message of each receive.
+        before: Time that the rank has spent before each receive.
+        head: The first receive of each rank.
+        latency: Latency of each message.
+        moving: Time of each message for its bytes, on free links.
+        route: The links of each message; None without contention.
+    """
+
+    rows: Rows
+    total: IntArray
+    source: IntArray
+    sent: IntArray
+    rank: IntArray
+    message: IntArray
+    before: IntArray
+    head: IntArray
+    latency: IntArray
+    moving: IntArray
+    route: _Route | None = None
 
 
 class _State:
@@ -44,59 +93,66 @@ class _State:
         self.free = np.zeros(network.links if contended else 0, np.int64)
         self.busy = self.free.copy()
         self.exact, self.messages, self.nbytes = True, 0, 0
+        self.plan: _Plan | None = None
 
     def advance(self, rows: Rows) -> None:
         """Execute the rows of one stage of all ranks."""
-        cost = self.costs.of(rows)
-        spent, total = _spent(rows.rank, cost, len(self.clock))
-        send, receive = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
-        if len(send) or len(receive):
-            source, target, nbytes = rows.rank[send], rows.peer[send], rows.nbytes[send]
-            rank = rows.rank[receive]
-            found = matched(source, target, rows.peer[receive], rank, len(self.clock))
-            if found is None:
-                raise InvalidArgumentError(
-                    f"simulate: the {len(send)} messages of a stage do not match its "
-                    f"{len(receive)} receives"
-                )
-            end, parts = self._deliver(source, target, nbytes, self.clock[source] + spent[send])
+        plan = self.plan
+        if plan is None or not _equal(rows, plan.rows):
+            plan = self.plan = self._planned(rows)
+        if len(plan.source):
+            end, parts = self._deliver(plan, self.clock[plan.source] + plan.sent)
             # As if the rank had waited for this message before its first row.
-            self._wait(rank, end[found] - (spent - cost)[receive], source, parts, found)
-            self.messages += len(send)
-            self.nbytes += int(nbytes.sum())
-        self.clock += total
+            self._wait(plan, end[plan.message] - plan.before, parts)
+            self.messages += len(plan.source)
+            self.nbytes += int(rows.nbytes[rows.kind == SEND].sum())
+        self.clock += plan.total
 
-    def _wait(
-        self, rank: IntArray, begin: IntArray, source: IntArray, parts: list[IntArray], m: IntArray
-    ) -> None:
-        """Set the clock of each rank to the latest `begin` of its messages `m`, if it is later."""
+    def _planned(self, rows: Rows) -> _Plan:
+        """Match the messages of a stage, and compute what they cost."""
+        p, network = len(self.clock), self.network
+        cost = self.costs.of(rows)
+        spent, total = _spent(rows.rank, cost, p)
+        send, receive = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
+        source, target, nbytes = rows.rank[send], rows.peer[send], rows.nbytes[send]
+        rank, before = rows.rank[receive], (spent - cost)[receive]
+        found = matched(source, target, rows.peer[receive], rank, p)
+        if found is None:
+            raise _unmatched(len(send), len(receive))
         if (rank[1:] < rank[:-1]).any():
             order = np.argsort(rank, kind="stable")
-            rank, begin, m = rank[order], begin[order], m[order]
-        head = _heads(rank)
+            rank, found, before = rank[order], found[order], before[order]
+        columns = (rows, total, source, spent[send], rank, found, before, _heads(rank))
+        if not self.contended:
+            latency, moving = network.alone(source, target, nbytes)
+            return _Plan(*columns, latency, moving)
+        links = network.routes(source, target)
+        latencies, busy = network.costs(links, nbytes)
+        rest = latencies[:, ::-1].cumsum(axis=1)[:, ::-1] + busy
+        step = latencies if network.cut_through else latencies + busy
+        route = _Route(links, step, busy, rest)
+        return _Plan(*columns, latencies.sum(axis=1), busy.max(axis=1, initial=0), route)
+
+    def _wait(self, plan: _Plan, begin: IntArray, parts: Sequence[IntArray]) -> None:
+        """Set the clock of each rank to the latest `begin` of its receives, if it is later."""
+        head, rank = plan.head, plan.rank
         if len(head) < len(rank):
             best = np.maximum.reduceat(begin, head)
             hits = np.flatnonzero(begin == np.repeat(best, np.diff(np.append(head, len(rank)))))
             head = hits[np.searchsorted(hits, head)]
         later = head[begin[head] > self.clock[rank[head]]]
-        who, m = rank[later], m[later]
-        before = source[m]
+        who, m = rank[later], plan.message[later]
+        before = plan.source[m]
         for path, part in zip(self.path, parts, strict=True):
             path[who] = path[before] + part[m]
         self.clock[who] = begin[later]
 
-    def _deliver(
-        self, source: IntArray, target: IntArray, nbytes: IntArray, at: IntArray
-    ) -> tuple[IntArray, list[IntArray]]:
+    def _deliver(self, plan: _Plan, at: IntArray) -> tuple[IntArray, list[IntArray]]:
         """Return when messages arrive, and their latency, bytes, waiting and number."""
         one, waited = np.ones_like(at), np.zeros_like(at)
-        if not self.contended:
-            latency, moving = self.network.alone(source, target, nbytes)
-            return at + latency + moving, [latency, moving, waited, one]
-        links = self.network.routes(source, target)
-        latencies, busy = self.network.costs(links, nbytes)
-        rest = latencies[:, ::-1].cumsum(axis=1)[:, ::-1] + busy
-        step = latencies if self.network.cut_through else latencies + busy
+        if plan.route is None:
+            return at + plan.latency + plan.moving, [plan.latency, plan.moving, waited, one]
+        links, step, busy, rest = plan.route
         own = np.array([group.own for group in self.network.groups])
         head, end = at.copy(), at.copy()
         for hop in range(links.shape[1]):
@@ -110,8 +166,50 @@ class _State:
             waited[here] += late
             end[here] = np.maximum(end[here], begin + rest[here, hop])
             head[here] = begin + step[here, hop]
-        latency = latencies.sum(axis=1)
-        return end, [latency, end - at - latency - waited, waited, one]
+        return end, [plan.latency, end - at - plan.latency - waited, waited, one]
+
+    def advance_each(self, traffic: Traffic, k: int) -> bool:
+        """Execute a stage rank by rank, because the rows of all ranks would not fit in memory.
+
+        All ranks must send as rank 0 does, to the same distances. So the time of a message is
+        known without the rows of its sender. Return False if they do not.
+        """
+        p = len(self.clock)
+        clock, paths = self.clock.copy(), [path.copy() for path in self.path]
+        messages, nbytes = self.messages, self.nbytes
+        sends, at = np.empty((0, 0), np.int64), np.full(p, -1)
+        zero, one = np.zeros(p, np.int64), np.ones(p, np.int64)
+        for rank in range(p):
+            rows = traffic.rows(k, [np.array([rank])])
+            cost = self.costs.of(rows)
+            spent = np.cumsum(cost)
+            send, receive = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
+            own = np.stack([(rows.peer[send] - rank) % p, spent[send]])
+            if rank == 0:
+                sends = own
+                at[own[0]] = own[1]
+            source = rows.peer[receive]
+            way, taken = (rank - source) % p, np.zeros(p, bool)
+            taken[way] = True
+            once = len(way) == len(send) == np.count_nonzero(taken)
+            if not np.array_equal(own, sends) or not once or (at[way] < 0).any():
+                return False
+            target = np.full_like(source, rank)
+            latency, moving = self.network.alone(source, target, rows.nbytes[receive])
+            begin = self.clock[source] + at[way] + latency + moving - (spent - cost)[receive]
+            if len(begin) and begin.max() > clock[rank]:
+                m = int(begin.argmax())
+                clock[rank] = begin[m]
+                for path, old, part in zip(
+                    paths, self.path, (latency, moving, zero, one), strict=True
+                ):
+                    path[rank] = old[source[m]] + part[m]
+            clock[rank] += cost.sum()
+            nbytes += int(rows.nbytes[send].sum())
+            messages += len(send)
+        self.clock, self.path = clock, paths
+        self.messages, self.nbytes = messages, nbytes
+        return True
 
     def _serve(self, link: IntArray, arrival: IntArray, busy: IntArray) -> IntArray:
         """Let links serve messages in the order of arrival; return when each service begins.
@@ -147,6 +245,8 @@ class _State:
 def _spent(rank: IntArray, cost: IntArray, p: int) -> tuple[IntArray, IntArray]:
     """Return what the rank of each row has spent when the row ends, and each rank's total."""
     total = np.zeros(p, np.int64)
+    if not cost.any():
+        return cost, total
     cuts = np.flatnonzero(rank[1:] <= rank[:-1]) + 1
     if len(cuts) > _RUNS:
         order = np.argsort(rank, kind="stable")
@@ -204,9 +304,22 @@ def matched(
 
 
 def run(
-    parts: Sequence[Traffic], network: Network, costs: Costs, *, contended: bool = True
-) -> Result:
+    parts: Sequence[Traffic],
+    network: Network,
+    costs: Costs,
+    *,
+    contended: bool = True,
+    large: bool = False,
+) -> Result | None:
     """Evaluate schedules one after another, stage by stage, with all ranks.
+
+    Args:
+        parts: The schedules.
+        network: The links.
+        costs: The work of ranks besides messages.
+        contended: Whether links serve in turn.
+        large: Whether some stages have more rows than `LARGE`. Return None if such a stage is not
+            without contention, or if ranks send in different ways.
 
     Raises:
         InvalidArgumentError: Messages and receives of a stage do not match.
@@ -217,7 +330,10 @@ def run(
     ranks = np.arange(network.size)
     for traffic in parts:
         for k in range(traffic.stages):
-            state.advance(traffic.rows(k, [ranks]))
+            if not large or traffic.count(k) <= LARGE:
+                state.advance(traffic.rows(k, [ranks]))
+            elif contended or not state.advance_each(traffic, k):
+                return None
     last = int(np.argmax(state.clock))
     latency, moving, busy, hops = (int(path[last]) for path in state.path)
     ends = int(state.clock[last]) - latency - moving - busy
@@ -226,3 +342,15 @@ def run(
         state.clock, causes, (), hops, state.messages, state.nbytes,
         state.busy if contended else None, state.exact, "stages", network,
     )  # fmt: skip
+
+
+def _unmatched(sent: int, received: int) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"simulate: the {sent} messages of a stage do not match its {received} receives"
+    )
+
+
+def _equal(rows: Rows, others: Rows) -> bool:
+    """Return whether two stages do the same; the number of the stage does not count."""
+    pairs = zip((rows.peer, *rows[:-1]), (others.peer, *others[:-1]), strict=True)
+    return all(np.array_equal(column, other) for column, other in pairs)

@@ -26,6 +26,9 @@ from unisono.schedules.layout import buffer_bounds, layout_for
 
 SEND, RECV, WORK = 0, 1, 2
 
+# Bytes, below DEFAULT_MMAP_THRESHOLD_MAX of glibc, which is 32 MiB.
+_LARGEST_MAP = 31 << 20
+
 # Per `Op`: the kind of its row.
 _KIND = np.array([SEND, RECV, RECV, WORK, WORK, SEND, RECV, RECV])
 _REDUCES = np.array([op in (Op.RECV_REDUCE, Op.REDUCE, Op.READ_REDUCE) for op in Op])
@@ -99,11 +102,20 @@ class Traffic:
         bounds = buffer_bounds(schedule, 0, layout_for(schedule, count))
         *bases, _ = np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
         ends = np.concatenate([bounds[buf] for buf in Buf]) * self.itemsize
+        sizes = np.concatenate([np.diff(bounds[buf]) for buf in Buf])
+        chunk = int(sizes[0]) * self.itemsize if (sizes == sizes[0]).all() else 0
         object.__setattr__(self, "_bases", np.array(bases))
         object.__setattr__(self, "_ends", ends)
+        object.__setattr__(self, "_chunk", chunk)
+        # glibc gives freed arrays back to the system, and new arrays then cost page faults, most
+        # of the time of a simulation. When the largest array that it maps is freed, it raises its
+        # limits. The memory of this array is never touched.
+        np.empty(_LARGEST_MAP, np.uint8)
 
     _bases: IntArray = None  # type: ignore[assignment]
     _ends: IntArray = None  # type: ignore[assignment]
+    # Bytes of each chunk, if all chunks have the same.
+    _chunk: int = 0
 
     @property
     def stages(self) -> int:
@@ -117,13 +129,25 @@ class Traffic:
         stage = np.repeat(np.arange(first, first + len(ranks)), [len(block) for block in blocks])
         return self._read(np.ascontiguousarray(steps.T), stage)
 
+    def count(self, k: int) -> int:
+        """Return about how many rows a stage has on all ranks, from the rows of 8 ranks."""
+        p = self.schedule.world_size
+        ranks: IntArray = np.unique(np.linspace(0, p - 1, min(p, 8)).astype(np.int64))
+        counts: list[int] = np.bincount(self.rows(k, [ranks]).rank, minlength=p)[ranks].tolist()
+        *others, most = sorted(counts)
+        # One rank, the root, may have more rows than all others.
+        return most + (p - 1) * sum(others) // max(len(others), 1)
+
     def _read(self, steps: IntArray, stage: IntArray) -> Rows:
         """Return the columns of `Schedule.steps` as messages and work in bytes."""
         rank, op, peer, src_buf, src, dst_buf, dst, count = steps
         kind = _KIND[op]
-        named = kind != RECV
-        first = self._bases[np.where(named, src_buf, dst_buf)] + np.where(named, src, dst)
-        nbytes = self._ends[first + count] - self._ends[first]
+        if self._chunk:
+            nbytes = count * self._chunk
+        else:
+            named = kind != RECV
+            first = self._bases[np.where(named, src_buf, dst_buf)] + np.where(named, src, dst)
+            nbytes = self._ends[first + count] - self._ends[first]
         barrier = self.schedule.collective == "barrier"
         if barrier:
             nbytes = np.full_like(nbytes, self.message_bytes)

@@ -175,14 +175,17 @@ class GroupTrace:
 
     def records(self, *, only_open: bool = False) -> list[TraceRecord]:
         """Return the records, oldest first; `only_open`: of the calls that have not ended."""
+        return list(self.newest(only_open=only_open))[::-1]
+
+    def newest(self, *, only_open: bool = False) -> Iterator[TraceRecord]:
+        """Yield the records, newest first; `only_open`: of the calls that have not ended."""
         clock, rows = _Clock(), np.frombuffer(self.recorder.snapshot(), ring.RECORD)
-        rows = rows[(rows["number"] > 0) & (rows["outcome"] != ring.DROPPED)]
-        rows = rows[rows["outcome"] == 0] if only_open else rows
+        is_wanted = rows["outcome"] == 0 if only_open else rows["outcome"] != ring.DROPPED
+        rows = rows[is_wanted & (rows["number"] > 0)]
         waiting_for = self.recorder.waiting_for
-        return [
-            self._record(dict(zip(ring.RECORD.names or (), row, strict=True)), clock, waiting_for)
-            for row in rows[np.argsort(rows["number"])].tolist()
-        ]
+        names = ring.RECORD.names or ()
+        for row in rows[np.argsort(rows["number"])[::-1]].tolist():
+            yield self._record(dict(zip(names, row, strict=True)), clock, waiting_for)
 
     def _record(self, row: dict[str, int], clock: _Clock, waiting_for: int) -> TraceRecord:
         kind, peer = ring.kind_of(row["kind"]), self._global(row["peer"])
@@ -234,10 +237,12 @@ class GroupTrace:
 
     def totals(self) -> Iterator[tuple[ring.Kind, int, int, int, int]]:
         """Yield (kind, calls, elements, time in ns, worst time in ns) of every kind that ended."""
-        clock, rows = _Clock(), np.frombuffer(self.recorder.totals(), ring.TOTAL).tolist()
-        for number, (calls, elements, ticks, worst) in enumerate(rows):
-            if calls:
-                yield ring.kind_of(number), calls, elements, clock.span(ticks), clock.span(worst)
+        clock, rows = _Clock(), np.frombuffer(self.recorder.totals(), ring.TOTAL)
+        # Of thousands of kinds, a job uses some dozens.
+        used = np.flatnonzero(rows["calls"])
+        for number, row in zip(used.tolist(), rows[used].tolist(), strict=True):
+            calls, elements, ticks, worst = row
+            yield ring.kind_of(number), calls, elements, clock.span(ticks), clock.span(worst)
 
 
 _lock = threading.Lock()

@@ -28,6 +28,7 @@ from unisono.transports.messages import (
     Failure,
     Key,
     Kind,
+    LastCall,
     LinkDown,
     Unreached,
     failure_of,
@@ -52,12 +53,14 @@ class Transport(ABC):
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
+        words: The word that each rank published beside its address.
         world_number: Number of this world among the worlds that have used the same store.
     """
 
     address: str
     wires: Wires | None = None
     world_number = 1
+    words = tuple[str, ...]()
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -156,7 +159,8 @@ class Transport(ABC):
         """Ask peers for their last calls; return the answers that came in time.
 
         Each answer holds the peer's last call, or call `seq` if the peer still keeps it. With
-        `places` it also holds the line of the program in which the peer is. A peer that is stopped,
+        `places` it also holds the line of the program in which the peer is, and the age of the
+        call. A peer that is stopped,
         gone or unreachable is missing from the result. If the context is broken on the peer, it is
         broken here before the answer counts.
         """
@@ -290,7 +294,8 @@ class Transport(ABC):
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
             unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
-            status = CallStatus(words["at"], words["text"], unreached, words["place"])
+            recorded = tuple(LastCall(*each) for each in words["recorded"])
+            status = CallStatus(words["at"], words["text"], unreached, words["place"], recorded)
             self._questions.answer(words["number"], peer, status)
         elif kind is Kind.FAIL:
             self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
@@ -412,6 +417,10 @@ class Transport(ABC):
         """Return the ranks that could not be reached so far."""
         return {}
 
+    def silence_of(self, peer: int) -> str:
+        """Return what is known of a rank that does not answer over its link; "" if nothing is."""
+        return ""
+
     def _linked(self) -> list[int]:
         """Return the ranks with a working link."""
         return []
@@ -449,6 +458,7 @@ class Transport(ABC):
             "text": status.text,
             "unreached": self.unreached(),
             "place": place_of_thread(self.calls.thread) if places else "",
+            "recorded": self.calls.recorded(context, messages=not seq) if places else (),
             "first": self._failures.first.words,
         }
 

@@ -21,8 +21,11 @@ from unisono.stores import HashStore, PrefixStore, Store
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
 from unisono.transports.native_messages import NativeMessages
-from unisono.transports.tcp.address import local_hosts
+from unisono.transports.tcp.address import TCPAddress, local_hosts
 from unisono.transports.tcp.transport import TCPTransport
+
+VIEWERS = "viewers"
+"""The key of the addresses that `unisono top HOST:PORT` reads, a rank per line."""
 
 # How long a rank whose wait has timed out stays for ranks that came later and wait longer. This
 # rank may host the store, and without the store they cannot name the missing ranks.
@@ -36,6 +39,7 @@ def connect(
     deadline: Deadline,
     kind: str | None = None,
     host: str = "",
+    word: str = "",
 ) -> Transport:
     """Return this rank's transport once every rank has published its address.
 
@@ -47,6 +51,7 @@ def connect(
         kind: "inproc", "tcp", or "auto": inproc if the store cannot leave the process.
         host: This rank's host id, equal on ranks that may share memory; "" if this rank must not.
             `Transport.hosts` holds the host ids of all ranks.
+        word: Text without spaces to publish; `Transport.words` holds those of all ranks.
 
     Raises:
         RendezvousError: Some ranks never came; names them.
@@ -61,16 +66,19 @@ def connect(
         elif world_size > 1:
             host = ""
         endpoint = messages.endpoint if messages is not None else ""
-        mine = f"{host} {endpoint} {transport.address}"
+        mine = f"{host} {endpoint} {word} {transport.address}"
         number, published = _publish(store, rank, world_size, deadline, mine)
-        hosts, endpoints, found = published
+        hosts, endpoints, words, found = published
         addresses += found
         transport.world_number = number
         transport.hosts = _placed(hosts)
+        transport.words = tuple(words)
         if messages is not None:
             near = [other == host for other in hosts]
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores())
         transport.watch_neighbours()
+        if rank == 0 and transport.name == "tcp":
+            _show(store, found)
     except BaseException:
         transport.close()
         raise
@@ -94,17 +102,27 @@ def _transport(
 def _publish(
     store: Store, rank: int, world_size: int, deadline: Deadline, mine: str
 ) -> tuple[int, list[list[str]]]:
-    """Publish 3 texts, separated by spaces.
+    """Publish 4 texts, separated by spaces; only the last may have spaces.
 
     Returns:
-        The number of the world in this store, and the first, second and third texts of all ranks.
+        The number of the world in this store, and for each text the texts of all ranks.
     """
     with _claimed(store, rank, world_size) as number:
         keys = [f"{number}/address/{other}" for other in range(world_size)]
         store.set(keys[rank], f"{world_size} {mine}")
         texts = _gather(store, keys, rank, deadline)
-    columns = zip(*(text.split(" ", 3)[1:] for text in texts), strict=True)
+    columns = zip(*(text.split(" ", 4)[1:] for text in texts), strict=True)
     return number, [list(column) for column in columns]
+
+
+def _show(store: Store, addresses: list[str]) -> None:
+    """Leave the addresses of the ranks, without their tokens, for clients on other hosts."""
+    # Only a store with a server can be read on another host, and only a job's token opens a rank.
+    if config.get("UNISONO_TOKEN") and hasattr(_innermost(store), "host"):
+        shown = [TCPAddress.unpack(text).without_token().pack() for text in addresses]
+        # The host of the store may have closed it already.
+        with contextlib.suppress(StoreError):
+            store.set(VIEWERS, "\n".join(shown))
 
 
 def _placed(hosts: list[str]) -> tuple[str, ...]:

@@ -8,10 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.base.completion import Completion
-from unisono.transports.messages import CallStatus, Failure, LinkDown
+from unisono.transports.messages import ANY_TAG, CallStatus, Failure, LastCall, LinkDown
+
+if TYPE_CHECKING:
+    from unisono.trace import GroupTrace, TraceRecord
 
 # For how long a failure counts as the cause of the next one. A rank needs seconds to end if it has
 # to close files. A longer time would blame a failure that the ranks have survived.
@@ -33,6 +36,9 @@ class Watched(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return the name, the members and the state of the group, for JSON."""
+
+    def recorded(self) -> GroupTrace | None:
+        """Return the records of its calls; None if they are not recorded."""
 
 
 class CallLog:
@@ -76,10 +82,38 @@ class CallLog:
             found.append({"seq": last.seq, "call": last.text, **group.describe()})
         return found
 
+    def recorded(self, context: int, *, messages: bool) -> list[LastCall]:
+        """Return the last recorded call of a group, then a collective that runs in another group.
+
+        Args:
+            context: Of the group.
+            messages: Whether a message counts as its last call.
+        """
+        found = []
+        for each, group in sorted(self._groups.items(), key=lambda item: item[0] != context):
+            if (trace := group.recorded()) is None:
+                continue
+            mine = each == context
+            records = trace.newest(only_open=not mine)
+            wanted = (r for r in records if not r.is_message or (messages and mine))
+            if (record := next(wanted, None)) is not None:
+                found.append(_last_call(record, "" if mine else trace.name))
+        return found[:2]
+
     def forget(self, context: int) -> None:
         """Release the calls of a destroyed context."""
         self._calls.pop(context, None)
         self._groups.pop(context, None)
+
+
+def _last_call(record: TraceRecord, group: str) -> LastCall:
+    of = f" of group '{group}'" if group else ""
+    if record.is_message:
+        peer = "any rank" if record.peer is None else f"rank {record.peer}"
+        of = f" ({peer}, {'any tag' if record.tag == ANY_TAG else f'tag {record.tag}'})"
+    at_ns = record.ended_ns or record.started_ns or record.enqueued_ns
+    age_s = (time.time_ns() - at_ns) / 1e9
+    return LastCall(f"{record.op} #{record.seq}{of}", record.ended_ns is None, age_s)
 
 
 class Question(Completion):

@@ -69,6 +69,20 @@ class MessageInfo:
     nbytes: int
 
 
+class LastCall(NamedTuple):
+    """A call that a rank has recorded.
+
+    Attributes:
+        call: As "all_reduce #40".
+        runs: Whether it has not ended.
+        age_s: Since its end, or since its start if it runs; None if it is unknown.
+    """
+
+    call: str
+    runs: bool
+    age_s: float | None = None
+
+
 class CallStatus(NamedTuple):
     """The last call that a rank has begun, or the call that another rank asked for.
 
@@ -77,12 +91,15 @@ class CallStatus(NamedTuple):
         text: The call with its arguments.
         unreached: Ranks that this rank could not reach.
         place: Where the rank is in its program; "" if that was not asked for.
+        recorded: The last recorded call of the group, and a call of another group that runs, as far
+            as they were asked for.
     """
 
     seq: int
     text: str
     unreached: Unreached = {}  # noqa: RUF012  never changed
     place: str = ""
+    recorded: tuple[LastCall, ...] = ()
 
 
 class Cancelled(Exception):

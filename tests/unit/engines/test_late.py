@@ -7,8 +7,9 @@ import pytest
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Call, Communicator
 from unisono.engines.errors import Expired, to_failure
+from unisono.engines.places import places_of
 from unisono.transports import LinkDown
-from unisono.transports.messages import LEFT, CallStatus
+from unisono.transports.messages import LEFT, CallStatus, LastCall
 
 BEFORE, IN_IT, AFTER = (CallStatus(seq, "barrier()") for seq in (6, 7, 8))
 NOT_YET = "had not entered it 4.0 s ago and did not answer again"
@@ -47,6 +48,7 @@ def test_who_is_late(monkeypatch, heard, fresh, peers, text):
         close_question=closed.append,
         failure=lambda context: None,
         unreached=dict,
+        silence_of=lambda rank: "",
         down=lambda rank: LinkDown(rank, LEFT) if rank == GONE else None,
     )
     monkeypatch.setattr("time.monotonic", lambda: 104.0)
@@ -58,3 +60,60 @@ def test_who_is_late(monkeypatch, heard, fresh, peers, text):
     assert found.reason.startswith(f"timed out after 5.0 s: {text}")
     # So that nothing is added to the answers while they are looked at.
     assert closed == [question]
+
+
+def in_load(seq, *recorded):
+    return CallStatus(seq, "all_reduce(float64[3])", {}, "in load (data.py:57)", recorded)
+
+
+@pytest.mark.parametrize(
+    ("answers", "lines"),
+    [
+        (
+            {rank: in_load(6, LastCall("all_reduce #6", False, rank + 0.04)) for rank in (1, 2, 3)},
+            [
+                "ranks 1, 2 and 3 are in load (data.py:57); their last call was all_reduce #6, "
+                "1.0 to 3.0 s ago"
+            ],
+        ),
+        (
+            {
+                1: in_load(6, LastCall("all_reduce #6", False, 12.31)),
+                2: in_load(6, LastCall("barrier #6", False, 12.29)),
+            },
+            [
+                "rank 1 is in load (data.py:57); its last call was all_reduce #6, 12.3 s ago",
+                "rank 2 is in load (data.py:57); its last call was barrier #6, 12.3 s ago",
+                "rank 3 does not answer at all",
+            ],
+        ),
+        (
+            # The first call of this group, in which the rank cannot be behind, and another group.
+            {1: in_load(0, LastCall("barrier #2 of group 'b'", True, 0.5)), 2: in_load(0)},
+            [
+                "rank 1 is in load (data.py:57); its call barrier #2 of group 'b' has run for "
+                "0.5 s",
+                "rank 2 is in load (data.py:57)",
+                "rank 3 does not answer at all",
+            ],
+        ),
+        (
+            # A rank that records nothing.
+            {1: in_load(6), 2: in_load(7)},
+            [
+                "rank 1 is in load (data.py:57); its last call was all_reduce #6",
+                "rank 2 is in load (data.py:57)",
+                "rank 3 does not answer at all",
+            ],
+        ),
+    ],
+)
+def test_places_and_last_calls_of_equal_ranks_share_a_line(answers, lines):
+    transport = SimpleNamespace(
+        rank=0,
+        world_size=4,
+        messages=SimpleNamespace(addresses=()),
+        silence_of=lambda rank: "does not answer at all",
+    )
+    comm = Communicator(transport, (0, 1, 2, 3), "g")
+    assert places_of(comm, (1, 2, 3), answers, 7) == lines

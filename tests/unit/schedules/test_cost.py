@@ -33,6 +33,28 @@ def popcounts(p):
 # (collective, algorithm, world sizes, rounds, bytes sent, bytes reduced)
 FORMULAS = [
     ("all_reduce", "ring", WORLD_SIZES, lambda p: 2 * (p - 1), lambda p: 2 * part(p), part),
+    (
+        "all_reduce",
+        "two_way_ring",
+        WORLD_SIZES,
+        lambda p: 2 * (p - 1),
+        lambda p: 2 * part(p),
+        part,
+    ),
+    ("all_reduce", "swing", POWERS, lambda p: 2 * floor_lg(p), lambda p: 2 * part(p), part),
+    (
+        "all_reduce",
+        "recursive_multiplying",
+        POWERS,
+        lambda p: ceil(floor_lg(p) / 2),
+        lambda p: 3 * (floor_lg(p) // 2) + floor_lg(p) % 2,
+        lambda p: 3 * (floor_lg(p) // 2) + floor_lg(p) % 2,
+    ),
+    ("all_gather", "two_way_ring", WORLD_SIZES, lambda p: p // 2, part, lambda p: 0),
+    ("all_gather", "far_first", WORLD_SIZES, ceil_lg, part, lambda p: 0),
+    ("reduce_scatter", "far_first", WORLD_SIZES, ceil_lg, part, part),
+    ("broadcast", "bine", POWERS, floor_lg, floor_lg, lambda p: 0),
+    ("reduce", "bine", POWERS, floor_lg, lambda p: 1, floor_lg),
     ("all_reduce", "recursive_doubling", POWERS, floor_lg, floor_lg, floor_lg),
     (
         "all_reduce",
@@ -200,6 +222,17 @@ def test_published_samples():
     assert (thousand.rounds, thousand.bytes_sent) == (10, Fraction(1233, 250))
 
 
+@pytest.mark.parametrize(("p", "width"), [(16, 4), (64, 8), (12, 3), (24, 4), (30, 5)])
+def test_grids(p, width):
+    height = p // width
+    torus = cost(build("all_reduce", "torus", p))
+    assert torus.rounds == torus.messages == 2 * (width + height - 2)
+    assert (torus.bytes_sent, torus.bytes_reduced) == (2 * part(p), part(p))
+    exchange = cost(build("all_to_all", "two_level", p, local=width))
+    assert exchange.rounds == exchange.messages == width + height - 2
+    assert exchange.bytes_sent == part(width) + part(height)
+
+
 def test_summit_scale_rounds():
     p = 24576
     assert build("all_reduce", "ring", p).rounds == 49150
@@ -212,6 +245,9 @@ def test_messages_are_counted():
     assert cost(build("barrier", "dissemination", 13)).messages == 4
     assert cost(build("all_reduce", "ring", 6)).messages == 10
     assert cost(build("all_reduce", "one_shot", 6)).messages == 5
+    assert cost(build("all_reduce", "two_way_ring", 16)).messages == 60
+    assert cost(build("all_gather", "two_way_ring", 16)).messages == 15
+    assert cost(build("all_gather", "far_first", 13)).messages == 4
     assert cost(build("all_to_all", "bruck", 13)).messages == 4
 
 

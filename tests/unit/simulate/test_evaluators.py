@@ -157,8 +157,30 @@ def test_a_claim_that_fails_in_a_later_stage_is_given_up():
 def test_the_largest_schedules_are_refused_before_they_take_the_memory():
     schedule = build("all_reduce", "rank_order", 2048)
     with pytest.raises(InvalidArgumentError, match="a stage takes about ") as caught:
-        simulate(schedule, 2048 * 4, Switch(2048, LinkSpec(1)), contended=False)
+        simulate(schedule, 2048 * 4, Switch(2048, LinkSpec(1)))
     assert " rows (limit " in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["switch", "pods"])
+def test_a_stage_rank_by_rank_equals_the_whole(kind, monkeypatch):
+    """Above `LARGE` rows per stage no table has the rows of all ranks."""
+    alike = set()
+    for schedule, nbytes, local in cases(2, (2, 5, 8, 12)):
+        network = NETWORKS[kind](schedule.world_size, local)
+        parts = [Traffic(schedule, nbytes)]
+        whole = stages.run(parts, network, COSTS, contended=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(stages, "LARGE", 3 * schedule.world_size)
+            found = stages.run(parts, network, COSTS, contended=False, large=True)
+        if found is None:
+            continue
+        alike.add((schedule.collective, schedule.algorithm))
+        assert found.finish_ps.tolist() == whole.finish_ps.tolist(), (schedule, nbytes)
+        assert found.causes_ps == whole.causes_ps
+        assert (found.messages, found.nbytes) == (whole.messages, whole.nbytes)
+        assert found.hops == whole.hops
+    assert {("all_reduce", "one_shot"), ("reduce_scatter", "rank_order")} <= alike
+    assert {("all_to_all", "linear"), ("reduce", "two_shot")} <= alike
 
 
 def test_impossible_calls_are_refused():

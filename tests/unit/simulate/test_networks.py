@@ -103,8 +103,18 @@ def test_simgrid_where_messages_share_no_link(case):
     assert result.last_us == pytest.approx(case["last_s"] * US, rel=1e-9)
 
 
+def test_simgrid_with_its_factors_of_tcp():
+    """100 kB over 10 ms and 1 Mb/s, the example of SimGrid's documentation: 0.996079 s."""
+    spec = LinkSpec(10_000 * US, 1.25e-4)
+    rows = messages([(0, 1)], 100_000)
+    for link, seconds in ((spec.as_tcp(), 0.996079), (spec, 0.81)):
+        result = run(rows, FullyConnected(2, link), Costs())
+        assert result.last_us / US == pytest.approx(seconds, abs=5e-7)
+
+
 # The prototype computed in floating point, where rounding decided which of two equal times came
-# first. With integers, two ranks of halving_doubling take an interface in the other order.
+# first. With integers, two ranks of halving_doubling take an interface in the other order: if the
+# message whose arrival was determined last went first, the result would be the prototype's.
 ENDS_BY_ROUNDING = {"halving_doubling": 526.66208}
 
 

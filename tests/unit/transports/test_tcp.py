@@ -16,9 +16,10 @@ from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.base.deadline import Deadline
 from unisono.transports import Key, LinkDown, TCPTransport
 from unisono.transports.messages import Kind
-from unisono.transports.tcp import handshake
+from unisono.transports.tcp import handshake, io_loop
 from unisono.transports.tcp import transport as tcp_transport
 from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.dials import Dials
 from unisono.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
 
 
@@ -298,3 +299,38 @@ def test_a_rank_that_leaves_before_its_call_is_answered_says_good_bye(monkeypatc
             frame = Frame.parse(link.recv(FRAME.size, socket.MSG_WAITALL))
             assert frame.key.kind is Kind.GOODBYE
         closer.join()
+
+
+def test_clients_without_a_hello_are_limited_in_number(monkeypatch):
+    monkeypatch.setattr(handshake, "_MOST_GREETINGS", 4)
+    monkeypatch.setattr(handshake, "_LEAST_S", 0.2)
+    with tcp_world(2) as (a, b), contextlib.ExitStack() as stack:
+        address = TCPAddress.unpack(a.address)
+        callers = []
+        for _ in range(12):
+            sock = stack.enter_context(socket.create_connection((address.hosts[0], address.port)))
+            sock.settimeout(SOON)
+            callers.append(sock)
+        # The oldest are ended, and a rank still gets in.
+        assert [caller.recv(1) for caller in callers[:8]] == [b""] * 8
+        into = bytearray(1)
+        received = a.recv(1, KEY, memoryview(into))
+        b.send(0, KEY, memoryview(b"x"))
+        assert received.wait_until(Deadline(SOON))
+        assert into == b"x"
+        assert len(a._greetings._open) <= 4
+
+
+def test_loopback_address_of_another_host_is_not_called():
+    token = bytes(range(16))
+    mine = TCPAddress(("10.0.0.1", "127.0.0.1"), 1, bytes(16))
+    theirs = TCPAddress(("10.0.0.2", "::1", "127.0.0.1"), 2, token)
+    addresses = [mine.pack(), theirs.pack(), mine.pack(), theirs._replace(hosts=("::1",)).pack()]
+    loop = io_loop.Loop()
+    try:
+        dials = Dials(0, 4, addresses.__getitem__, loop)
+        made = [list(dials.make(peer, 0, print)._hosts) for peer in (1, 2, 3)]
+    finally:
+        loop.close()
+    # Ranks with equal addresses share a host. Ranks may share the network of a pod.
+    assert made == [["10.0.0.2"], ["10.0.0.1", "127.0.0.1"], ["::1"]]

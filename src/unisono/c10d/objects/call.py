@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.host import reason_of
 from unisono.base.streams import on_host
 from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.c10d.objects.packet import FIRST_BYTES, Packet
@@ -123,6 +125,33 @@ class ObjectCall:
     def loads_all(self, packets: Sequence[Packet]) -> list[Any]:
         """Return the objects of all ranks."""
         return [self.loads(packet, source) for source, packet in enumerate(packets)]
+
+    def on_all(self, get: Callable[[], object], failed: str, hint: str = "") -> list[Any]:
+        """Return the results of `get` on all ranks; if one raises an OSError, raise on all ranks.
+
+        Args:
+            get: Called here, before the ranks compare their results.
+            failed: The meaning of an OSError, for the error.
+            hint: For the error.
+
+        Raises:
+            CollectiveError: It names the ranks, each with its reason.
+        """
+        try:
+            mine = get(), ""
+        except OSError as error:
+            mine = None, reason_of(error)
+        results = self.loads_all(self.all_gather(self.pack(lambda: mine)))
+        reasons = {rank: why for rank, (_, why) in enumerate(results) if why}
+        if reasons:
+            ranks = self._group.ranks
+            texts = ", ".join(f"rank {ranks[rank]}: {why}" for rank, why in reasons.items())
+            raise CollectiveError(
+                f"{self}: {failed} on {texts}",
+                context=replace(self.context(0), peers=tuple(ranks[rank] for rank in reasons)),
+                hint=hint,
+            )
+        return [result for result, _ in results]
 
     def arriving(self, first: Any, source: int) -> Packet:
         """Return the packet that begins with a rank's first message, which has arrived."""

@@ -36,6 +36,10 @@ _CONNECT_S = 3.3
 """Limit for a connection. Linux repeats the first packet after 1 s and after 3 s."""
 
 _IDLE_S = 30.0
+
+_MOST_CALLERS = 1024
+"""Each has a thread. A probe has one connection at a time, so more are not from hosts."""
+
 _PINGS = 20
 _PINGS_S = 0.5
 
@@ -108,6 +112,9 @@ class Responder:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = listener.accept()
+                if sum(thread.is_alive() for thread in self._threads) > _MOST_CALLERS:
+                    sock.close()
+                    continue
                 self._connections.append(sock)
                 self._start(self._answer, sock)
 

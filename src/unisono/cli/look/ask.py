@@ -3,6 +3,7 @@
 A rank of this host is found through /proc: the name of its receiving thread has the port on which
 it listens. The rank answers because the kernel reports that the client is of the same user. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
+On a host without a rank, the job's store has the addresses, and the job's token opens the ranks.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from unisono.base.host import read_text, stat_fields
-from unisono.transports.tcp.address import TCPAddress, is_loopback
+from unisono.rendezvous.endpoint import parse_endpoint
+from unisono.stores import TCPStore
+from unisono.transports.connect import VIEWERS
+from unisono.transports.tcp.address import TCPAddress, proof_of_viewer
 from unisono.transports.tcp.status import THREAD
 from unisono.transports.tcp.wire import ACCEPT, INSPECT, Hello
 
@@ -31,37 +37,64 @@ Endpoint = tuple[str, int, bytes]
 # How long a rank has for its answer. A stopped rank keeps `top` waiting for all of it.
 _ANSWER_S = 0.7
 
-_THREADS = 32
+# A silent rank occupies a thread for all of that time.
+_THREADS = 256
+
+# How long a store may take.
+_STORE_S = 5.0
+
+# HOST:PORT in place of a run id.
+_STORE = re.compile(r".+:\d+")
 
 _LISTENS = "0A"
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 
 
-def ask_job(which: str | None) -> list[State]:
+def ask_job(which: str | None, token: str = "") -> list[State]:
     """Return the states of all ranks that answer.
 
     Args:
-        which: Process id of a rank or launcher, or run id of a launcher; None for all jobs of this
-            user.
+        which: Process id of a rank or launcher, run id of a launcher, or HOST:PORT of a job's
+            store; None for all jobs of this user.
+        token: Of the job, for its store.
+
+    Raises:
+        StoreError: The store cannot be read.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
+        if which is not None and _STORE.fullmatch(which):
+            found = _by_rank(pool.map(_ask, _in_store(which, token)))
+            return [found[key] for key in sorted(found)]
         local = list(_listening(_candidates(which)))
         states = _by_rank(pool.map(_ask, local))
-        asked = {port for _, port, _ in local}
+        asked = {endpoint[1] for endpoint in local}
         missing = []
         for state in {state["job"]: state for state in states.values()}.values():
             addresses = [TCPAddress.unpack(text) for text in state["addresses"]]
-            for rank, (hosts, port, token) in enumerate(addresses):
-                is_here = str(rank) in state["pids"] or hosts == addresses[state["rank"]].hosts
+            mine = addresses[state["rank"]]
+            for rank, address in enumerate(addresses):
+                is_here = str(rank) in state["pids"] or address.hosts == mine.hosts
                 # A rank of this host that was asked already is stopped or busy.
-                is_silent = is_here and port in asked
+                is_silent = is_here and address.port in asked
                 if (state["job"], rank) in states or is_silent:
                     continue
-                # The loopback address of another host leads to a process of this host. That process
-                # may be of another user, and must not get the token.
-                missing += [(h, port, token) for h in hosts if is_here or not is_loopback(h)]
+                shown = address if is_here else address.seen_from(mine)
+                missing += [(host, address.port, address.token) for host in shown.hosts]
         states |= _by_rank(pool.map(_ask, missing))
     return [states[key] for key in sorted(states)]
+
+
+def _in_store(where: str, token: str) -> list[Endpoint]:
+    """Return the addresses of the ranks of all worlds that met in a store."""
+    host, port = parse_endpoint(where)
+    with closing(TCPStore(host, port, timeout=_STORE_S, token=token)) as store:
+        keys = [key for key in store.list_keys() if key.rpartition("/")[2] == VIEWERS]
+        lines = [line for text in store.multi_get(keys) for line in text.decode().splitlines()]
+    elsewhere = TCPAddress((), 0, b"")
+    shown = [TCPAddress.unpack(line).seen_from(elsewhere) for line in lines]
+    return [
+        (host, each.port, proof_of_viewer(token, each)) for each in shown for host in each.hosts
+    ]
 
 
 def _by_rank(states: Iterable[State | None]) -> dict[tuple[str, int], State]:

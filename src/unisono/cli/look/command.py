@@ -7,8 +7,10 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.base import config
 from unisono.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -19,7 +21,10 @@ _REFRESH_S = 1.0
 
 _COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "wait %", "MB/s", "MiB", "place")
 
-_WHICH = "process id of a rank or launcher, or run id; all jobs of this user by default"
+_WHICH = (
+    "process id of a rank or launcher, run id, or address of the job's store (HOST:PORT); all jobs "
+    "of this user by default"
+)
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,10 +33,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "top",
         help="show what the ranks of a running job do, and for which rank they wait",
         description="Show what the ranks of a running job do, and for which rank they wait. The "
-        "job needs no preparation. It must have a rank of the same user on this host.",
+        "job needs no preparation. It must have a rank of the same user on this host, or a token.",
         allow_abbrev=False,
     )
-    top.add_argument("job", nargs="?", metavar="JOB|PID", help=_WHICH)
+    _add_job(top)
     top.add_argument("--once", action="store_true", help="print the table once")
     top.add_argument("--json", action="store_true", help="print all states once, as JSON")
     top.set_defaults(handler=_top, parser=top)
@@ -41,21 +46,38 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Print the Python stacks of all ranks of a running job; equal stacks once.",
         allow_abbrev=False,
     )
-    stacks.add_argument("job", nargs="?", metavar="JOB|PID", help=_WHICH)
+    _add_job(stacks)
     stacks.set_defaults(handler=_stacks, parser=stacks)
 
 
-def _jobs(which: str | None) -> list[Job]:
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", nargs="?", metavar="JOB|PID|HOST:PORT", help=_WHICH)
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="has the job's token; UNISONO_TOKEN by default"
+    )
+
+
+def _token(options: argparse.Namespace) -> str:
+    if options.token_file is None:
+        return config.get("UNISONO_TOKEN")
+    try:
+        return Path(options.token_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise LaunchError(f"cannot read the token in {options.token_file}: {error}") from error
+
+
+def _jobs(which: str | None, token: str = "") -> list[Job]:
     # These modules import NumPy, which `unisono run`, with the same parser, must not load.
     from unisono.cli.look.ask import ask_job
     from unisono.cli.look.verdict import jobs_of
 
-    jobs = jobs_of(ask_job(which))
+    jobs = jobs_of(ask_job(which, token))
     if not jobs:
         of = "of this user on this host" if which is None else f"of {which!r}"
         raise LaunchError(
             f"no rank {of} answers",
-            hint="give the process id of a rank or launcher, on its host, as its user",
+            hint="give the process id of a rank or launcher, on its host, as its user; or the "
+            "address of the job's store and UNISONO_TOKEN",
         )
     return jobs
 
@@ -63,7 +85,7 @@ def _jobs(which: str | None) -> list[Job]:
 def _top(options: argparse.Namespace) -> int:
     from unisono.cli.look.verdict import verdict_of
 
-    jobs = _jobs(options.job)
+    jobs = _jobs(options.job, token := _token(options))
     if options.json:
         found = [
             {
@@ -78,9 +100,9 @@ def _top(options: argparse.Namespace) -> int:
         return 0
     if options.once or not sys.stdout.isatty():
         for job in jobs:
-            print(*_text(job), sep="\n")
+            print(*map(_plain, _text(job)), sep="\n")
         return 0
-    return _live(options.job, jobs)
+    return _live(options.job, token, jobs)
 
 
 def _public(state: State) -> State:
@@ -88,7 +110,12 @@ def _public(state: State) -> State:
     return {name: value for name, value in state.items() if name != "addresses"}
 
 
-def _live(which: str | None, jobs: list[Job]) -> int:
+def _plain(line: str) -> str:
+    """Return a line without control characters, with which a job could write to the terminal."""
+    return "".join(each if each.isprintable() else "?" for each in line)
+
+
+def _live(which: str | None, token: str, jobs: list[Job]) -> int:
     try:
         from rich.live import Live
         from rich.text import Text
@@ -98,7 +125,7 @@ def _live(which: str | None, jobs: list[Job]) -> int:
         ) from None
 
     def render() -> Text:
-        lines = [line for job in jobs for line in _text(job)]
+        lines = [_plain(line) for job in jobs for line in _text(job)]
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
     seen: dict[tuple[Any, ...], float] = {}
@@ -106,7 +133,7 @@ def _live(which: str | None, jobs: list[Job]) -> int:
         with Live(render(), screen=True, auto_refresh=False) as live:
             while True:
                 began_s = time.monotonic()
-                jobs = _jobs(which)
+                jobs = _jobs(which, token)
                 seen = _note_times(jobs, seen, began_s)
                 live.update(render(), refresh=True)
                 time.sleep(max(0.0, _REFRESH_S - (time.monotonic() - began_s)))
@@ -169,13 +196,13 @@ def _rows(job: Job) -> Iterator[tuple[str, ...]]:
 
 def _rates(groups: list[dict[str, Any]]) -> tuple[str, str]:
     """Return the share of the time that a rank has waited, and its bytes per second so far."""
-    traced = [group for group in groups if "waited_s" in group]
-    if not traced:
+    from unisono.cli.look.verdict import wait_share
+
+    share = wait_share(groups)
+    if share is None:
         return "", ""
-    age_s = max(group["age_s"] for group in traced) or 1.0
-    waited_s = sum(group["waited_s"] for group in traced)
-    nbytes = sum(group["moved_bytes"] for group in traced)
-    return f"{100 * waited_s / age_s:.0f}", f"{nbytes / age_s / 1e6:.1f}"
+    rates = [group["moved_bytes"] / (group["age_s"] or 1.0) for group in groups]
+    return f"{100 * share:.0f}", f"{sum(rates) / 1e6:.1f}"
 
 
 def _name_of(group: dict[str, Any]) -> str:
@@ -185,7 +212,7 @@ def _name_of(group: dict[str, Any]) -> str:
 def _stacks(options: argparse.Namespace) -> int:
     from unisono.launcher.ranges import format_ranges
 
-    for job in _jobs(options.job):
+    for job in _jobs(options.job, _token(options)):
         print(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer")
         folded: dict[tuple[Any, ...], list[int]] = {}
         for rank, state in job.states.items():
@@ -195,9 +222,9 @@ def _stacks(options: argparse.Namespace) -> int:
                 folded.setdefault(key, []).append(rank)
         for (_, thread, frames), ranks in sorted(folded.items(), key=lambda item: item[1]):
             many = "rank" if len(ranks) == 1 else "ranks"
-            print(f"\n{many} {format_ranges(ranks)}, thread {thread}:")
+            print(f"\n{many} {format_ranges(ranks)}, thread {_plain(thread)}:")
             for file, line, function in reversed(frames):
-                print(f'  File "{file}", line {line}, in {function}')
+                print(_plain(f'  File "{file}", line {line}, in {function}'))
         for rank in sorted(set(range(job.world_size)) - set(job.states)):
             print(f"\nrank {rank} {job.place(rank)}")
     return 0

@@ -6,9 +6,15 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from unisono.base.where import state_of_process
+from unisono.base.where import states_of
 from unisono.cli.look.ask import State
 from unisono.engines.api import name_ranks
+
+# By which part of its time a rank waits less if it slows the job down.
+_SLOW_SHARE = 0.1
+
+# Fewer calls prove nothing: ranks start at different times, and wait long in their first call.
+_MANY_CALLS = 20
 
 
 class Job(NamedTuple):
@@ -25,7 +31,7 @@ class Job(NamedTuple):
         for state in self.states.values():
             pid = state["pids"].get(str(rank))
             if pid is not None and state["host"] == platform.node():
-                return f"(process {pid}) {state_of_process(pid)}"
+                return f"(process {pid}) {states_of([pid])[pid]}"
         return "does not answer"
 
 
@@ -120,7 +126,40 @@ def verdict_of(job: Job) -> list[str]:
         ]
         wait_for = "waits" if len(wait.waiting) == 1 else "wait"
         lines.append(f"{ranks} {wait_for} in {wait.call}{group}{since} for {'; '.join(blamed)}")
-    return lines or ["no rank is in a collective call"]
+    return (lines or ["no rank is in a collective call"]) + _slow_rank(job)
+
+
+def wait_share(groups: Sequence[dict[str, Any]]) -> float | None:
+    """Return the share of its time that a rank has waited in these groups; None without records."""
+    traced = [group for group in groups if "waited_s" in group]
+    if not traced:
+        return None
+    age_s = max(group["age_s"] for group in traced) or 1.0
+    return float(sum(group["waited_s"] for group in traced)) / age_s
+
+
+def _slow_rank(job: Job) -> list[str]:
+    """Return a line for the rank that waits far less than the other ranks.
+
+    All ranks of a collective wait for the last rank. So the slowest rank waits least, also if the
+    others wait for one another in turn.
+    """
+    shares = {
+        rank: share
+        for rank, state in job.states.items()
+        if (share := wait_share(state["groups"])) is not None
+    }
+    calls = max(
+        (view["seq"] for state in job.states.values() for view in state["groups"]), default=0
+    )
+    if len(shares) < 2 or calls < _MANY_CALLS:
+        return []
+    slow = min(shares, key=shares.__getitem__)
+    mine, others = shares.pop(slow), sum(shares.values()) / len(shares)
+    if others - mine < _SLOW_SHARE:
+        return []
+    times = f"it has waited {mine:.0%} of its time, the other ranks {others:.0%}"
+    return [f"rank {slow}, which {job.place(slow)}, slows the job down: {times}"]
 
 
 def _is(ranks: Sequence[int]) -> str:

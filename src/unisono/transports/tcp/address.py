@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hmac
 import ipaddress
 import socket
 import struct
+from hashlib import blake2b
 from typing import NamedTuple
 
 from unisono.errors import TransportError
@@ -17,6 +19,9 @@ _TRIES = 16
 
 # Linux's request for the IPv4 address of an interface; other systems answer with an error.
 _SIOCGIFADDR = 0x8915
+
+# Retransmissions, packets without an acknowledgement, milliseconds since the last acknowledgement.
+_TCP_INFO = struct.Struct("=2xB 21x I 28x I")
 
 
 class TCPAddress(NamedTuple):
@@ -44,6 +49,29 @@ class TCPAddress(NamedTuple):
             )
         port, token, hosts = rest.split("|")
         return cls(tuple(hosts.split(",")), int(port), bytes.fromhex(token))
+
+    def without_token(self) -> TCPAddress:
+        """Return the address with a digest in place of the token, for `proof_of_viewer`."""
+        return self._replace(token=blake2b(self.token, digest_size=16).digest())
+
+    def seen_from(self, other: TCPAddress) -> TCPAddress:
+        """Return the address for a rank with another address: no loopback if the hosts differ.
+
+        The loopback address of another host leads to a process of this host, which must not get the
+        token. If there is no other address, the ranks may share the network of one host.
+        """
+        far = tuple(host for host in self.hosts if not is_loopback(host))
+        return self if self.hosts == other.hosts or not far else self._replace(hosts=far)
+
+
+def proof_of_viewer(job_token: str, address: TCPAddress) -> bytes:
+    """Return what a client shows to a rank in place of the rank's token: it knows the job's token.
+
+    Args:
+        job_token: UNISONO_TOKEN; not empty.
+        address: Without its token.
+    """
+    return hmac.digest(job_token.encode(), b"unisono top" + address.token, "sha256")[:16]
 
 
 def is_loopback(host: str) -> bool:
@@ -117,6 +145,25 @@ def _source_addresses(host: str) -> list[str]:
         except OSError:
             continue
     return list(dict.fromkeys(found))
+
+
+def silence_on(sock: socket.socket) -> str:
+    """Return whether the host at the other end of a connection acknowledges what was sent to it.
+
+    "" if the connection has ended, or the system does not report it.
+
+    Source: tcp(7), TCP_INFO; the layout is that of linux/tcp.h.
+    """
+    try:
+        host = sock.getpeername()[0]
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        retransmits, unacknowledged, last_ms = _TCP_INFO.unpack(info)
+    except (AttributeError, OSError, struct.error):
+        return ""
+    if unacknowledged and retransmits:
+        silent = f"its host {host} has acknowledged nothing for {last_ms / 1000:.1f} s"
+        return f"does not answer: {silent}, so the host or the network has failed"
+    return f"does not answer, but its host {host} does: the process is stopped or busy"
 
 
 def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:

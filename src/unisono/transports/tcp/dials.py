@@ -40,7 +40,8 @@ class Dials:
         Raises:
             ValueError: The rank's address is of no use.
         """
-        address = TCPAddress.unpack(self._find(peer))
+        mine = TCPAddress.unpack(self._find(self._rank))
+        address = TCPAddress.unpack(self._find(peer)).seen_from(mine)
         hello = Hello(self._world_size, self._rank, peer, channel, address.token)
         dial = self._open[peer, channel] = Dial(self._loop, hello, address, done)
         return dial

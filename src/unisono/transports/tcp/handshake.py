@@ -1,4 +1,4 @@
-"""The handshake of a TCP connection: `Dial` connects, `Greeting` serves an accepted connection.
+"""The handshake of a TCP connection: `Dial` connects, `Greetings` serve accepted connections.
 
 Both live on the I/O thread, until the connection becomes a link or ends.
 """
@@ -6,6 +6,7 @@ Both live on the I/O thread, until the connection becomes a link or ends.
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,6 +22,11 @@ _log = get_logger("transports.tcp")
 
 # Limit of the wait for a hello. Ranks send it at once; other clients may send nothing.
 _HELLO_S = 30.0
+
+# How many connections may be without a hello, and for how long each of them is kept if they are
+# more. So clients that send nothing do not take all file descriptors.
+_MOST_GREETINGS = 256
+_LEAST_S = 1.0
 
 
 class _Attempt:
@@ -202,28 +208,56 @@ class Dial:
             self._sock = None
 
 
-class Greeting:
-    """An accepted connection until its hello is complete; closed if no hello arrives in time.
+class Greetings:
+    """The accepted connections whose hellos are not complete.
 
     Args:
         loop: Of the I/O thread.
-        sock: The connection.
-        done: Receives the connection and the hello.
+        done: Receives a connection and its hello.
     """
 
+    def __init__(self, loop: Loop, done: Callable[[socket.socket, Hello], None]) -> None:
+        self._loop = loop
+        self._done = done
+        # With the time of each, oldest first.
+        self._open: dict[_Greeting, float] = {}
+
+    def has_room(self) -> bool:
+        """Whether one more may be accepted; if there are too many, the oldest ends."""
+        if len(self._open) >= _MOST_GREETINGS:
+            oldest, since_s = next(iter(self._open.items()))
+            # The hello of a rank is under way.
+            if time.monotonic() - since_s < _LEAST_S:
+                return False
+            oldest.end("too many callers without a hello")
+        return True
+
+    def add(self, sock: socket.socket) -> None:
+        """Wait for the hello of a connection."""
+        self._open[_Greeting(self._loop, sock, self._ended)] = time.monotonic()
+
+    def _ended(self, greeting: _Greeting, hello: Hello | None) -> None:
+        del self._open[greeting]
+        if hello is not None:
+            self._done(greeting.sock, hello)
+
+
+class _Greeting:
+    """An accepted connection until its hello is complete; closed if no hello arrives in time."""
+
     def __init__(
-        self, loop: Loop, sock: socket.socket, done: Callable[[socket.socket, Hello], None]
+        self, loop: Loop, sock: socket.socket, ended: Callable[[_Greeting, Hello | None], None]
     ) -> None:
         self._loop = loop
-        self._sock = sock
-        self._done = done
+        self.sock = sock
+        self._ended = ended
         self._data = b""
         loop.watch(sock, READ, self._read_hello)
         loop.start_timer(self._too_slow, _HELLO_S)
 
     def _read_hello(self, events: int) -> None:
         try:
-            received = self._sock.recv(HELLO.size - len(self._data))
+            received = self.sock.recv(HELLO.size - len(self._data))
             if not received:
                 raise ConnectionResetError("it hung up")
             self._data += received
@@ -233,17 +267,19 @@ class Greeting:
         except BlockingIOError:
             return
         except (OSError, HandshakeError) as error:
-            self._end(reason_of(error))
+            self.end(reason_of(error))
             return
         self._loop.stop_timer(self._too_slow)
-        self._loop.unwatch(self._sock)
-        self._done(self._sock, hello)
+        self._loop.unwatch(self.sock)
+        self._ended(self, hello)
 
     def _too_slow(self) -> None:
-        self._end(f"no hello within {_HELLO_S:g} s")
+        self.end(f"no hello within {_HELLO_S:g} s")
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Close the connection."""
         _log.info("a caller was dropped before its hello: %s", reason)
         self._loop.stop_timer(self._too_slow)
-        self._loop.unwatch(self._sock)
-        self._sock.close()
+        self._loop.unwatch(self.sock)
+        self.sock.close()
+        self._ended(self, None)

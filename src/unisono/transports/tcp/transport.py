@@ -27,13 +27,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from unisono.base import config
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
 from unisono.transports.api import Transport
 from unisono.transports.messages import Key, Kind, LinkDown
-from unisono.transports.tcp.address import TCPAddress, listen
+from unisono.transports.tcp.address import TCPAddress, listen, proof_of_viewer, silence_on
 from unisono.transports.tcp.dials import LINK, Dials
-from unisono.transports.tcp.handshake import Greeting
+from unisono.transports.tcp.handshake import Greetings
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import Link
 from unisono.transports.tcp.status import answer_client, show_port
@@ -93,9 +94,8 @@ class TCPTransport(Transport):
         hosts: tuple[str, ...] = ("127.0.0.1",),
     ) -> None:
         super().__init__(rank, world_size)
-        self._token = os.urandom(16)
         self._listeners, port = listen(hosts)
-        self.address = TCPAddress(hosts, port, self._token).pack()
+        self.address = TCPAddress(hosts, port, os.urandom(16)).pack()
         self._links: dict[int, Link] = {}
         self._links_lock = threading.Lock()
         self._released = False
@@ -103,6 +103,7 @@ class TCPTransport(Transport):
         self._loop = Loop()
         self._dials = Dials(rank, world_size, find, self._loop)
         self.wires = WireMaker(self._loop, self._dials, self.down, self._link, self._declare_lost)
+        self._greetings = Greetings(self._loop, self._greeted)
         for listener in self._listeners:
             self._accept_from(listener)
         self._thread = threading.Thread(target=self._run, name=f"unisono-tcp-{rank}", daemon=True)
@@ -136,6 +137,11 @@ class TCPTransport(Transport):
 
     def unreached(self) -> dict[int, list[str]]:
         return self._dials.unreached()
+
+    def silence_of(self, peer: int) -> str:
+        link = self._links.get(peer)
+        sock = None if link is None else link.sock
+        return "" if sock is None else silence_on(sock)
 
     def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
@@ -214,7 +220,7 @@ class TCPTransport(Transport):
         self._loop.watch(listener, READ, lambda events: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        while self._greetings.has_room():
             try:
                 sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -222,19 +228,20 @@ class TCPTransport(Transport):
             except OSError as error:
                 # Probably out of file descriptors. The client waits in the backlog.
                 _log.warning("rank %d cannot accept a connection: %s", self.rank, error)
-                self._loop.unwatch(listener)
-                self._loop.start_timer(lambda: self._accept_from(listener), _ACCEPT_PAUSE_S)
-                return
+                break
             sock.setblocking(False)
             with contextlib.suppress(OSError):  # the client may be gone already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            Greeting(self._loop, sock, self._greeted)
+            self._greetings.add(sock)
+        self._loop.unwatch(listener)
+        self._loop.start_timer(lambda: self._accept_from(listener), _ACCEPT_PAUSE_S)
 
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
         if channel == INSPECT:
-            answer_client(self, self._loop, sock, self._has_token(hello), self._dials.addresses)
+            may_look = self._has_token(hello) or self._has_proof(hello)
+            answer_client(self, self._loop, sock, may_look, self._dials.addresses)
             return
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
@@ -271,7 +278,12 @@ class TCPTransport(Transport):
         )
 
     def _has_token(self, hello: Hello) -> bool:
-        return hmac.compare_digest(hello.token, self._token)
+        return hmac.compare_digest(hello.token, TCPAddress.unpack(self.address).token)
+
+    def _has_proof(self, hello: Hello) -> bool:
+        job_token, mine = config.get("UNISONO_TOKEN"), TCPAddress.unpack(self.address)
+        expected = proof_of_viewer(job_token, mine.without_token())
+        return bool(job_token) and hmac.compare_digest(hello.token, expected)
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Accept the connection of a rank."""

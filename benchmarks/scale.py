@@ -1,0 +1,124 @@
+"""Compute the figures of docs/explanation/scale.md: how far off the models are.
+
+Run from the repository root: `python benchmarks/scale.py [--cases N]`. It needs no second process
+and no measurement; the times of Summit are published. Nothing here is a test.
+
+1. Summit, 64 MiB. The latencies are those of 8 bytes; one bandwidth between hosts per algorithm is
+   fitted on 96, 192 and 384 GPUs. The other points are predictions.
+2. Stages against events, on random schedules, networks and sizes where ranks share links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unisono.schedules import available, build
+from unisono.schedules.ir import COLLECTIVES, ROOTED
+from unisono.simulate import Hosts, LinkSpec, Machine, Network, Pods, machine, simulate
+
+SUMMIT = Path("src/unisono/simulate/shipped/summit.toml")
+GPUS = (96, 192, 384, 768, 1536, 3072, 6144, 12288, 24576)
+# Milliseconds of all_reduce of 64 MiB, from the bus bandwidths of NVIDIA's figure (+- 75 MB/s).
+# Source: Massively Scale Your Deep Learning Training with NCCL 2.4, 2019.
+PUBLISHED_MS = {
+    "ring": (6.97, 7.50, 10.28, 18.2, 19.3, 22.1, 32.6, 45.7, 77.3),
+    "node_tree": (6.68, 8.18, 8.70, 8.83, 9.42, 9.81, 11.3, 10.7, 10.55),
+}
+FITTED = 3
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=400, help="random cases (400)")
+    parser.add_argument("--most", type=int, default=24576, help="GPUs of the last point (24576)")
+    flags = parser.parse_args()
+    summit(flags.most)
+    stages(flags.cases)
+
+
+def summit(most: int) -> None:
+    """Print published and simulated times of 64 MiB."""
+    net = machine("summit", SUMMIT.read_text(encoding="utf-8"))
+    for algorithm, published in PUBLISHED_MS.items():
+        gbps = fit(net, algorithm)
+        print(f"{algorithm}, 64 MiB: {gbps:.2f} GB/s between hosts, fitted on {GPUS[:FITTED]}")
+        for gpus, ms in zip(GPUS, published, strict=True):
+            if gpus <= most:
+                simulated = time_ms(net, algorithm, gpus, gbps)
+                off = 100 * (simulated / ms - 1)
+                print(f"  {gpus:6} GPUs: {simulated:7.2f} ms, published {ms:6.2f} ms, {off:+.0f} %")
+
+
+def fit(net: Machine, algorithm: str) -> float:
+    """Return the bandwidth for which the geometric mean of the fitted points is right."""
+    low, high = 0.5, 100.0
+    points = list(zip(GPUS[:FITTED], PUBLISHED_MS[algorithm][:FITTED], strict=True))
+    for _ in range(24):
+        middle = math.sqrt(low * high)
+        ratio = 1.0
+        for gpus, ms in points:
+            ratio *= time_ms(net, algorithm, gpus, middle) / ms
+        low, high = (middle, high) if ratio > 1 else (low, middle)
+    return math.sqrt(low * high)
+
+
+def time_ms(net: Machine, algorithm: str, gpus: int, gbps: float) -> float:
+    """Return the time of all_reduce of 64 MiB; trees have 128 pieces, as 512 KiB are one piece."""
+    net.values["gbps"] = gbps
+    depth = 128 if algorithm == "node_tree" else 1
+    schedule = build("all_reduce", algorithm, gpus, pipeline=depth, local=6)
+    network, costs = net.network(algorithm, gpus), net.costs(algorithm)
+    result = simulate(schedule, 64 << 20, network, costs, itemsize=4, padded=True, contended=False)
+    return result.last_us / 1000
+
+
+def stages(count: int) -> None:
+    """Print how far the times of stages are off those of events, where ranks share links."""
+    errors = sorted(differences(count))
+    exact = sum(error == 0 for error, _ in errors)
+    near = sum(error < 0.05 for error, _ in errors)
+    worst, where = errors[-1]
+    print(f"stages against events: {count} cases, {100 * exact / count:.0f} % equal, ")
+    print(f"  {100 * near / count:.1f} % within 5 %, worst {100 * worst:.0f} %: {where}")
+
+
+def differences(count: int) -> Iterator[tuple[float, str]]:
+    """Yield relative differences of random cases, each with its description."""
+    choose = random.Random(1)
+    while count:
+        ranks = choose.choice((4, 6, 8, 12, 16, 24, 32))
+        local = choose.choice([n for n in (2, 3, 4, 8) if ranks % n == 0 and n < ranks])
+        collective = choose.choice([name for name in COLLECTIVES if name != "barrier"])
+        algorithm = choose.choice(available(collective, ranks, local=local))
+        nbytes = ranks * 4 << choose.randrange(0, 17)  # each block has an element at least
+        root = choose.randrange(ranks) if collective in ROOTED else -1
+        schedule = build(collective, algorithm, ranks, root, local=local)
+        network = hosts(choose, ranks, local)
+        times: dict[str, Any] = {
+            method: simulate(schedule, nbytes, network, itemsize=4, method=method).last_ps
+            for method in ("events", "stages")
+        }
+        error = abs(times["stages"] / times["events"] - 1)
+        yield error, f"{collective} {algorithm}, {ranks} ranks, {local} per host, {nbytes} bytes"
+        count -= 1
+
+
+def hosts(choose: random.Random, ranks: int, local: int) -> Network:
+    """Return random hosts with one or several interfaces, some in pods."""
+    number = ranks // local
+    pods = None
+    if number % 2 == 0 and choose.random() < 0.4:
+        pods = Pods(2, choose.choice((1.0, 2.0, 4.0)), 300_000, choose.random() < 0.5)
+    inside, between = LinkSpec(600_000, 100), LinkSpec(2_200_000, choose.choice((3.0, 12.5)))
+    interfaces = choose.choice([n for n in (1, 2) if local % n == 0])
+    return Hosts(ranks, local, inside, between, interfaces=interfaces, pods=pods)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`unisono explain`: the algorithm that a group takes, why, and what the others cost."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from unisono.base import config
+from unisono.bench.plan import OPS, parse_nbytes
+from unisono.cli.flags import checked, non_negative, positive
+from unisono.cli.simulate import machine_of, row_of
+from unisono.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from unisono.schedules import Topology
+    from unisono.schedules.tables import Shape, Table
+    from unisono.simulate import Machine
+
+_DESCRIPTION = """\
+Show which algorithm a group takes for an operation and a size, and why: the built-in rule, a table
+that `unisono tune` has measured, or UNISONO_ALGO. UNISONO_TUNING, UNISONO_ENGINE and
+UNISONO_SHARED_MEMORY count as in a group.
+
+predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
+is measured and not modelled: without --net they have no prediction. measured is the mean of the
+table's passes at the nearest size."""
+
+OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
+
+
+_MANY = 1024
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `explain`."""
+    parser = commands.add_parser(
+        "explain",
+        help="show which algorithm a group takes, and why",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
+    add("size", type=checked(parse_nbytes), metavar="SIZE", help="of the whole data: 8, 64K, 1M")
+    add("-p", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
+    add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+    add("--algorithm", metavar="NAME", help="the algorithm that the call asks for")
+    add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
+    add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
+    parser.set_defaults(handler=_explain, parser=parser, itemsize=4, goal=None)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from unisono.backends.tuning import read_tables
+    from unisono.schedules import select
+    from unisono.schedules.explain import nbytes_text, reason
+    from unisono.schedules.tuning import topology_of
+
+    shape = _shape(options)
+    table, topology = read_tables().get(shape), topology_of(shape)
+    override = config.get("UNISONO_ALGO")
+    asked = (options.op, options.size, topology, options.algorithm, override)
+    choice = select(*asked, table=table)
+    depth = f" in {choice.pipeline} pieces" if choice.pipeline > 1 else ""
+    hosts = f" of {options.hosts} hosts" if options.hosts > 1 else ""
+    over = shape.over.replace("-", " ")
+    print(
+        f"{options.op} of {nbytes_text(options.size)} on {options.ranks} ranks{hosts} over {over}"
+    )
+    print(f"takes {choice.algorithm}{depth}: {reason(*asked, table=table)}")
+    shown = f"{table.digest}, measured {table.about.get('date', '')}" if table else "none"
+    print(f"# table for {shape}: {shown}")
+    _print(options, topology, table, choice.algorithm)
+    return 0
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    """Return the shape of the group that the flags describe, as `backends.tuning` does."""
+    from unisono.engines.choice import engine_info
+    from unisono.schedules.tables import Shape
+
+    if options.ranks % options.hosts:
+        raise InvalidArgumentError(f"-p {options.ranks} does not fill {options.hosts} hosts")
+    engine = engine_info().engine
+    near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
+    transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
+    over = "shared-memory" if near and options.hosts == 1 else transport
+    return Shape(engine, over, options.ranks, options.ranks // options.hosts if near else 1)
+
+
+def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
+    """Return the network of the predictions, or None if there are none."""
+    if options.net is None and topology.shared_memory:
+        print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
+        return None
+    # Where links are shared, thousands of ranks take minutes for all algorithms.
+    model = options.model or ("alpha-beta" if options.ranks > _MANY else None)
+    net = machine_of(options.net or ("fat-tree" if topology.local > 1 else "switch"), model)
+    if options.hosts > 1:
+        net.values["ranks_per_host"] = topology.local
+    per_host = net.values["ranks_per_host"]
+    print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
+    return net
+
+
+def _print(
+    options: argparse.Namespace, topology: Topology, table: Table | None, chosen: str
+) -> None:
+    """Print a line per algorithm that serves the call, the fastest first."""
+    from unisono.schedules import available, build, select
+    from unisono.schedules.ir import ROOTED
+    from unisono.schedules.tuning import mean_us
+
+    op, p, local = options.op, options.ranks, topology.local
+    net, measured = _net(options, topology), _measured(table, op, options.size)
+    root = options.root if op in ROOTED else -1
+    lines: list[tuple[float, str]] = []
+    for name in available(op, p, local=local):
+        options.pipeline = select(op, options.size, topology, name).pipeline
+        rounds = build(op, name, p, root, options.pipeline, local).rounds
+        times: list[float | None] = [None, None]
+        if net is not None:
+            try:
+                times[0] = row_of(options, net, name, (p, local, options.size))["time_us"]
+            except InvalidArgumentError as error:
+                print(f"# {error.what}")
+        if name in measured:
+            times[1] = mean_us(measured[name])
+        cells = "".join(f"{'-' if us is None else f'{us:,.1f}':>16}" for us in times)
+        mark = "  <- taken" if name == chosen else ""
+        lines.append((times[bool(measured)] or math.inf, f"{name:<20}{rounds:>8,}{cells}{mark}"))
+    print(f"{'algorithm':<20}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
+    for _, line in sorted(lines, key=lambda pair: pair[0]):
+        print(line)
+
+
+def _measured(table: Table | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:
+    """Return the times of the measured size that is nearest, at most a factor of 4 away."""
+    sizes = [size for name, size in table.measured if name == op] if table else []
+    near = min(sizes, key=lambda size: abs(math.log2(size / nbytes)), default=0)
+    if table is None or not nbytes / 4 <= near <= nbytes * 4:
+        return {}
+    if near != nbytes:
+        print(f"# measured: at {near:,} B")
+    return table.measured[op, near]

@@ -1,0 +1,209 @@
+"""`unisono tune`: measure the algorithms on this machine, and store the choices that win."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from unisono.base import config
+from unisono.base.host import usable_cores
+from unisono.bench.plan import OPS, Sizes, parse_nbytes
+from unisono.cli.flags import checked, positive, seconds
+from unisono.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from unisono.bench.tuning import TuningPlan
+    from unisono.schedules.tables import Table
+
+_PREFIX = "unisono tune: "
+# The part of the limit in which the ranks start.
+_START_S = 5.0
+
+_OPS = [op for op in OPS if op not in ("sendrecv", "barrier")]
+
+_DESCRIPTION = """\
+Measure every algorithm on this machine, and store the choices that win over the built-in rule in a
+table: one for each machine and shape of the world. Groups of that shape use it from then on, if all
+their ranks have the same table.
+
+On one host this starts the ranks itself. For several hosts, or over TCP, run it as the ranks:
+    unisono run --nnodes 2 ... --nproc-per-node 4 -m unisono tune
+The tables are in ~/.cache/unisono. UNISONO_TUNING=FILE names another file to write and to read."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `tune`."""
+    parser = commands.add_parser(
+        "tune",
+        help="measure the algorithms on this machine, and store the best choices",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    nbytes = checked(parse_nbytes)
+    add = parser.add_argument
+    add("ops", nargs="*", type=checked(_op), metavar="OP", help=f"(6 of {', '.join(_OPS)})")
+    add("--nproc-per-node", type=positive, metavar="N", help="ranks to start (one per core)")
+    add("-b", "--minbytes", type=nbytes, default="1K", metavar="SIZE", help="first size (1K)")
+    add("-e", "--maxbytes", type=nbytes, default="16M", metavar="SIZE", help="last size (16M)")
+    add("-f", "--stepfactor", type=positive, default=4, metavar="FACTOR", help="size factor (4)")
+    add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the run (60)")
+    add("--show", action="store_true", help="print the stored tables, and measure nothing")
+    add("--clear", action="store_true", help="delete the stored tables, and measure nothing")
+    parser.set_defaults(handler=_tune, parser=parser)
+
+
+def _op(text: str) -> str:
+    if text not in _OPS:
+        raise InvalidArgumentError(f"unknown operation {text!r} (known: {', '.join(_OPS)})")
+    return text
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from unisono.backends import tuning
+    from unisono.bench import tuning as measuring
+    from unisono.rendezvous.launchers import is_alone
+
+    if options.clear:
+        for file in tuning.clear():
+            print(f"deleted {file}")
+        return 0
+    if options.show:
+        for table in tuning.read_tables().values():
+            _show(table)
+        return 0
+    sizes = Sizes(options.minbytes, options.maxbytes, options.stepfactor)
+    ops = tuple(dict.fromkeys(options.ops)) or measuring.OPS
+    # The last call of a pass begins before the limit.
+    limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
+    plan = measuring.TuningPlan(ops, sizes, limit_s)
+    if not is_alone(config.environ()):
+        if options.nproc_per_node:
+            raise InvalidArgumentError("tune: this process is a rank already, so it starts none")
+        measure_and_save(-1, plan)
+        return 0
+    from unisono.launcher.spawn import SpawnContext
+
+    nprocs = options.nproc_per_node or max(2, usable_cores())
+    ranks = SpawnContext(
+        measure_and_save, (plan,), nprocs, start_method="spawn", use_death_signal=True
+    )
+    try:
+        ranks.join()
+    finally:
+        ranks.kill()
+    return 0
+
+
+def measure_and_save(rank: int, plan: TuningPlan) -> None:
+    """Measure as one rank of a world; the first rank of each host writes the table.
+
+    Args:
+        rank: This rank, or -1; the environment has it, too.
+        plan: Operations, sizes and duration.
+
+    Raises:
+        InvalidArgumentError: The world has one rank, or the file cannot be written.
+    """
+    import unisono
+    from unisono.backends import tuning
+    from unisono.backends.cpu import CPUBackend
+    from unisono.bench.tuning import PASSES, fastest, hosts, measure
+    from unisono.schedules.tables import Table
+    from unisono.schedules.tuning import rules_of, topology_of
+
+    start_s = time.perf_counter()
+    # The file may not exist yet, and the measurement must not depend on an older table.
+    named = config.get("UNISONO_TUNING")
+    os.environ["UNISONO_TUNING"] = "0"
+    try:
+        unisono.init_process_group()
+    finally:
+        os.environ["UNISONO_TUNING"] = named
+    try:
+        group = unisono.group.WORLD
+        assert group is not None
+        rank, names = group.rank(), hosts()
+        if len(names) < 2:
+            raise InvalidArgumentError("tune: a world of 1 rank has no algorithms to choose from")
+        backend = group.backends.get("cpu")
+        if not isinstance(backend, CPUBackend):
+            raise InvalidArgumentError(f"tune: {group} is not measured, only backend unisono is")
+        shape = backend.shape
+        with _progress(shown=rank == 0) as progress:
+            measured = fastest(measure(plan, topology_of(shape), progress))
+        took_s = time.perf_counter() - start_s
+        about = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(took_s, 1),
+            "passes": PASSES,
+            "load": round(os.getloadavg()[0], 2),
+            "hosts": len(set(names)),
+        }
+        rules = rules_of(measured, topology_of(shape))
+        table = Table(shape, tuning.machine(), unisono.__version__, rules, measured, about)
+        if names.index(names[rank]) == rank:
+            file = tuning.save(table)
+            print(f"{_PREFIX}wrote {file} on {names[rank]}", file=sys.stderr)
+        if rank == 0:
+            _show(table)
+    finally:
+        unisono.destroy_process_group()
+
+
+def _show(table: Table) -> None:
+    """Print the rules of a table, and what each gains."""
+    from unisono.schedules.explain import nbytes_text
+    from unisono.schedules.select import select
+    from unisono.schedules.tuning import LEAST_PASSES, mean_us, topology_of
+
+    about, topology = table.about, topology_of(table.shape)
+    over = table.shape.over.replace("-", " ")
+    print(
+        f"# table {table.digest}: {table.shape.ranks} ranks, {table.shape.local} per host, {over}"
+    )
+    print(f"# {table.machine}; {', '.join(f'{key} {value}' for key, value in about.items())}")
+    for op, least, most, name in table.rules:
+        gains = []
+        for (measured_op, nbytes), times in table.measured.items():
+            if measured_op == op and least <= nbytes <= most:
+                built_in = select(op, nbytes, topology).algorithm
+                gain = mean_us(times[built_in]) / mean_us(times[name])
+                gains.append(f"{nbytes_text(nbytes)}: {gain:.2f} x faster than {built_in}")
+        print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<19}{'; '.join(gains)}")
+    passes = [max(map(len, times.values())) for times in table.measured.values()]
+    cells = f"{len(passes)} cells were measured"
+    if few := sum(count < LEAST_PASSES for count in passes):
+        cells += f"; {few} of them once, which makes no rule: the time was too short"
+    print(f"# the built-in rule stays for all other sizes ({cells})", flush=True)
+
+
+@contextlib.contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function that shows how far the measurement is: a bar with rich on a terminal."""
+    if not shown:
+        yield lambda done, count, text: None
+    elif sys.stderr.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task(_PREFIX.strip(": "), total=None)
+            yield lambda done, count, text: bar.update(
+                task, completed=done, total=count, description=_PREFIX + text
+            )
+    else:
+
+        def line(done: int, count: int, text: str) -> None:
+            # One line for each tenth.
+            if done == count or 10 * done // count > 10 * (done - 1) // count:
+                print(f"{_PREFIX}{100 * done // count} % {text}".rstrip(), file=sys.stderr)
+
+        yield line

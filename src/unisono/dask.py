@@ -1,0 +1,5 @@
+"""Process groups on Dask workers."""
+
+from unisono.integrations.dask import run
+
+__all__ = ["run"]

@@ -1,0 +1,189 @@
+"""Groups whose ranks are Ray actors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from unisono.base.deadline import Deadline, Timeout
+from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
+from unisono.integrations import member
+from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
+from unisono.integrations.member import Outcome
+from unisono.integrations.outcomes import Ranks, collect
+
+try:
+    import ray
+    from ray import cloudpickle as _pickler
+    from ray.actor import ActorHandle
+    from ray.exceptions import RayError, RayTaskError
+except ImportError as error:
+    raise ImportError("unisono.ray needs Ray: pip install 'unisono[ray]'") from error
+
+_CLOSE_S = 5.0
+"""How long `close` waits for actors. A busy actor leaves the group at the end of its call."""
+
+_HINT = "does the cluster have the resources that the actor asks for, and is the actor idle?"
+
+
+def init_group(
+    actors: Sequence[Any],
+    backend: str | None = None,
+    timeout: Timeout = 60,
+    name: str = "ray",
+) -> Group:
+    """Make a default process group in running actors; their order gives the ranks.
+
+    In the actors all functions of unisono use this group from then on, in every method of the
+    actor. A former default group of an actor is closed.
+
+    The caller serves the store of the group and must live as long as the group. It may be a
+    driver on a node of the cluster, an actor or a task.
+
+    Args:
+        actors: Actor handles, each of another actor; rank 0 first.
+        backend: As for `init_process_group`.
+        timeout: For the start of all ranks; seconds or timedelta. Calls in the group have the
+            default time-out of `init_process_group`.
+        name: Name of the group in error messages.
+
+    Raises:
+        RendezvousError: Actors did not start in time; names them.
+        PeerLostError: An actor died.
+        InvalidArgumentError: No actors, or an actor given twice.
+        UnsupportedError: The caller uses Ray Client, which the actors cannot reach.
+        Exception: The error of the rank that failed first.
+    """
+    actors = list(actors)
+    for actor in actors:
+        if not isinstance(actor, ActorHandle):
+            raise ArgumentTypeError(f"actors must be actor handles, got {type(actor).__name__}")
+    ids = [actor._actor_id for actor in actors]
+    if twice := [rank for rank, each in enumerate(ids) if each in ids[:rank]]:
+        raise InvalidArgumentError(
+            f"actors {ids.index(ids[twice[0]])} and {twice[0]} are the same actor: each rank needs "
+            "an actor of its own"
+        )
+    if ray.util.client.ray.is_connected():
+        raise UnsupportedError(
+            "unisono.ray.init_group through Ray Client: the actors cannot reach this process",
+            hint="call it in a task or an actor, or submit the program with `ray job submit`",
+        )
+    host = ray.util.get_node_ip_address()
+    meeting = open_meeting(host, len(actors), timeout, backend, _pickler.__name__)
+    names = [f"{actor!r} of group {name!r}" for actor in actors]
+    group = Group(actors, meeting, names)
+    try:
+        collect(group._call(_join), Deadline(timeout), hint=_HINT)
+    except BaseException:
+        close_meeting(meeting)
+        raise
+    return group
+
+
+def register_collective() -> None:
+    """Register the backend "UNISONO" of `ray.util.collective`, in this process.
+
+    Call it in each actor, and in the driver for `create_collective_group`. Further calls do
+    nothing. The groups of `ray.util.collective` are independent of `init_group`.
+    """
+    from ray.util.collective.backend_registry import register_collective_backend
+
+    from unisono.integrations.ray_collective import CollectiveGroup
+
+    with contextlib.suppress(ValueError):  # It is registered already.
+        register_collective_backend(CollectiveGroup.backend(), CollectiveGroup)
+
+
+class Group:
+    """A process group in Ray actors, which `init_group` returns.
+
+    As a context manager it closes the group at the end.
+
+    Attributes:
+        size: Number of ranks.
+    """
+
+    def __init__(self, actors: Sequence[Any], meeting: Meeting, names: Sequence[str]) -> None:
+        self.size = meeting.size
+        self._actors = actors
+        self._meeting = meeting
+        self._names = names
+        self._closed = False
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `fn(actor, *args)` in every actor at once and return the results, by rank.
+
+        If `fn` raises an error on a rank, the other ranks in a call of unisono raise
+        PeerFailedError, and the group is broken. It stays usable after errors that leave a group
+        usable, such as CollectiveMismatchError.
+
+        Args:
+            fn: Function of the actor's instance and further arguments. Ray pickles it.
+            args: The same for every rank. An ObjectRef becomes its object.
+
+        Raises:
+            PeerLostError: An actor died; names its rank.
+            Exception: The error of the rank that failed first. Its cause is a WorkerFailedError
+                that ends with the traceback.
+        """
+        if self._closed:
+            raise ClosedError("the group of Ray actors is closed")
+        return collect(self._call(_run, fn, *args))
+
+    def close(self) -> None:
+        """Close the group in all actors; the actors live on. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            refs = [actor.__ray_call__.remote(_leave, self._meeting) for actor in self._actors]
+            ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
+            close_meeting(self._meeting)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Group of {self.size} Ray actors{', closed' if self._closed else ''}>"
+
+    def _call(self, action: Callable[..., Outcome], *args: Any) -> _Calls:
+        calls = _Calls(self._meeting, self._names)
+        for rank, actor in enumerate(self._actors):
+            calls.pending[actor.__ray_call__.remote(action, self._meeting, rank, *args)] = rank
+        return calls
+
+
+class _Calls(Ranks):
+    """The calls of one function on all actors."""
+
+    def __init__(self, meeting: Meeting, names: Sequence[str]) -> None:
+        super().__init__(meeting, names)
+        self.pending: dict[Any, int] = {}
+
+    def poll(self, timeout_s: float) -> Iterator[Outcome]:
+        """Wait for the first calls that end."""
+        done, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout_s)
+        for ref in done:
+            rank = self.pending.pop(ref)
+            try:
+                yield ray.get(ref)
+            except RayTaskError as error:
+                # Raised outside the function, for instance when Ray unpickled it.
+                yield member.failure(self.meeting, rank, error.cause or error)
+            except RayError as error:
+                yield Outcome(rank=rank, lost=str(error).partition("\n")[0])
+
+
+def _join(actor: object, meeting: Meeting, rank: int) -> Outcome:
+    return member.attempt(meeting, rank, lambda: member.join(meeting, rank))
+
+
+def _run(actor: object, meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Outcome:
+    return member.attempt(meeting, rank, lambda: member.call(meeting, rank, fn, actor, *args))
+
+
+def _leave(actor: object, meeting: Meeting) -> None:
+    member.leave(meeting)

@@ -1,0 +1,196 @@
+"""Kill a random rank with SIGKILL at a random moment, again and again.
+
+    python -m tests.integrations.chaos ray|dask|spark [ROUNDS] [SEED]
+
+In each round 3 ranks start a group and reduce without end. A rank dies while the group starts or
+later. The caller must raise PeerLostError with that rank within 5 s of its death, and the next
+group, with the rank replaced, must work. The last line has the number of rounds and the longest
+time; the exit code is 1 if a round failed.
+"""
+
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+from tests.integrations import ranks
+from unisono.errors import PeerLostError
+
+SIZE = 3
+LIMIT_S = 5.0
+# A start takes some 20 to 500 ms, so that half of the ranks die early.
+LATEST_S = (0.05, 0.5)
+
+# From the death of a rank to the error, in each round.
+took_s = []
+
+
+class Bomb:
+    """An argument that ends the process of one Spark task, some time after it was unpickled."""
+
+    def __init__(self, victim, after_s):
+        self.victim = victim
+        self.after_s = after_s
+
+    def __reduce__(self):
+        return light, (self.victim, self.after_s)
+
+
+def light(victim, after_s):
+    from pyspark import BarrierTaskContext
+
+    def end():
+        time.sleep(after_s)
+        if BarrierTaskContext.get().partitionId() == victim:
+            os.kill(os.getpid(), 9)
+
+    threading.Thread(target=end, daemon=True).start()
+    return Bomb(victim, after_s)
+
+
+def reduce_without_end(*_):
+    ranks.dying(None, None)
+
+
+def summed(*_):
+    return ranks.summed(1.0)
+
+
+@contextmanager
+def ray():
+    import ray
+
+    import unisono.ray
+
+    @ray.remote(num_cpus=1)
+    class Worker:
+        def pid(self):
+            return os.getpid()
+
+    ray.init(
+        num_cpus=SIZE + 1, include_dashboard=False, object_store_memory=100 * 2**20,
+        log_to_driver=False, logging_level="ERROR",
+    )  # fmt: skip
+    actors = [Worker.remote() for _ in range(SIZE)]
+
+    def attack(victim, after_s):
+        pid = ray.get(actors[victim].pid.remote())
+        try:
+            with killing(pid, after_s):
+                unisono.ray.init_group(actors).run(reduce_without_end)
+        finally:
+            actors[victim] = Worker.remote()
+            ray.get(actors[victim].pid.remote())
+
+    def check():
+        with unisono.ray.init_group(actors) as group:
+            return group.run(summed)
+
+    try:
+        yield attack, check
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def dask():
+    from distributed import Client, LocalCluster
+
+    import unisono.dask
+
+    how = {"n_workers": SIZE, "threads_per_worker": 1, "dashboard_address": None}
+    with LocalCluster(**how, silence_logs=logging.CRITICAL) as cluster, Client(cluster) as client:
+
+        def attack(victim, after_s):
+            pid = sorted(client.run(os.getpid).items())[victim][1]
+            try:
+                with killing(pid, after_s):
+                    unisono.dask.run(client, reduce_without_end)
+            finally:
+                client.wait_for_workers(SIZE, timeout=100)
+
+        def check():
+            return unisono.dask.run(client, summed)
+
+        yield attack, check
+
+
+@contextmanager
+def spark():
+    from pyspark.sql import SparkSession
+
+    import unisono.spark
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    build = SparkSession.builder.master(f"local[{SIZE}]").config("spark.ui.enabled", "false")
+    session = build.getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+
+    def attack(victim, after_s):
+        # The time for the start of the stage counts too.
+        began_s = time.monotonic()
+        try:
+            unisono.spark.run(session, reduce_without_end, SIZE, Bomb(victim, after_s))
+        finally:
+            took_s.append(time.monotonic() - began_s - after_s)
+
+    try:
+        yield attack, lambda: unisono.spark.run(session, summed, SIZE)
+    finally:
+        session.stop()
+
+
+@contextmanager
+def killing(pid, after_s):
+    """Kill a process some time after the start of the block; add to `took_s` until its end."""
+    killed_s = 0.0
+
+    def kill():
+        nonlocal killed_s
+        killed_s = time.monotonic()
+        os.kill(pid, 9)
+
+    timer = threading.Timer(after_s, kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        ended_s = time.monotonic()
+        timer.join()
+        took_s.append(ended_s - killed_s)
+
+
+def play(attack, check, source):
+    """Play a round; return a line about it."""
+    victim, after_s = source.randrange(SIZE), source.uniform(0, source.choice(LATEST_S))
+    try:
+        attack(victim, after_s)
+    except Exception as error:
+        found = error
+    named = isinstance(found, PeerLostError) and found.context.peers == (victim,)
+    works = check() == ranks.expected(SIZE, 1.0)
+    line = f"rank {victim} after {after_s:.3f} s: {took_s[-1]:.2f} s, {str(found).splitlines()[0]}"
+    if named and works and took_s[-1] < LIMIT_S:
+        return line
+    return f"FAILED {line} {getattr(found, '__notes__', '')}"
+
+
+def main(name, rounds=100, seed=1):
+    """Play the rounds."""
+    source = random.Random(int(seed))
+    failed = 0
+    with {"ray": ray, "dask": dask, "spark": spark}[name]() as (attack, check):
+        check()
+        for number in range(int(rounds)):
+            line = play(attack, check, source)
+            failed += line.startswith("FAILED")
+            print(f"{number}: {line}", flush=True)
+    print(f"{name}: {rounds} rounds, {failed} failed, longest {max(took_s):.2f} s")
+    return failed != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""`unisono draw`: its files, and what it refuses."""
+
+import re
+
+import pytest
+
+from unisono.cli.main import main
+from unisono.schedules import build
+from unisono.simulate.diagrams import diagram
+from unisono.simulate.timeline import in_rounds
+
+
+def draw(*words):
+    assert main(["draw", *map(str, words)]) == 0
+
+
+def test_svg_of_a_schedule(tmp_path):
+    file = tmp_path / "a.svg"
+    draw("broadcast", "-p", 6, "--root", 2, "--algorithm", "binomial", "-o", file)
+    assert file.read_text() == diagram(in_rounds(build("broadcast", "binomial", 6, 2))).svg()
+
+
+def test_svg_of_a_run_has_the_time_of_simulate(tmp_path, capsys):
+    file = tmp_path / "a.svg"
+    what = ("all_reduce", "-p", 16, "--hosts", 4, "--net", "fat-tree", "--algorithm", "ring")
+    draw(*what, "-b", "1M", "-o", file)
+    assert main(["simulate", *map(str, what), "-b", "1M"]) == 0
+    time = capsys.readouterr().out.splitlines()[-1].split()[3]
+    assert f"all_reduce, ring: {time} µs on 16 ranks, 480 messages" in file.read_text()
+
+
+def test_page(tmp_path):
+    file = tmp_path / "a.html"
+    draw("all_gather", "-p", 4, "--algorithm", "ring", "-o", file)
+    text = file.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert "<title>all_gather, ring, 4 ranks</title>" in text
+    assert re.search(r'"stages":[34],', text)
+
+
+def test_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "a.png"
+    draw("all_reduce", "-p", 4, "--algorithm", "tree", "--net", "switch", "-o", file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["-o", "x.pdf"], "-o x.pdf: expected .svg, .png or .html"),
+        (["-o", "/no/such/x.svg"], "cannot write /no/such/x.svg"),
+        (["-o", "x.svg", "-p", "129"], "a picture has at most 128 ranks"),
+        (["-o", "x.svg", "-p", "9", "--hosts", "2"], "-p 9 does not fill 2 hosts"),
+        (["-o", "x.svg", "--net", "nowhere"], "no network 'nowhere'"),
+    ],
+)
+def test_bad_words_are_refused(capsys, monkeypatch, tmp_path, words, expected):
+    monkeypatch.chdir(tmp_path)
+    assert main(["draw", "all_reduce", "--algorithm", "ring", *words]) == 1
+    assert expected in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,106 @@
+"""`unisono explain`: the algorithm of a call, the reason, and the times of the others."""
+
+import pytest
+
+import unisono
+from unisono.backends import tuning
+from unisono.cli.main import main
+from unisono.schedules import Topology, available, build, select
+from unisono.schedules.tables import Rule, Shape, Table
+from unisono.simulate import Costs, LinkSpec, Switch, simulate
+
+KIB, MIB = 1024, 1024**2
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    for name in ("UNISONO_ALGO", "UNISONO_ENGINE", "UNISONO_SHARED_MEMORY", "UNISONO_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("UNISONO_TUNING", "")
+
+
+def explain(capsys, *words):
+    """Return the two sentences, and the cells by algorithm."""
+    assert main(["explain", *words]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert lines[2].split() == ["algorithm", "rounds", "predicted", "us", "measured", "us"]
+    return lines[:2], {line.split()[0]: line.split()[1:] for line in lines[3:]}
+
+
+@pytest.mark.native
+def test_the_built_in_rule_on_one_host(capsys):
+    (what, why), rows = explain(capsys, "all_reduce", "1M", "-p", "4")
+    assert what == "all_reduce of 1 MiB on 4 ranks over shared memory"
+    assert why == "takes two_shot: the built-in rule has it from 43,691 B on (one_shot below)"
+    assert set(rows) == set(available("all_reduce", 4))
+    assert rows["two_shot"] == ["2", "-", "-", "<-", "taken"]
+    assert rows["ring"] == ["6", "-", "-"]
+
+
+def test_predictions_are_those_of_the_simulator(capsys, monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    (what, why), rows = explain(capsys, "broadcast", "1M", "-p", "6", "--root", "2")
+    assert what == "broadcast of 1 MiB on 6 ranks over tcp"
+    assert why.startswith("takes double_tree in 2 pieces: the built-in rule has it from ")
+    spec = LinkSpec(1_000_000, 12.5)
+    costs = Costs(send_ps=300_000, recv_ps=300_000, reduction=LinkSpec(0, 40))
+    for name, (_, predicted, *_) in rows.items():
+        depth = select("broadcast", MIB, Topology(6), name).pipeline
+        schedule = build("broadcast", name, 6, 2, depth)
+        expected = simulate(schedule, MIB, Switch(6, spec), costs, itemsize=4).last_us
+        assert float(predicted.replace(",", "")) == pytest.approx(expected, abs=0.06)
+    times = [float(row[1].replace(",", "")) for row in rows.values()]
+    assert times == sorted(times)
+
+
+@pytest.mark.native
+def test_hosts_have_levels(capsys):
+    words = ("all_reduce", "1M", "-p", "16", "--hosts", "4", "--model", "alpha-beta")
+    (what, why), rows = explain(capsys, *words)
+    assert what == "all_reduce of 1 MiB on 16 ranks of 4 hosts over tcp"
+    assert why.startswith("takes two_level: ")
+    assert rows["two_level"][2:] == ["-", "<-", "taken"]
+
+
+@pytest.mark.native
+def test_a_table_and_its_times(capsys):
+    times = {"linear": (40.0, 10.0), "one_shot": (50.0, 50.0)}
+    shape = Shape("native", "tcp", 8, 4)
+    rules = (Rule("reduce", 0, 2 * KIB, "linear"),)
+    table = Table(shape, tuning.machine(), unisono.__version__, rules, {("reduce", KIB): times})
+    tuning.save(table)
+    words = ("reduce", "800", "-p", "8", "--hosts", "2")
+    (_, why), rows = explain(capsys, *words)
+    assert why == f"takes linear: table {table.digest} has it for 0 B to 2 KiB"
+    assert list(rows)[:2] == ["linear", "one_shot"]
+    assert [rows[name][2] for name in ("linear", "one_shot", "ring")] == ["20.0", "50.0", "-"]
+    (_, why), rows = explain(capsys, "reduce", "1M", "-p", "8", "--hosts", "2")
+    assert "the built-in rule has it" in why
+    # The measured size is too far away.
+    assert {row[2] for row in rows.values()} == {"-"}
+    # Other groups have no table.
+    (_, why), _ = explain(capsys, "reduce", "800", "-p", "8")
+    assert "the built-in rule has it" in why
+
+
+def test_wishes_are_the_reason(capsys, monkeypatch):
+    (_, why), _ = explain(capsys, "all_reduce", "1K", "--algorithm", "ring")
+    assert why == "takes ring: the call asks for it"
+    monkeypatch.setenv("UNISONO_ALGO", "reduce:ring;all_reduce:tree")
+    (_, why), _ = explain(capsys, "all_reduce", "1K", "-p", "3")
+    assert why.startswith("takes tree: UNISONO_ALGO=reduce:ring;all_reduce:tree permits it, and ")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["all_reduce", "1K", "-p", "9", "--hosts", "4"], "-p 9 does not fill 4 hosts"),
+        (["all_reduce", "1K", "--algorithm", "rings"], "all_reduce has no algorithm 'rings'"),
+        (["all_reduce", "1K", "--net", "nowhere"], "no network 'nowhere'"),
+        (["broadcast", "1K", "--root", "2"], "root is 2, expected 0..1"),
+    ],
+)
+def test_bad_words_are_refused(capsys, words, expected):
+    assert main(["explain", *words]) == 1
+    assert expected in capsys.readouterr().err

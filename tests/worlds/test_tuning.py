@@ -1,0 +1,165 @@
+"""Tuning tables in groups: agreed on by all ranks, or left out with a warning."""
+
+import logging
+import os
+
+import pytest
+
+import unisono as dist
+from tests.support.programs import python
+from unisono.backends import tuning
+from unisono.errors import InvalidArgumentError
+from unisono.schedules.tables import Rule, Shape, Table
+
+MINE = Shape("native", "shared-memory", 2, 2)
+
+
+def table(shape=MINE, algorithm="ring", machine=None, version=dist.__version__):
+    rules = (Rule("all_reduce", 0, 1 << 20, algorithm),)
+    return Table(shape, machine or tuning.machine(), version, rules)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache, which groups use."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("UNISONO_TUNING", "")
+    return tmp_path / "unisono"
+
+
+def test_a_table_is_found_again(cache):
+    file = tuning.save(table())
+    assert file.parent == cache
+    tuning.save(table(MINE._replace(ranks=4, local=4), "tree"))
+    assert tuning.read_tables() == {t.shape: t for t in (table(), table(
+        MINE._replace(ranks=4, local=4), "tree"))}  # fmt: skip
+    # A world of 2 ranks has no groups of 4.
+    assert tuning.read_tables(2) == {MINE: table()}
+    assert sorted(tuning.clear()) == sorted([file, file.with_name(file.name.replace("2-2", "4-4"))])
+    assert tuning.read_tables() == {}
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["broken", "other machine", "other version", "folder"])
+def test_a_table_of_the_cache_that_cannot_be_used_is_left_out(cache, caplog, fault):
+    file = tuning.save(table())
+    if fault == "broken":
+        file.write_text(file.read_text()[:100])
+    elif fault == "folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        other = {"machine": "another, 1 core"} if "machine" in fault else {"version": "0.0.1"}
+        file.write_text(table(**other).to_json())
+    with caplog.at_level(logging.WARNING, "unisono"):
+        assert tuning.read_tables() == {}
+    ((_, _, text),) = caplog.record_tuples
+    assert text.startswith("table left out: ")
+    assert str(file) in text
+
+
+def test_a_named_file_is_used_alone(cache, monkeypatch, tmp_path):
+    tuning.save(table())
+    named = tmp_path / "named.json"
+    monkeypatch.setenv("UNISONO_TUNING", str(named))
+    with pytest.raises(InvalidArgumentError, match=r"UNISONO_TUNING=.*named.json: No such file"):
+        tuning.read_tables()
+    assert tuning.save(table(algorithm="tree")) == named
+    assert tuning.read_tables() == {MINE: table(algorithm="tree")}
+    named.write_text("{}")
+    with pytest.raises(InvalidArgumentError, match="is no tuning table of format 1: no key"):
+        tuning.read_tables()
+    monkeypatch.setenv("UNISONO_TUNING", "0")
+    assert tuning.read_tables() == {}
+
+
+def test_a_file_that_cannot_be_written_is_an_error(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("UNISONO_TUNING", str(tmp_path / "file" / "table.json"))
+    with pytest.raises(InvalidArgumentError, match=r"cannot write .*table.json"):
+        tuning.save(table())
+
+
+PROGRAM = """
+import os, sys
+import numpy as np
+import unisono as dist
+
+rank = int(os.environ["RANK"])
+os.environ["UNISONO_TUNING"] = sys.argv[1:][rank]
+dist.init_process_group()
+
+def used(group):
+    x = np.full(5, dist.get_rank(group) + 1.0)
+    dist.all_reduce(x, group=group)
+    size = dist.get_world_size(group)
+    assert (x == size * (size + 1) / 2).all()
+    (call,) = group.backends["cpu"]._prepared_calls._prepared.values()
+    return repr(group).partition("tuning=")[2].strip(">") or "-", call.algorithm
+
+found = used(dist.group.WORLD)
+pair = dist.new_group([0, 1])
+print(rank, *found, *(used(pair) if rank < 2 else ()), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def launched(folder, *settings):
+    """Run 3 ranks with these values of UNISONO_TUNING; return their lines and the warnings."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    words = ("-m", "unisono", "run", "--nproc-per-node", 3, script, *settings)
+    done = python(*words, env=os.environ | {"XDG_CACHE_HOME": str(folder)})
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "no table is used" in line]
+    return sorted(line.split() for line in done.stdout.splitlines()), warnings
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("files", "warning"),
+    [
+        ("aaa", ""),
+        ("aab", "ranks 0, 1 have table A; ranks 2 have table B"),
+        ("a0a", "ranks 1 have none; ranks 0, 2 have table A"),
+        ("000", ""),
+    ],
+    ids=["equal", "different", "one has none", "no tables"],
+)
+def test_all_ranks_use_a_table_or_none_does(tmp_path, files, warning):
+    """With a table the group uses ring; the built-in choice is one_shot."""
+    shape = Shape("native", "shared-memory", 3, 3)
+    digests = {}
+    for name, algorithm in (("a", "ring"), ("b", "tree")):
+        content = table(shape, algorithm)
+        digests[name] = content.digest
+        (tmp_path / name).write_text(content.to_json())
+    settings = [name if name == "0" else str(tmp_path / name) for name in files]
+    rows, warned = launched(tmp_path, *settings)
+    used = [digests["a"], "ring"] if files == "aaa" else ["-", "one_shot"]
+    # The group of 2 ranks has no table.
+    pair = ["-", "one_shot"]
+    assert rows == [["0", *used, *pair], ["1", *used, *pair], ["2", *used]]
+    assert len(warned) == bool(warning)
+    for part in filter(None, warning.split("; ")):
+        for name, digest in digests.items():
+            part = part.replace(f"table {name.upper()}", f"table {digest}")
+        assert part in warned[0]
+
+
+@pytest.mark.native
+def test_a_group_uses_the_table_of_its_own_shape(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("UNISONO_TUNING", "")
+    tuning.save(table())
+    world, pair = ["-", "one_shot"], [table().digest, "ring"]
+    rows, warned = launched(tmp_path, "", "", "")
+    assert rows == [["0", *world, *pair], ["1", *world, *pair], ["2", *world]]
+    assert warned == []
+
+
+def test_the_machine_of_a_world_that_is_none_differs(monkeypatch):
+    """A world on one host that avoids shared memory has the shape of a world on several."""
+    before = tuning.machine()
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    assert tuning.machine() == f"{before}, UNISONO_SHARED_MEMORY=0"
