@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.faults.scripts import _PROLOGUE, SRC, outcome, ranks_of
+from tests.faults.scripts import _PROLOGUE, SRC, outcome, ranks_of, started
+from tests.support.ports import free_port
 from unisono.c10d.steps import Step
 from unisono.errors import (
     ArgumentTypeError,
@@ -290,6 +291,35 @@ dist.barrier()
             found = [outcome(each) for each in processes]
         assert [code for _, code, _ in found] == [0, 0], found
         assert [(e["size"], e["step"], e["group"]) for e, _, _ in found] == [(2, 6, group)] * 2
+
+
+def test_without_its_store_a_job_reports_that_it_cannot_go_on():
+    body = script(
+        """
+add()
+if me == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        add()
+except dist_errors.StepAborted as aborted:
+    error = aborted.what
+try:
+    dist.reconfigure()
+except dist_errors.StoreConnectionError as problem:
+    told(error=error, store=problem.what, changed=dist.membership_changed())
+"""
+    )
+    # Rank 0 serves the store.
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started([[]] * 3, body, place) as processes:
+        found = [outcome(each) for each in processes]
+    assert [code for _, code, _ in found] == [-signal.SIGKILL, 0, 0], found
+    for each, _, _ in found[1:]:
+        assert "rank 0 was lost" in each["error"]
+        assert "lost the connection to the store" in each["store"]
+        assert each["changed"]
+        assert each["step"] == 1
 
 
 # ---- reconfigure with threads as ranks ----------------------------------------------------------
