@@ -23,14 +23,19 @@ constexpr int64_t kHoldBytes = 16 * 1024;
 // Releases the interpreter lock when a run waits; the destructor acquires the lock again.
 class Unlocker final : public Idler {
  public:
+  explicit Unlocker(Recorder* recorder) : recorder_(recorder) {}
   ~Unlocker() {
     if (state_ != nullptr) PyEval_RestoreThread(state_);
   }
   void idle() override {
-    if (state_ == nullptr) state_ = PyEval_SaveThread();
+    if (state_ != nullptr) return;
+    // The site of the call is found with the lock.
+    if (recorder_ != nullptr) recorder_->write_now();
+    state_ = PyEval_SaveThread();
   }
 
  private:
+  Recorder* recorder_;
   PyThreadState* state_ = nullptr;
 };
 
@@ -165,7 +170,7 @@ bool Calls::is_busy() const { return caller_ != 0 && caller_ != PyThread_get_thr
 
 // Apart from run_now(), because a longer function is slower also for calls without records.
 uint64_t Calls::begin_record(const Prepared& prepared, uint64_t seq) {
-  return recorder_->begin_soon(prepared.recorded(), seq, caller_site());
+  return recorder_->begin_soon(prepared.recorded(), seq, &caller_site);
 }
 
 void Calls::end_record(uint64_t record) {
@@ -206,7 +211,7 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
   const Job job = what.job(arrays, scratch_.data());
   Status status;
   {
-    Unlocker unlocker;
+    Unlocker unlocker(recorder_);
     if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
     status =
       job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns, &unlocker);

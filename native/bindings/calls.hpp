@@ -75,10 +75,8 @@ class Calls {
   unsigned long caller() const { return caller_; }
   void set_caller(unsigned long thread) { caller_ = thread; }
   void set_timeout(double timeout_s);
-  void set_recorder(nanobind::object recorder) {
-    recorder_ = nanobind::inst_ptr<Recorder>(recorder);
-    recorder_ref_ = std::move(recorder);
-  }
+  // It must outlive this object.
+  void set_recorder(Recorder* recorder) { recorder_ = recorder; }
   // Send and receive plain messages through `messenger`. None: Python must. `failed(op, result,
   // array, peer, tag, timeout_s)` returns the error of a failed message.
   void set_messenger(nanobind::object messenger, nanobind::object failed);
@@ -136,7 +134,6 @@ class Calls {
   nanobind::object messenger_ref_;
   Messenger* messenger_ = nullptr;
   nanobind::object message_failed_;
-  nanobind::object recorder_ref_;
   Recorder* recorder_ = nullptr;  // nullptr: calls are not recorded
   nanobind::object runner_;       // of the last call that was kept
   uint64_t last_seq_ = 0;

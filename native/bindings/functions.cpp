@@ -270,7 +270,8 @@ void bind_calls(nb::module_& m) {
     .def_prop_rw("caller", &Calls::caller, &Calls::set_caller,
                  "The thread that is in a collective call, or 0.")
     .def("set_timeout", &Calls::set_timeout, nb::arg("timeout_s"))
-    .def("set_recorder", &Calls::set_recorder, nb::arg("recorder"), "Record calls from now on.")
+    .def("set_recorder", &Calls::set_recorder, nb::arg("recorder"), nb::keep_alive<1, 2>(),
+         "Record calls from now on.")
     .def("set_messenger", &Calls::set_messenger, nb::arg("messenger").none(), nb::arg("failed"),
          "Send and receive plain messages through a Port.")
     .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),

@@ -19,10 +19,8 @@ class MessageRecords {
   // `ranks`: the group's members as ranks of messages.
   explicit MessageRecords(Ranks ranks) : ranks_(std::move(ranks)) {}
 
-  void set_recorder(nanobind::object recorder) {
-    recorder_ = nanobind::inst_ptr<Recorder>(recorder);
-    recorder_ref_ = std::move(recorder);
-  }
+  // It must outlive this object.
+  void set_recorder(Recorder* recorder) { recorder_ = recorder; }
 
   uint64_t begin(uint32_t kind, int64_t tag, int64_t count, int peer) {
     if (recorder_ == nullptr) return 0;
@@ -46,7 +44,6 @@ class MessageRecords {
   }
 
   Ranks ranks_;
-  nanobind::object recorder_ref_;
   Recorder* recorder_ = nullptr;  // nullptr: messages are not recorded
 };
 

@@ -247,9 +247,9 @@ class Port final : public unisono::Messenger {
   }
 
   // `kinds`: the kinds of the records of a send and a receive, by the buffer format of the dtype.
-  void set_recorder(nb::object recorder,
+  void set_recorder(unisono::Recorder* recorder,
                     const std::map<std::string, std::pair<uint32_t, uint32_t>>& kinds) {
-    records_.set_recorder(std::move(recorder));
+    records_.set_recorder(recorder);
     for (const auto& [format, both] : kinds) formats_.of(format.c_str()).kinds = both;
   }
 
@@ -394,7 +394,7 @@ void bind_p2p(nb::module_& m) {
     .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
          "Send if no waiting is needed; return whether it was sent.")
     .def("set_recorder", &Port::set_recorder, nb::arg("recorder"), nb::arg("kinds"),
-         "Record messages from now on.")
+         nb::keep_alive<1, 2>(), "Record messages from now on.")
     .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
          "Return (as Messages.start_recv, record); None: Python handles it.");
 }

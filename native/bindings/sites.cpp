@@ -2,6 +2,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -44,7 +45,7 @@ struct Known {
 // The code objects that made calls. Guarded by the interpreter lock. Never freed: records refer to
 // them until the process ends.
 struct Codes {
-  std::string own_folder;
+  std::vector<std::string> own_folders;
   std::array<Known, 256> recent{};
   std::unordered_map<PyObject*, Known> all;
   std::vector<PyObject*> by_number{nullptr};
@@ -54,18 +55,31 @@ Codes& codes() {
   return *made;
 }
 
+bool is_own(const Codes& codes, PyObject* code) {
+  const char* const file = PyUnicode_AsUTF8(reinterpret_cast<PyCodeObject*>(code)->co_filename);
+  if (file == nullptr) PyErr_Clear();
+  const std::string name = file == nullptr ? "" : file;
+  return std::any_of(codes.own_folders.begin(), codes.own_folders.end(),
+                     [&](const std::string& folder) { return name.rfind(folder, 0) == 0; });
+}
+
 Known add_code(Codes& codes, PyObject* code) {
   if (const auto found = codes.all.find(code); found != codes.all.end()) return found->second;
   Known known{code};
   if (codes.by_number.size() >= kMostCodes) return {};
-  const char* const file = PyUnicode_AsUTF8(reinterpret_cast<PyCodeObject*>(code)->co_filename);
-  if (file == nullptr) PyErr_Clear();
-  const std::string name = file == nullptr ? "" : file;
-  known.is_own = name.compare(0, codes.own_folder.size(), codes.own_folder) == 0;
+  known.is_own = is_own(codes, code);
   known.number = static_cast<uint32_t>(codes.by_number.size());
   codes.by_number.push_back(Py_NewRef(code));
   codes.all.emplace(code, known);
   return known;
+}
+
+// Code objects that are known already may lie in the folder, too.
+void add_own_folder(std::string folder) {
+  Codes& all = codes();
+  all.own_folders.push_back(std::move(folder));
+  all.recent = {};
+  for (auto& [code, known] : all.all) known.is_own = is_own(all, code);
 }
 
 Known find_code(PyObject* code) {
@@ -181,7 +195,6 @@ void bind_recorder(nb::module_& m) {
     "ticks", [] { return std::pair(unisono::ticks(), unisono::now_ns()); },
     "Return the time in ticks and on the monotonic clock.");
   m.def("code_of", &code_of, nb::arg("number"), "Return the code object of a site, or None.");
-  m.def(
-    "set_own_folder", [](std::string folder) { unisono::codes().own_folder = std::move(folder); },
-    nb::arg("folder"), "Skip the frames of this library when the site of a call is found.");
+  m.def("add_own_folder", &unisono::add_own_folder, nb::arg("folder"),
+        "Skip the frames of a library when the site of a call is found.");
 }

@@ -108,8 +108,8 @@ class Recorder {
     return last_;
   }
   // As begin(), for a collective that runs at once on this thread. The record is written later, when
-  // the run waits for its peers anyway.
-  uint64_t begin_soon(const Recorded& call, uint64_t seq, Site site) {
+  // the run waits for its peers anyway, and `site` is called then.
+  uint64_t begin_soon(const Recorded& call, uint64_t seq, Site (*site)()) {
     waits.clear();
     soon_ = {&call, ++last_, seq, site};
     return last_;
@@ -117,7 +117,7 @@ class Recorder {
   // Write the record of begin_soon(), if it is not written.
   void write_now() {
     if (soon_.call == nullptr) return;
-    write(soon_.number, *soon_.call, soon_.seq, soon_.site, 1);
+    write(soon_.number, *soon_.call, soon_.seq, soon_.site(), 1);
     soon_.call = nullptr;
   }
   // A run waits longer than a moment for a rank of the group.
@@ -173,7 +173,7 @@ class Recorder {
     const Recorded* call = nullptr;
     uint64_t number = 0;
     uint64_t seq = 0;
-    Site site;
+    Site (*site)() = nullptr;
   };
 
   void write(uint64_t number, const Recorded& call, uint64_t seq, Site site, uint64_t runs) {

@@ -34,10 +34,11 @@ void test_a_call_is_recorded_from_begin_to_end() {
 void test_a_record_is_written_when_the_run_waits() {
   Recorder recorder(2);
   const unisono::Recorded call{1, 0, 1, -1};
-  const uint64_t number = recorder.begin_soon(call, 1, {});
+  const uint64_t number = recorder.begin_soon(call, 1, [] { return unisono::Site{7, 5}; });
   assert(record_of(recorder, number).number == 0);
   recorder.begin_wait(1);
   assert(record_of(recorder, number).number == number);
+  assert(record_of(recorder, number).site == 7 && record_of(recorder, number).offset == 5);
   assert(recorder.waits.waiting_for == 1);
   recorder.waits.end();
   recorder.write_now();

@@ -141,8 +141,8 @@ def ticks() -> tuple[int, int]:
 def code_of(number: int) -> object:
     """Return the code object of a site, or None."""
 
-def set_own_folder(folder: str) -> None:
-    """Skip the frames of this library when the site of a call is found."""
+def add_own_folder(folder: str) -> None:
+    """Skip the frames of a library when the site of a call is found."""
 
 class QueuedCall:
     @overload
@@ -252,7 +252,7 @@ class Calls:
     @caller.setter
     def caller(self, arg: int, /) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
-    def set_recorder(self, recorder: object) -> None:
+    def set_recorder(self, recorder: Recorder) -> None:
         """Record calls from now on."""
 
     def set_messenger(self, messenger: object | None, failed: object) -> None:
@@ -372,7 +372,7 @@ class Port(Messenger):
     def try_send(self, array: object, to: object | None, tag: object) -> bool:
         """Send if no waiting is needed; return whether it was sent."""
 
-    def set_recorder(self, recorder: object, kinds: Mapping[str, tuple[int, int]]) -> None:
+    def set_recorder(self, recorder: Recorder, kinds: Mapping[str, tuple[int, int]]) -> None:
         """Record messages from now on."""
 
     def start_recv(self, array: object, from_: object | None, tag: object) -> object:

@@ -36,7 +36,7 @@ from unisono.transports.tcp.address import (
     proof_of_viewer,
 )
 from unisono.transports.tcp.transport import TCPTransport
-from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
+from unisono.transports.tcp.wire import ACCEPT, CLOCK, INSPECT, RECORDS, REFUSE, Hello
 
 SCRIPT = """
 def load():
@@ -88,7 +88,7 @@ def test_top_names_the_rank_for_which_the_others_wait(capsys, engine):
         (found,) = json.loads(capsys.readouterr().out)["jobs"]
         assert re.match(named, found["verdict"][0])
         # The addresses have the tokens of the job.
-        assert all("addresses" not in state for state in found["ranks"])
+        assert all(not {"addresses", "endpoint"} & state.keys() for state in found["ranks"])
         assert main(["stacks", pid]) == 0
         stacks = capsys.readouterr().out
         assert "\nranks 0,2, thread MainThread:\n" in stacks
@@ -263,9 +263,9 @@ def transports():
             thread.join()
 
 
-def answer_to(address, token):
+def answer_to(address, token, channel=INSPECT):
     with socket.create_connection((address.hosts[0], address.port), LIMIT_S) as sock:
-        sock.sendall(Hello(0, 0, 0, INSPECT, token).pack())
+        sock.sendall(Hello(0, 0, 0, channel, token).pack())
         data = b""
         while chunk := sock.recv(1 << 16):
             data += chunk
@@ -278,7 +278,8 @@ def test_stranger_without_the_token_learns_nothing(monkeypatch, user):
     with transports() as made:
         address = TCPAddress.unpack(made[0].address)
         for token in (bytes(16), TCPAddress.unpack(made[1].address).token):
-            assert answer_to(address, token) == REFUSE
+            for channel in (INSPECT, RECORDS, CLOCK):
+                assert answer_to(address, token, channel) == REFUSE
         answer = answer_to(address, address.token)
     assert answer.startswith(ACCEPT)
     assert json.loads(answer[1:])["rank"] == 0

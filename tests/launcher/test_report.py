@@ -145,13 +145,15 @@ def test_leavers_are_told_if_there_are_any():
 
 def test_report_ends_with_the_first_failures_text():
     failures = [failure(1, PLAIN, 100.0), failure(0, "", 101.0, 7)]
-    text = render(failures, [2, 3], {4: 96.9, 5: 99.8, 6: 100.5}, prefix="> ")
+    left_s, places = {4: 96.9, 5: 99.8, 6: 100.5}, {7: "in load (data.py:5)"}
+    text = render(failures, [2, 3, 7], left_s, places, prefix="> ")
     lines = text.splitlines()
     assert lines[0].startswith("> rank 0 (pid 100, host ")
     assert lines[0].endswith("exited with code 7")
     assert lines[1] == "> ranks 2, 3 stopped by the launcher"
+    assert lines[2] == "> rank 7 stopped by the launcher, in load (data.py:5)"
     assert (
-        lines[2] == "> left with exit code 0 before the first failure: rank 4 3.1 s, rank 5 0.2 s"
+        lines[3] == "> left with exit code 0 before the first failure: rank 4 3.1 s, rank 5 0.2 s"
     )
-    assert lines[3].startswith("> first failure: rank 1 (pid 101, host ")
-    assert lines[4:] == PLAIN.splitlines()
+    assert lines[4].startswith("> first failure: rank 1 (pid 101, host ")
+    assert lines[5:] == PLAIN.splitlines()

@@ -2,19 +2,27 @@
 
 import contextlib
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support import dumps
+from tests.support.dumps import DEFAULT, HALF
+from unisono.cli.trace.gather import read_files
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
+from unisono.trace.analysis import findings_of
 from unisono.trace.flight_recorder import decode
+from unisono.trace.joined import by_rank, join
 
 pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
 
@@ -89,8 +97,73 @@ def test_torchs_own_file_is_read(tmp_path):
     env = os.environ | {"TORCH_FR_BUFFER_SIZE": "10"}
     file = tmp_path / "trace_rank_0"
     subprocess.run([sys.executable, "-c", THEIRS, str(file)], env=env, timeout=200, check=True)
-    rank, groups = decode(file.read_bytes())
-    [record] = [record for group in groups for record in group.records]
-    assert rank is None
+    found = decode(file.read_bytes())
+    [record] = [record for group in found.groups for record in group.records]
+    assert found.rank is None
     assert (record.op, record.dtype, record.count) == ("all_reduce", "float64", 6)
     assert record.route == "gloo"
+
+
+def their_verdicts(folder):
+    """Return the first wrong call of each group by torch's analyser: (number, ranks), by group."""
+    from torch.distributed.flight_recorder.components.builder import build_db
+    from torch.distributed.flight_recorder.components.config_manager import JobConfig
+    from torch.distributed.flight_recorder.components.loader import read_dir
+
+    args, found = JobConfig().parse_args([str(folder)]), {}
+    details, version = read_dir(args)
+    # It takes the first file for right, and reads the files in any order.
+    for call in build_db(dict(sorted(details.items())), args, version).collectives:
+        ranks = call.mismatch_collectives or call.missing_ranks
+        if ranks:
+            found.setdefault(call.pg_desc, (call.collective_seq_id, tuple(sorted(ranks))))
+    return found
+
+
+def our_verdicts(files):
+    ranks = by_rank(read_files(files))
+    found = {}
+    for finding in findings_of(ranks, join(ranks)):
+        group, number = re.match(r"group '(\w+)': .*?#(\d+)", finding.text).groups()
+        found[f"{DEFAULT if group == 'default_pg' else HALF}:{group}"] = int(number), finding.ranks
+    return found
+
+
+def random_dumps(draw):
+    """Return the dumps of a world with at most one fault in each group, and never in rank 0."""
+    size, counts = draw.randint(3, 6), Counter()
+    ranks = {DEFAULT: range(size), HALF: range(3)}
+    calls = []
+    for _ in range(draw.randint(1, 12)):
+        group, op = draw.choice([DEFAULT, HALF]), draw.choice(["all_reduce", "broadcast", "reduce"])
+        counts[group] += 1
+        calls.append((counts[group], op, group))
+    faults = {}
+    for group, count in counts.items():
+        kind = draw.choice(["op", "sizes", "dtype", "state", "missing", "none"])
+        seq = count if kind == "state" else draw.randint(1, count)
+        faults[group] = (kind, seq, draw.randrange(1, len(ranks[group])))
+    found = []
+    for rank in range(size):
+        entries = []
+        for seq, op, group in calls:
+            kind, at, culprit = faults[group]
+            if rank not in ranks[group] or (kind == "missing" and rank == culprit and seq >= at):
+                continue
+            more, make = {}, dumps.entry
+            if (rank, seq) == (culprit, at):
+                op = "all_to_all" if kind == "op" else op
+                more = {"sizes": ((8,), (8,))} if kind == "sizes" else {}
+                if kind == "dtype":
+                    more = {"input_dtypes": ["Int"], "output_dtypes": ["Int"]}
+                make = dumps.open_entry if kind == "state" else make
+            entries.append(make(len(entries), seq, op, group, **more))
+        mine = {f"g{group}": members for group, members in ranks.items() if rank in members}
+        found.append(dumps.dump(entries, **mine))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_verdict_is_that_of_torchs_analyser(tmp_path, seed):
+    files = dumps.write(tmp_path, random_dumps(random.Random(seed)))
+    assert our_verdicts(files) == their_verdicts(tmp_path)

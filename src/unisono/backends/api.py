@@ -20,7 +20,7 @@ class CPUOptions:
 
     Attributes:
         transport: "inproc" or "tcp"; None: the value of UNISONO_TRANSPORT.
-        engine: "native" or "reference"; None: the value of UNISONO_ENGINE.
+        engine: "native", "reference" or "mpi"; None: the value of UNISONO_ENGINE.
     """
 
     transport: str | None = None

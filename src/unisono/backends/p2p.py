@@ -210,6 +210,8 @@ class Port:
     array. A send to this rank itself or to another host is not plain either. Calls that wait go
     from the public functions to C++ without this class; see `engines.functions`.
 
+    Records and errors are made here, because the transport's `PlainMessages` know neither.
+
     Attributes:
         try_send: Send an array if this takes no wait; returns whether it was sent.
     """

@@ -42,6 +42,12 @@ def read_text(path: str) -> str:
         return ""
 
 
+def resident_bytes(pid: int) -> int | None:
+    """Return the memory of a process of this host; None if it is unknown."""
+    pages = read_text(f"/proc/{pid}/statm").split()
+    return int(pages[1]) * resource.getpagesize() if pages else None
+
+
 def available_memory_bytes() -> int | None:
     """Return the memory that this process can still get, swap included; None if it is unknown.
 

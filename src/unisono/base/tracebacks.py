@@ -20,13 +20,16 @@ from unisono.errors import UnisonoError
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """Folder of this library."""
 
+own_folders = [OWN_FOLDER]
+"""Folders of this library and of torch, if the program calls this library through torch."""
+
 _lock = threading.Lock()
 _is_installed = False
 
 
 def is_own(file: str) -> bool:
-    """Whether a file belongs to this library."""
-    return file.startswith(OWN_FOLDER)
+    """Whether a file belongs to this library, or to torch; see `own_folders`."""
+    return file.startswith(tuple(own_folders))
 
 
 def hide_own_frames() -> None:

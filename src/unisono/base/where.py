@@ -7,13 +7,12 @@ line of the user stands first.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import FrameType
 
 from unisono.base.host import read_text, stat_fields
@@ -45,27 +44,31 @@ _STATES = {
 }
 
 
+Row = tuple[str, int, str, bool]
+"""File, line, function and whether it is the user's, of a frame."""
+
+
 def place_of_thread(thread: int) -> str:
-    """Return where a thread of this process is: "in load (data.py:57), called from train.py:112".
+    """Return where a thread of this process is.
 
     Args:
         thread: Its identity. If there is no such thread, the main thread is meant.
     """
     frames = sys._current_frames()
-    frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
-    lines = list(itertools.islice(user_frames(frame), 2))
+    return place_of(stack_of(frames.get(thread) or frames.get(threading.main_thread().ident or 0)))
+
+
+def place_of(rows: list[Row]) -> str:
+    """Return where a stack is: "in load (data.py:57), called from train.py:112".
+
+    Args:
+        rows: Of `stack_of`.
+    """
+    lines = [row for row in rows if row[3]][:2] or rows[:1]
     if not lines:
-        return "" if frame is None else _place(frame)
+        return ""
     caller = f", called from {_line(lines[1])}" if len(lines) > 1 else ""
     return _place(lines[0]) + caller
-
-
-def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Return the frames of the user's code, innermost first."""
-    while frame is not None:
-        if _is_of_user(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
 
 
 def states_of(pids: Iterable[int]) -> dict[int, str]:
@@ -93,28 +96,29 @@ def _state(pid: int, before: list[str]) -> str:
 
 
 @functools.lru_cache(1024)
-def _is_of_user(path: str) -> bool:
+def is_of_user(path: str) -> bool:
+    """Whether a file is the user's: no part of unisono, Python or an installed package."""
     return not (path.startswith((_OURS, _STANDARD, "<frozen")) or _INSTALLED.search(path))
 
 
-def _place(frame: FrameType) -> str:
-    name = frame.f_code.co_name
-    return f"at {_line(frame)}" if name == "<module>" else f"in {name} ({_line(frame)})"
+def _place(row: Row) -> str:
+    name = row[2]
+    return f"at {_line(row)}" if name == "<module>" else f"in {name} ({_line(row)})"
 
 
-def _line(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+def _line(row: Row) -> str:
+    return f"{os.path.basename(row[0])}:{row[1]}"
 
 
-def stack_of(frame: FrameType | None) -> list[tuple[str, int, str, bool]]:
-    """Return (file, line, function, whether it is the user's) of the frames, innermost first.
+def stack_of(frame: FrameType | None) -> list[Row]:
+    """Return the frames, innermost first.
 
     Outer frames of a very deep stack are left out.
     """
-    rows: list[tuple[str, int, str, bool]] = []
+    rows: list[Row] = []
     while frame is not None and len(rows) < _MOST_FRAMES:
         code = frame.f_code
         path = code.co_filename
-        rows.append((path, frame.f_lineno or 0, code.co_name, _is_of_user(path)))
+        rows.append((path, frame.f_lineno or 0, code.co_name, is_of_user(path)))
         frame = frame.f_back
     return rows

@@ -50,8 +50,8 @@ def init_process_group(
     With UNISONO_JOIN=1 this process joins a running job, when its ranks call `reconfigure`.
 
     Args:
-        backend: "unisono" (the default), "gloo" (served by the same engine), or one per device
-            type: "cpu:unisono,cuda:nccl".
+        backend: "unisono" (the default), "gloo" (served by the same engine), "mpi" (collectives of
+            an MPI library), or one per device type: "cpu:unisono,cuda:nccl".
         init_method: URL: env://, tcp://host:port, file:///path.
         timeout: Of this call, and default of every later one. 1,800 s.
         world_size: Number of ranks; needed with `store`, or if the URL does not give it.

@@ -15,7 +15,7 @@ import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.streams import on_host
-from unisono.engines.api import name_ranks
+from unisono.base.text import name_ranks
 from unisono.errors import CollectiveTimeoutError, Context, PeerLostError, UnisonoError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import Group, member_group

@@ -13,6 +13,7 @@ from unisono.cli.completion import SHELLS, PrintCompletion
 from unisono.cli.doctor import command as doctor
 from unisono.cli.look import command as look
 from unisono.cli.run import command as run
+from unisono.cli.trace import command as trace
 from unisono.errors import UnisonoError
 
 
@@ -51,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_command(commands)
     tune.add_command(commands)
     look.add_commands(commands)
+    trace.add_command(commands)
     doctor.add_command(commands)
     return parser
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from unisono.base.text import name_ranks
 from unisono.base.where import states_of
-from unisono.engines.api import Communicator, name_ranks
+from unisono.engines.api import Communicator
 from unisono.transports.messages import CallStatus, LastCall
 
 # Most lines of an error that give the places of ranks; equal places share a line.

@@ -30,6 +30,9 @@ class CallKeywords(AlgorithmKeywords, total=False):
 class How(CallKeywords, total=False):
     """The keywords of all methods of `ProcessGroup`; callers outside unisono use `async_op` only.
 
+    A keyword with an underscore is for functions of c10d over one method: errors of `isend`, which
+    calls `send`, have the name `isend`. A wrapper in the dispatcher passes it on like the others.
+
     Attributes:
         async_op: See `ProcessGroup`.
         _label: Name of the call in errors.

@@ -300,6 +300,7 @@ class Agent:
             failures=failures,
             stopped=result.stopped if result is not None else (),
             left_s=result.left_s if result is not None and here else {},
+            places=result.places if result is not None else {},
             signum=self._signum,
             restarts=self._restarts + self._made["replacements"],
             reason=end.reason if end is not None and failed else "",

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.base.config import environ
+from unisono.base.stacks import offered_stacks
+from unisono.base.where import place_of
 from unisono.launcher.environment import ERROR_FILE_VARIABLE, Place, worker_environment
 from unisono.launcher.output.console import WorkerName
 from unisono.launcher.output.files import Output
@@ -62,6 +64,7 @@ class AttemptResult:
         failures: Workers that failed by themselves; the root cause first.
         stopped: Ranks that the agent stopped.
         left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
+        places: Where stopped ranks were when the first failure was known, as far as they answer.
         signum: The signal that ended the attempt, or None.
         succeeded: Whether every worker ended with exit code 0, or its replacement did.
     """
@@ -69,6 +72,7 @@ class AttemptResult:
     failures: tuple[WorkerFailure, ...]
     stopped: tuple[int, ...]
     left_s: dict[int, float]
+    places: dict[int, str]
     signum: int | None
     succeeded: bool
 
@@ -109,6 +113,7 @@ class Attempt:
         self._group = WorkerGroup(resources.spec.grace_s)
         self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
         self._exits = ExitLog(self._error_text)
+        self._places: dict[int, str] = {}
         self._signum: int | None = None
         self._oom = OomWatch()
         self._replacements = replacements or Replacements(place, 0, lambda failure: None)
@@ -133,6 +138,7 @@ class Attempt:
                 failures=tuple(self._exits.failures()),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
+                places=self._places,
                 signum=self._signum,
                 succeeded=all(worker.exit_code == 0 for worker in workers),
             )
@@ -272,6 +278,9 @@ class Attempt:
 
     def _fail(self) -> None:
         self._on_failure(self._exits.failures()[0])
+        # A rank that timed out cannot name the late rank if the group is of torch's own backend.
+        running = offered_stacks(worker.pid for worker in self._group.running)
+        self._places = {stack.rank: place_of(stack.rows) for stack in running}
         self._group.stop(signal.SIGTERM)
 
     def _kill_and_reap(self) -> None:

@@ -287,6 +287,7 @@ def render(
     failures: Sequence[WorkerFailure],
     stopped: Sequence[int],
     left_s: Mapping[int, float],
+    places: Mapping[int, str],
     *,
     prefix: str = "",
 ) -> str:
@@ -296,13 +297,17 @@ def render(
         failures: At least one, in the order of `root_cause_first`.
         stopped: Ranks that the launcher stopped because of the failures.
         left_s: See `leavers`.
+        places: Where stopped ranks were, as far as that is known.
         prefix: Text before each line that the launcher adds.
     """
     first, *others = failures
     lines = [failure.line_with_reason() for failure in reversed(others)]
-    if stopped:
-        ranks = ", ".join(map(str, stopped))
-        lines.append(f"rank{'s' if len(stopped) > 1 else ''} {ranks} stopped by the launcher")
+    by_place: dict[str, list[int]] = {}
+    for rank in stopped:
+        by_place.setdefault(places.get(rank, ""), []).append(rank)
+    for place, ranks in by_place.items():
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        lines.append(f"{named} stopped by the launcher{place and ', ' + place}")
     if left := leavers(first, left_s):
         lines.append(left)
     lines.append(f"first failure: {first.line()}")

@@ -98,6 +98,7 @@ class LaunchResult:
         stopped: Ranks of this node that the agent stopped.
         left_s: Time of the end, in seconds since the epoch, by rank of this node with exit code
             0. Empty if the root cause is on another node, whose clock may differ.
+        places: Where stopped ranks of this node were, as far as they answered.
         signum: The signal that ended the launch, or None.
         restarts: Number of restarts of the job.
         reason: Why the nodes could not continue together, or "".
@@ -106,6 +107,7 @@ class LaunchResult:
     failures: tuple[WorkerFailure, ...]
     stopped: tuple[int, ...]
     left_s: dict[int, float]
+    places: dict[int, str]
     signum: int | None
     restarts: int = 0
     reason: str = ""

@@ -11,7 +11,7 @@ import types
 from typing import NamedTuple
 
 import unisono
-from unisono.engines.api import name_ranks
+from unisono.base.text import name_ranks
 from unisono.errors import InternalError, PeerError, UnisonoError
 
 __all__ = ["Failure", "frames_of", "report"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,8 +26,11 @@ from unisono.torch.errors import for_torch
 from unisono.torch.name import NAME
 from unisono.torch.operations import Operations
 from unisono.torch.store import TorchStore
+from unisono.trace import skip_folder
 
 __all__ = ["ProcessGroup", "create"]
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
 class _Capabilities:
@@ -63,6 +67,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
     def __init__(self, group: UnisonoGroup, store: Any, options: Any = None) -> None:
         keep_out()
         hide_own_frames()
+        skip_folder(_TORCH_FOLDER)
         # Without a store: that constructor makes no object of a sub-class in torch 2.13.
         super().__init__(group.rank(), group.size())
         self.unisono = group

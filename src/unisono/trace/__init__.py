@@ -2,7 +2,7 @@
 
 from unisono.trace.files import write_after_failure, write_trace
 from unisono.trace.records import GroupTrace, TraceRecord, all_traces
-from unisono.trace.ring import number_of_kind
+from unisono.trace.ring import number_of_kind, skip_folder
 from unisono.trace.start import make_trace
 from unisono.trace.stats import GroupStats, OperationStats, open_calls, stats_of, stragglers
 
@@ -15,6 +15,7 @@ __all__ = [
     "make_trace",
     "number_of_kind",
     "open_calls",
+    "skip_folder",
     "stats_of",
     "stragglers",
     "write_after_failure",

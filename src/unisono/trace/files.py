@@ -17,8 +17,9 @@ from typing import Any
 from unisono.base import config
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError
-from unisono.trace.flight_recorder import GroupRecords, encode
+from unisono.trace.flight_recorder import encode
 from unisono.trace.records import GroupTrace, all_traces
+from unisono.trace.snapshot import records_of
 from unisono.trace.stats import stats_of
 
 SIGNAL = signal.SIGUSR2
@@ -56,8 +57,7 @@ def write_trace(folder: str | os.PathLike[str] | None = None) -> list[str]:
 
 def _write(path: Path, rank: int, traces: list[GroupTrace]) -> str:
     """Replace a file in one step, so that no reader sees a part of it."""
-    groups = [GroupRecords(each.key, each.name, each.ranks, each.records()) for each in traces]
-    content = encode(rank, groups)
+    content = encode(records_of(rank, traces))
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
         try:
             file.write(content)

@@ -9,8 +9,9 @@ import io
 import json
 import math
 import pickle
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -53,6 +54,8 @@ _BY_TORCH = {name: dtype for dtype, name in _DTYPES.items()}
 _STATES = {"queued": "scheduled", "completed": "completed"}
 _OUTCOMES = {"scheduled": "queued", "started": "running"}
 
+_COLUMNS = tuple(each.name for each in fields(TraceRecord))
+
 # A ring that has lost records begins at a number of the call that differs by rank. So the first
 # entry is the first whose number is a multiple of this, which is mostly the same on all ranks.
 _BEGIN = 256
@@ -74,34 +77,88 @@ class GroupRecords:
     ranks: tuple[int, ...]
     records: list[TraceRecord] = field(default_factory=list)
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether older records have been overwritten."""
+        return bool(self.records) and self.records[0].number > 1
 
-def encode(rank: int, groups: Sequence[GroupRecords]) -> bytes:
+
+@dataclass(frozen=True)
+class Origin:
+    """The process that recorded, and its clocks when its records were read.
+
+    Attributes:
+        host: Name of its host.
+        pid: Its process id.
+        clock: Name of its monotonic clock; equal for two ranks that read the same clock.
+        monotonic_ns: Time of the monotonic clock.
+        wall_ns: Time of the wall clock at the same moment.
+    """
+
+    host: str
+    pid: int
+    clock: str
+    monotonic_ns: int
+    wall_ns: int
+
+
+@dataclass(frozen=True)
+class RankRecords:
+    """The records of one rank.
+
+    Attributes:
+        rank: Global rank; None if only the name of the file has it.
+        groups: The rank's groups.
+        origin: None if another library wrote the file.
+    """
+
+    rank: int | None
+    groups: list[GroupRecords]
+    origin: Origin | None = None
+
+
+def encode(mine: RankRecords) -> bytes:
     """Return the content of the file of one rank.
 
     The file also has all records as they are, which torch's analyser ignores.
     """
+    assert mine.rank is not None
     # Groups that have lost records last: the analyser drops entries with numbers below the first.
-    ordered = sorted(groups, key=_has_lost)
-    config = {each.key: _config(each.key, each.name, each.ranks) for each in groups}
+    ordered = sorted(mine.groups, key=lambda group: group.has_lost)
+    config = {each.key: _config(each.key, each.name, each.ranks) for each in mine.groups}
     entries = []
     for group in ordered:
         entries += [_collective(group, record) for record in _collectives(group)]
-        for messages, ranks, record, number in _messages(rank, group):
+        for messages, ranks, record, number in _messages(mine.rank, group):
             config[messages] = _config(messages, messages, ranks)
-            entries.append(_message(messages, rank, record, number, group.name))
+            entries.append(_message(messages, mine.rank, record, number, group.name))
     content = {
         "version": _VERSION,
         "pg_config": config,
-        "pg_status": {each.key: _status(each) for each in groups},
+        "pg_status": {each.key: _status(each) for each in mine.groups},
         "comm_lib_version": "",
         "entries": entries,
-        "unisono": {"rank": rank, "groups": [asdict(each) for each in groups]},
+        "unisono": _to_plain(mine),
     }
     return pickle.dumps(content, protocol=2)
 
 
-def _has_lost(group: GroupRecords) -> bool:
-    return bool(group.records) and group.records[0].number > 1
+def encode_short(mine: RankRecords) -> bytes:
+    """Return the records of one rank without torch's part, as JSON for `decode`."""
+    return json.dumps({"unisono": _to_plain(mine)}).encode()
+
+
+def _to_plain(mine: RankRecords) -> dict[str, Any]:
+    # Not asdict() of the whole, which copies each value and takes 10 times as long.
+    groups = [
+        {
+            **{"key": group.key, "name": group.name, "ranks": list(group.ranks)},
+            "records": [{name: getattr(each, name) for name in _COLUMNS} for each in group.records],
+        }
+        for group in mine.groups
+    ]
+    origin = None if mine.origin is None else asdict(mine.origin)
+    return {"rank": mine.rank, "groups": groups, "origin": origin}
 
 
 def _config(key: str, name: str, ranks: Iterable[int]) -> dict[str, str]:
@@ -120,7 +177,7 @@ def _status(group: GroupRecords) -> dict[str, int]:
 
 def _collectives(group: GroupRecords) -> list[TraceRecord]:
     calls = [record for record in group.records if not record.is_message]
-    if not calls or not _has_lost(group):
+    if not calls or not group.has_lost:
         return calls
     first = math.ceil(calls[0].seq / _BEGIN) * _BEGIN
     return [record for record in calls if record.seq >= first] or calls
@@ -173,7 +230,7 @@ def _messages(
     one tag are a group of two ranks, and the analyser pairs them by their number.
     """
     counts: Counter[str] = Counter()
-    for record in () if _has_lost(group) else group.records:
+    for record in () if group.has_lost else group.records:
         if record.op not in ("send", "recv") or record.peer in (None, rank):
             continue
         assert record.peer is not None
@@ -212,12 +269,11 @@ class _Plain(pickle.Unpickler):
         raise InvalidArgumentError(f"a trace file has no place for {module}.{name}")
 
 
-def decode(content: bytes) -> tuple[int | None, list[GroupRecords]]:
-    """Return the rank and the records of a file: of this library, of torch or of NCCL's groups.
+def decode(content: bytes) -> RankRecords:
+    """Return the records of a file: of this library, of torch's Gloo or of its NCCL.
 
     Args:
-        content: The file, a pickle or JSON. The rank of a file of torch is in the file's name only,
-            so it is None here.
+        content: The file, a pickle or JSON.
 
     Raises:
         InvalidArgumentError: It is no such file.
@@ -225,46 +281,50 @@ def decode(content: bytes) -> tuple[int | None, list[GroupRecords]]:
     try:
         is_json = content[:1] == b"{"
         dump = json.loads(content) if is_json else _Plain(io.BytesIO(content)).load()
-        if own := dump.get("unisono"):
-            return own["rank"], [_own(group) for group in own["groups"]]
-        return None, _foreign(dump)
+        return _foreign(dump) if "unisono" not in dump else _own(dump["unisono"])
     except InvalidArgumentError:
         raise
     except Exception as error:
         raise InvalidArgumentError(f"this is no file of a flight recorder: {error!r}") from error
 
 
-def _own(group: dict[str, Any]) -> GroupRecords:
-    known = {each.name for each in fields(TraceRecord)}
-    records = [
-        TraceRecord(**{name: value for name, value in record.items() if name in known})
-        for record in group["records"]
+def _own(found: dict[str, Any]) -> RankRecords:
+    groups = [
+        GroupRecords(
+            *(group["key"], group["name"], tuple(group["ranks"])),
+            [TraceRecord(**{name: each[name] for name in _COLUMNS}) for each in group["records"]],
+        )
+        for group in found["groups"]
     ]
-    return GroupRecords(group["key"], group["name"], tuple(group["ranks"]), records)
+    return RankRecords(found["rank"], groups, found["origin"] and Origin(**found["origin"]))
 
 
-def _foreign(dump: dict[str, Any]) -> list[GroupRecords]:
+def _foreign(dump: dict[str, Any]) -> RankRecords:
     groups: dict[str, GroupRecords] = {}
+    # torch numbers the records of all groups together, from 0 or 1.
+    first = min((entry["record_id"] for entry in dump["entries"]), default=0)
+    lost = first if first > 1 else 0
+    for key, config in dump.get("pg_config", {}).items():
+        groups[key] = GroupRecords(key, config["desc"], tuple(json.loads(config["ranks"] or "[]")))
     for entry in dump["entries"]:
         key, name = entry["process_group"]
-        if key not in groups:
-            config = dump.get("pg_config", {}).get(key, {})
-            groups[key] = GroupRecords(key, name, tuple(json.loads(config.get("ranks") or "[]")))
-        groups[key].records.append(_record(entry, groups[key].ranks))
-    return list(groups.values())
+        group = groups.setdefault(key, GroupRecords(key, name, ()))
+        number = lost + len(group.records) + 1
+        group.records.append(_record(entry, number, group.ranks))
+    return RankRecords(None, list(groups.values()))
 
 
-def _record(entry: dict[str, Any], ranks: tuple[int, ...]) -> TraceRecord:
+def _record(entry: dict[str, Any], number: int, ranks: tuple[int, ...]) -> TraceRecord:
     op, _, ends = entry["profiling_name"].partition(":")[2].partition(" ")
     sizes, dtypes = entry.get("input_sizes") or [[]], entry.get("input_dtypes") or [""]
     frame: dict[str, Any] = next(iter(entry.get("frames") or []), {})
-    is_message = op in MESSAGES
+    is_message = op in MESSAGES or bool(entry.get("is_p2p"))
     peer = None
     if is_message and ends:
         member = int(ends.replace("<-", "->").split("->")[1])
         peer = ranks[member] if member < len(ranks) else member
     return TraceRecord(
-        number=entry["record_id"],
+        number=number,
         seq=entry["p2p_seq_id" if is_message else "collective_seq_id"],
         op=op,
         dtype=_BY_TORCH.get(dtypes[0], dtypes[0]),
@@ -274,7 +334,7 @@ def _record(entry: dict[str, Any], ranks: tuple[int, ...]) -> TraceRecord:
         route=entry["profiling_name"].partition(":")[0],
         peer=peer,
         tag=0 if is_message else None,
-        fingerprint=0,
+        fingerprint=0 if is_message else _fingerprint(op, entry),
         file=frame.get("filename", ""),
         line=frame.get("line", 0),
         function=frame.get("name", ""),
@@ -285,3 +345,16 @@ def _record(entry: dict[str, Any], ranks: tuple[int, ...]) -> TraceRecord:
         waited_ns=0,
         waited_for=None,
     )
+
+
+def _fingerprint(op: str, entry: dict[str, Any]) -> int:
+    """Return a number that is equal on all ranks if the calls match, as torch's analyser has it."""
+    given, result = entry.get("input_sizes"), entry.get("output_sizes")
+    dtypes = {*(entry.get("input_dtypes") or ()), *(entry.get("output_dtypes") or ())}
+    parts = (
+        op,
+        None if op in ("all_to_all", "scatter") else given,
+        None if op in ("all_to_all", "gather") else result,
+        sorted(dtypes),
+    )
+    return zlib.crc32(json.dumps(parts).encode()) or 1

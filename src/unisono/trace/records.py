@@ -103,12 +103,23 @@ class TraceRecord:
 _first = ring.read_ticks()
 
 
+def read_clocks() -> tuple[int, int]:
+    """Return the monotonic and the wall clock at one moment: the closest of some readings."""
+    readings = []
+    for _ in range(3):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, (before + after) // 2, wall))
+    _, monotonic, wall = min(readings)
+    return monotonic, wall
+
+
 class _Clock:
     """Converts ticks to times."""
 
     def __init__(self) -> None:
         self.ticks, now = ring.read_ticks()
-        self._wall_ns = time.time_ns()
+        monotonic_ns, wall_ns = read_clocks()
+        self._wall_ns = wall_ns - (monotonic_ns - now)
         spent = self.ticks - _first[0]
         self._ns = (now - _first[1]) / spent if spent > 0 else 1.0
 

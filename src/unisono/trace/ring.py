@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.base.extension import extension as _engine
-from unisono.base.tracebacks import OWN_FOLDER, is_own
+from unisono.base.tracebacks import OWN_FOLDER, is_own, own_folders
 
 Array = np.ndarray[Any, Any]
 
@@ -187,7 +187,16 @@ def read_ticks() -> tuple[int, int]:
 # ---- call sites -------------------------------------------------------------------------------
 
 if _engine is not None:
-    _engine.set_own_folder(OWN_FOLDER)
+    _engine.add_own_folder(OWN_FOLDER)
+
+
+def skip_folder(folder: str) -> None:
+    """Leave out the frames of a library above this library: in call sites and in tracebacks."""
+    if folder not in own_folders:
+        own_folders.append(folder)
+        if _engine is not None:
+            _engine.add_own_folder(folder)
+
 
 # A program that makes code objects without end must not fill the memory.
 _MOST_CODES = 4096

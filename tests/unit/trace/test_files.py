@@ -10,7 +10,14 @@ import pytest
 
 import unisono as dist
 from unisono.errors import InvalidArgumentError
-from unisono.trace.flight_recorder import GroupRecords, decode, encode
+from unisono.trace.flight_recorder import (
+    GroupRecords,
+    Origin,
+    RankRecords,
+    decode,
+    encode,
+    encode_short,
+)
 
 
 @pytest.fixture
@@ -21,22 +28,23 @@ def alone():
     dist.destroy_process_group()
 
 
-def groups():
-    return [GroupRecords("0", "default", (0,), dist.trace_records())]
+def mine(rank=0):
+    origin = Origin("host", 7, "boot", 10, 20)
+    return RankRecords(rank, [GroupRecords("0", "default", (0,), dist.trace_records())], origin)
 
 
 def test_a_file_keeps_all_records(alone):
     dist.all_reduce(np.zeros(3))
     dist.broadcast(np.zeros(2, np.int8), 0)
-    saved = groups()
-    rank, found = decode(encode(5, saved))
-    assert (rank, found) == (5, saved)
-    assert [record.op for record in found[0].records] == ["all_reduce", "broadcast"]
+    saved = mine(5)
+    found = decode(encode(saved))
+    assert found == decode(encode_short(saved)) == saved
+    assert [record.op for record in found.groups[0].records] == ["all_reduce", "broadcast"]
 
 
 def test_a_file_has_torchs_keys(alone):
     dist.all_gather_into_tensor(np.zeros(3), np.zeros(3))
-    dump = pickle.loads(encode(0, groups()))
+    dump = pickle.loads(encode(mine()))
     [entry] = dump["entries"]
     assert dump["version"] == "2.10"
     assert dump["pg_config"] == {"0": {"name": "0", "desc": "default", "ranks": "[0]"}}
@@ -68,7 +76,7 @@ def test_a_file_is_written_on_request(alone, tmp_path, monkeypatch):
     assert str(path) in names
     assert sorted(os.listdir(tmp_path / "new")) == sorted(map(os.path.basename, names))
     with open(path, "rb") as file:
-        group = next(group for group in decode(file.read())[1] if group.key == "0")
+        group = next(group for group in decode(file.read()).groups if group.key == "0")
     assert group.records[-1].op == "barrier"
 
 

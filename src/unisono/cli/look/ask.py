@@ -4,6 +4,7 @@ A rank of this host is found through /proc: the name of its receiving thread has
 it listens. The rank answers because the kernel reports that the client is of the same user. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
 On a host without a rank, the job's store has the addresses, and the job's token opens the ranks.
+A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.base.stacks`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import socket
 import struct
@@ -18,9 +20,11 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
-from unisono.base.host import read_text, stat_fields
+from unisono.base.host import read_text, resident_bytes, stat_fields
+from unisono.base.stacks import OfferedStack, offered_stacks
+from unisono.base.where import place_of
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.stores import TCPStore
 from unisono.transports.connect import VIEWERS
@@ -46,6 +50,9 @@ _STORE_S = 5.0
 # HOST:PORT in place of a run id.
 _STORE = re.compile(r".+:\d+")
 
+# The largest answer has 16,384 records of some 500 bytes.
+_MOST_BYTES = 1 << 26
+
 _LISTENS = "0A"
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 
@@ -65,7 +72,8 @@ def ask_job(which: str | None, token: str = "") -> list[State]:
         if which is not None and _STORE.fullmatch(which):
             found = _by_rank(pool.map(_ask, _in_store(which, token)))
             return [found[key] for key in sorted(found)]
-        local = list(_listening(_candidates(which)))
+        candidates = _candidates(which)
+        local = list(_listening(candidates))
         states = _by_rank(pool.map(_ask, local))
         asked = {endpoint[1] for endpoint in local}
         missing = []
@@ -81,6 +89,9 @@ def ask_job(which: str | None, token: str = "") -> list[State]:
                 shown = address if is_here else address.seen_from(mine)
                 missing += [(host, address.port, address.token) for host in shown.hosts]
         states |= _by_rank(pool.map(_ask, missing))
+    known = {pid for state in states.values() for pid in state["pids"].values()}
+    offered = offered_stacks(pid for pid in candidates if pid not in known)
+    states = _by_rank(map(_state_of_stack, offered)) | states
     return [states[key] for key in sorted(states)]
 
 
@@ -103,20 +114,66 @@ def _by_rank(states: Iterable[State | None]) -> dict[tuple[str, int], State]:
 
 def _ask(endpoint: Endpoint) -> State | None:
     """Return the state of the rank that listens there; None if it does not answer."""
-    host, port, token = endpoint
-    deadline, data = time.monotonic() + _ANSWER_S, b""
-    with contextlib.suppress(OSError, ValueError):
-        with socket.create_connection((host, port), _ANSWER_S) as sock:
-            sock.sendall(Hello(0, 0, 0, INSPECT, token).pack())
-            while (left_s := deadline - time.monotonic()) > 0:
-                sock.settimeout(left_s)
-                if not (chunk := sock.recv(1 << 16)):
-                    break
-                data += chunk
-        if data.startswith(ACCEPT):
-            state: State = json.loads(data[1:])
+    answer = exchange(endpoint, INSPECT, _ANSWER_S)
+    with contextlib.suppress(ValueError):
+        if answer is not None:
+            state: State = json.loads(answer.data)
+            state["endpoint"] = endpoint
             return state
     return None
+
+
+class Answer(NamedTuple):
+    """The answer of a rank, and when the question left and the answer was there."""
+
+    data: bytes
+    asked_ns: int
+    got_ns: int
+
+
+def exchange(endpoint: Endpoint, channel: int, within_s: float) -> Answer | None:
+    """Ask a rank and return its answer; None if it refuses, or does not answer in time.
+
+    Args:
+        endpoint: Of the rank.
+        channel: INSPECT, RECORDS or CLOCK of `transports.tcp.wire`.
+        within_s: How long the connection, and then the answer, may take.
+    """
+    host, port, token = endpoint
+    chunks: list[bytes] = []
+    nbytes = 0
+    with contextlib.suppress(OSError), socket.create_connection((host, port), within_s) as sock:
+        asked_ns, deadline = time.monotonic_ns(), time.monotonic() + within_s
+        sock.sendall(Hello(0, 0, 0, channel, token).pack())
+        while (left_s := deadline - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            if not (chunk := sock.recv(1 << 16)):
+                data = b"".join(chunks)
+                if not data.startswith(ACCEPT):
+                    return None
+                return Answer(data[1:], asked_ns, time.monotonic_ns())
+            chunks.append(chunk)
+            nbytes += len(chunk)
+            if nbytes > _MOST_BYTES:
+                return None
+    return None
+
+
+def _state_of_stack(offered: OfferedStack) -> State:
+    """Return what is known of a rank without a group of unisono."""
+    return {
+        "job": offered.run_id,
+        "rank": offered.rank,
+        "world_size": offered.world_size,
+        "host": platform.node(),
+        "pid": offered.pid,
+        "pids": {str(offered.rank): offered.pid},
+        "at_s": time.time(),
+        "rss_bytes": resident_bytes(offered.pid),
+        "place": place_of(offered.rows),
+        "groups": [],
+        "stacks": [{"thread": "MainThread", "calls": True, "frames": offered.rows}],
+    }
 
 
 # ---- processes of this host -------------------------------------------------------------------

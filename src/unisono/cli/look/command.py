@@ -52,12 +52,22 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB|PID|HOST:PORT", help=_WHICH)
+    add_token_flag(parser)
+
+
+def add_token_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for the token of a job, for a job that is named by its store."""
     parser.add_argument(
         "--token-file", metavar="FILE", help="has the job's token; UNISONO_TOKEN by default"
     )
 
 
-def _token(options: argparse.Namespace) -> str:
+def token_of(options: argparse.Namespace) -> str:
+    """Return the token of a job: of the file that was given, or of the environment.
+
+    Raises:
+        LaunchError: The file cannot be read.
+    """
     if options.token_file is None:
         return config.get("UNISONO_TOKEN")
     try:
@@ -66,7 +76,16 @@ def _token(options: argparse.Namespace) -> str:
         raise LaunchError(f"cannot read the token in {options.token_file}: {error}") from error
 
 
-def _jobs(which: str | None, token: str = "") -> list[Job]:
+def find_jobs(which: str | None, token: str = "") -> list[Job]:
+    """Return the jobs that answer.
+
+    Args:
+        which: As for `ask_job`.
+        token: Of the job, for its store.
+
+    Raises:
+        LaunchError: There is none.
+    """
     # These modules import NumPy, which `unisono run`, with the same parser, must not load.
     from unisono.cli.look.ask import ask_job
     from unisono.cli.look.verdict import jobs_of
@@ -85,7 +104,7 @@ def _jobs(which: str | None, token: str = "") -> list[Job]:
 def _top(options: argparse.Namespace) -> int:
     from unisono.cli.look.verdict import verdict_of
 
-    jobs = _jobs(options.job, token := _token(options))
+    jobs = find_jobs(options.job, token := token_of(options))
     if options.json:
         found = [
             {
@@ -100,17 +119,17 @@ def _top(options: argparse.Namespace) -> int:
         return 0
     if options.once or not sys.stdout.isatty():
         for job in jobs:
-            print(*map(_plain, _text(job)), sep="\n")
+            print(*map(plain, _text(job)), sep="\n")
         return 0
     return _live(options.job, token, jobs)
 
 
 def _public(state: State) -> State:
-    # The addresses have the tokens, which must not get into a file.
-    return {name: value for name, value in state.items() if name != "addresses"}
+    # These have tokens, which must not get into a file.
+    return {n: value for n, value in state.items() if n not in ("addresses", "endpoint")}
 
 
-def _plain(line: str) -> str:
+def plain(line: str) -> str:
     """Return a line without control characters, with which a job could write to the terminal."""
     return "".join(each if each.isprintable() else "?" for each in line)
 
@@ -125,7 +144,7 @@ def _live(which: str | None, token: str, jobs: list[Job]) -> int:
         ) from None
 
     def render() -> Text:
-        lines = [_plain(line) for job in jobs for line in _text(job)]
+        lines = [plain(line) for job in jobs for line in _text(job)]
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
     seen: dict[tuple[Any, ...], float] = {}
@@ -133,7 +152,7 @@ def _live(which: str | None, token: str, jobs: list[Job]) -> int:
         with Live(render(), screen=True, auto_refresh=False) as live:
             while True:
                 began_s = time.monotonic()
-                jobs = _jobs(which, token)
+                jobs = find_jobs(which, token)
                 seen = _note_times(jobs, seen, began_s)
                 live.update(render(), refresh=True)
                 time.sleep(max(0.0, _REFRESH_S - (time.monotonic() - began_s)))
@@ -212,7 +231,7 @@ def _name_of(group: dict[str, Any]) -> str:
 def _stacks(options: argparse.Namespace) -> int:
     from unisono.launcher.ranges import format_ranges
 
-    for job in _jobs(options.job, _token(options)):
+    for job in find_jobs(options.job, token_of(options)):
         print(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer")
         folded: dict[tuple[Any, ...], list[int]] = {}
         for rank, state in job.states.items():
@@ -222,9 +241,9 @@ def _stacks(options: argparse.Namespace) -> int:
                 folded.setdefault(key, []).append(rank)
         for (_, thread, frames), ranks in sorted(folded.items(), key=lambda item: item[1]):
             many = "rank" if len(ranks) == 1 else "ranks"
-            print(f"\n{many} {format_ranges(ranks)}, thread {_plain(thread)}:")
+            print(f"\n{many} {format_ranges(ranks)}, thread {plain(thread)}:")
             for file, line, function in reversed(frames):
-                print(_plain(f'  File "{file}", line {line}, in {function}'))
+                print(plain(f'  File "{file}", line {line}, in {function}'))
         for rank in sorted(set(range(job.world_size)) - set(job.states)):
             print(f"\nrank {rank} {job.place(rank)}")
     return 0

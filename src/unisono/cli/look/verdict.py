@@ -6,9 +6,9 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from unisono.base.text import name_ranks
 from unisono.base.where import states_of
 from unisono.cli.look.ask import State
-from unisono.engines.api import name_ranks
 
 # By which part of its time a rank waits less if it slows the job down.
 _SLOW_SHARE = 0.1
@@ -115,18 +115,25 @@ def verdict_of(job: Job) -> list[str]:
         if not wait.missing:
             lines.append(f"{ranks} {_is(wait.waiting)} in {wait.call}{group}{since}")
             continue
-        places: dict[str, list[int]] = {}
-        for rank in wait.missing:
-            places.setdefault(job.place(rank), []).append(rank)
-        blamed = [
-            f"{name_ranks(same)}, which {place.replace('is', _is(same), 1)}"
-            if place.startswith("is ")
-            else f"{name_ranks(same)} {place}"
-            for place, same in places.items()
-        ]
+        blamed = _placed(job, wait.missing, ", which")
         wait_for = "waits" if len(wait.waiting) == 1 else "wait"
         lines.append(f"{ranks} {wait_for} in {wait.call}{group}{since} for {'; '.join(blamed)}")
-    return (lines or ["no rank is in a collective call"]) + _slow_rank(job)
+    if lines or any(state["groups"] for state in job.states.values()):
+        return (lines or ["no rank is in a collective call"]) + _slow_rank(job)
+    return _placed(job, list(job.states))
+
+
+def _placed(job: Job, ranks: Sequence[int], which: str = "") -> list[str]:
+    """Return "ranks 1 and 2 are in load (data.py:5)" for each place of these ranks."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(job.place(rank), []).append(rank)
+    return [
+        f"{name_ranks(same)}{which} {place.replace('is', _is(same), 1)}"
+        if place.startswith("is ")
+        else f"{name_ranks(same)} {place}"
+        for place, same in places.items()
+    ]
 
 
 def wait_share(groups: Sequence[dict[str, Any]]) -> float | None:

@@ -258,5 +258,7 @@ def _print_report(result: LaunchResult) -> None:
     if result.reason and not any(f.worker_name() in result.reason for f in result.failures):
         _show(result.reason)
     if result.failures:
-        report = render(result.failures, result.stopped, result.left_s, prefix=_PREFIX)
+        report = render(
+            result.failures, result.stopped, result.left_s, result.places, prefix=_PREFIX
+        )
         _show(report, prefix="")

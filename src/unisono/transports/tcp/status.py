@@ -1,4 +1,4 @@
-"""The state of a rank for a client that looks at the job: `unisono top` and `unisono stacks`.
+"""Answers of a rank to a client that looks at the job: `unisono top`, `stacks` and `trace`.
 
 The client connects to the socket on which the rank listens for ranks. The thread that receives
 answers, so the rank may be in any call. The answer has the tokens of all ranks, so that the client
@@ -12,21 +12,22 @@ import contextlib
 import json
 import os
 import platform
-import resource
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.base.host import read_text
+from unisono.base.host import resident_bytes
 from unisono.base.log import get_logger
 from unisono.base.where import place_of_thread, stack_of
 from unisono.stores.tcp.peer_uid import user_of_peer
+from unisono.trace.flight_recorder import encode_short
+from unisono.trace.snapshot import live_records
 from unisono.transports.tcp.io_loop import WRITE, Loop
-from unisono.transports.tcp.wire import ACCEPT, REFUSE
+from unisono.transports.tcp.wire import ACCEPT, CLOCK, CLOCK_TIME, RECORDS, REFUSE
 
 if TYPE_CHECKING:
     from unisono.transports.api import Transport
@@ -49,32 +50,47 @@ def show_port(port: int) -> None:
         file.write(f"{THREAD}{port}")
 
 
+class Client(NamedTuple):
+    """A connection of a client, and whether it has shown the token of the rank.
+
+    Attributes:
+        channel: INSPECT, RECORDS or CLOCK.
+    """
+
+    sock: socket.socket
+    channel: int
+    has_token: bool
+
+
 def answer_client(
-    transport: Transport,
-    loop: Loop,
-    sock: socket.socket,
-    has_token: bool,
-    addresses: Callable[[], list[str]],
+    transport: Transport, loop: Loop, client: Client, addresses: Callable[[], list[str]]
 ) -> None:
-    """Send the state of a rank to a client that may have it, and hang up; on the I/O thread."""
+    """Send what a client asks for, if it may have it, and hang up; on the I/O thread."""
     answer = REFUSE
     try:
-        if has_token or user_of_peer(sock) == os.geteuid():
-            state = state_of(transport) | {"addresses": addresses()}
-            state["job"] = blake2b(repr(state["addresses"]).encode(), digest_size=4).hexdigest()
-            answer = ACCEPT + json.dumps(state).encode()
+        if client.has_token or user_of_peer(client.sock) == os.geteuid():
+            answer = ACCEPT + _answer(transport, client.channel, addresses)
     except Exception as error:
         # For example, the addresses are not known before the ranks have met. An exception would end
         # the I/O thread, and with it the job.
         _log.info("rank %d cannot answer a client: %r", transport.rank, error)
-    _Answer(loop, sock, answer)
+    _Answer(loop, client.sock, answer)
+
+
+def _answer(transport: Transport, channel: int, addresses: Callable[[], list[str]]) -> bytes:
+    if channel == CLOCK:
+        return CLOCK_TIME.pack(time.monotonic_ns())
+    if channel == RECORDS:
+        return encode_short(live_records(transport.rank))
+    state = state_of(transport) | {"addresses": addresses()}
+    state["job"] = blake2b(repr(state["addresses"]).encode(), digest_size=4).hexdigest()
+    return json.dumps(state).encode()
 
 
 def state_of(transport: Transport) -> dict[str, Any]:
     """Return the state of a rank: its groups, its place, its stacks and its memory, for JSON."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     main = transport.calls.thread
-    pages = read_text("/proc/self/statm").split()
     return {
         "rank": transport.rank,
         "world_size": transport.world_size,
@@ -82,7 +98,7 @@ def state_of(transport: Transport) -> dict[str, Any]:
         "pid": os.getpid(),
         "pids": {rank: pid for rank, (pid, *_) in enumerate(transport.messages.addresses) if pid},
         "at_s": time.time(),
-        "rss_bytes": int(pages[1]) * resource.getpagesize() if pages else None,
+        "rss_bytes": resident_bytes(os.getpid()),
         "place": place_of_thread(main),
         "groups": transport.calls.groups(),
         "stacks": [

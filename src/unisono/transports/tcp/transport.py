@@ -37,8 +37,8 @@ from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greetings
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import Link
-from unisono.transports.tcp.status import answer_client, show_port
-from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
+from unisono.transports.tcp.status import Client, answer_client, show_port
+from unisono.transports.tcp.wire import ACCEPT, CLOCK, INSPECT, RECORDS, REFUSE, Hello
 from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
 
@@ -239,9 +239,10 @@ class TCPTransport(Transport):
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
-        if channel == INSPECT:
+        if channel in (INSPECT, RECORDS, CLOCK):
             may_look = self._has_token(hello) or self._has_proof(hello)
-            answer_client(self, self._loop, sock, may_look, self._dials.addresses)
+            client = Client(sock, channel, may_look)
+            answer_client(self, self._loop, client, self._dials.addresses)
             return
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:

@@ -25,6 +25,12 @@ REFUSE = b"\x02"
 
 INSPECT = 0xFFFF_FFFF
 """The channel of a client that wants the state of the rank. The rank answers and hangs up."""
+RECORDS = 0xFFFF_FFFE
+"""As INSPECT, for the recorded calls of the rank."""
+CLOCK = 0xFFFF_FFFD
+"""As INSPECT, for the monotonic clock of the rank: CLOCK_TIME."""
+
+CLOCK_TIME = struct.Struct("<q")
 
 FRAME = struct.Struct("<BxxxIQqQ")
 """kind, info, context, tag, nbytes."""

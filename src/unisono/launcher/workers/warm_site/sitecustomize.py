@@ -82,11 +82,15 @@ def _wait_with_torch() -> None:
     os.set_inheritable(int(fd), False)
     _restore_path()
     score = _set_oom_score("1000")
+    # The rank is known later only. Without it `import torch` does not offer the stack of a rank.
+    os.environ.pop("RANK", None)
     _load_torch(torch_folder)
     if _is_shadowed():
         os._exit(0)
     _take_on_environment(int(fd))
     _set_oom_score(score)
+    if stacks := sys.modules.get("unisono.base.stacks"):
+        stacks.offer_stack()
 
 
 try:

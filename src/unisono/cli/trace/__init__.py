@@ -1,0 +1,1 @@
+"""`unisono trace`: the recorded calls of all ranks on one time axis."""

@@ -1,0 +1,56 @@
+"""The records of this process at one moment, with its clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Sequence
+from itertools import islice
+
+from unisono.base.host import read_text
+from unisono.trace.flight_recorder import GroupRecords, Origin, RankRecords
+from unisono.trace.records import GroupTrace, all_traces, read_clocks
+from unisono.trace.ring import RECORDS
+
+# Records in the answer of a rank that is asked while its job runs. More would occupy the rank's
+# interpreter for longer than half a second.
+_MOST_RECORDS = 16_384
+
+
+def records_of(rank: int, traces: Sequence[GroupTrace], most: int = RECORDS) -> RankRecords:
+    """Return the last records of groups.
+
+    Args:
+        rank: The rank of this process in them.
+        traces: Of the groups.
+        most: Records of each group.
+    """
+    groups = [
+        GroupRecords(each.key, each.name, each.ranks, list(islice(each.newest(), most))[::-1])
+        for each in traces
+    ]
+    monotonic_ns, wall_ns = read_clocks()
+    return RankRecords(
+        rank,
+        groups,
+        Origin(platform.node(), os.getpid(), clock_name(), monotonic_ns, wall_ns),
+    )
+
+
+def live_records(rank: int) -> RankRecords:
+    """Return the last records of all groups of a rank, in bounded size."""
+    traces = [trace for trace in all_traces() if trace.rank == rank][-_MOST_RECORDS:]
+    return records_of(rank, traces, min(RECORDS, _MOST_RECORDS // max(1, len(traces))))
+
+
+def clock_name() -> str:
+    """Return a name for the monotonic clock of this process.
+
+    All processes of a host read one clock, unless the host starts again or they are in different
+    time namespaces.
+    """
+    name = read_text("/proc/sys/kernel/random/boot_id").strip() or platform.node()
+    with contextlib.suppress(OSError):
+        name += f" {os.readlink('/proc/self/ns/time')}"
+    return name
