@@ -15,7 +15,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.process_identity import new_user
-from unisono.engines.api import name_ranks
+from unisono.base.text import name_ranks
 from unisono.engines.mpi_library import (
     Library,
     has_launcher,

@@ -113,7 +113,6 @@ class Attempt:
         self._group = WorkerGroup(resources.spec.grace_s)
         self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
         self._exits = ExitLog(self._error_text)
-        self._places: dict[int, str] = {}
         self._signum: int | None = None
         self._oom = OomWatch()
         self._replacements = replacements or Replacements(place, 0, lambda failure: None)
@@ -138,7 +137,7 @@ class Attempt:
                 failures=tuple(self._exits.failures()),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
-                places=self._places,
+                places=self._exits.places,
                 signum=self._signum,
                 succeeded=all(worker.exit_code == 0 for worker in workers),
             )
@@ -280,7 +279,7 @@ class Attempt:
         self._on_failure(self._exits.failures()[0])
         # A rank that timed out cannot name the late rank if the group is of torch's own backend.
         running = offered_stacks(worker.pid for worker in self._group.running)
-        self._places = {stack.rank: place_of(stack.rows) for stack in running}
+        self._exits.places = {stack.rank: place_of(stack.rows) for stack in running}
         self._group.stop(signal.SIGTERM)
 
     def _kill_and_reap(self) -> None:

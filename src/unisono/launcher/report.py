@@ -204,10 +204,12 @@ class ExitLog:
 
     Attributes:
         left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
+        places: Where the other ranks were when the first failure was known.
     """
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self.left_s: dict[int, float] = {}
+        self.places: dict[int, str] = {}
         self._text_of = text_of
         self._failures: list[WorkerFailure] = []
         self._replaced: list[WorkerFailure] = []
