@@ -439,6 +439,20 @@ def test_verdict(states, expected):
     assert verdict_of(Job("j", 2, {each["rank"]: each for each in states})) == expected
 
 
+def test_silent_ranks_are_observed_together(monkeypatch):
+    """An observation takes 50 ms, which would be 6 s for 64 ranks of two texts."""
+    observed = mock.Mock(side_effect=lambda pids: dict.fromkeys(pids, "is running"))
+    monkeypatch.setattr(verdict, "states_of", observed)
+    first = state(0, group("a", list(range(64)), 5, runs=True))
+    first |= {"job": "j", "world_size": 64, "host": platform.node(), "pid": 100, "rss_bytes": 1}
+    first["pids"] = {str(rank): 100 + rank for rank in range(64)}
+    [job] = jobs_of([first])
+    lines = list(command._text(job))
+    assert lines[1].startswith("rank 0 waits in barrier #5 for rank 1 (process 101) is running; ")
+    assert lines[-1].endswith("(process 163) is running")
+    assert observed.call_count == 1
+
+
 def test_token_of_another_host_is_not_sent_to_loopback(monkeypatch):
     token = bytes(range(16))
     addresses = [TCPAddress((host, "127.0.0.1"), 7, token).pack() for host in ("10.0.0.1", "::2")]
