@@ -32,7 +32,7 @@ CPP_FILE = 400
 # (path, "NAME parameters"), (path, "NAME methods") and (path, "NAME attributes").
 # A new entry is a review topic.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
-    ("src/unisono/errors.py", "definitions"): (34, "one class per kind of error, in one place"),
+    ("src/unisono/errors.py", "definitions"): (35, "one class per kind of error, in one place"),
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
     ("src/unisono/rendezvous/state.py", "State attributes"): (13, "the fields of one document"),
     ("src/unisono/groups/process_group.py", "lines"): (

@@ -50,7 +50,7 @@ def test_png(tmp_path):
     [
         (["-o", "x.pdf"], "-o x.pdf: expected .svg, .png or .html"),
         (["-o", "/no/such/x.svg"], "cannot write /no/such/x.svg"),
-        (["-o", "x.svg", "-p", "129"], "a picture has at most 128 ranks"),
+        (["-o", "x.svg", "-p", "129"], "-p 129: a picture has at most 128 ranks"),
         (["-o", "x.svg", "-p", "9", "--hosts", "2"], "-p 9 does not fill 2 hosts"),
         (["-o", "x.svg", "--net", "nowhere"], "no network 'nowhere'"),
     ],
@@ -60,3 +60,12 @@ def test_bad_words_are_refused(capsys, monkeypatch, tmp_path, words, expected):
     assert main(["draw", "all_reduce", "--algorithm", "ring", *words]) == 1
     assert expected in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_loggops_is_not_drawn(capsys, tmp_path):
+    net, output = tmp_path / "lg.toml", tmp_path / "a.svg"
+    net.write_text('model = "loggops"')
+    words = ("--algorithm", "ring", "--net", str(net), "-o", str(output))
+    assert main(["draw", "all_reduce", *words]) == 1
+    expected = f"--net {net} is for the model loggops, which is not drawn"
+    assert expected in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 import os
 import re
+import secrets
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +17,7 @@ from unisono.cli.tune import _progress
 from unisono.schedules import available, select
 from unisono.schedules.tables import Rule, Shape, Table
 from unisono.schedules.tuning import rules_of, topology_of
+from unisono.testing.hosts import Network, why_no_hosts
 
 SMALL = ("-b", "1K", "-e", "16K", "--seconds", "8")
 
@@ -36,9 +40,8 @@ def test_ranks_that_the_command_starts(cache, capfd):
     assert "unisono tune: 0 % all_reduce of 1024 bytes" in err
     assert "unisono tune: 100 %" in err
     assert out.startswith(f"# table {table.digest}: 2 ranks, 2 per host, shared memory\n")
-    assert list(table.measured) == [
-        (op, nbytes) for op in ("all_reduce", "broadcast") for nbytes in (1024, 4096, 16384)
-    ]
+    cells = {(op, nbytes) for op in ("all_reduce", "broadcast") for nbytes in (1024, 4096, 16384)}
+    assert {("all_reduce", 1024)} <= set(table.measured) <= cells
     topology = topology_of(table.shape)
     for (op, nbytes), times in table.measured.items():
         assert set(times) <= set(available(op, 2, local=2))
@@ -47,6 +50,7 @@ def test_ranks_that_the_command_starts(cache, capfd):
     assert table.rules == rules_of(table.measured, topology)
     assert len(re.findall(r"x faster than", out)) >= len(table.rules)
     assert table.about["passes"] == 3
+    assert ("the machine was busy" in err) == (table.about["load"] > os.cpu_count())
     # The command shows what it stored, and deletes it.
     assert main(["tune", "--show"]) == 0
     assert capfd.readouterr().out == out
@@ -72,6 +76,40 @@ def test_ranks_of_a_launcher(tmp_path):
     assert done.stdout.count(f"tuning={table.digest}>") == 3
 
 
+@pytest.mark.native
+@pytest.mark.whole("two hosts, and two launches on them")
+@pytest.mark.skipif(bool(why_no_hosts()), reason=str(why_no_hosts()))
+def test_two_hosts_write_and_use_the_same_table(tmp_path):
+    show = tmp_path / "show.py"
+    show.write_text("import unisono as d; d.init_process_group(); print(d.group.WORLD)")
+    env = os.environ | {
+        "UNISONO_TOKEN": secrets.token_hex(), "XDG_CACHE_HOME": str(tmp_path), "UNISONO_TUNING": ""
+    }  # fmt: skip
+    launch = [sys.executable, "-m", "unisono", "run", "--nnodes", "2", "--master-addr", "host1"]
+
+    def printed(hosts, *words):
+        started = [
+            subprocess.Popen(
+                host.inside(*launch, "--node-rank", str(index), "--nproc-per-node", "2", *words),
+                env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for index, host in enumerate(hosts)
+        ]  # fmt: skip
+        done = [process.communicate(timeout=100) for process in started]
+        assert [process.returncode for process in started] == [0, 0], done
+        return done
+
+    with Network(2) as network:
+        tuned = printed(network.hosts, "-m", "unisono", "tune", "reduce", *SMALL)
+        assert all(f" on host{n}" in errors for n, (_, errors) in enumerate(tuned, 1))
+        (file,) = (tmp_path / "unisono").iterdir()
+        table = Table.from_json("it", file.read_text())
+        assert table.shape == Shape("native", "tcp", 4, 2)
+        assert table.about["hosts"] == 2
+        shown = printed(network.hosts, show)
+    assert "".join(out for out, _ in shown).count(f"tuning={table.digest}>") == 4
+
+
 @pytest.mark.ranks(2, kind="processes")
 def test_the_measurement_is_equal_on_all_ranks(rank):
     shape = dist.group.WORLD.backends["cpu"].shape
@@ -82,11 +120,14 @@ def test_the_measurement_is_equal_on_all_ranks(rank):
     dist.all_gather_object(everywhere, rounds)
     assert everywhere[0] == everywhere[1]
     sizes = [1024 << 2 * k for k in range(8)]
-    # It may be out of time before all cells have a pass.
+    # On a busy machine the first pass does not reach all; it begins with every other size.
     cells = [("all_gather", nbytes) for nbytes in sizes]
-    assert list(rounds) == cells[: len(rounds)]
-    assert rounds
-    assert [done for done, _, _ in seen[:-1]] == list(range(len(seen) - 1))
+    assert list(rounds) == [cell for cell in cells if cell in rounds]
+    assert ("all_gather", 1024) in rounds
+    steps = [done for done, _, _ in seen]
+    assert steps == sorted(steps)
+    assert seen[0] == (0, 24, "all_gather of 1024 bytes")
+    assert len(rounds) == 1 or seen[1] == (1, 24, "all_gather of 16384 bytes")
     assert seen[-1] == (24, 24, "")
     for cell, times in fastest(rounds).items():
         for name, passes in times.items():

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,86 @@ def test_an_error_of_one_rank_is_raised_on_all(rank, folder, monkeypatch):
         dist.open_file(3.5)
     with pytest.raises(CollectiveMismatchError, match="open_file"):
         dist.open_file(folder / f"{rank}", "w")
+
+
+def full_at_0(fd, data, offset, write=os.pwrite):
+    """Report a full disk for the first byte of the file."""
+    if offset == 0:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return write(fd, data, offset)
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_what_a_failed_write_left_behind_the_end_is_cut_off(rank, folder, monkeypatch):
+    with dist.open_file(folder / "x", "w") as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full_at_0)
+            with pytest.raises(CollectiveError, match="rank 0: No space left"):
+                file.write_block(np.full(8, 5, np.int8), (16,), (8 * rank,))
+        file.write_block(np.full(1, rank, np.int8), (2,), (rank,))
+    assert (folder / "x").read_bytes() == b"\0\1"
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_path_that_is_no_file(rank, folder):
+    if rank == 0:
+        (folder / "folder").mkdir()
+        os.mkfifo(folder / "pipe")
+    dist.barrier()
+    for name in ("folder", "pipe"):
+        for mode in ("r", "w"):
+            with pytest.raises(CollectiveError, match="rank 0: it is not a regular file"):
+                dist.open_file(folder / name, mode)
+    for mode in ("r", "w"):
+        with pytest.raises(CollectiveError, match=r"rank 0: ValueError\('embedded null"):
+            dist.open_file("a\0b", mode)
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["folder", "pipe"]
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_file_stays_open_if_a_rank_alone_closes_it(rank, folder):
+    file = dist.open_file(folder / "x", "w")
+    write = partial(file.write_block, np.full(1, rank, np.int8), (2,), (rank,))
+    with pytest.raises(CollectiveMismatchError, match=r"called CollectiveFile\.close"):
+        (write if rank else file.close)()
+    write()
+    file.close()
+    assert (folder / "x").read_bytes() == b"\0\1"
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_an_error_of_another_rank_leaves_no_incomplete_file(rank, folder):
+    expected = ZeroDivisionError if rank == 1 else CollectiveMismatchError
+    with pytest.raises(expected), dist.open_file(folder / "x", "w"):
+        assert 1 / (1 - rank)
+    # Rank 0 closes the file here, and rank 1 enters this barrier.
+    if rank == 1:
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 called CollectiveFile.close"):
+            dist.barrier()
+    dist.barrier()
+    assert os.listdir(folder) == []
+    aside = dist.new_group()
+    if rank == 0:
+        with pytest.raises(TimeoutError):
+            dist.open_file(folder / "late", "w", aside, timeout=0.2)
+    dist.barrier()
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.ranks(2, kind="threads")
+def test_offsets_beyond_4_gib(rank, folder):
+    path = folder / "sparse"
+    if rank == 0:
+        with open(path, "wb") as file:
+            file.seek(5 << 30)
+            file.write(bytes(range(100)))
+            file.truncate(6 << 30)
+    dist.barrier()
+    found = np.zeros((1, 1, 50), np.uint8)
+    with dist.open_file(path) as file:
+        file.read_block(found, (6, 1 << 20, 1 << 10), (5, 0, 50 * rank))
+    np.testing.assert_array_equal(found.ravel(), np.arange(50) + 50 * rank)
 
 
 def full(fd, data, offset):

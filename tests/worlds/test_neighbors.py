@@ -169,6 +169,58 @@ def test_wrong_lists_are_reported_to_the_other_rank(rank):
         dist.neighbor_all_to_all(good, good, mesh, periodic=(True, False))
 
 
+@pytest.mark.ranks(2, kind="both")
+def test_flags_of_dimensions(rank):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for periodic in (False, (False,), np.array([False]), np.False_):
+        outputs = [np.full(1, -1.0), np.full(1, -1.0)]
+        dist.neighbor_all_gather(outputs, np.array([float(rank)]), mesh, periodic=periodic)
+        np.testing.assert_array_equal(outputs, [[-1], [1]] if rank == 0 else [[0], [-1]])
+    good = [np.zeros(1), np.zeros(1)]
+    kind = ArgumentTypeError if rank == 0 else CollectiveMismatchError
+    for wrong in ("no", None, [[True]], 0.5):
+        periodic = wrong if rank == 0 else True
+        with pytest.raises(kind, match="periodic must be a bool, or a bool for each dimension"):
+            dist.neighbor_all_to_all(good, good, mesh, periodic=periodic)
+    with pytest.raises(
+        CollectiveMismatchError, match=r"rank 0 called \w+\(.*grid \[2\], periodic \[False\]"
+    ):
+        dist.neighbor_all_to_all(good, good, mesh, periodic=rank != 0)
+    with pytest.raises(ArgumentTypeError, match=r"steps must be an integer, got 1\.5"):
+        mesh.shift(0, 1.5)
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_bad_array_is_named_by_its_neighbour_and_call(rank):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    outputs = [np.zeros(1), np.zeros(1)]
+    outputs[1 - rank] = np.zeros(1, np.int32)  # the only one with a neighbour
+    with pytest.raises(InvalidArgumentError, match=rf"outputs\[{1 - rank}\] has dtype int32"):
+        dist.neighbor_all_gather(outputs, np.zeros(1), mesh, periodic=False)
+    if rank == 1:
+        outputs = [np.zeros(1), np.zeros(1)]
+    kind = InvalidArgumentError if rank == 0 else CollectiveMismatchError
+    with pytest.raises(kind, match="neighbor_all_gather") as caught:
+        dist.neighbor_all_gather(outputs, np.zeros(1), mesh)
+    assert "neighbor_all_to_all" not in str(caught.value)
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_inputs_that_are_outputs(rank):
+    mesh = dist.init_device_mesh("cpu", (4,))
+    lower, upper = (rank - 1) % 4, (rank + 1) % 4
+    for order in (1, -1):
+        arrays = [np.full(1000, 10.0 * rank), np.full(1000, 10.0 * rank + 1)]
+        outputs = arrays[::order]
+        dist.neighbor_all_to_all(outputs, arrays, mesh, async_op=True).wait()
+        assert (outputs[0] == 10 * lower + 1).all()
+        assert (outputs[1] == 10 * upper).all()
+    square = np.arange(16.0).reshape(4, 4) + 100 * rank
+    dist.neighbor_all_to_all([square[:, 0], square[::-1, 1]], [square[0], square[1]], mesh)
+    np.testing.assert_array_equal(square[:, 0], np.arange(4) + 4 + 100 * lower)
+    np.testing.assert_array_equal(square[::-1, 1], np.arange(4) + 100 * upper)
+
+
 @pytest.mark.ranks(3, kind="both")
 def test_a_graph_whose_lists_do_not_fit(rank):
     sources, destinations = ([2], [1]) if rank != 1 else ([0], [])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from unisono.backends.api import Pending
 from unisono.base.deadline import Deadline
 from unisono.base.types import dtype_named
 from unisono.engines import Call, Engine, Prepared, Task
-from unisono.schedules import Program
+from unisono.engines.api import NO_STEPS
 
 # A rank that refuses a call often ends with that error. It stays this long, so that slower ranks
 # still receive the reason. Otherwise they would report a lost rank.
 _STAY_S = 1.0
-
-_NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 
 
 def agree(engine: Engine, text: str, deadline: Deadline, *, inline: bool) -> Pending:
@@ -49,7 +45,7 @@ def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool)
 
 
 def _submitted(engine: Engine, call: Call, deadline: Deadline, *, inline: bool) -> Pending:
-    task = Task(Prepared(call, _NO_STEPS, dtype_named("uint8")), None, None, deadline)
+    task = Task(Prepared(call, NO_STEPS, dtype_named("uint8")), None, None, deadline)
     pending = Pending(runs_here=engine.runs_here)
     engine.submit(task, pending, inline=inline)
     return pending

@@ -20,7 +20,7 @@ class CPUOptions:
 
     Attributes:
         transport: "inproc" or "tcp"; None: the value of UNISONO_TRANSPORT.
-        engine: "native" or "reference"; None: the value of UNISONO_ENGINE.
+        engine: "native", "reference" or "mpi"; None: the value of UNISONO_ENGINE.
     """
 
     transport: str | None = None
@@ -233,6 +233,10 @@ class DeviceBackend(ABC):
     def broken(self) -> str | None:
         """Return why the group accepts no more calls, or None if it does."""
         return None
+
+    def blamed(self) -> tuple[int, ...]:
+        """Return the ranks of the group that a time-out blames for the end of the group."""
+        return ()
 
     def runs_here(self) -> bool:
         """Whether the calling thread runs queued calls, so that it must not wait for them."""

@@ -26,6 +26,7 @@ from unisono.backends.blocks import (
 from unisono.backends.flat import Flat, apart, listed, many, one, striped
 from unisono.backends.neighbors import Links, Sizes
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
+from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, code_of, require_reducible
 from unisono.engines import (
@@ -33,12 +34,14 @@ from unisono.engines import (
     Engine,
     Task,
     host_id,
+    join_mpi,
     make_engine,
 )
 from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.schedules.tables import Shape, Table
+from unisono.stores import PrefixStore
 from unisono.transports import connect
 
 
@@ -48,6 +51,22 @@ def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
         data.fill()
     if op is not None and op.factor is not None:
         scale(copies[0].array, dtype, op.factor)
+
+
+def _connect(spec: GroupSpec, options: CPUOptions, word: str) -> Communicator:
+    """Return the communicator of a group with links of its own; publish a word in them."""
+    deadline = Deadline(spec.timeout_s)
+    host = "" if options.engine == "reference" else host_id()
+    transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host, word)
+    comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
+    if (options.engine or config.get("UNISONO_ENGINE")) == "mpi":
+        try:
+            store = PrefixStore(f"mpi/{transport.world_number}", spec.store)
+            comm.mpi_ranks = join_mpi(store, spec.rank, spec.size, deadline)
+        except BaseException:
+            comm.close()
+            raise
+    return comm
 
 
 class Operands(NamedTuple):
@@ -94,15 +113,9 @@ class CPUBackend(DeviceBackend):
                 f"pg_options must be unisono.lowlevel.CPUOptions, got {options!r}"
             )
         if comm is None:
-            deadline = Deadline(spec.timeout_s)
-            host = "" if options.engine == "reference" else host_id()
             tables = tuning.read_tables(spec.size)
-            word = tuning.published(tables)
-            transport = connect(
-                spec.store, spec.rank, spec.size, deadline, options.transport, host, word
-            )
-            comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
-            self.world_number = transport.world_number
+            comm = _connect(spec, options, tuning.published(tables))
+            self.world_number = comm.transport.world_number
         self._comm = comm
         self.trace = comm.trace
         self._engine: Engine = make_engine(comm, options.engine)
@@ -263,9 +276,12 @@ class CPUBackend(DeviceBackend):
     def neighbor_all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], links: Links, options: CallOptions
     ) -> Pending:
-        data = listed(inputs, write=False, name="inputs") if inputs else None
-        like = None if data is None else data.dtype
-        target = listed(outputs, write=True, name="outputs", like=like) if outputs else None
+        data = target = like = None
+        if inputs:
+            data = listed(inputs, write=False, name="inputs", places=links.linked[0])
+            like = data.dtype
+        if outputs:
+            target = listed(outputs, write=True, name="outputs", like=like, places=links.linked[1])
         if data is not None and target is not None:
             data = apart(data, target)
         subject = data or target
@@ -318,6 +334,7 @@ class CPUBackend(DeviceBackend):
             spec = replace(spec, options=self.spec.options)
         # The ranks of a transport are global ranks. A sub-group of a sub-group must use them, too.
         comm = Communicator(transport, spec.ranks, spec.name, spec.key)
+        comm.mpi_ranks = self._comm.mpi_ranks
         part = CPUBackend(spec, comm, self._tables)
         transport.retain()
         return part
@@ -348,6 +365,12 @@ class CPUBackend(DeviceBackend):
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
 
+    def blamed(self) -> tuple[int, ...]:
+        failure = self._comm.transport.failure(self._comm.context)
+        if failure is None or failure.kind != "timeout":
+            return ()
+        return tuple(self._comm.ranks.index(each) for each in failure.peers)
+
     def runs_here(self) -> bool:
         return self._engine.runs_here()
 
@@ -355,13 +378,8 @@ class CPUBackend(DeviceBackend):
         return self._engine.last_number()
 
     def info(self) -> dict[str, str]:
-        engine = self._engine
-        return {
-            "engine": engine.name,
-            "over": engine.over.replace(" ", "-"),
-            "transport": self._comm.transport.name,
-            **({} if self._table is None else {"tuning": self._table.digest}),
-        }
+        tuned = {} if self._table is None else {"tuning": self._table.digest}
+        return self._engine.info() | {"transport": self._comm.transport.name} | tuned
 
     # ---- from a call to a task ----------------------------------------------------------------
 

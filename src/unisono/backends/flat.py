@@ -129,13 +129,27 @@ def many(
     return data
 
 
-def listed(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None = None) -> Flat:
-    """Return an array for each rank as a list, in place.
+def listed(
+    tensors: Sequence[Any],
+    *,
+    write: bool,
+    name: str,
+    like: DType | None = None,
+    places: Sequence[int] | None = None,
+) -> Flat:
+    """Return an array for each rank or neighbour as a list, in place.
+
+    Args:
+        tensors: The arrays.
+        write: Whether the call writes into them.
+        name: Of the list, for errors.
+        like: The dtype that they must have; that of the first if None.
+        places: The places of the arrays in the caller's list, for errors; 0, 1, ... if None.
 
     Raises:
         InvalidArgumentError: As `many`.
     """
-    views = _views(tensors, write, name, like)
+    views = _views(tensors, write, name, like, places)
     return Flat([v.array for v in views], views)
 
 
@@ -179,21 +193,31 @@ def striped(
     return _Striped(_views(tensors, write, name, like), blocks)
 
 
-def _views(tensors: Sequence[Any], write: bool, name: str, like: DType | None) -> list[BufferView]:
+def _views(
+    tensors: Sequence[Any],
+    write: bool,
+    name: str,
+    like: DType | None,
+    places: Sequence[int] | None = None,
+) -> list[BufferView]:
     """Return views of arrays of one dtype; check that they share no memory if they are written."""
-    views = [view(t, write=write, name=f"{name}[{i}]", pack=False) for i, t in enumerate(tensors)]
+    places = range(len(tensors)) if places is None else places
+    views = [
+        view(t, write=write, name=f"{name}[{i}]", pack=False)
+        for i, t in zip(places, tensors, strict=True)
+    ]
     if not views:
         raise InvalidArgumentError(f"{name} is empty; expected at least one array")
     dtype = like or views[0].dtype
-    for i, v in enumerate(views):
+    for i, v in zip(places, views, strict=True):
         if v.dtype != dtype:
             raise InvalidArgumentError(f"{name}[{i}] has dtype {v.dtype}, expected {dtype}")
     if write:
-        _require_disjoint(views, name)
+        _require_disjoint(views, name, places)
     return views
 
 
-def _require_disjoint(views: list[BufferView], name: str) -> None:
+def _require_disjoint(views: list[BufferView], name: str, places: Sequence[int]) -> None:
     """Check that no two arrays share memory; only arrays with overlapping spans can."""
     spans = sorted((*_span(v.memory), i) for i, v in enumerate(views) if v.count)
     for at, (_, end, i) in enumerate(spans):
@@ -201,7 +225,7 @@ def _require_disjoint(views: list[BufferView], name: str) -> None:
             if start >= end:
                 break
             if np.shares_memory(views[i].memory, views[j].memory):
-                first, second = sorted((i, j))
+                first, second = sorted((places[i], places[j]))
                 raise InvalidArgumentError(
                     f"{name}[{first}] and {name}[{second}] share memory, so one result would "
                     "overwrite the other"

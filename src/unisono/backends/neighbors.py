@@ -8,6 +8,7 @@ If a rank's sizes are not those of the other ranks, the ranks compare them befor
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from unisono.engines.api import fingerprint_of
 from unisono.schedules import Buf, Op, Program
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
+Linked = tuple[Sequence[int], Sequence[int]]
 
 _SENDER, _GIVEN, _RECEIVER, _TAKEN, _KIND = range(5)
 
 
 class Links:
-    """The messages of an exchange, the same on all ranks.
+    """The messages of an exchange; their table is the same on all ranks.
 
     The messages from one rank to another arrive in the order of the table.
 
@@ -33,12 +35,19 @@ class Links:
         table: int64 [n, 5]: sender, place among the sender's inputs, receiver, place among the
             receiver's outputs, kind. Ranks are those of the group. Messages of one kind usually
             have one size.
+        text: The grid or graph, for errors.
+        linked: The places in this rank's lists that have a neighbour: of the inputs, of the
+            outputs.
 
     Attributes:
+        text: As given.
+        linked: As given.
         digest: Differs if the tables of two ranks differ.
     """
 
-    def __init__(self, table: IntArray) -> None:
+    def __init__(self, table: IntArray, text: str, linked: Linked) -> None:
+        self.text = text
+        self.linked = linked
         self.table = np.ascontiguousarray(table, np.int64).reshape(-1, 5)
         self.digest = hashlib.blake2b(self.table.tobytes(), digest_size=8).hexdigest()
         self._kinds = len(np.unique(self.table[:, _KIND]))

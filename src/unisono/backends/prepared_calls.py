@@ -34,7 +34,7 @@ from unisono.backends.neighbors import Sizes, neighbor_exchange
 from unisono.base import config
 from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Communicator, Engine, Exchange, Prepared
-from unisono.engines.api import fingerprint_of
+from unisono.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.schedules import Program, Topology, build, layout_for, select
 from unisono.schedules.tables import Table
 
@@ -150,8 +150,8 @@ class PreparedCalls:
         text = f"{called}({', '.join(self._words(spec, subject, wish, ordered))})"
         if isinstance(splits, Sizes):
             call = Call.of(called, text, (collective, splits.links.digest, *agreed), nbytes)
-            exchange = neighbor_exchange(self._comm, splits, dtype)
-            return Prepared(call, exchange.program, dtype, reduce_op, exchange, "", count)
+            linked = neighbor_exchange(self._comm, splits, dtype)
+            return Prepared(call, linked.program, dtype, reduce_op, linked, "", count)
         # Sizes that all ranks know are a part of the agreement; others are compared after it.
         listed = collective in ("all_gather", "reduce_scatter")
         blocks = splits.sizes if listed and isinstance(splits, Blocks) else None
@@ -162,22 +162,46 @@ class PreparedCalls:
             collective, whole, self._topology, wish, self._override,
             uneven=blocks is not None, ordered=ordered, table=self._table,
         )  # fmt: skip
+        what = None
+        if self._engine.has_collectives and size > 1 and not (ordered or wish or self._override):
+            algorithm, pipeline = self._engine.name, 1
+            known = splits.sizes if isinstance(splits, Blocks) else None
+            sent, received = splits if isinstance(splits, Splits) else (None, None)
+            reduces = op is not None
+            what = Collective(collective, whole, root, reduces, known, sent, received)
         if splits is None or blocks is not None:
-            local = self._topology.local
-            schedule = build(collective, algorithm, size, root, pipeline, local)
             given = {} if blocks is None else {_SPLITS[collective]: blocks}
-            layout = layout_for(schedule, count, **given)
-            program = self._engine.lower(schedule, layout, itemsize)
+            program = NO_STEPS
+            if what is None:
+                program = self._lower(collective, algorithm, count, itemsize, root, pipeline, given)
             same = str(subject) if collective in _ELEMENTWISE else ""
             agreed = (
                 collective, dtype.name, count, root, op, algorithm, pipeline, ordered, blocks,
                 same, *agreed,
             )  # fmt: skip
             call = Call.of(called, text, agreed, nbytes)
-            return Prepared(call, program, dtype, reduce_op, None, algorithm, spec.elements)
-        exchange, program = self._exchange(spec, splits, algorithm, itemsize)
-        call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
-        return Prepared(call, program, dtype, reduce_op, exchange, algorithm, count)
+            exchange = None
+        else:
+            exchange, program = self._exchange(spec, splits, algorithm, itemsize, what)
+            call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
+        return Prepared(
+            call, program, dtype, reduce_op, exchange, algorithm, spec.elements, what=what
+        )
+
+    def _lower(
+        self,
+        collective: str,
+        algorithm: str,
+        count: int,
+        itemsize: int,
+        root: int = -1,
+        pipeline: int = 1,
+        splits: dict[str, tuple[int, ...]] | None = None,
+    ) -> Program:
+        """Return this rank's program of an algorithm."""
+        local = self._topology.local
+        schedule = build(collective, algorithm, self._comm.size, root, pipeline, local)
+        return self._engine.lower(schedule, layout_for(schedule, count, **(splits or {})), itemsize)
 
     def _words(
         self, spec: CallSpec, subject: Flat | None, wish: str | None, ordered: bool
@@ -191,6 +215,8 @@ class PreparedCalls:
                 if isinstance(splits, (Splits, Sizes))
                 else f"blocks of {list(splits.sizes)}"
             )
+        if isinstance(splits, Sizes):
+            words.append(splits.links.text)
         if op is not None:
             words.append(repr(op).removeprefix("ReduceOp."))
         if spec.root >= 0:
@@ -202,31 +228,35 @@ class PreparedCalls:
         return words
 
     def _exchange(
-        self, spec: CallSpec, splits: Splits | Blocks, algorithm: str, itemsize: int
+        self,
+        spec: CallSpec,
+        splits: Splits | Blocks,
+        algorithm: str,
+        itemsize: int,
+        what: Collective | None,
     ) -> tuple[Exchange, Program]:
         """Return the exchange of sizes that a rank knows only in part, and the even program."""
         collective, count, root = spec.collective, spec.elements, spec.root
-        rank, size = self._comm.rank, self._comm.size
+        rank = self._comm.rank
         counts: Callable[[Array], Array]
         if isinstance(splits, Splits):
-            schedule = build("all_to_all", "pairwise", size)
             # A rank whose own block does not fit must take part, too, so that the check raises on
             # all ranks.
             sent, received = splits
             fitting = (*received[:rank], sent[rank], *received[rank + 1 :])
-            layout = layout_for(schedule, 0, sent, fitting)
+            linear, given = "pairwise", {"in_splits": sent, "out_splits": fitting}
             mine = np.array([*sent, *received], np.int64)
             check = partial(check_splits, self._comm)
             counts = sent_splits
         else:
-            schedule = build(collective, "linear", size, root)
-            layout = layout_for(schedule, 0, **{_SPLITS[collective]: splits.sizes})
+            linear, given = "linear", {_SPLITS[collective]: splits.sizes}
             mine = np.array(splits.sizes, np.int64)
             check = partial(check_blocks, self._comm, root=root, collective=collective)
             counts = partial(sent_blocks, root=root, collective=collective)
-        program = uneven = self._engine.lower(schedule, layout, itemsize)
-        if splits.even:
-            schedule = build(collective, algorithm, size, root, local=self._topology.local)
-            program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
+        program = uneven = NO_STEPS
+        if what is None:
+            program = uneven = self._lower(collective, linear, 0, itemsize, root, splits=given)
+            if splits.even:
+                program = self._lower(collective, algorithm, count, itemsize, root)
         word = fingerprint_of(count, algorithm) if splits.even else 0
         return Exchange(word, mine, check, uneven, counts), program

@@ -7,9 +7,10 @@ group "unisono.backends", whose entries are callables without arguments that reg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
-from unisono.backends.api import DeviceBackend, GroupSpec
+from unisono.backends.api import CPUOptions, DeviceBackend, GroupSpec
 from unisono.backends.cpu import CPUBackend
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
@@ -27,12 +28,22 @@ def _cpu(spec: GroupSpec, device: str) -> DeviceBackend:
     return CPUBackend(spec)
 
 
+def _mpi(spec: GroupSpec, device: str) -> DeviceBackend:
+    options = CPUOptions() if spec.options is None else spec.options
+    if device != "cpu":
+        raise UnsupportedError(f"backend 'mpi' serves device 'cpu' only, not {device!r}")
+    if not isinstance(options, CPUOptions) or options.engine not in (None, "mpi"):
+        raise InvalidArgumentError(f"backend 'mpi' has the engine 'mpi', but pg_options={options}")
+    return CPUBackend(replace(spec, options=replace(options, engine="mpi")))
+
+
 DEFAULT = "unisono"
 
 # "gloo" uses the same engine, so that a script needs no change but its import line.
 _backends: dict[str, _Entry] = {
     "unisono": _Entry(_cpu, ("cpu",)),
     "gloo": _Entry(_cpu, ("cpu",)),
+    "mpi": _Entry(_mpi, ("cpu",)),
 }
 _loaded: set[str] = set()
 

@@ -23,7 +23,7 @@ class Variable(NamedTuple):
 VARIABLES: dict[str, Variable] = {
     "UNISONO_ALGO": Variable("", "algorithms to use, in NCCL_ALGO's grammar"),
     "UNISONO_DETERMINISTIC": Variable("0", "1: reduce in the order of ranks in every call"),
-    "UNISONO_ENGINE": Variable("auto", "auto, native or reference"),
+    "UNISONO_ENGINE": Variable("auto", "auto, native, reference or mpi"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_TRANSPORT": Variable("auto", "auto, inproc or tcp"),
     "UNISONO_RANKS_PER_HOST": Variable(
@@ -40,6 +40,9 @@ VARIABLES: dict[str, Variable] = {
         "1", "connections to each rank of another host, over which large messages are spread"
     ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
+    "UNISONO_JOIN": Variable(
+        "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
+    ),
     "UNISONO_LOG": Variable(
         "",
         "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",

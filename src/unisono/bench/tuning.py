@@ -38,7 +38,7 @@ OPS = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "all
 SIZES = Sizes(1 << 10, 1 << 24, 4)
 """The sizes: 1 KiB to 16 MiB."""
 
-# The share of the time at which each pass ends; the first pass measures more algorithms.
+# The share of the time at which each pass ends at the latest; the first has more algorithms.
 _PASS_ENDS = (0.5, 0.75, 1.0)
 PASSES = len(_PASS_ENDS)
 # Rounds of a pass. Fewer give no quiet moment, more cost time that other cells need.
@@ -103,7 +103,8 @@ def measure(
         progress: Called on each rank with the number of measured cells, of all, and the cell.
 
     Returns:
-        The times, equal on all ranks. An algorithm that was left out early has fewer passes.
+        The times, equal on all ranks. An algorithm that was left out early has fewer passes. A
+        cell that the first pass did not reach in its time is absent.
     """
     start_s = time.perf_counter()
     bench = BenchPlan(plan.ops, topology.world_size, sizes=plan.sizes)
@@ -112,20 +113,23 @@ def measure(
         for op in plan.ops
         for case in cases(op, bench)
     ]
-    count = PASSES * len(found)
-    for done in range(count):
-        turn, at = divmod(done, len(found))
-        # Every other pass goes backwards, so that a slow drift does not favour the first cells.
-        cell = found[-1 - at if turn % 2 else at]
-        now_s = time.perf_counter() - start_s
-        if _slowest([now_s])[0] > plan.limit_s:
-            break  # the cells that are left have fewer passes, or none
-        share_s = (_PASS_ENDS[turn] * plan.limit_s - now_s) / (len(found) - at)
-        progress(done, count, f"{cell.case.op} of {cell.case.nbytes} bytes")
-        _measure(cell, Data(cell.case, bench, unisono.get_rank()), topology, share_s)
-        if turn == 0:
-            cell.drop(OUT_AFTER_PASS)
-    progress(count, count, "")
+    # Every other size comes first, because on a busy machine the first pass may not reach all.
+    todo = [*found[::2], *found[1::2]]
+    for turn, share in enumerate(_PASS_ENDS):
+        ends_s = start_s + share * plan.limit_s
+        for at, cell in enumerate(todo):
+            left_s = ends_s - time.perf_counter()
+            if _slowest([-left_s])[0] > 0.0:
+                break
+            where = f"{cell.case.op} of {cell.case.nbytes} bytes"
+            progress(turn * len(found) + at, PASSES * len(found), where)
+            data = Data(cell.case, bench, unisono.get_rank())
+            _measure(cell, data, topology, left_s / (len(todo) - at))
+            if turn == 0:
+                cell.drop(OUT_AFTER_PASS)
+        # Backwards, so that a slow drift does not favour the same cells in each pass.
+        todo = [cell for cell in todo[::-1] if cell.rounds_us]
+    progress(PASSES * len(found), PASSES * len(found), "")
     return {(cell.case.op, cell.case.nbytes): cell.rounds_us for cell in found if cell.rounds_us}
 
 

@@ -28,6 +28,7 @@ from unisono.c10d.queries import (
     is_initialized,
 )
 from unisono.errors import InvalidArgumentError, UnknownNameError
+from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current
 
@@ -211,8 +212,7 @@ class DeviceMesh:
     ) -> tuple[int | None, int | None]:
         """Return the global ranks `steps` before and after this rank along a dimension.
 
-        A rank that sends to the second receives from the first, as in MPI_Cart_shift. None: the
-        dimension is not periodic and ends before.
+        As in MPI_Cart_shift, send to the second, receive from the first. None: the dimension ends.
 
         Raises:
             InvalidArgumentError: This rank is in no grid.
@@ -222,6 +222,7 @@ class DeviceMesh:
         if not len(found):
             raise InvalidArgumentError(f"rank {self._rank} is in none of the grids of {self!r}")
         (line, place), size = found[0].tolist(), table.shape[1]
+        steps = as_integer(steps, "steps")
 
         def rank_at(at: int) -> int | None:
             return int(table[line, at % size]) if periodic or 0 <= at < size else None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -171,7 +172,9 @@ class CollectiveFile:
             self._file.close()
             return
         with ObjectCall(self._group, "CollectiveFile.close", timeout, None) as call:
-            call.label += f"({self.path!r})"
+            call.label += f"({self.path!r}, {self.position} bytes)"
+            # Without it a rank that alone calls `close` would close its file.
+            self._group.agree(call.label, timeout=call.remaining_s)
             call.on_all(self._store, f"cannot store {self._name}")
             call.on_all(self._rename, f"cannot name {self.path}")
 
@@ -179,11 +182,14 @@ class CollectiveFile:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        elif not self._file.closed:
+        complete = False
+        try:
+            if kind is None:
+                self.close()
+                complete = True
+        finally:
             self._file.close()
-            if self._size is None:
+            if not complete and self._size is None:
                 _remove(self._group, self._name)
 
     def __repr__(self) -> str:
@@ -219,6 +225,8 @@ class CollectiveFile:
 
     def _store(self) -> None:
         try:
+            # A write that failed may have left bytes behind the end.
+            os.ftruncate(self._fd, self.position)
             os.fsync(self._fd)
         finally:
             self._file.close()
@@ -304,8 +312,9 @@ def open_file(
 ) -> CollectiveFile:
     """Open a file on all ranks of a group; a collective call, and a context manager.
 
-    A file to write is `PATH.<random>.incomplete` until `close`, which replaces PATH. After an error
-    in the with block it is removed; after the end of a process it may stay.
+    A file to write is `PATH.<random>.incomplete` until `close`, which replaces PATH, and does not
+    follow a symbolic link. After an error in the with block or at its end, rank 0 of the group
+    removes the incomplete file. After the end of a process it may stay.
 
     Args:
         path: Equal on all ranks. The ranks must see the same folder.
@@ -346,11 +355,14 @@ def open_file(
                 size = call.on_all(lambda: _open_to_read(name, opened), failed, hint=_SHARED)
                 return _made(pg, call, name, opened, size)
             part = f"{name}.{uuid.uuid4().hex[:12]}.incomplete"
-            made = call.on_all(lambda: _create(part, opened) if pg.rank() == 0 else "", failed)
             try:
+                made = call.on_all(
+                    lambda: _create(name, part, opened) if pg.rank() == 0 else "", failed
+                )
                 call.on_all(lambda: _join(made[0], opened), failed, hint=_SHARED)
             except BaseException:
-                _remove(pg, made[0])
+                # The part of rank 0 is that of all ranks.
+                _remove(pg, part)
                 raise
             return CollectiveFile(pg, name, made[0], opened.pop(), None)
         finally:
@@ -360,7 +372,7 @@ def open_file(
 
 def _remove(group: ProcessGroup, name: str) -> None:
     if group.rank() == 0:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             os.unlink(name)
 
 
@@ -379,14 +391,21 @@ def _made(
 
 
 def _open_to_read(name: str, opened: list[int]) -> int:
-    opened.append(os.open(name, os.O_RDONLY | os.O_CLOEXEC))
-    return os.fstat(opened[0]).st_size
+    # Without O_NONBLOCK a named pipe would block until a process writes to it.
+    opened.append(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    status = os.fstat(opened[0])
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(None, "it is not a regular file")
+    return status.st_size
 
 
-def _create(name: str, opened: list[int]) -> str:
+def _create(name: str, part: str, opened: list[int]) -> str:
+    # `close` would replace a device, and only then detect a folder.
+    if os.path.exists(name) and not os.path.isfile(name):
+        raise OSError(None, "it is not a regular file")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    opened.append(os.open(name, flags, 0o666))
-    return name
+    opened.append(os.open(part, flags, 0o666))
+    return part
 
 
 def _join(name: str, opened: list[int]) -> None:

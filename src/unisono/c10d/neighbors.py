@@ -96,24 +96,23 @@ class Neighbors:
         self.sources, self.destinations = (
             tuple(pg.ranks[rank] for rank in ranks) for ranks in lists
         )
-        self._links = Links(table)
+        linked = range(len(self.destinations)), range(len(self.sources))
+        self._links = Links(table, f"graph of {len(table)} links", linked)
 
     def __repr__(self) -> str:
         return f"Neighbors(sources={self.sources}, destinations={self.destinations})"
 
 
 class _Topology(NamedTuple):
-    """Links of a group, and the places of this rank's lists that have a neighbour.
+    """Links of a group, and the lengths of this rank's lists.
 
     Attributes:
         links: The messages.
         places: Entries in each of this rank's lists: inputs, outputs.
-        linked: The entries that have a neighbour: of the inputs, of the outputs.
     """
 
     links: Links
     places: tuple[int, int]
-    linked: tuple[list[int], list[int]]
 
 
 def neighbor_all_to_all(
@@ -214,7 +213,7 @@ def _exchange(
         inputs = given if name == "neighbor_all_to_all" else [given] * topology.places[0]
         lists = (("inputs", inputs), ("outputs", outputs))
         for (label, arrays), number, linked in zip(
-            lists, topology.places, topology.linked, strict=True
+            lists, topology.places, topology.links.linked, strict=True
         ):
             if not isinstance(arrays, (list, tuple)):
                 raise ArgumentTypeError(f"{label} must be a list, got {type(arrays).__name__}")
@@ -225,7 +224,7 @@ def _exchange(
             missing = [place for place in linked if arrays[place] is None]
             if missing:
                 raise InvalidArgumentError(f"{label} has no array for neighbour {missing[0]}")
-    sent, received = topology.linked
+    sent, received = topology.links.linked
     work = pg.neighbor_all_to_all(
         [outputs[place] for place in received],
         [inputs[place] for place in sent],
@@ -259,13 +258,24 @@ def _topology(
         if periodic is not True:
             raise InvalidArgumentError("periodic is for a mesh, not for Neighbors")
         places = len(neighbors.destinations), len(neighbors.sources)
-        return _Topology(neighbors._links, places, (list(range(places[0])), list(range(places[1]))))
-    flags = tuple(periodic) if isinstance(periodic, Sequence) else (periodic,) * neighbors.ndim
+        return _Topology(neighbors._links, places)
+    flags = _flags(periodic, neighbors.ndim)
     # A mesh never changes, and is asked before each exchange.
     found = neighbors._topologies.get((flags, group))
     if found is None:
         found = neighbors._topologies[flags, group] = _of_mesh(neighbors, flags, group)
     return found
+
+
+def _flags(periodic: Any, ndim: int) -> tuple[bool, ...]:
+    if isinstance(periodic, bool):
+        return (periodic,) * ndim
+    flags = tuple(periodic) if np.iterable(periodic) else (periodic,) * ndim
+    if not all(isinstance(flag, (int, np.bool_)) for flag in flags):
+        raise ArgumentTypeError(
+            f"periodic must be a bool, or a bool for each dimension, got {periodic!r}"
+        )
+    return tuple(map(bool, flags))
 
 
 def _of_mesh(mesh: DeviceMesh, periodic: Sequence[bool], group: ProcessGroup) -> _Topology:
@@ -306,7 +316,8 @@ def _of_grid(
     )
     table[:, 1] = _among_own(table[:, 0], table[:, 1])
     table[:, 3] = _among_own(table[:, 2], table[:, 3])
-    return _Topology(Links(table), (2 * len(shape), 2 * len(shape)), linked)
+    text = f"grid {list(shape)}, periodic {list(periodic)}"
+    return _Topology(Links(table, text, linked), (2 * len(shape), 2 * len(shape)))
 
 
 def _among_own(ranks: IntArray, places: IntArray) -> IntArray:

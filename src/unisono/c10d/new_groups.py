@@ -383,6 +383,8 @@ def _shrink_default(
     pg_options: Any,
     timeout: Timeout | None,
 ) -> ProcessGroup:
+    if pg_options is None:
+        pg_options = next(iter(old.backends.values())).spec.options
     spec = GroupSpec(
         store=PrefixStore(key, old.store),
         rank=left.index(old.rank()),

@@ -12,6 +12,7 @@ from unisono.base import config
 from unisono.base.buffers import device_type
 from unisono.base.types import ReduceOp, dtype_named, reduce_ops_of
 from unisono.c10d.backend_names import Backend
+from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
 from unisono.groups.operations import as_integer
 from unisono.groups.world import Group, current, require_group, resolve
@@ -126,8 +127,8 @@ def is_gloo_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """Whether a backend named "mpi" is registered."""
-    return is_backend_available("mpi")
+    """Whether MPI can be used: mpi4py and an MPI library are installed. Initialises nothing."""
+    return not why_no_mpi()
 
 
 def is_nccl_available() -> bool:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from unisono.bench.plan import DTYPES, OPS, PEERS, REDOPS, BenchPlan, Loop, Sizes, parse_nbytes
-from unisono.cli.flags import check_writable, checked, non_negative, positive, seconds
+from unisono.cli.flags import add_parser, check_writable, checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
 _DESCRIPTION = """\
@@ -29,12 +29,8 @@ _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `bench`."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure operations, beside other libraries",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_parser(
+        commands, "bench", "measure operations, beside other libraries", _DESCRIPTION, _bench
     )
     parser.add_argument(
         "ops",
@@ -69,7 +65,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="limit per size (120)"
     )
-    parser.set_defaults(handler=_bench, parser=parser)
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.bench.plan import parse_nbytes
 from unisono.cli.explain import OP_NAMES
-from unisono.cli.flags import check_writable, checked, non_negative, positive
+from unisono.cli.flags import add_parser, check_writable, checked, non_negative, positive
 from unisono.cli.simulate import machine_of, write_text
 from unisono.errors import InvalidArgumentError
 
@@ -30,12 +30,12 @@ _MOST_RANKS = 128
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `draw`."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "draw",
-        help="draw an algorithm: SVG, PNG, or an HTML page to step through",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "draw an algorithm: SVG, PNG, or an HTML page to step through",
+        _DESCRIPTION,
+        _draw,
     )
     nbytes = checked(parse_nbytes)
     add = parser.add_argument
@@ -48,7 +48,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("-b", "--size", type=nbytes, default="1M", metavar="SIZE", help="with --net (1M)")
     add("--net", metavar="FILE", help="a shipped network or a TOML file, see `unisono simulate`")
     add("-o", "--output", required=True, metavar="FILE", help="FILE.svg, FILE.png or FILE.html")
-    parser.set_defaults(handler=_draw, parser=parser)
 
 
 def _draw(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from unisono.base import config
 from unisono.bench.plan import OPS, parse_nbytes
-from unisono.cli.flags import checked, non_negative, positive
+from unisono.cli.flags import add_parser, checked, non_negative, positive
 from unisono.cli.simulate import machine_of, row_of
 from unisono.errors import InvalidArgumentError
 
@@ -35,12 +35,8 @@ _MANY = 1024
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `explain`."""
-    parser = commands.add_parser(
-        "explain",
-        help="show which algorithm a group takes, and why",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_parser(
+        commands, "explain", "show which algorithm a group takes, and why", _DESCRIPTION, _explain
     )
     add = parser.add_argument
     add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
@@ -51,7 +47,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--algorithm", metavar="NAME", help="the algorithm that the call asks for")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
-    parser.set_defaults(handler=_explain, parser=parser, itemsize=4, goal=None)
+    parser.set_defaults(itemsize=4, goal=None)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -132,8 +128,8 @@ def _print(
             times[1] = mean_us(measured[name])
         cells = "".join(f"{'-' if us is None else f'{us:,.1f}':>16}" for us in times)
         mark = "  <- taken" if name == chosen else ""
-        lines.append((times[bool(measured)] or math.inf, f"{name:<20}{rounds:>8,}{cells}{mark}"))
-    print(f"{'algorithm':<20}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
+        lines.append((times[bool(measured)] or math.inf, f"{name:<22}{rounds:>8,}{cells}{mark}"))
+    print(f"{'algorithm':<22}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
     for _, line in sorted(lines, key=lambda pair: pair[0]):
         print(line)
 

@@ -17,6 +17,22 @@ torchrun reads PET_MAX_RESTARTS; the prefix PET_ is tried second.
 """
 
 
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    description: str,
+    handler: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    """Add a sub-command without abbreviated flags, and return its parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(handler=handler, parser=parser)
+    return parser
+
+
 def add_flag(target: Any, *flags: str, **options: Any) -> None:
     """Add a flag and its spellings with underscores, which the help does not show.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.bench.plan import OPS, Sizes, parse_nbytes
-from unisono.cli.flags import checked, non_negative, positive
+from unisono.cli.flags import add_parser, checked, non_negative, positive
 from unisono.errors import InvalidArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ time. A time with "~" is approximate: the order of messages on shared links was 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `simulate`."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "simulate",
-        help="run algorithms in virtual time, on any number of ranks",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "run algorithms in virtual time, on any number of ranks",
+        _DESCRIPTION,
+        _simulate,
     )
     nbytes = checked(parse_nbytes)
     add = parser.add_argument
@@ -59,7 +59,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--json", metavar="FILE", help="write all results to a file, as JSON")
     add("--plot", metavar="FILE.png", help="draw time over size, or over ranks")
     add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
-    parser.set_defaults(handler=_simulate, parser=parser)
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -180,7 +179,7 @@ def _us(us: float) -> str:
 
 
 def _aligned(cells: Sequence[str]) -> str:
-    widths = (9, 12, 19, 12, 9, 9, 9, 9, 10, 8)
+    widths = (9, 12, 23, 12, 9, 9, 9, 9, 10, 8)
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 

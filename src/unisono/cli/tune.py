@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from unisono.base import config
 from unisono.base.host import usable_cores
 from unisono.bench.plan import OPS, Sizes, parse_nbytes
-from unisono.cli.flags import checked, positive, seconds
+from unisono.cli.flags import add_parser, checked, positive, seconds
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ The tables are in ~/.cache/unisono. UNISONO_TUNING=FILE names another file to wr
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `tune`."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "tune",
-        help="measure the algorithms on this machine, and store the best choices",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "measure the algorithms on this machine, and store the best choices",
+        _DESCRIPTION,
+        _tune,
     )
     nbytes = checked(parse_nbytes)
     add = parser.add_argument
@@ -57,7 +57,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the run (60)")
     add("--show", action="store_true", help="print the stored tables, and measure nothing")
     add("--clear", action="store_true", help="delete the stored tables, and measure nothing")
-    parser.set_defaults(handler=_tune, parser=parser)
 
 
 def _op(text: str) -> str:
@@ -89,16 +88,9 @@ def _tune(options: argparse.Namespace) -> int:
             raise InvalidArgumentError("tune: this process is a rank already, so it starts none")
         measure_and_save(-1, plan)
         return 0
-    from unisono.launcher.spawn import SpawnContext
+    from unisono.launcher.spawn import spawn
 
-    nprocs = options.nproc_per_node or max(2, usable_cores())
-    ranks = SpawnContext(
-        measure_and_save, (plan,), nprocs, start_method="spawn", use_death_signal=True
-    )
-    try:
-        ranks.join()
-    finally:
-        ranks.kill()
+    spawn(measure_and_save, (plan,), options.nproc_per_node or max(2, usable_cores()))
     return 0
 
 
@@ -119,7 +111,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
     from unisono.schedules.tables import Table
     from unisono.schedules.tuning import rules_of, topology_of
 
-    start_s = time.perf_counter()
+    start_s, load = time.perf_counter(), os.getloadavg()[0]
     # The file may not exist yet, and the measurement must not depend on an older table.
     named = config.get("UNISONO_TUNING")
     os.environ["UNISONO_TUNING"] = "0"
@@ -133,9 +125,8 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
         rank, names = group.rank(), hosts()
         if len(names) < 2:
             raise InvalidArgumentError("tune: a world of 1 rank has no algorithms to choose from")
-        backend = group.backends.get("cpu")
-        if not isinstance(backend, CPUBackend):
-            raise InvalidArgumentError(f"tune: {group} is not measured, only backend unisono is")
+        backend = group.backends["cpu"]
+        assert isinstance(backend, CPUBackend)
         shape = backend.shape
         with _progress(shown=rank == 0) as progress:
             measured = fastest(measure(plan, topology_of(shape), progress))
@@ -144,7 +135,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(took_s, 1),
             "passes": PASSES,
-            "load": round(os.getloadavg()[0], 2),
+            "load": round(load, 2),
             "hosts": len(set(names)),
         }
         rules = rules_of(measured, topology_of(shape))
@@ -154,6 +145,9 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
             print(f"{_PREFIX}wrote {file} on {names[rank]}", file=sys.stderr)
         if rank == 0:
             _show(table)
+            if load > (os.cpu_count() or 1):
+                print(f"{_PREFIX}the machine was busy before (load {load:.1f}); the choices of a "
+                      "quiet machine may differ", file=sys.stderr)  # fmt: skip
     finally:
         unisono.destroy_process_group()
 
@@ -173,11 +167,11 @@ def _show(table: Table) -> None:
     for op, least, most, name in table.rules:
         gains = []
         for (measured_op, nbytes), times in table.measured.items():
-            if measured_op == op and least <= nbytes <= most:
-                built_in = select(op, nbytes, topology).algorithm
+            built_in = select(op, nbytes, topology).algorithm if measured_op == op else ""
+            if least <= nbytes <= most and {name, built_in} <= times.keys():
                 gain = mean_us(times[built_in]) / mean_us(times[name])
                 gains.append(f"{nbytes_text(nbytes)}: {gain:.2f} x faster than {built_in}")
-        print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<19}{'; '.join(gains)}")
+        print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<22}{'; '.join(gains)}")
     passes = [max(map(len, times.values())) for times in table.measured.values()]
     cells = f"{len(passes)} cells were measured"
     if few := sum(count < LEAST_PASSES for count in passes):

@@ -6,6 +6,7 @@ and opcodes; never a group's backend or an algorithm's name.
 
 from unisono.engines.api import Call, Communicator, Engine, Exchange, Prepared, Task
 from unisono.engines.choice import make_engine
+from unisono.engines.mpi_world import join as join_mpi
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.engines.shared_memory import host_id, memory_host
@@ -21,6 +22,7 @@ __all__ = [
     "Task",
     "host_id",
     "is_native_built",
+    "join_mpi",
     "make_engine",
     "memory_host",
 ]

@@ -36,7 +36,10 @@ class Communicator:
 
     Attributes:
         trace: Records the calls; None if UNISONO_TRACE is 0.
+        mpi_ranks: The rank in MPI_COMM_WORLD of each rank of the transport; empty without MPI.
     """
+
+    mpi_ranks: tuple[int, ...] = ()
 
     def __init__(
         self, transport: Transport, ranks: tuple[int, ...], name: str, key: str = ""
@@ -142,6 +145,33 @@ class Exchange(NamedTuple):
     counts: Callable[[Array], Array] | None = None
 
 
+NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
+"""The program of a call that moves no data, or that a library runs (`Prepared.what`)."""
+
+
+class Collective(NamedTuple):
+    """A collective, for an engine that has it ready-made (`Engine.has_collectives`).
+
+    Attributes:
+        kind: Name of the schedules' collective.
+        nbytes: Of the whole data, equal on all ranks unless the ranks exchange their sizes.
+        root: Rank in the group; -1 without a root.
+        reduces: Whether the call has a reduce op.
+        blocks: Elements of each rank's block as far as this rank knows them; None if all blocks
+            are equal.
+        sent: Elements to each rank of an all_to_all.
+        received: Elements from each rank of an all_to_all.
+    """
+
+    kind: str
+    nbytes: int
+    root: int
+    reduces: bool
+    blocks: tuple[int, ...] | None = None
+    sent: tuple[int, ...] | None = None
+    received: tuple[int, ...] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Prepared:
     """A call without its memory: what is worked out once for each kind of call.
@@ -155,6 +185,7 @@ class Prepared:
         algorithm: Name of the algorithm, for the record of a call.
         count: Elements, for the record of a call.
         native: The same for C++, made by the C++ engine when the call first runs.
+        what: The collective to run instead of the programs; None: the engine runs a program.
         writes_output: Whether the program uses this rank's OUTPUT for more than reading.
     """
 
@@ -166,6 +197,7 @@ class Prepared:
     algorithm: str = ""
     count: int = 0
     native: Any = None
+    what: Collective | None = None
     writes_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -227,6 +259,9 @@ class Engine(ABC):
     ranks_per_host = 1
     """Number of ranks per host if it is equal and ranks are numbered host by host; else 1."""
 
+    has_collectives = False
+    """Whether tasks name their collective (`Prepared.what`) if any algorithm may run it."""
+
     over = "messages"
     """What carries the data of programs ("messages", "shared memory"), as far as it is known."""
 
@@ -262,6 +297,10 @@ class Engine(ABC):
             ClosedError: The engine is closed, or belongs to the parent of a fork.
             UsageError: A synchronous call from the progress thread, which would wait for itself.
         """
+
+    def info(self) -> dict[str, str]:
+        """Return the facts that the group's repr shows."""
+        return {"engine": self.name, "over": self.over.replace(" ", "-")}
 
     def runs_here(self) -> bool:
         """Whether the calling thread runs the queued tasks; if so, it must not wait."""

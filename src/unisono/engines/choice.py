@@ -12,12 +12,17 @@ from unisono.base.extension import why_absent
 from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator, Engine
+from unisono.engines.mpi_engine import MPIEngine
+from unisono.engines.mpi_library import library
+from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.engines.shared_memory import host_id, memory_kind
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 _log = get_logger("engines")
+
+KINDS = ("auto", "native", "reference", "mpi")
 
 _SLOW = "collectives run on the reference engine, in Python, which is slow: %s"
 
@@ -27,14 +32,17 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
 
     Args:
         comm: The group.
-        kind: "auto", "native" or "reference"; UNISONO_ENGINE if None.
+        kind: "auto", "native", "reference" or "mpi"; UNISONO_ENGINE if None.
 
     Raises:
-        UnsupportedError: "native" was requested but cannot be used; the text gives the reason.
+        UnsupportedError: "native" or "mpi" was requested but cannot be used; the text gives the
+            reason.
     """
     kind = kind or config.get("UNISONO_ENGINE")
-    if kind not in ("auto", "native", "reference"):
-        raise InvalidArgumentError(f"unknown engine {kind!r} (known: auto, native, reference)")
+    if kind not in KINDS:
+        raise InvalidArgumentError(f"unknown engine {kind!r} (known: {', '.join(KINDS)})")
+    if kind == "mpi":
+        return MPIEngine(comm)
     if kind == "reference":
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
@@ -67,7 +75,7 @@ class EngineInfo(NamedTuple):
     """The engine that executes collectives in the groups of this process.
 
     Attributes:
-        engine: "native" (C++) or "reference" (Python).
+        engine: "native" (C++), "reference" (Python) or "mpi".
         why: The reason for this engine.
         isa: Instruction set of the native reductions; "" without them.
         isas: Instruction sets of this machine, slowest first.
@@ -100,7 +108,9 @@ def engine_info() -> EngineInfo:
     """
     memory = memory_kind()
     wish = config.get("UNISONO_ENGINE")
-    if native is None:
+    if wish == "mpi":
+        engine, why = wish, why_no_mpi() or library().name
+    elif native is None:
         engine, why = "reference", why_absent
     elif wish == "reference":
         engine, why = wish, "UNISONO_ENGINE=reference"

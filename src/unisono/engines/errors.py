@@ -73,11 +73,13 @@ class Expired(Exception):
 
     Args:
         asked: The question that was sent to the other ranks when the deadline came near.
+        note: More for the caller to know if all ranks were in the call; part of the first line.
     """
 
-    def __init__(self, asked: Question | None = None) -> None:
+    def __init__(self, asked: Question | None = None, note: str = "") -> None:
         super().__init__()
         self.asked = asked
+        self.note = note
 
 
 # ---- from a code of the C++ engine to a status ------------------------------------------------
@@ -139,21 +141,19 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
         table = cause.table or _table_of_lost(error.peer, comm, call)
         return Failure(cause.kind, cause.reason, cause.peers, me, table)
     if isinstance(error, Expired):
-        return _time_out(comm, call, deadline, error.asked)
+        return _time_out(comm, call, deadline, error)
     reason = f"{type(error).__name__} on rank {me}: {error}"
     return Failure("memory" if isinstance(error, MemoryError) else "failed", reason, [me], me)
 
 
-def _time_out(
-    comm: Communicator, call: Call, deadline: Deadline, asked: Question | None
-) -> Failure:
+def _time_out(comm: Communicator, call: Call, deadline: Deadline, expired: Expired) -> Failure:
     """Ask every other rank for its last call; blame the ranks that are behind or silent.
 
     An earlier answer counts for a rank that does not answer again. If this rank was not in the
     call then, it may have entered it since. If it was in the call, or has left, it is blamed only
     if no other rank is.
     """
-    transport = comm.transport
+    transport, asked = comm.transport, expired.asked
     waited_s = 0.0 if asked is None else time.monotonic() - asked.asked_s
     grace = Deadline(max(_GRACE_S, _ANSWER_S - waited_s))
     now = transport.ask(comm.context, call.seq, comm.others, grace, places=True)
@@ -183,6 +183,7 @@ def _time_out(
     ]
     reasons = [f"{name_ranks(ranks)} {what}" for ranks, what in groups if ranks]
     details = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
+    details += expired.note
     reason = f"timed out after {deadline}: {details}"
     blamed = sorted(behind + missed + came + gone + silent)
     lines = places_of(comm, blamed or comm.others, before | now, call.seq)

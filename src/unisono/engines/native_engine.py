@@ -24,7 +24,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.types import DType, ReduceOp, dtype_named
-from unisono.engines.api import Communicator, Prepared, Task
+from unisono.engines.api import NO_STEPS, Communicator, Prepared, Task
 from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
@@ -61,8 +61,6 @@ _SILENCE_S = 1.0
 _ABORT_WORDS_S = 5.0
 
 _INT64 = dtype_named("int64")
-
-_NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 
 
 def is_native_built() -> bool:
@@ -294,7 +292,7 @@ class NativeEngine(QueueEngine):
             if not even:
                 # A program of sizes that the ranks have not compared may address memory outside
                 # the buffers.
-                program = _NO_STEPS
+                program = NO_STEPS
             shares = self._group is not None and isinstance(program, _NativeProgram)
             kind = prepared.kind("shared memory" if shares else "messages")
             words = prepared.call.fingerprint, even, kind, prepared.count

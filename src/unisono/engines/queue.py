@@ -118,8 +118,7 @@ class OrderedEngine(Engine):
         if now:
             self._run_and_finish(task, completion, self._turn.give)
 
-    @staticmethod
-    def note_failure(failure: Failure) -> None:
+    def note_failure(self, failure: Failure) -> None:
         """Write the records, because the group is broken. This rank may be in no call."""
         write_after_failure(aside=True)
 

@@ -121,6 +121,15 @@ class Run:
                     return
                 distance *= 2
 
+    def meet(self) -> None:
+        """Wait until all ranks are in this call."""
+        comm, distance = self._comm, 1
+        while distance < comm.size:
+            self.send((comm.rank + distance) % comm.size, memoryview(b"\0"))
+            self.wait(self.recv((comm.rank - distance) % comm.size, memoryview(bytearray(1))))
+            distance *= 2
+        self.wait_for_sends()
+
     def _gather(self, mine: Array) -> Array:
         """Return [world_size, k]: the vectors of all ranks."""
         comm = self._comm

@@ -463,7 +463,7 @@ class ProcessGroup(C10dNames):
         try:
             return self._call_kernel(op, arguments, how, splits)
         except _ARGUMENT_ERRORS as error:
-            self.refuse(op, error, arguments, **how)
+            self.refuse(how.get("_label") or op, error, arguments, **how)
             raise
         finally:
             self.release_guard(caller)

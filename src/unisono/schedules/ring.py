@@ -33,7 +33,7 @@ def all_reduce(p: int) -> Schedule:
     Cost: 2(p-1) rounds, 2n(p-1)/p sent, n(p-1)/p reduced.
     Source: Patarasuk and Yuan 2009.
     """
-    return _all_reduce("ring", p, (1,))
+    return _all_reduce("ring", p, 1, 0)
 
 
 def two_way_all_reduce(p: int) -> Schedule:
@@ -43,7 +43,7 @@ def two_way_all_reduce(p: int) -> Schedule:
     Source: the rings of TPU networks; Sack and Gropp, "Collective algorithms for multiported torus
         networks", ACM TOPC 1(2), 2015.
     """
-    return _all_reduce("two_way_ring", p, (1, -1))
+    return _all_reduce("two_way_ring", p, np.array([[1], [-1]]), np.array([[0], [p]]))
 
 
 def reduce_scatter(p: int) -> Schedule:
@@ -118,17 +118,15 @@ def reduce(p: int, root: int, pipeline: int) -> Schedule:
     return tree_schedule("reduce", "ring", [_chain(p, root)], root, pipeline)
 
 
-def _all_reduce(algorithm: str, p: int, ways: tuple[int, ...]) -> Schedule:
-    """Return the all_reduce in which one part of the vector goes around the ring each way."""
+def _all_reduce(algorithm: str, p: int, way: IntArray | int, first: IntArray | int) -> Schedule:
+    """Return the all_reduce in which the p chunks from `first` on go around each `way`, 1 or -1."""
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         take = recv_reduce if k < p - 1 else recv
-        for part, way in enumerate(ways):
-            yield send(r, (r + way) % p, OUTPUT, part * p + (r - way * k) % p)
-        for part, way in enumerate(ways):
-            yield take(r, (r - way) % p, OUTPUT, part * p + (r - way * (k + 1)) % p)
+        yield send(r, (r + way) % p, OUTPUT, first + (r - way * k) % p)
+        yield take(r, (r - way) % p, OUTPUT, first + (r - way * (k + 1)) % p)
 
-    chunks = len(ways) * p
+    chunks = np.size(way) * p
     return Schedule("all_reduce", algorithm, p, 2 * (p - 1), exchange, output_chunks=chunks)
 
 

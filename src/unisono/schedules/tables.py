@@ -15,6 +15,7 @@ pass. Only people and `unisono explain` read `measured` and `about`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -122,13 +123,9 @@ class Table:
             if fields["format"] != FORMAT:
                 raise ValueError(f"format {fields['format']!r}, expected {FORMAT}")
             shape = Shape(*(fields[key] for key in Shape._fields))
-            if [type(value) for value in shape] != [str, str, int, int]:
-                raise ValueError(f"shape {list(shape)}")
             rules = tuple(Rule(*row) for row in fields["rules"])
             _check(rules, shape)
-            measured: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
-            for collective, nbytes, algorithm, times in fields["measured"]:
-                measured.setdefault((collective, nbytes), {})[algorithm] = tuple(map(float, times))
+            measured = _measured(fields["measured"])
             machine, version = str(fields["machine"]), str(fields["unisono"])
             return cls(shape, machine, version, rules, measured, dict(fields["about"]))
         except (ValueError, TypeError, KeyError) as error:
@@ -140,8 +137,23 @@ class Table:
             ) from None
 
 
+def _measured(rows: list[list[Any]]) -> Measured:
+    """Return the times of a table; raise ValueError if there is one that is no time."""
+    measured: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
+    for collective, nbytes, algorithm, times in rows:
+        if type(nbytes) is not int or nbytes < 1 or not times or not min(times) > 0:
+            raise ValueError(f"{collective} of {nbytes!r} bytes takes {times!r} us")
+        measured.setdefault((collective, nbytes), {})[algorithm] = tuple(map(float, times))
+    return measured
+
+
 def _check(rules: tuple[Rule, ...], shape: Shape) -> None:
-    """Raise ValueError if a rule cannot be used."""
+    """Raise ValueError if the shape or a rule cannot be used."""
+    types = [type(value) for value in shape]
+    # The ranks publish the names in one word.
+    fits = types == [str, str, int, int] and re.fullmatch(r"[\w-]+", shape.engine + shape.over)
+    if not fits or shape.ranks < 1 or shape.local < 1:
+        raise ValueError(f"shape {list(shape)}")
     ends: dict[str, int] = {}
     for rule in rules:
         if rule.collective not in COLLECTIVES:

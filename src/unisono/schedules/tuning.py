@@ -15,7 +15,7 @@ from unisono.schedules.tables import Measured, Rule, Shape
 
 # The mean time of a new choice, relative to the built-in choice. Nearer to 1, noise makes rules
 # that lose in the next run. Farther from 1, real gains are left out.
-MARGIN = 0.93
+MARGIN = 0.9
 # One pass cannot show that a choice wins again.
 LEAST_PASSES = 2
 # A choice also holds for sizes up to this multiple of the largest measured size.

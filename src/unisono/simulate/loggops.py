@@ -165,24 +165,24 @@ class _Run:
 
     def release(self, waiting: tuple[int, ...]) -> None:
         """Count down the operations that waited; collect the operations that may begin."""
+        needs = self.needs
         for i in waiting:
-            self.needs[i] -= 1
-            if not self.needs[i]:
+            needs[i] -= 1
+            if not needs[i]:
                 self.freed.append(i)
 
     def start(self) -> None:
         """Create the events of the operations that may begin; per rank sends are first."""
-        graph, freed = self.program, self.freed
+        rank_of, kind_of, freed = self.program.rank, self.program.kind, self.freed
         if len(freed) > 1:
-            freed.sort(key=lambda i: (graph.rank[i], graph.kind[i]))
-        cpu, nic, made, put = self.cpu, self.nic_out, self.made, self.agenda.put
+            freed.sort(key=lambda i: (rank_of[i], kind_of[i]))
         for i in freed:
-            rank = graph.rank[i]
-            time = cpu[rank]
-            if graph.kind[i] == SEND and nic[rank] > time:
-                time = nic[rank]
-            put(time, len(made))
-            made.append(i)
+            rank = rank_of[i]
+            time = self.cpu[rank]
+            if kind_of[i] == SEND and self.nic_out[rank] > time:
+                time = self.nic_out[rank]
+            self.agenda.put(time, len(self.made))
+            self.made.append(i)
         freed.clear()
 
     def post(self, receive: int, time: int, *, large: bool) -> bool:
@@ -225,16 +225,15 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
     travel, n, made = overhead + model.latency_ps, len(rank_of), state.made
     release, arrived, posted, put = state.release, state.arrived, state.posted, state.agenda.put
     cpu_in = max(per_byte, cpu_per_byte)
-    state.start()
-    ended = 0
+    freed, start, ended = state.freed, state.start, 0
+    start()
     for time, order in state.agenda.in_order():
         i = made[order]
         if i >= n:  # the message of send i - n arrives
             i -= n
             rank, rest = peer_of[i], size_of[i] - 1
-            free = max(cpu[rank], nic_in[rank])
-            if free > time:
-                put(free, order)
+            if cpu[rank] > time or nic_in[rank] > time:
+                put(max(cpu[rank], nic_in[rank]), order)
                 continue
             cpu[rank] = time + overhead + rest * cpu_in
             nic_in[rank] = time + gap + rest * per_byte
@@ -244,19 +243,20 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
                 continue
             if rest >= eager:
                 state.rendezvous(i, time)
-            release(on_done[waiting.pop(0)])
+            if later := on_done[waiting.pop(0)]:
+                release(later)
             ended += 1
         elif kind_of[i] == SEND:
             rank, rest = rank_of[i], size_of[i] - 1
-            free = max(cpu[rank], nic_out[rank])
-            if free > time:
-                put(free, order)
+            if cpu[rank] > time or nic_out[rank] > time:
+                put(max(cpu[rank], nic_out[rank]), order)
                 continue
             cpu[rank] = time + overhead + rest * cpu_per_byte
             nic_out[rank] = time + gap + rest * per_byte
             put(time + travel, len(made))
             made.append(i + n)
-            release(on_start[i])
+            if on_start[i]:
+                release(on_start[i])
             if rest < eager and on_done[i]:
                 release(on_done[i])
             ended += 1
@@ -270,8 +270,8 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
             release(on_start[i])
             release(on_done[i])
             ended += 1
-        if state.freed:
-            state.start()
+        if freed:
+            start()
     if ended < n or any(state.arrived):
         raise InvalidArgumentError(_stuck(state, n - ended))
     return LogGOPSResult(list(cpu), len(made), kind_of.count(SEND))

@@ -16,11 +16,10 @@ from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import Op, Schedule
 from unisono.schedules.registry import build
 from unisono.simulate.costs import Costs
-from unisono.simulate.evaluate import all_rows
 from unisono.simulate.links import traced
 from unisono.simulate.networks import Network
 from unisono.simulate.result import Result
-from unisono.simulate.traffic import Traffic
+from unisono.simulate.traffic import Rows, Traffic
 
 # A picture does not show more messages clearly.
 MOST_MESSAGES = 20_000
@@ -34,7 +33,7 @@ class Message(NamedTuple):
         target: Receiving rank.
         begin: When it is sent: a round, or picoseconds.
         end: When it is there.
-        stage: Stage of the schedule.
+        stage: Stage of the schedule; -1 in the agreement before it.
         chunk: First chunk of the data; -1 if it is not known.
         nbytes: Bytes; 0 if no size is known.
         reduces: Whether the receiver reduces it.
@@ -125,11 +124,13 @@ def in_time(
     if network.size != p:
         raise InvalidArgumentError(f"the network has {network.size} ranks, expected {p}")
     costs = costs or Costs()
-    parts = [Traffic(schedule, nbytes, itemsize, padded)]
+    tables = [Traffic(schedule, nbytes, itemsize, padded).all_rows()]
     if costs.agreement_bytes and p > 1:
         agreement = build("barrier", "dissemination", p)
-        parts.insert(0, Traffic(agreement, 0, message_bytes=costs.agreement_bytes))
-    rows = all_rows(parts)
+        before = Traffic(agreement, 0, message_bytes=costs.agreement_bytes).all_rows()
+        tables.insert(0, before._replace(stage=np.full_like(before.stage, -1)))
+    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
+    rows = rows.take(np.argsort(rows.rank, kind="stable"))
     run = traced(rows, network, costs, contended=contended)
     plan, times, critical = run.messages, run.times, set(run.path)
     _check(schedule, len(plan.send))

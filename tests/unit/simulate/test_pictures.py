@@ -75,6 +75,16 @@ def test_the_work_of_ranks_is_between_messages(cores):
         assert max(end for _, end in spans) == timeline.result.finish_ps[rank]
 
 
+def test_the_agreement_comes_before_the_first_stage():
+    costs = dataclasses.replace(COSTS, agreement_bytes=64)
+    schedule = build("all_reduce", "ring", 4)
+    network = Switch(4, BETWEEN)
+    timeline = in_time(schedule, 4096, network, costs)
+    assert timeline.end == simulate(schedule, 4096, network, costs).last_ps
+    stages = [message.stage for message in timeline.messages]
+    assert (stages.count(-1), stages.count(0)) == (2 * 4, 4)
+
+
 def test_without_contention_there_are_no_links():
     network = FullyConnected(4, BETWEEN)
     timeline = in_time(build("all_reduce", "ring", 4), 4096, network, contended=False)
@@ -169,10 +179,25 @@ def test_the_script_of_a_page_is_javascript(tmp_path):
     subprocess.run([node, "--check", file], check=True, capture_output=True, timeout=60)
 
 
-def test_what_no_picture_shows_is_refused():
-    with pytest.raises(InvalidArgumentError, match="more than 20,000 messages, which no picture"):
-        in_rounds(build("all_to_all", "linear", 160))
-    with pytest.raises(InvalidArgumentError, match="at most 64 ranks and 64 chunks, got 65"):
-        page(in_rounds(build("all_reduce", "ring", 65)), TEMPLATE)
-    with pytest.raises(InvalidArgumentError, match="the network has 4 ranks, expected 8"):
-        in_time(build("all_reduce", "ring", 8), 8, Switch(4, BETWEEN))
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            lambda: in_rounds(build("all_to_all", "linear", 160)),
+            "all_to_all (linear) on 160 ranks has more than 20,000 messages, which no picture "
+            "shows",
+        ),
+        (
+            lambda: page(in_rounds(build("all_reduce", "ring", 65)), TEMPLATE),
+            "all_reduce, ring, 65 ranks: a page has at most 64 ranks and 64 chunks, got 65 chunks",
+        ),
+        (
+            lambda: in_time(build("all_reduce", "ring", 8), 8, Switch(4, BETWEEN)),
+            "the network has 4 ranks, expected 8",
+        ),
+    ],
+)
+def test_what_no_picture_shows_is_refused(call, expected):
+    with pytest.raises(InvalidArgumentError) as caught:
+        call()
+    assert caught.value.what == expected

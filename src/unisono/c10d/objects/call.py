@@ -127,11 +127,11 @@ class ObjectCall:
         return [self.loads(packet, source) for source, packet in enumerate(packets)]
 
     def on_all(self, get: Callable[[], object], failed: str, hint: str = "") -> list[Any]:
-        """Return the results of `get` on all ranks; if one raises an OSError, raise on all ranks.
+        """Return the results of `get` on all ranks; if one raises an error, raise on all ranks.
 
         Args:
             get: Called here, before the ranks compare their results.
-            failed: The meaning of an OSError, for the error.
+            failed: The meaning of a failure, for the error.
             hint: For the error.
 
         Raises:
@@ -139,8 +139,9 @@ class ObjectCall:
         """
         try:
             mine = get(), ""
-        except OSError as error:
-            mine = None, reason_of(error)
+        except Exception as error:
+            # Otherwise the other ranks would wait for this rank.
+            mine = None, reason_of(error) if isinstance(error, OSError) else repr(error)
         results = self.loads_all(self.all_gather(self.pack(lambda: mine)))
         reasons = {rank: why for rank, (_, why) in enumerate(results) if why}
         if reasons:

@@ -27,6 +27,12 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run a script even with --no-python (torchrun would run it by runpy)",
     )
+    add_flag(
+        parser,
+        "--mpi",
+        action="store_true",
+        help="make the workers one MPI world (MPICH, Intel MPI) before the script imports mpi4py",
+    )
     # One positional for script and arguments: argparse would drop a "--" between two.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -86,8 +92,12 @@ def _command(
     if not command:
         parser.error("no script given")
     if program.no_python and not program.run_path:
+        if program.mpi:
+            parser.error("--mpi goes with Python programs only, not with --no-python")
         return command
     python = [environ().get("PYTHON_EXEC") or sys.executable, *(["-u"] if unbuffered else [])]
+    if program.mpi:
+        python += ["-m", "unisono.engines.mpi_start"]
     if program.module and not program.run_path:
         return [*python, "-m", *command]
     if not os.path.exists(command[0]):

@@ -1,0 +1,208 @@
+"""PMI-1, answered from a store: MPICH and Intel MPI without mpiexec.
+
+An MPI library asks its launcher for rank, size and the addresses of the other ranks. MPICH, Intel
+MPI and their relatives ask by PMI-1: one line for each request, over an inherited descriptor. Here
+a thread of the same process answers, and the store of the ranks holds the addresses.
+
+`answer` is pure: from a request to the reply and to what the store must do.
+
+Source: MPICH 5 (src/pmi), Intel MPI 2021.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from unisono.base.worker import Worker
+from unisono.errors import UnisonoError
+from unisono.stores import Store
+
+_VARIABLES = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT")
+_LONGEST_VALUE = 4096
+_END = b"cmd=finalize_ack rc=0\n"
+
+
+class Job(NamedTuple):
+    """An MPI world, as one of its ranks asks for it.
+
+    Attributes:
+        name: Name that no other world in this store has had. An MPI library that finds the
+            addresses of an earlier world fails or hangs.
+        rank: This rank.
+        size: Number of ranks.
+        mapping: Text of `process_mapping`.
+    """
+
+    name: str
+    rank: int
+    size: int
+    mapping: str
+
+
+class Step(NamedTuple):
+    """The consequence of a request.
+
+    Attributes:
+        reply: The line to send; "{}" stands for the value that the store has.
+        act: The store's part: "put", "get" (without a value the reply is `_missing(key)`), or
+            "barrier". "abort": the MPI library is about to end the process, and expects no reply.
+        key: Of the store.
+        value: Of the store, or the reason of an abort.
+    """
+
+    reply: str
+    act: Literal["", "put", "get", "barrier", "abort"] = ""
+    key: str = ""
+    value: str = ""
+
+
+def answer(job: Job, line: str) -> Step:
+    """Return the reply to one request."""
+    # A value may contain spaces, and is always the last word.
+    line, _, value = line.strip().partition(" value=")
+    words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    command, key = words.get("cmd", ""), words.get("key", "")
+    replies = {
+        "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
+        "get_maxes": f"cmd=maxes kvsname_max=256 keylen_max=64 vallen_max={_LONGEST_VALUE} rc=0",
+        "get_appnum": "cmd=appnum appnum=0 rc=0",
+        "get_universe_size": f"cmd=universe_size size={job.size} rc=0",
+        "get_my_kvsname": f"cmd=my_kvsname kvsname={job.name} rc=0",
+        "finalize": _END.decode().strip(),
+    }
+    if command in replies:
+        return Step(replies[command])
+    if command == "put":
+        return Step("cmd=put_result rc=0 msg=success", "put", key, value)
+    if command == "get":
+        found = "cmd=get_result rc=0 msg=success value={}"
+        if key == "PMI_process_mapping":
+            return Step(found.format(job.mapping) if job.mapping else _missing(key))
+        return Step(found, "get", key)
+    if command == "barrier_in":
+        return Step("cmd=barrier_out rc=0", "barrier")
+    if command == "abort":
+        return Step("", "abort", value=words.get("exitcode", "?"))
+    return Step(f"cmd={command}_result rc=-1 msg=unknown_command")
+
+
+def _missing(key: str) -> str:
+    return f"cmd=get_result rc=-1 msg=key_{key}_not_found value=unknown"
+
+
+def process_mapping(hosts: Sequence[str]) -> str:
+    """Return the host of each rank in PMI's form: blocks of (first host, hosts, ranks per host).
+
+    Without it MPICH takes each rank for a host of its own, and uses the network.
+
+    Args:
+        hosts: Ids of hosts, by rank.
+
+    Returns:
+        For 4 ranks on each of 2 hosts "(vector,(0,2,4))". "" if the text would be too long.
+    """
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    blocks: list[list[int]] = []
+    for host, same in groupby(hosts):
+        number, count = numbers[host], len(list(same))
+        if blocks and blocks[-1][2] == count and sum(blocks[-1][:2]) == number:
+            blocks[-1][1] += 1
+        else:
+            blocks.append([number, 1, count])
+    text = ",".join(f"({first},{several},{count})" for first, several, count in blocks)
+    text = f"(vector,{text})"
+    return text if len(text) < _LONGEST_VALUE else ""
+
+
+class PMIServer:
+    """Answers the MPI library of this process, on a thread.
+
+    The library must be initialised without the interpreter lock, because this thread needs it.
+
+    Args:
+        store: Shared by exactly the ranks of the world.
+        job: The world.
+        timeout_s: Of each wait for the other ranks.
+
+    Attributes:
+        error: Why no request is answered any more; None at first.
+        fds: The descriptors of both ends; `stop` leaves them open.
+    """
+
+    def __init__(self, store: Store, job: Job, timeout_s: float) -> None:
+        self.error: BaseException | None = None
+        self.job = job
+        # With a connection of its own, because the group closes its store before MPI's end.
+        self._store = store.clone()
+        self._timeout_s = timeout_s
+        self._ending = False
+        self._barriers = 0
+        self._ours, theirs = socket.socketpair()
+        self.fds = self._ours.fileno(), theirs.detach()
+        self._worker = Worker("unisono-pmi")
+
+    def start(self) -> None:
+        """Start the thread, and set the variables by which the MPI library finds it."""
+        job = self.job
+        os.environ.pop("PMI_PORT", None)
+        os.environ.update(PMI_FD=str(self.fds[1]), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size))
+        self._worker.start(self._serve)
+
+    @staticmethod
+    def hide() -> None:
+        """Remove the variables: a child process does not inherit the descriptor."""
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+
+    def expect_end(self, timeout_s: float) -> None:
+        """Answer the library's last barriers although ranks are missing, after this time."""
+        self._ending, self._timeout_s = True, timeout_s
+
+    def stop(self) -> None:
+        """Send the last reply in advance, and leave the descriptor open.
+
+        MPICH sends its last request when the process ends. Then this thread does not run any more,
+        and without the reply the process would never end.
+        """
+        with contextlib.suppress(OSError):
+            self._ours.sendall(_END)
+        with contextlib.suppress(UnisonoError):
+            self._store.close()
+        # No destructor may close them before the end of the process.
+        self._ours.detach()
+
+    def _serve(self) -> None:
+        try:
+            with self._ours.makefile("r", encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    reply = self._handle(answer(self.job, line))
+                    if not reply:
+                        return
+                    self._ours.sendall(f"{reply}\n".encode())
+        except Exception as error:
+            self.error = error
+
+    def _handle(self, step: Step) -> str:
+        store = self._store
+        if step.act == "put":
+            store.set(step.key, step.value)
+        elif step.act == "get":
+            if not store.check([step.key]):
+                return _missing(step.key)
+            return step.reply.format(store.get(step.key).decode())
+        elif step.act == "barrier":
+            self._barriers += 1
+            try:
+                store.barrier(f"barrier/{self._barriers}", self.job.size, self._timeout_s)
+            except UnisonoError:
+                # The other ranks may run on for hours, or the host of the store may have ended.
+                if not self._ending:
+                    raise
+        elif step.act == "abort":
+            self.error = RuntimeError(f"the MPI library ends this process with code {step.value}")
+        return step.reply

@@ -1,0 +1,137 @@
+"""PMI-1: replies line by line, and the server behind the socket of an MPI library."""
+
+import contextlib
+import os
+import socket
+import threading
+
+import pytest
+
+from tests.support.calls import wait_until
+from unisono.rendezvous.pmi import Job, PMIServer, answer, process_mapping
+from unisono.stores import HashStore, PrefixStore
+
+JOB = Job("unisono_1", 1, 4, "(vector,(0,2,2))")
+
+# As MPICH 5.0 and Intel MPI 2021 send them.
+TRANSCRIPT = [
+    ("cmd=init pmi_version=1 pmi_subversion=1",
+     "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"),
+    ("cmd=get_maxes", "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=4096 rc=0"),
+    ("cmd=get_appnum", "cmd=appnum appnum=0 rc=0"),
+    ("cmd=get_universe_size", "cmd=universe_size size=4 rc=0"),
+    ("cmd=get_my_kvsname", "cmd=my_kvsname kvsname=unisono_1 rc=0"),
+    ("cmd=get kvsname=unisono_1 key=PMI_process_mapping",
+     "cmd=get_result rc=0 msg=success value=(vector,(0,2,2))"),
+    ("cmd=get kvsname=unisono_1 key=PMI_hwloc_xmlfile",
+     "cmd=get_result rc=-1 msg=key_PMI_hwloc_xmlfile_not_found value=unknown"),
+    ("cmd=put kvsname=unisono_1 key=bc-1 value=tcp:10.0.0.1 port=7 = {}",
+     "cmd=put_result rc=0 msg=success"),
+    ("cmd=get kvsname=unisono_1 key=bc-1",
+     "cmd=get_result rc=0 msg=success value=tcp:10.0.0.1 port=7 = {}"),
+    ("cmd=barrier_in", "cmd=barrier_out rc=0"),
+    ("cmd=spawn nprocs=1", "cmd=spawn_result rc=-1 msg=unknown_command"),
+    ("", "cmd=_result rc=-1 msg=unknown_command"),
+    ("cmd=finalize", "cmd=finalize_ack rc=0"),
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def served(store, job, timeout_s=30):
+    """Yield the server, and the library's end of its socket as a file."""
+    server = PMIServer(store, job, timeout_s)
+    server.start()
+    fd = int(os.environ["PMI_FD"])
+    assert (os.environ["PMI_RANK"], os.environ["PMI_SIZE"]) == (str(job.rank), str(job.size))
+    server.hide()
+    assert not any(name.startswith("PMI_") for name in os.environ)
+    try:
+        with socket.socket(fileno=os.dup(fd)) as end, end.makefile("rw", newline="\n") as lines:
+            yield server, lines
+            end.shutdown(socket.SHUT_RDWR)
+    finally:
+        server.stop()
+        # `stop` leaves the descriptors to the process.
+        for number in server.fds:
+            os.close(number)
+
+
+def ask(lines, text):
+    lines.write(f"{text}\n")
+    lines.flush()
+    return lines.readline().strip()
+
+
+def test_a_transcript():
+    store = HashStore()
+    with served(store, JOB) as (_, lines):
+        for request, reply in TRANSCRIPT:
+            if request == "cmd=barrier_in":
+                others = [
+                    threading.Thread(target=store.barrier, args=("barrier/1", 4)) for _ in range(3)
+                ]
+                for other in others:
+                    other.start()
+            assert ask(lines, request) == reply
+        for other in others:
+            other.join()
+
+
+def test_values_and_half_lines_between_two_ranks():
+    store = HashStore()
+    long = "x" * 4000
+    with (
+        served(PrefixStore("a", store), Job("k", 0, 2, "")) as (_, first),
+        served(PrefixStore("a", store), Job("k", 1, 2, "")) as (_, second),
+    ):
+        assert "success" in ask(first, f"cmd=put kvsname=k key=a value={long}")
+        first.write("cmd=barr")
+        first.flush()
+        first.write("ier_in\n")
+        first.flush()
+        assert ask(second, "cmd=barrier_in") == "cmd=barrier_out rc=0"
+        assert first.readline() == "cmd=barrier_out rc=0\n"
+        assert ask(second, "cmd=get kvsname=k key=a").endswith(f"value={long}")
+        assert "not_found" in ask(second, "cmd=get kvsname=k key=PMI_process_mapping")
+
+
+def test_an_abort_and_a_rank_that_never_comes_are_errors():
+    with served(HashStore(), JOB) as (server, lines):
+        lines.write("cmd=abort exitcode=15\n")
+        lines.flush()
+        wait_until(lambda: server.error is not None)
+        assert "code 15" in str(server.error)
+    with served(HashStore(), JOB, timeout_s=0.1) as (server, lines):
+        lines.write("cmd=barrier_in\n")
+        lines.flush()
+        wait_until(lambda: server.error is not None)
+        assert "1 of 4 callers arrived" in str(server.error)
+
+
+def test_the_last_barrier_does_not_wait_for_ever():
+    with served(HashStore(), JOB) as (server, lines):
+        server.expect_end(0.1)
+        assert ask(lines, "cmd=barrier_in") == "cmd=barrier_out rc=0"
+        assert server.error is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ("aaaa", "(vector,(0,1,4))"),
+        ("aaaabbbb", "(vector,(0,2,4))"),
+        ("abc", "(vector,(0,3,1))"),
+        ("abab", "(vector,(0,2,1),(0,2,1))"),
+        ("aabbbc", "(vector,(0,1,2),(1,1,3),(2,1,1))"),
+    ],
+)
+def test_process_mapping(hosts, text):
+    assert process_mapping(hosts) == text
+    assert answer(JOB._replace(mapping=text), "cmd=get key=PMI_process_mapping").reply.endswith(
+        text
+    )
+
+
+def test_a_mapping_that_is_too_long_is_left_out():
+    hosts = [str(n % 700 if n % 3 else n % 7) for n in range(3000)]
+    assert process_mapping(hosts) == ""

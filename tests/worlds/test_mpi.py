@@ -1,0 +1,443 @@
+"""The MPI engine: the bodies of other tests, the ways to start, the errors and the faults.
+
+UNISONO_TEST_MPI may list virtual environments with mpi4py, another MPI library, pytest and unisono.
+The bodies run there, too, under the mpiexec of the library.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.faults import test_hosts
+from tests.support import netns
+from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
+from tests.support.tools import ROOT
+from tests.worlds.test_detection import MPIEXEC, clean_environment
+from unisono.base.deadline import Deadline
+from unisono.engines import join_mpi, mpi_library
+from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
+from unisono.lowlevel import CPUOptions
+from unisono.stores import HashStore
+from unisono.testing import run
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+pytestmark = pytest.mark.skipif(bool(mpi_library.why_absent()), reason="there is no MPI library")
+
+LIMIT_S = 200
+SAMPLE = ("test_lists", "test_mismatch", "test_prefix")
+REST = (
+    "test_aliasing", "test_algorithms", "test_coalescing_manager", "test_counters", "test_cycles",
+    "test_debug", "test_deterministic", "test_device_mesh", "test_devices", "test_dispatch",
+    "test_engines", "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
+    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads",
+    "test_neighbors", "test_uneven", "test_waiting", "test_work",
+)  # fmt: skip
+OTHERS = [name for name in os.environ.get("UNISONO_TEST_MPI", "").split(",") if name]
+
+
+def launched(command, **env):
+    """Run a launch to its end; return its exit code, and the text of both streams."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=clean_environment(**env),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def unisono_run(size, *words):
+    return [sys.executable, "-m", "unisono", "run", "-n", size, *words]
+
+
+def under_mpiexec(size, folder, *words):
+    """Return the command line of an environment's mpiexec."""
+    python, mpiexec = Path(folder) / "bin/python", Path(folder) / "bin/mpiexec"
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False)
+    open_mpi = "Open MPI" in version.stdout or "prte" in version.stdout.lower()
+    extra = ["--allow-run-as-root", "--oversubscribe"] if open_mpi else []
+    return [mpiexec, *extra, "-n", size, python, *words]
+
+
+def run_bodies(command, modules, least):
+    code, text = launched([*command, "-m", "tests.support.mpi_bodies", *modules])
+    assert code == 0, text
+    assert int(re.search(r"(\d+) bodies", text)[1]) >= least
+
+
+def test_bodies_of_other_tests():
+    run_bodies(unisono_run(3), SAMPLE, 8)
+
+
+@pytest.mark.whole("starts a world of MPI for all tests of groups, 60 s of CPU")
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_bodies_of_other_tests(size):
+    run_bodies(unisono_run(size), SAMPLE + REST, 60)
+
+
+@pytest.mark.whole("needs other MPI libraries")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("folder", OTHERS)
+def test_other_libraries(folder, size):
+    run_bodies(under_mpiexec(size, folder), SAMPLE + REST, 60)
+
+
+# ---- dtypes and reduce ops --------------------------------------------------------------------
+
+
+def reduce_everything(rank):
+    """all_reduce, reduce_scatter and scan of every dtype and op, small and large, against NumPy."""
+    p = dist.get_world_size()
+    for dtype, ops in REDUCE_OPS.items():
+        for op in ops:
+            for count in (5, 70_001):
+                expected, slack = reduction(dtype, op, p, count)
+                x = values(dtype, rank, count).copy()
+                dist.all_reduce(x, reduce_op(op))
+                check(("all_reduce", dtype, op, count), x, expected, slack)
+            whole = np.concatenate([values(dtype, rank, 5)] * p)
+            out = np.zeros(5, whole.dtype)
+            dist.reduce_scatter_tensor(out, whole, reduce_op(op))
+            expected, slack = reduction(dtype, op, p, 5)
+            check(("reduce_scatter", dtype, op), out, expected, slack)
+
+
+def extremes(rank):
+    """MIN and MAX of signed zeros and NaNs have equal bits on all ranks, and lose no NaN."""
+    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, 1.0, -1.0], np.float32)
+    mine = np.random.default_rng(rank).choice(odd, 500)
+    everyone = [np.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    results = []
+    for op, exact in ((dist.ReduceOp.MIN, np.minimum), (dist.ReduceOp.MAX, np.maximum)):
+        x = mine.copy()
+        dist.all_reduce(x, op)
+        np.testing.assert_array_equal(x, exact.reduce(everyone))
+        results.append(x.tobytes())
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
+    assert gathered == [results] * len(gathered)
+
+
+def everything(rank):
+    reduce_everything(rank)
+    extremes(rank)
+
+
+@pytest.mark.whole("every dtype and op, 10 s of CPU")
+def test_every_dtype_and_op():
+    run(everything, 3, ranks="processes", engine="mpi")
+
+
+# ---- groups of a world ------------------------------------------------------------------------
+
+
+def parts_of_a_world(rank):
+    """Sub-groups, another engine beside MPI, and more groups than a library has communicators."""
+    p = dist.get_world_size()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    # MPICH's shared memory has no name any more, so that no killed rank can leave it behind.
+    assert all(line.endswith(" (deleted)") for line in maps if "mpich_shm" in line)
+    native = dist.new_group(backend="gloo")
+    assert "engine=mpi" not in repr(native)
+    odd = dist.new_group([2, 0], sort_ranks=False)
+    for group, members in ((native, range(p)), (odd, [2, 0])):
+        if rank in members:
+            x = np.full(3, rank + 1.0)
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [sum(r + 1.0 for r in members)] * 3
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(x := np.ones(2), group=alone)
+    assert x.tolist() == [1, 1]
+    # A deterministic call runs a program over the links, and is agreed on like all others.
+    dist.all_reduce(x, deterministic=True)
+    dist.all_reduce(x, algorithm="ring")
+    assert x.tolist() == [p * p] * 2
+    with pytest.raises(dist.errors.CollectiveMismatchError):
+        dist.all_reduce(x, deterministic=rank == 0)
+    for _ in range(40):
+        group = dist.new_group()
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    return repr(dist.group.WORLD)
+
+
+def test_groups_of_a_world():
+    for text in run(parts_of_a_world, 3, ranks="processes", engine="mpi"):
+        assert "engine=mpi" in text
+        assert "p2p=tcp" in text
+
+
+# ---- ways to start, and what is missing -------------------------------------------------------
+
+SCRIPT = """
+import sys
+import numpy as np
+if "early" in sys.argv:
+    from mpi4py import MPI
+import unisono as dist
+dist.init_process_group("mpi", timeout=60)
+from mpi4py import MPI
+x = np.ones(2)
+dist.all_reduce(x)
+y = MPI.COMM_WORLD.allreduce(1)
+sys.stdout.write(f"{dist.get_rank()} of {dist.get_world_size()}: {x[0]:g} {y}\\n")
+sys.stdout.flush()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_that_imports_mpi4py_first(script):
+    code, text = launched(unisono_run(2, "--mpi", script, "early"))
+    assert code == 0, text
+    assert sorted(text.splitlines()) == ["0 of 2: 2 2", "1 of 2: 2 2"]
+
+
+@pytest.mark.whole("one more launch")
+def test_a_script_that_imports_mpi4py_first_without_the_flag(script):
+    code, text = launched(unisono_run(2, script, "early"))
+    assert code == 1
+    assert "each process is an MPI world of its own" in text
+
+
+@pytest.mark.whole("two more launches")
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="mpich is not installed")
+def test_mpiexec_of_the_library(script):
+    for words in ([], ["early"]):
+        code, text = launched([MPIEXEC, "-n", 2, sys.executable, script, *words])
+        assert code == 0, text
+        assert sorted(text.splitlines()) == ["0 of 2: 2 2", "1 of 2: 2 2"]
+
+
+@pytest.mark.whole("one more launch")
+def test_a_rank_without_mpi_ends_the_start_on_all_ranks(script, tmp_path):
+    """Rank 1 finds no library; both name rank 1 and the reason."""
+    (tmp_path / "libmpi.so").write_text("no library")
+    change = f"os.environ['MPI4PY_LIBMPI'] = '{tmp_path}/libmpi.so'"
+    script.write_text(f"import os\nif os.environ['RANK'] == '1':\n    {change}\n{SCRIPT}")
+    code, text = launched(unisono_run(2, script))
+    assert code == 1
+    assert "MPI cannot be used: on rank 1: " in text
+    assert "mpi4py found no MPI library (" in text
+
+
+def test_reasons_without_mpi(monkeypatch):
+    """Each reason is one line with what to do; is_mpi_available and engine_info say the same."""
+    fresh = mpi_library.library.__wrapped__
+    monkeypatch.setattr(mpi_library, "library", fresh)
+    with monkeypatch.context() as changed:
+        changed.setitem(sys.modules, "mpi4py", None)
+        with pytest.raises(UnsupportedError, match="mpi4py is not installed") as caught:
+            fresh()
+        assert "pip install mpi4py" in caught.value.hint
+        assert not dist.is_mpi_available()
+    with monkeypatch.context() as changed:
+        changed.setenv("OMPI_COMM_WORLD_RANK", "0")
+        with pytest.raises(UnsupportedError, match="started this process, but mpi4py loads"):
+            fresh()
+    assert dist.is_mpi_available()
+
+
+STUCK = """
+from unisono.base.deadline import Deadline
+from unisono.engines.mpi_library import process
+from unisono.rendezvous.pmi import Job, PMIServer
+from unisono.stores import HashStore
+process.start(PMIServer(HashStore(), Job("k", 0, 2, ""), 0.2), Deadline(60))
+"""
+
+
+def test_a_rank_that_never_comes_to_mpi_init():
+    code, text = launched([sys.executable, "-c", STUCK])
+    assert code == 1, text
+    assert "did not return: " in text
+    assert "1 of 2 callers arrived" in text
+
+
+def test_a_rank_that_does_not_ask_for_mpi():
+    with pytest.raises(RendezvousError, match="s for ranks that did not ask for MPI: 1"):
+        join_mpi(HashStore(), 0, 2, Deadline(0.1))
+
+
+def ask_for_mpi_too_late(rank):
+    with pytest.raises(
+        UnsupportedError, match="cannot use MPI: the group it is made from does not"
+    ):
+        dist.new_group(pg_options=CPUOptions(engine="mpi"))
+    dist.destroy_process_group()
+
+
+def test_mpi_in_a_sub_group_of_a_group_without_it():
+    run(ask_for_mpi_too_late, 2)
+
+
+def test_options_that_contradict_the_backend():
+    lines = {
+        "backend 'mpi' serves device 'cpu' only, not 'cuda'": ("cuda:mpi", None),
+        "backend 'mpi' has the engine 'mpi', but pg_options=": (
+            "mpi", CPUOptions(engine="native"),
+        ),
+    }  # fmt: skip
+    for line, (backend, options) in lines.items():
+        with pytest.raises(UsageError, match=re.escape(line)):
+            dist.ProcessGroup(HashStore(), 0, 1, backend, options=options)
+
+
+def in_threads(rank):
+    raise AssertionError("the ranks cannot be threads")
+
+
+def test_threads_cannot_be_ranks_of_mpi():
+    with pytest.raises(UnsupportedError, match="ranks 0 and 1 are threads of one process"):
+        run(in_threads, 2, engine="mpi", timeout=20)
+
+
+# ---- faults -----------------------------------------------------------------------------------
+
+VICTIM = 1
+BIG, SMALL = 2 << 20, 2
+
+
+def attempt(call):
+    try:
+        call()
+    except UnisonoError as error:
+        return type(error).__name__, error.what, error.context.peers
+    return "", "", ()
+
+
+def fail_in(rank, what, count):
+    """Meet, let the fault happen in or before a call, and return how the call ended."""
+    x, end = np.ones(count), dist.group.WORLD.store
+    dist.all_reduce(x)
+    hurt = {
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "abort": lambda: dist.group.WORLD.abort(),
+        "late": lambda: time.sleep(0),
+        "mismatch": lambda: time.sleep(0),
+    }[what]
+    if rank == VICTIM:
+        end.set("pid", str(os.getpid()))
+        if count == BIG and what not in ("late", "mismatch"):
+            threading.Timer(0.2, hurt).start()
+        else:
+            hurt()
+    if what == "late" and rank == VICTIM:
+        # In user code, as far as the others can tell, until they have ended.
+        end.wait(["end/0", "end/2"], 60)
+    if what == "mismatch" and rank == VICTIM:
+        x = np.ones(count + 1)
+
+    def calls():
+        for _ in range(5000):
+            dist.all_reduce(x, timeout=60 if what == "kill" else 3)
+
+    began_s = time.monotonic()
+    ended = attempt(calls)
+    took_s = time.monotonic() - began_s
+    end.set(f"end/{rank}", "")
+    if what == "mismatch":
+        y = np.ones(3)
+        dist.all_reduce(y)
+        assert y.tolist() == [3] * 3
+    if what in ("kill", "stop"):
+        group = dist.shrink_group([VICTIM])
+        y = np.full(BIG, 1.0)
+        group.all_reduce(y)
+        assert "engine=mpi" in repr(group)
+        assert (y == 2).all()
+        group.barrier()
+    if what == "stop" and rank == 0:
+        os.kill(int(end.get("pid")), signal.SIGKILL)
+    return *ended, took_s
+
+
+EXPECTED = {
+    "kill": ("PeerLostError", "rank 1 was lost"),
+    "stop": ("CollectiveTimeoutError", "rank 1"),
+    "abort": ("CollectiveAbortedError", r"abort\(\) was called on rank 1"),
+    "late": ("CollectiveTimeoutError", "rank 1 never entered it"),
+    "mismatch": ("CollectiveMismatchError", "rank 1 called all_reduce"),
+}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("count", [SMALL, BIG], ids=["agreement", "data"])
+@pytest.mark.parametrize("what", EXPECTED)
+def test_a_fault_names_its_rank(what, count):
+    dead = (VICTIM,) if what in ("kill", "stop") else ()
+    began_s = time.monotonic()
+    found = run(
+        fail_in, 3, ranks="processes", engine="mpi", args=(what, count), timeout=60, dead=dead
+    )
+    for rank in (0, 2):
+        kind, text, peers, took_s = found[rank]
+        assert kind == EXPECTED[what][0], text
+        assert re.search(EXPECTED[what][1], text)
+        assert VICTIM in peers
+        assert took_s < 40
+    assert time.monotonic() - began_s < 100
+
+
+# ---- torch ------------------------------------------------------------------------------------
+
+TORCH = """
+import gc
+import torch
+import torch.distributed as dist
+import unisono.torch
+from unisono.engines.mpi_engine import MPIEngine
+from unisono.lowlevel import CPUOptions
+dist.init_process_group("unisono", pg_options=CPUOptions(engine="mpi"))
+rank = dist.get_rank()
+module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+module(torch.full((2, 8), float(rank))).sum().backward()
+assert module.module.weight.grad[0, 0].item() == 1.0  # the mean of 0 and 2
+assert any(isinstance(each, MPIEngine) for each in gc.get_objects())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.whole("imports torch, 5 s of CPU")
+def test_ddp_of_torch(tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "ddp.py"
+    script.write_text(TORCH)
+    code, text = launched(unisono_run(2, script))
+    assert code == 0, text
+
+
+# ---- hosts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.whole("two network namespaces, 5 s of CPU")
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+def test_two_hosts():
+    """The ranks share no memory, so MPI uses its network between the namespaces."""
+    script = test_hosts.COMPUTES.replace("init_process_group(", 'init_process_group("mpi", ')
+    assert script != test_hosts.COMPUTES
+    with netns.Network(2) as network:
+        first = network.hosts[0].v4
+        test_hosts.compute(network.hosts, script, MASTER_ADDR=first, UNISONO_SHARED_MEMORY="0")
