@@ -24,7 +24,7 @@ class Job(NamedTuple):
         name: Of the job.
         world_size: Number of ranks.
         states: Of the ranks that answered, by rank.
-        silent: What the kernel reports of the other ranks of this host, by rank.
+        silent: The kernel's report of each other rank of this host, by rank.
     """
 
     name: str
