@@ -278,8 +278,10 @@ class Attempt:
     def _fail(self) -> None:
         self._on_failure(self._exits.failures()[0])
         # A rank that timed out cannot name the late rank if the group is of torch's own backend.
-        running = offered_stacks(worker.pid for worker in self._group.running)
-        self._exits.places = {stack.rank: place_of(stack.rows) for stack in running}
+        # By process, because a program may change its RANK.
+        ranks = {worker.pid: worker.rank for worker in self._group.running}
+        found = offered_stacks(ranks)
+        self._exits.places = {ranks[each.pid]: place_of(each.rows) for each in found}
         self._group.stop(signal.SIGTERM)
 
     def _kill_and_reap(self) -> None:
