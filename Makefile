@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers frameworks test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-torch check setup native test-native planted fuzz fuzz-membership fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
 	@echo "make planted  plant faults in a copy of the tree; the tests must catch each (ONLY=NAME)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
+	@echo "make fuzz-membership  random lives of a job whose ranks come and go"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
 	@echo "make site    build the documents with an API reference into build/site"
@@ -179,6 +180,9 @@ SEED ?= 1
 ROUNDS ?= 300
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz.fuzzer $(SEED) $(ROUNDS)
+
+fuzz-membership: $(STAMP)
+	@$(BIN)/python tests/fuzz/membership.py $(SEED) $(ROUNDS)
 
 fuzz-stores: $(STAMP)
 	@$(BIN)/python tests/unit/stores/fuzz.py 600

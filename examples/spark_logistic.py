@@ -53,7 +53,6 @@ def main() -> None:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = (
         SparkSession.builder.master(f"local[{RANKS}]")
-        .config("spark.task.maxFailures", "1")
         .config("spark.ui.enabled", "false")
         .getOrCreate()
     )

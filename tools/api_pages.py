@@ -44,6 +44,12 @@ PAGES = (
         homes="c10d.lifecycle c10d.new_groups c10d.queries groups.process_group groups.world",
     ),
     Page(
+        "membership", "Ranks that come and go",
+        "Continue without lost ranks, take newcomers in, and commit steps.",
+        "[Membership](../../explanation/membership.md) has the protocol and what can be lost.",
+        homes="c10d.membership c10d.state_sync c10d.steps",
+    ),
+    Page(
         "collectives", "Collectives",
         "Operations that all ranks of a group call together.",
         "In the examples, `rank` is `dist.get_rank()`. "

@@ -55,6 +55,7 @@ AFTERWARDS = {
         "Look at the named ranks (`unisono stacks`); raise `timeout=` if they are only slow",
     ),
     "CollectiveAbortedError": ("is broken", "Find the reason of the abort; make a new group"),
+    "StepAborted": ("is broken", "Call `reconfigure()`, `sync_state()` and repeat the step"),
     "PeerLostError": ("is broken", "Read the end of that rank's log"),
     "PeerFailedError": ("is broken", "Read that rank's traceback"),
 }

@@ -25,14 +25,14 @@ METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 36_000
+TREE = 35_700
 CPP_FILE = 400
 
 # Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),
 # (path, "NAME parameters"), (path, "NAME methods") and (path, "NAME attributes").
 # A new entry is a review topic.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
-    ("src/unisono/errors.py", "definitions"): (34, "one class per kind of error, in one place"),
+    ("src/unisono/errors.py", "definitions"): (35, "one class per kind of error, in one place"),
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
     ("src/unisono/rendezvous/state.py", "State attributes"): (13, "the fields of one document"),
     ("src/unisono/groups/process_group.py", "lines"): (

@@ -56,9 +56,12 @@ _HOMES = {
         "_make_nccl_premul_sum _rank_not_in_group default_pg_timeout reduce_op"
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
+    "c10d.membership": "membership_changed reconfigure",
     "c10d.files": "CollectiveFile open_file",
     "c10d.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "c10d.monitored_barrier": "monitored_barrier",
+    "c10d.state_sync": "sync_state",
+    "c10d.steps": "Step step",
     "c10d.objects.functions": (
         "all_gather_object all_reduce_object broadcast_object_list gather_object "
         "recv_object_list reduce_object scatter_object_list send_object_list"

@@ -32,6 +32,8 @@ from unisono.c10d.files import CollectiveFile as CollectiveFile
 from unisono.c10d.files import open_file as open_file
 from unisono.c10d.lifecycle import destroy_process_group as destroy_process_group
 from unisono.c10d.lifecycle import init_process_group as init_process_group
+from unisono.c10d.membership import membership_changed as membership_changed
+from unisono.c10d.membership import reconfigure as reconfigure
 from unisono.c10d.monitored_barrier import monitored_barrier as monitored_barrier
 from unisono.c10d.neighbors import Neighbors as Neighbors
 from unisono.c10d.neighbors import neighbor_all_gather as neighbor_all_gather
@@ -96,6 +98,9 @@ from unisono.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.c10d.queries import supports_complex as supports_complex
 from unisono.c10d.shared_arrays import SharedArray as SharedArray
 from unisono.c10d.shared_arrays import shared_array as shared_array
+from unisono.c10d.state_sync import sync_state as sync_state
+from unisono.c10d.steps import Step as Step
+from unisono.c10d.steps import step as step
 from unisono.c10d.tracing import stats as stats
 from unisono.c10d.tracing import trace_records as trace_records
 from unisono.engines.choice import EngineInfo as EngineInfo
@@ -187,6 +192,7 @@ __all__ = [
     "ScatterOptions",
     "Serializer",
     "SharedArray",
+    "Step",
     "Store",
     "Stream",
     "TCPStore",
@@ -242,6 +248,7 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "launch",
+    "membership_changed",
     "monitored_barrier",
     "neighbor_all_gather",
     "neighbor_all_to_all",
@@ -250,6 +257,7 @@ __all__ = [
     "new_subgroups_by_enumeration",
     "open_file",
     "probe",
+    "reconfigure",
     "record_comm",
     "recv",
     "recv_array",
@@ -277,8 +285,10 @@ __all__ = [
     "spawn",
     "split_group",
     "stats",
+    "step",
     "stream",
     "supports_complex",
+    "sync_state",
     "trace_records",
     "wait_all",
     "wait_any",

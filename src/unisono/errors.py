@@ -15,7 +15,8 @@
     │   ├── CollectiveError             the ranks together
     │   │   ├── CollectiveMismatchError ranks made different calls; shows both sides
     │   │   ├── CollectiveTimeoutError(TimeoutError)
-    │   │   └── CollectiveAbortedError  a rank called abort()
+    │   │   ├── CollectiveAbortedError  a rank called abort()
+    │   │   └── StepAborted             a rank was lost in a step; it counts on no rank
     │   └── PeerError                   another process, or the network to it
     │       ├── PeerLostError(ConnectionError)
     │       └── PeerFailedError         the peer reported its error before it ended
@@ -69,6 +70,7 @@ __all__ = [
     "RefusedNameError",
     "RendezvousError",
     "ScheduleError",
+    "StepAborted",
     "StoreConnectionError",
     "StoreError",
     "StoreKeyError",
@@ -233,6 +235,10 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class CollectiveAbortedError(CollectiveError):
     """The group was aborted, here or on another rank."""
+
+
+class StepAborted(CollectiveError):
+    """A rank was lost inside `with step()`: the step counts on no rank, see the cause."""
 
 
 class PeerError(CommunicationError):

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -29,26 +30,33 @@ took_s = []
 
 
 class Bomb:
-    """An argument that ends the process of one Spark task, some time after it was unpickled."""
+    """An argument that ends the process of one Spark task, some time after it was unpickled.
 
-    def __init__(self, victim, after_s):
-        self.victim = victim
-        self.after_s = after_s
+    Args:
+        victim: The rank.
+        after_s: The time.
+        path: File to which the task writes the moment of its death.
+    """
+
+    def __init__(self, victim, after_s, path):
+        self.about = victim, after_s, path
 
     def __reduce__(self):
-        return light, (self.victim, self.after_s)
+        return light, self.about
 
 
-def light(victim, after_s):
+def light(victim, after_s, path):
     from pyspark import BarrierTaskContext
 
     def end():
         time.sleep(after_s)
         if BarrierTaskContext.get().partitionId() == victim:
+            with open(path, "w") as file:
+                file.write(str(time.monotonic()))
             os.kill(os.getpid(), 9)
 
     threading.Thread(target=end, daemon=True).start()
-    return Bomb(victim, after_s)
+    return Bomb(victim, after_s, path)
 
 
 def reduce_without_end(*_):
@@ -104,16 +112,29 @@ def dask():
     how = {"n_workers": SIZE, "threads_per_worker": 1, "dashboard_address": None}
     with LocalCluster(**how, silence_logs=logging.CRITICAL) as cluster, Client(cluster) as client:
 
+        def workers():
+            """Return 3 workers; Dask does not replace a worker that dies soon after its start."""
+            while True:
+                there = sorted(client.scheduler_info(n_workers=-1)["workers"])[:SIZE]
+                if len(there) == SIZE:
+                    return there
+                try:
+                    client.wait_for_workers(SIZE, timeout=20)
+                except TimeoutError:
+                    cluster.scale(len(cluster.worker_spec) + 1)
+
         def attack(victim, after_s):
-            pid = sorted(client.run(os.getpid).items())[victim][1]
+            chosen = workers()
+            pid = client.run(os.getpid)[chosen[victim]]
             try:
                 with killing(pid, after_s):
-                    unisono.dask.run(client, reduce_without_end)
+                    unisono.dask.run(client, reduce_without_end, workers=chosen)
             finally:
-                client.wait_for_workers(SIZE, timeout=100)
+                while chosen[victim] in client.scheduler_info(n_workers=-1)["workers"]:
+                    time.sleep(0.05)
 
         def check():
-            return unisono.dask.run(client, summed)
+            return unisono.dask.run(client, summed, workers=workers())
 
         yield attack, check
 
@@ -130,12 +151,14 @@ def spark():
     session.sparkContext.setLogLevel("OFF")
 
     def attack(victim, after_s):
-        # The time for the start of the stage counts too.
-        began_s = time.monotonic()
-        try:
-            unisono.spark.run(session, reduce_without_end, SIZE, Bomb(victim, after_s))
-        finally:
-            took_s.append(time.monotonic() - began_s - after_s)
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/death"
+            try:
+                unisono.spark.run(session, reduce_without_end, SIZE, Bomb(victim, after_s, path))
+            finally:
+                ended_s = time.monotonic()
+                with open(path) as file:
+                    took_s.append(ended_s - float(file.read()))
 
     try:
         yield attack, lambda: unisono.spark.run(session, summed, SIZE)

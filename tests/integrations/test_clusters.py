@@ -20,9 +20,12 @@ import pytest
 
 from tests.support.tools import tool
 
+pytestmark = pytest.mark.timeout(560)
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LIMIT_S = 220
+# A busy machine may need minutes for what an idle machine does in 20 s.
+LIMIT_S = 500
 # Processes of a cluster may outlive their program for as long as this.
 PATIENCE_S = 20.0
 

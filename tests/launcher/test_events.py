@@ -102,6 +102,50 @@ def test_all_nodes_restart_together_and_restarts_are_counted_over_them(job):
     assert second.err.count("restart 1 of 2") == 1
 
 
+STEPPING = """
+import os, time
+import numpy as np
+import unisono as dist
+from unisono.errors import StepAborted
+dist.init_process_group(timeout=120)
+env, fresh = os.environ, True
+stop = np.zeros(2)
+while not stop[0]:
+    try:
+        with dist.step() as s:
+            stop[:] = os.path.exists(os.path.join(os.path.dirname(__file__), "stop")), 1
+            dist.all_reduce(stop)
+            s.commit()
+        if fresh:
+            print("up", dist.get_rank(), dist.get_world_size(), env["GROUP_RANK"],
+                  env["TORCHELASTIC_RESTART_COUNT"], os.getpid(), int(stop[1]), flush=True)
+        fresh = s.changed
+        time.sleep(0.005)
+    except StepAborted:
+        fresh = True
+    if fresh:
+        dist.reconfigure(min_size=int(env["WORLD_SIZE"]))
+"""
+
+
+def test_worker_is_replaced_and_the_workers_of_all_nodes_go_on(job_of):
+    job = job_of(STEPPING)
+    first, second, ups, others = job.pair("--max-restarts=2", "--restart=worker", nproc=2)
+    killed = others[0]
+    os.kill(killed.pid, signal.SIGKILL)
+    second.told("replacement 1 of 2")
+    after = first.next_ups(2) + second.next_ups(2)
+    before = [up.pid for up in (*ups, *others) if up is not killed]
+    # The survivors keep their processes and their order, and the replacement comes last.
+    assert [up.pid for up in sorted(after, key=lambda up: up.rank)][:3] == sorted(
+        before, key=[up.pid for up in by_rank([*ups, *others])].index
+    )
+    assert {(up.world_size, up.restart, up.total) for up in after} == {(4, 0, 4)}
+    assert max(after, key=lambda up: up.rank).node == killed.node
+    job.stop()
+    assert ended(first, second) == (0, 0)
+
+
 def test_worker_dies_and_no_restart_is_left(job_of):
     job = job_of("import os, signal\nassert os.environ['RANK'] != '1'\nsignal.pause()\n")
     agents = [job.node(f"--error-json=e{i}.json") for i in range(2)]

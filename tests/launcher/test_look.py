@@ -20,7 +20,7 @@ from tests.faults.scripts import ranks_of, started
 from tests.support import netns
 from unisono.base.deadline import Deadline
 from unisono.base.where import stack_of
-from unisono.cli.look import ask, command
+from unisono.cli.look import ask, command, verdict
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import Job, jobs_of, verdict_of
 from unisono.cli.main import main
@@ -381,7 +381,9 @@ def test_live_table_needs_rich(monkeypatch):
 
 def test_text_of_a_job_cannot_control_the_terminal(monkeypatch, capsys):
     evil = state(0, group("a", [0, 1], 5, runs=True)) | {"place": "in f (\x1b[2J\r\n[red]é.py:1)"}
-    evil |= {"pid": 1, "rss_bytes": 1, "job": "j", "world_size": 2}
+    evil |= {"pid": 1, "rss_bytes": 1, "world_size": 3}
+    evil |= {"job": "\x1b[2J", "host": platform.node(), "pids": {"1": 1}}
+    monkeypatch.setattr(verdict, "states_of", lambda pids: dict.fromkeys(pids, "sleeps (\x1b[2J)"))
     evil["stacks"] = [{"thread": "\x07", "calls": True, "frames": [["\x1b]0;x\x07", 1, "f", True]]}]
     monkeypatch.setattr(ask, "ask_job", lambda which, token: [evil])
     assert main(["top", "--once"]) == 0
@@ -435,6 +437,20 @@ def state(rank, *groups):
 )
 def test_verdict(states, expected):
     assert verdict_of(Job("j", 2, {each["rank"]: each for each in states})) == expected
+
+
+def test_silent_ranks_are_observed_together(monkeypatch):
+    """An observation takes 50 ms, which would be 6 s for 64 ranks of two texts."""
+    observed = mock.Mock(side_effect=lambda pids: dict.fromkeys(pids, "is running"))
+    monkeypatch.setattr(verdict, "states_of", observed)
+    first = state(0, group("a", list(range(64)), 5, runs=True))
+    first |= {"job": "j", "world_size": 64, "host": platform.node(), "pid": 100, "rss_bytes": 1}
+    first["pids"] = {str(rank): 100 + rank for rank in range(64)}
+    [job] = jobs_of([first])
+    lines = list(command._text(job))
+    assert lines[1].startswith("rank 0 waits in barrier #5 for rank 1 (process 101) is running; ")
+    assert lines[-1].endswith("(process 163) is running")
+    assert observed.call_count == 1
 
 
 def test_token_of_another_host_is_not_sent_to_loopback(monkeypatch):

@@ -123,7 +123,7 @@ def test_a_late_rank_of_a_unisono_group_is_explained(launches, capsys):
     table = err[err.index("unisono run: calls in group 'default' on ") :]
     assert re.search(r"\n  all_reduce +3 +0\.012 ", table)
     assert re.search(r"\n  rank +1 +\d+\.\d+ s +100%", table)
-    _, groups = decode((folder / "trace_rank_0").read_bytes())
+    groups = decode((folder / "trace_rank_0").read_bytes()).groups
     calls = [r for group in groups for r in group.records if r.op == "all_reduce"]
     assert [(Path(r.file), r.line, r.function) for r in calls] == [
         (script, 15, "<module>"),

@@ -234,6 +234,10 @@ class DeviceBackend(ABC):
         """Return why the group accepts no more calls, or None if it does."""
         return None
 
+    def blamed(self) -> tuple[int, ...]:
+        """Return the ranks of the group that a time-out blames for the end of the group."""
+        return ()
+
     def runs_here(self) -> bool:
         """Whether the calling thread runs queued calls, so that it must not wait for them."""
         return False

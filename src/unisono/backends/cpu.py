@@ -365,6 +365,12 @@ class CPUBackend(DeviceBackend):
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
 
+    def blamed(self) -> tuple[int, ...]:
+        failure = self._comm.transport.failure(self._comm.context)
+        if failure is None or failure.kind != "timeout":
+            return ()
+        return tuple(self._comm.ranks.index(each) for each in failure.peers)
+
     def runs_here(self) -> bool:
         return self._engine.runs_here()
 

@@ -40,6 +40,9 @@ VARIABLES: dict[str, Variable] = {
         "1", "connections to each rank of another host, over which large messages are spread"
     ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
+    "UNISONO_JOIN": Variable(
+        "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
+    ),
     "UNISONO_LOG": Variable(
         "",
         "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",

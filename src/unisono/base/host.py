@@ -104,6 +104,14 @@ def stat_fields(pid: int) -> list[str]:
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
+def is_of_this_user(pid: int) -> bool:
+    """Whether the effective user of a process of this host is that of this process."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
 def reason_of(error: BaseException) -> str:
     """Return the text of an error in one line; for an OSError without the number."""
     if isinstance(error, OSError) and error.strerror:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from unisono.base.host import read_text
+from unisono.base.host import is_of_this_user, read_text
 from unisono.base.where import Row, is_of_user
 
 _NAME = "unisono-stack"
@@ -69,7 +69,8 @@ def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
         asked = []
         for pid in pids:
             with contextlib.suppress(OSError):
-                if (found := _find(pid)) is None:
+                # The program of another user may name any file so, which root would cut to 0 bytes.
+                if not is_of_this_user(pid) or (found := _find(pid)) is None:
                     continue
                 fd, words = found
                 file = opened.enter_context(open(f"/proc/{pid}/fd/{fd}", "rb+", buffering=0))
@@ -98,8 +99,9 @@ def _find(pid: int) -> tuple[str, list[str]] | None:
             target = os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)")
             name, _, rest = target.partition(":")[2].partition(":")
             owner, *words = rest.split(":", 3)
-            # A child of the process has the file, too.
-            if name == _NAME and owner == str(pid) and _catches(pid):
+            # A child of the process has the file, too. The program may have changed the variables.
+            is_rank = len(words) == 3 and words[0].isdecimal() and words[1].isdecimal()
+            if name == _NAME and owner == str(pid) and is_rank and _catches(pid):
                 return fd, words
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.backends import BackendConfig
 from unisono.base import config
-from unisono.base.deadline import Timeout
+from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import reason_of
 from unisono.base.tracebacks import hide_own_frames
 from unisono.errors import (
@@ -21,9 +21,11 @@ from unisono.errors import (
     RendezvousError,
     UnisonoError,
 )
+from unisono.groups.membership import Membership, Wishes
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import Group, World, at_exit, current, process_world, resolve
 from unisono.rendezvous import rendezvous
+from unisono.rendezvous.joining import open_for_newcomer
 from unisono.rendezvous.launchers import is_alone
 from unisono.stores import HashStore, PrefixStore, Store
 
@@ -45,6 +47,7 @@ def init_process_group(
     and `store` the environment gives the rank and the number of ranks. `unisono run` and torchrun
     set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The variables of mpiexec, srun and a
     Kubernetes Indexed Job are read too. Without any of these variables the world has one rank.
+    With UNISONO_JOIN=1 this process joins a running job, when its ranks call `reconfigure`.
 
     Args:
         backend: "unisono" (the default), "gloo" (served by the same engine), "mpi" (collectives of
@@ -75,6 +78,9 @@ def init_process_group(
         raise InvalidArgumentError("cannot specify both init_method and store")
     BackendConfig(backend)
     timeout_s = group_timeout_s(timeout)
+    if config.get_flag("UNISONO_JOIN"):
+        _join(world, backend, init_method, timeout_s, store, pg_options)
+        return
     owned = store is None
     with _raising_rendezvous_errors():
         store, rank, world_size = _meet(store, init_method, timeout_s, rank, world_size)
@@ -94,10 +100,40 @@ def init_process_group(
     except BaseException:
         world.close()
         raise
+    _begin(world, group, Membership.of_founder(store, group, pg_options))
+
+
+def _join(
+    world: World,
+    backend: str | None,
+    init_method: str | None,
+    timeout_s: float,
+    store: Store | None,
+    options: Any,
+) -> None:
+    """Wait as a newcomer for the next generation of a running job."""
+    if store is None:
+        with _raising_rendezvous_errors():
+            store = open_for_newcomer(init_method or "env://", timeout_s)
+        world.on_close.append(store.close)
+    try:
+        membership = Membership.of_newcomer(store, options)
+        wishes = Wishes(deadline=Deadline(timeout_s))
+        with _raising_rendezvous_errors():
+            group = membership.next_group(wishes, None, timeout_s, backend)
+    except BaseException:
+        world.close()
+        raise
+    _begin(world, group, membership)
+
+
+def _begin(world: World, group: ProcessGroup, membership: Membership) -> None:
+    """Make a group the default group of a world without groups."""
     world.default = group
     world.groups[group.key] = group
     world.made = 1
-    _install_hooks(world)
+    world.membership = membership
+    install_hooks(world)
 
 
 @contextlib.contextmanager
@@ -150,7 +186,7 @@ def destroy_process_group(group: Group = None) -> None:
     world.close(only=pg)
 
 
-def _install_hooks(world: World) -> None:
+def install_hooks(world: World) -> None:
     """Report an uncaught exception to the other ranks, and close the world at the exit."""
     group = world.default
     assert group is not None

@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(argv)
     except UnisonoError as error:
-        print(f"unisono: error: {error}", file=sys.stderr)
+        # It may have words of a file or of a job.
+        lines = [look.plain(line) for line in str(error).split("\n")]
+        print("unisono: error:", "\n".join(lines), file=sys.stderr)
         return 1
 
 

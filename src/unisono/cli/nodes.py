@@ -107,6 +107,14 @@ def _add_restart_flags(group: Any) -> None:
     )
     add_flag(
         group,
+        "--restart",
+        choices=("all", "worker"),
+        default="all",
+        help="after a failure restart all workers (all), or only the failed one, which joins the "
+        "others when they call reconfigure() (worker); --max-restarts counts both",
+    )
+    add_flag(
+        group,
         "--monitor-interval",
         type=seconds,
         default=0.1,
@@ -175,7 +183,12 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
     # Check the flags about the rendezvous even if this is the only node.
     meeting = Meeting() if options.standalone else _meeting(options, low, high)
     return {
-        "limits": Limits(min_nodes=low, max_nodes=high, max_restarts=options.max_restarts),
+        "limits": Limits(
+            min_nodes=low,
+            max_nodes=high,
+            max_restarts=options.max_restarts,
+            replaces=options.restart == "worker",
+        ),
         "meeting": Meeting(timing=timing) if single else meeting,
         "run_id": options.rdzv_id or (None if single else "none"),
         "role": options.role,

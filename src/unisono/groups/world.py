@@ -27,13 +27,19 @@ from unisono.errors import (
     NotInitializedError,
     UnisonoError,
 )
+from unisono.groups.membership import Membership
 from unisono.groups.preparing import Preparing
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 
 
 class World:
-    """One default group, and the groups made from it, by key."""
+    """One default group, and the groups made from it, by key.
+
+    Attributes:
+        membership: The part of this process in the job. None without `init_process_group`, and
+            after `shrink_group` of the default group.
+    """
 
     def __init__(self) -> None:
         self._default: ProcessGroup | None = None
@@ -42,6 +48,7 @@ class World:
         self.made_local: Counter[tuple[int, ...]] = Counter()
         self.on_close: list[Callable[[], None]] = []
         self.passed: Counter[str] = Counter()  # how often each `breakpoint()` was reached
+        self.membership: Membership | None = None
 
     @property
     def default(self) -> ProcessGroup | None:
@@ -66,13 +73,21 @@ class World:
             group.close()
         self.made = 0
         self.made_local.clear()
+        self.membership = None
         callbacks, self.on_close = self.on_close, []
         for callback in callbacks:
             callback()
 
-    def replace_default(self, group: ProcessGroup) -> None:
-        """Close every group and use `group` as the default, over the same store."""
+    def replace_default(self, group: ProcessGroup, why: str = "") -> None:
+        """Close every group and use `group` as the default, over the same store.
+
+        Args:
+            group: The new default group.
+            why: The reason for errors of calls on the closed groups.
+        """
         callbacks, self.on_close = self.on_close, []
+        for old in self.groups.values():
+            old.name += why and f" ({why})"
         self.close()
         self.on_close = callbacks
         self.default = self.groups[group.key] = group

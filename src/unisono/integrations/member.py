@@ -124,7 +124,7 @@ def join(meeting: Meeting, rank: int) -> None:
         if store.add(f"{STARTED}/{rank}", 1) > 1:
             raise PeerLostError(
                 f"rank {rank} starts a second time: the framework has lost a rank of this group",
-                hint="let the framework start ranks once; Spark does with spark.task.maxFailures=1",
+                hint="catch the error of the call, and call it again for a new group",
             )
         store.set_timeout(meeting.timeout_s + _RANKS_LATER_S)
         init_process_group(

@@ -56,9 +56,6 @@ def run(
     Inside `fn` the default process group has one rank per task; the rank is the number of the
     partition. The group ends with the call. The driver serves the store of the group.
 
-    Set `spark.task.maxFailures=1`, which local masters have. With another value Spark starts all
-    ranks again after the loss of one of them, at most 4 times.
-
     Args:
         spark: Session or context of a driver; not of Spark Connect.
         fn: Function of `args`. Spark pickles it.
@@ -77,7 +74,10 @@ def run(
     """
     context = spark if isinstance(spark, SparkContext) else getattr(spark, "sparkContext", None)
     if not isinstance(context, SparkContext):
-        raise ArgumentTypeError(f"spark must be a SparkSession, got {type(spark).__name__}")
+        raise ArgumentTypeError(
+            "spark must be a SparkSession with a SparkContext, which Spark Connect lacks, got "
+            f"{type(spark).__module__}.{type(spark).__name__}"
+        )
     if not isinstance(size, int):
         raise ArgumentTypeError(f"size must be int, got {type(size).__name__}")
     host = context.getConf().get("spark.driver.host") or "127.0.0.1"

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import select
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -35,6 +36,7 @@ from unisono.launcher.signals import Signals
 from unisono.launcher.spec import LaunchResult, LaunchSpec, Meeting
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
+from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
 from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerStore, WorkerWorld, job_prefix
 from unisono.rendezvous.endpoint import open_endpoint, own_address
@@ -123,7 +125,8 @@ class Agent:
         self._restarts = 0
         self._signum: int | None = None
         self._hurried = False
-        self._attempts = 0
+        # The attempts, and the workers that were replaced while the others went on.
+        self._made = Counter(attempts=0, replacements=0)
 
     def run(self) -> LaunchResult:
         """Take part in the job until it ends, or until a signal ends the part of this node.
@@ -246,15 +249,20 @@ class Agent:
             one_gpu_each=spec.one_gpu_each,
             token=self._token,
         )
+        budget = spec.limits.max_restarts - world.restarts - self._made["replacements"]
+        replacements = Replacements(
+            place, budget if spec.limits.replaces else 0, self._on_replacement
+        )
         attempt = Attempt(
             self._resources,
             output,
             place,
-            self._attempts,
+            self._made.total(),
             stop_in_s=self._orders.stop_in_s,
             on_failure=on_failure,
+            replacements=replacements,
         )
-        self._attempts += 1
+        self._made["attempts"] += 1
         try:
             result = attempt.run()
         except LaunchError as error:
@@ -270,6 +278,12 @@ class Agent:
             # the signal would then count as the failure.
             self._rendezvous.stopped()
         return result
+
+    def _on_replacement(self, failure: WorkerFailure) -> None:
+        self._made["replacements"] += 1
+        used = self._restarts + self._made["replacements"]
+        budget = self._resources.spec.limits.max_restarts
+        self.notify(f"{failure.line_with_reason()}; replacement {used} of {budget}")
 
     def _launch_result(self, result: AttemptResult | None) -> LaunchResult:
         end = self._orders.end
@@ -288,7 +302,7 @@ class Agent:
             left_s=result.left_s if result is not None and here else {},
             places=result.places if result is not None else {},
             signum=self._signum,
-            restarts=self._restarts,
+            restarts=self._restarts + self._made["replacements"],
             reason=end.reason if end is not None and failed else "",
         )
 

@@ -26,6 +26,7 @@ from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.oom import OomWatch
+from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
 from unisono.launcher.workers.worker import Worker
 from unisono.launcher.workers.worker_group import WorkerGroup
@@ -65,7 +66,7 @@ class AttemptResult:
         left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
         places: Where stopped ranks were when the first failure was known, as far as they answer.
         signum: The signal that ended the attempt, or None.
-        succeeded: Whether every worker ended with exit code 0.
+        succeeded: Whether every worker ended with exit code 0, or its replacement did.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -89,6 +90,7 @@ class Attempt:
             at each wake-up.
         on_failure: Function that is called once with the first failure as soon as that is known;
             other workers may still be ending.
+        replacements: The rules for replacing single workers; None: no worker is replaced.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Attempt:
         *,
         stop_in_s: Callable[[], float],
         on_failure: Callable[[WorkerFailure], None],
+        replacements: Replacements | None = None,
     ) -> None:
         self._resources = resources
         self._output = output
@@ -110,9 +113,9 @@ class Attempt:
         self._group = WorkerGroup(resources.spec.grace_s)
         self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
         self._exits = ExitLog(self._error_text)
-        self._places: dict[int, str] = {}
         self._signum: int | None = None
         self._oom = OomWatch()
+        self._replacements = replacements or Replacements(place, 0, lambda failure: None)
 
     def run(self) -> AttemptResult:
         """Start the workers and return when all of them have ended.
@@ -125,7 +128,7 @@ class Attempt:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._kill_and_reap)
                 for local_rank in range(self._resources.spec.nprocs):
-                    self._start(local_rank)
+                    self._group.add(self._start(local_rank))
                 self._resources.warm.begin(wanted=self._may_follow())
                 self._show_status()
                 self._watch()
@@ -134,7 +137,7 @@ class Attempt:
                 failures=tuple(self._exits.failures()),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
-                places=self._places,
+                places=self._exits.places,
                 signum=self._signum,
                 succeeded=all(worker.exit_code == 0 for worker in workers),
             )
@@ -146,19 +149,19 @@ class Attempt:
             self._place.world.restarts < limits.max_restarts or limits.min_nodes < limits.max_nodes
         )
 
-    def _start(self, local_rank: int) -> None:
-        env = self._environment(local_rank)
+    def _start(self, local_rank: int, **variables: str) -> Worker:
+        env = self._environment(local_rank) | variables
         worker = self._resources.warm.take(local_rank, env) or self._new_worker(local_rank, env)
         worker.rank = self._place.first_rank + local_rank
-        self._group.add(worker)
         stderr = self._output.attach(worker, self._name(local_rank))
         self._error_sources[worker.rank] = stderr, env[ERROR_FILE_VARIABLE]
+        return worker
 
     def _name(self, local_rank: int) -> WorkerName:
         return WorkerName(
             rank=self._place.first_rank + local_rank,
             local_rank=local_rank,
-            attempt=self._number,
+            attempt=self._number + self._replacements.count,
             role=self._place.node.role,
         )
 
@@ -202,9 +205,11 @@ class Attempt:
                     if worker.exit_fd is not None:
                         selector.unregister(worker.exit_fd)
                     resources.descendants.wait_if_exiting(2 * _KILL_TIMEOUT_S)
-                    self._on_exit(worker)
+                    new = self._on_exit(worker)
+                    if new is not None and new.exit_fd is not None:
+                        selector.register(new.exit_fd, selectors.EVENT_READ)
                     self._show_status()
-                self._on_clock()
+                self._on_clock(selector)
                 if not group.stopping:
                     resources.warm.look(group.workers, self._environment, self._new_worker)
             # All workers have ended, so no further failure will explain the known failure.
@@ -212,12 +217,14 @@ class Attempt:
                 self._fail()
 
     def _show_status(self) -> None:
-        self._output.status(len(self._group.running), self._place.world.restarts)
+        restarts = self._place.world.restarts + self._replacements.count
+        self._output.status(len(self._group.running), restarts)
 
     def _timeout(self) -> float | None:
         waits = [self._group.kill_in_s()]
         if not self._group.stopping:
             waits += [self._exits.known_in_s(), self._stop_in_s()]
+            waits.append(self._replacements.look_in_s(self._group.running))
             if (due_s := self._resources.warm.due_s()) is not None:
                 waits.append(due_s)
         if any(worker.exit_fd is None for worker in self._group.running):
@@ -234,16 +241,36 @@ class Attempt:
             # With the second signal the user ends the grace period.
             self._group.kill_now()
 
-    def _on_exit(self, worker: Worker) -> None:
+    def _on_exit(self, worker: Worker) -> Worker | None:
+        """Record the end of a worker; return its replacement, if it gets one."""
         if worker.stopped or worker.exit_code is None:
-            return
+            return None
         if worker.exit_code and not self._group.stopping:
             stderr, _ = self._error_sources[worker.rank]
             stderr.ended.wait(_TAIL_WAIT_S)
         hint = self._oom.hint(worker.pid) if worker.exit_code == -signal.SIGKILL else ""
+        unexplained = self._exits.known_in_s() == float("inf")
+        if worker.exit_code and unexplained and not self._group.stopping:
+            failure = self._exits.failure(worker.rank, worker.pid, worker.exit_code, hint)
+            if self._replacements.may_replace(failure, self._group.running):
+                return self._replace(worker, failure)
         self._exits.add(worker.rank, worker.pid, worker.exit_code, hint)
+        return None
 
-    def _on_clock(self) -> None:
+    def _replace(self, worker: Worker, failure: WorkerFailure) -> Worker:
+        """Start a replacement, which waits until the other ranks take it in."""
+        self._exits.replaced(failure)
+        self._replacements.begin(failure)
+        new = self._start(worker.rank - self._place.first_rank, UNISONO_JOIN="1")
+        self._replacements.workers.append(new)
+        self._group.replace(worker, new)
+        return new
+
+    def _on_clock(self, selector: selectors.BaseSelector) -> None:
+        for worker in self._replacements.unneeded(self._group.running):
+            if worker.exit_fd is not None:
+                selector.unregister(worker.exit_fd)
+            self._group.replace(worker, None)
         if not self._group.stopping and self._exits.known_in_s() == 0.0:
             self._fail()
         self._group.kill_if_due()
@@ -251,8 +278,10 @@ class Attempt:
     def _fail(self) -> None:
         self._on_failure(self._exits.failures()[0])
         # A rank that timed out cannot name the late rank if the group is of torch's own backend.
-        running = offered_stacks(worker.pid for worker in self._group.running)
-        self._places = {stack.rank: place_of(stack.rows) for stack in running}
+        # By process, because a program may change its RANK.
+        ranks = {worker.pid: worker.rank for worker in self._group.running}
+        found = offered_stacks(ranks)
+        self._exits.places = {ranks[each.pid]: place_of(each.rows) for each in found}
         self._group.stop(signal.SIGTERM)
 
     def _kill_and_reap(self) -> None:

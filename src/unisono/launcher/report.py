@@ -21,6 +21,9 @@ from unisono.base.deadline import Deadline
 SETTLE_S = 1.0
 """How long to wait for the original failure after a failure that only reports a lost peer."""
 
+_FOLLOWS_S = 10.0
+"""How long after the failure of a replaced worker a failure may be its consequence."""
+
 _HEADER = re.compile(
     r"(\[rank\d+\]: ?)?"
     r"(Traceback \(most recent call last\):|  \+ Exception Group Traceback|Fatal Python error: )"
@@ -201,12 +204,15 @@ class ExitLog:
 
     Attributes:
         left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
+        places: Where the other ranks were when the first failure was known.
     """
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self.left_s: dict[int, float] = {}
+        self.places: dict[int, str] = {}
         self._text_of = text_of
         self._failures: list[WorkerFailure] = []
+        self._replaced: list[WorkerFailure] = []
         self._known: Deadline | None = None
 
     def add(self, rank: int, pid: int, exit_code: int, hint: str = "") -> None:
@@ -214,14 +220,23 @@ class ExitLog:
         if exit_code == 0:
             self.left_s[rank] = time.time()
             return
-        self._failures.append(
-            WorkerFailure(rank=rank, pid=pid, exit_code=exit_code, time_s=time.time(), hint=hint)
-        )
+        self._failures.append(self.failure(rank, pid, exit_code, hint))
         if not is_consequence(self._text_of(rank)):
             self._known = Deadline(0.0)
         elif self._known is None:
             # The rank that failed first may take longer to end and to print its traceback.
             self._known = Deadline(SETTLE_S)
+
+    def failure(self, rank: int, pid: int, exit_code: int, hint: str = "") -> WorkerFailure:
+        """Return the failure of a worker that has ended just now."""
+        text = self._text_of(rank)
+        return WorkerFailure(
+            rank=rank, pid=pid, exit_code=exit_code, time_s=time.time(), text=text, hint=hint
+        )
+
+    def replaced(self, failure: WorkerFailure) -> None:
+        """Add a failure after which the worker was replaced, so that the others could go on."""
+        self._replaced.append(failure)
 
     def known_in_s(self) -> float:
         """Return in how many seconds the first failure is known; infinity without a failure."""
@@ -229,9 +244,11 @@ class ExitLog:
 
     def failures(self) -> list[WorkerFailure]:
         """Return the failures, the root cause first."""
-        return root_cause_first(
-            replace(failure, text=self._text_of(failure.rank)) for failure in self._failures
-        )
+        found = [replace(each, text=self._text_of(each.rank)) for each in self._failures]
+        # Workers that do not call `reconfigure` end because of the replaced worker.
+        since_s = min((each.time_s for each in found), default=float("inf")) - _FOLLOWS_S
+        found += [each for each in self._replaced if each.time_s >= since_s]
+        return root_cause_first(found)
 
 
 def root_cause_first(failures: Iterable[WorkerFailure], *, first: str = "") -> list[WorkerFailure]:

@@ -53,9 +53,8 @@ def env_handler(url: str, timeout: Timeout) -> _Met:
     rank = _from_query_or_variable(query, "rank", "RANK")
     world_size = _from_query_or_variable(query, "world_size", "WORLD_SIZE")
     rank, world_size = ranks_of(rank, world_size, "env:// rendezvous (RANK, WORLD_SIZE)")
-    host = _variable("MASTER_ADDR")
-    port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
-    yield from once("env://", _tcp_store(host, port, rank, world_size, timeout), rank, world_size)
+    store = _tcp_store(*master(), rank, world_size, timeout)
+    yield from once("env://", store, rank, world_size)
 
 
 def tcp_handler(url: str, timeout: Timeout) -> _Met:
@@ -111,12 +110,29 @@ def _foreign_store(place: LauncherPlace, timeout: Timeout) -> Store:
         return HashStore()
     environment = config.environ()
     if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
-        port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
-        return _tcp_store(_variable("MASTER_ADDR"), port, place.rank, place.world_size, timeout)
+        return _tcp_store(*master(), place.rank, place.world_size, timeout)
     # Imported here because `unisono run` must start fast and does not need this module.
     from unisono.rendezvous.meeting import open_store
 
     return open_store(place, environment, timeout)
+
+
+def master() -> tuple[str, int]:
+    """Return MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        RendezvousError: A variable is missing or bad.
+    """
+    host = _variable("MASTER_ADDR")
+    return host, check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
+
+
+def attempt_prefix() -> str:
+    """Return the prefix of this attempt's keys in the launcher's store; "" without such a store."""
+    environment = config.environ()
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return f"worker/attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> Store:
@@ -125,7 +141,8 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
     torchrun's server is used by all attempts of a job. Each attempt has a prefix, so that restarted
     workers do not find the keys of earlier workers.
     """
-    agent_has_store = config.environ().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    prefix = attempt_prefix()
+    agent_has_store = bool(prefix)
 
     def connect(timeout: Timeout) -> TCPStore:
         return TCPStore(
@@ -140,8 +157,7 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
         )
 
     if agent_has_store:
-        attempt = config.environ().get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"worker/attempt_{attempt}", connect(timeout), owns_store=True)
+        return PrefixStore(prefix, connect(timeout), owns_store=True)
     if rank == 0:
         store = connect(timeout)
         store.set(_WORLD, uuid.uuid4().hex)

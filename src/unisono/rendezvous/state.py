@@ -34,11 +34,19 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Settings that must be equal on all agents of a job."""
+    """Settings that must be equal on all agents of a job.
+
+    Attributes:
+        min_nodes: Least number of nodes of a world.
+        max_nodes: Largest number of nodes of a world.
+        max_restarts: Number of restarts that the job may have.
+        replaces: Whether a failed worker is replaced while the others go on (`--restart worker`).
+    """
 
     min_nodes: int
     max_nodes: int
     max_restarts: int
+    replaces: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,9 @@ def _join(state: State, event: Join) -> State:
 
 
 def _words(limits: Limits) -> str:
-    return f"--nnodes {limits.min_nodes}:{limits.max_nodes} --max-restarts {limits.max_restarts}"
+    nodes = f"--nnodes {limits.min_nodes}:{limits.max_nodes}"
+    restart = " --restart worker" if limits.replaces else ""
+    return f"{nodes} --max-restarts {limits.max_restarts}{restart}"
 
 
 def _has_room(state: State, node: Node) -> bool:

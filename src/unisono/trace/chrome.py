@@ -75,6 +75,8 @@ class _Events:
                 if record.outcome != "queued":
                     places[rank, record.number] = self._add_slice(group, rank, record), record
         for (rank, number), (last, its) in group.late().items():
+            if (rank, number) not in places:  # it is queued
+                continue
             row, record = places[rank, number]
             begin_ns, ready_ns, end_ns = begin_of(record), begin_of(its), self._end(rank, record)
             waits = begin_ns + error_ns < ready_ns < end_ns

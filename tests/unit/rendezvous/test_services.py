@@ -13,8 +13,11 @@ from tests.support import services
 from tests.support.nodes import CONF, Job
 from tests.support.services import KINDS
 from unisono.errors import StoreError, StoreTimeoutError
+from unisono.groups.membership import Document
+from unisono.groups.world import current
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
+from unisono.testing import run
 
 
 def two_worlds(rank, url, how):
@@ -33,6 +36,20 @@ def two_worlds(rank, url, how):
             store.close()
 
 
+def go_on(rank, url):
+    """Make a second generation of ranks 0 and 1 of 3, whose document is at a place."""
+    with next(rendezvous(url, rank, 3, timeout=30))[0] as store:
+        current().membership.document = Document(store)
+        store.barrier("all are there", 3, 30.0)
+        if rank == 2:
+            dist.destroy_process_group()
+            return None
+        dist.reconfigure(timeout=30)
+        x = np.array([rank + 1.0])
+        dist.all_reduce(x)
+        return dist.group.WORLD.name, float(x[0])
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def place(request, tmp_path_factory):
     """Return the start of the URL of a server, which all tests share."""
@@ -45,6 +62,11 @@ def place(request, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+
+def test_survivors_go_on(place):
+    found = run(go_on, 3, args=(f"{place}/survivors",))
+    assert found == [("default:generation-2", 3.0)] * 2 + [None]
 
 
 def test_ranks_meet(place):

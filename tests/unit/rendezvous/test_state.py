@@ -197,6 +197,9 @@ def test_node_that_has_gone_is_expected_if_the_world_ends():
 def test_different_limits_are_refused():
     with pytest.raises(RendezvousError, match=r"h1 was started with --nnodes 2:3 .*2:2"):
         apply(joined(limits(2), 1), Join(node(1), limits(2, 3)))
+    other = replace(limits(2), replaces=True)
+    with pytest.raises(RendezvousError, match=r"--max-restarts 0 --restart worker, but the job"):
+        apply(joined(limits(2), 1), Join(node(1), other))
 
 
 def test_same_node_rank_twice_is_refused():

@@ -10,7 +10,7 @@ from tests.support.dumps import DEFAULT, HALF, entry, open_entry
 from unisono.cli.main import main
 from unisono.errors import InvalidArgumentError
 from unisono.trace.analysis import findings_of, report
-from unisono.trace.flight_recorder import GroupRecords, Origin, RankRecords, decode
+from unisono.trace.flight_recorder import GroupRecords, Origin, RankRecords, decode, encode
 from unisono.trace.joined import by_rank, join
 from unisono.trace.records import TraceRecord
 
@@ -189,6 +189,20 @@ def test_names_of_a_stranger_do_not_control_the_terminal(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "rank 1: ?[2J of 4 float32" in out
     assert "\x1b" not in out
+
+
+def test_host_and_class_in_a_file_do_not_control_the_terminal(tmp_path, capsys):
+    for rank in range(2):
+        origin = Origin(f"\x1b[2J{rank}", 1, str(rank), 0, 0)
+        group = GroupRecords("0", "default", (0, 1), [record(1)])
+        (tmp_path / f"trace_rank_{rank}").write_bytes(encode(RankRecords(rank, [group], origin)))
+    assert main(["trace", str(tmp_path)]) == 0
+    (tmp_path / "trace_rank_2").write_bytes(b"cos\n\x1b[2J\n.")
+    assert main(["trace", str(tmp_path)]) == 1
+    out, error = capsys.readouterr()
+    assert "time axis: clock of ?[2J0; error at most 500000.0 us (?[2J1)" in out
+    assert "a trace file has no place for os.?[2J" in error
+    assert "\x1b" not in out + error
 
 
 def test_picture_of_nccls_dumps(tmp_path, capsys):

@@ -225,6 +225,17 @@ def test_timeline_of_a_small_world():
     assert (part["b"]["ts"], part["e"]["ts"]) == (4.5e6, 59e6)
 
 
+def test_message_that_is_queued_has_no_slice():
+    """NCCL queues messages, too."""
+    first = [record(1, "send", at_s=4, took_s=0.1, peer=1)]
+    second = [record(1, "recv", at_s=3, took_s=None, started_ns=None, outcome="queued", peer=0)]
+    ranks = world(first, second)
+    slices, flows, queued = parse(chrome_trace(ranks, join(ranks), align(ranks, join(ranks))))
+    assert [(each["pid"], each["name"]) for each in slices] == [(0, "send #1")]
+    assert arrows_of(flows) == []
+    assert len(queued) == 1
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_timeline_of_random_hosts(seed):
     hosts = Hosts(seed, ["a", "a", "b", "b"])

@@ -2,9 +2,11 @@ import contextlib
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from unisono.transports import Key, LinkDown, TCPTransport
 from unisono.transports.messages import Kind
 from unisono.transports.tcp import handshake, io_loop
 from unisono.transports.tcp import transport as tcp_transport
-from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.address import TCPAddress, silence_on
 from unisono.transports.tcp.dials import Dials
 from unisono.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
 
@@ -334,3 +336,25 @@ def test_loopback_address_of_another_host_is_not_called():
         loop.close()
     # Ranks with equal addresses share a host. Ranks may share the network of a pod.
     assert made == [["10.0.0.2"], ["10.0.0.1", "127.0.0.1"], ["::1"]]
+
+
+@pytest.mark.parametrize(
+    ("retransmits", "unacknowledged", "text"),
+    [
+        (0, 0, "does not answer, but its host h does: the process is stopped or busy"),
+        (
+            2,
+            1,
+            "does not answer: its host h has acknowledged nothing for 1.5 s, so the host or the",
+        ),
+        # The question has just left. Nothing is known of the host.
+        (0, 1, ""),
+    ],
+)
+def test_silence_of_a_host(retransmits, unacknowledged, text):
+    info = bytearray(60)
+    info[2] = retransmits
+    info[24:28] = unacknowledged.to_bytes(4, sys.byteorder)
+    info[56:60] = (1500).to_bytes(4, sys.byteorder)
+    sock = SimpleNamespace(getpeername=lambda: ("h", 1), getsockopt=lambda *words: bytes(info))
+    assert silence_on(sock)[: len(text) or None] == text

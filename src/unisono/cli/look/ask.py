@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from unisono.base.host import read_text, resident_bytes, stat_fields
+from unisono.base.host import is_of_this_user, read_text, resident_bytes, stat_fields
 from unisono.base.stacks import OfferedStack, offered_stacks
 from unisono.base.where import place_of
 from unisono.rendezvous.endpoint import parse_endpoint
@@ -181,7 +181,8 @@ def _state_of_stack(offered: OfferedStack) -> State:
 
 def _candidates(which: str | None) -> list[int]:
     """Return processes of this user that may be ranks."""
-    mine = [int(name) for name in os.listdir("/proc") if name.isdecimal() and _is_mine(name)]
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    mine = [pid for pid in pids if is_of_this_user(pid)]
     if which is None:
         return mine
     if which.isdecimal():
@@ -189,13 +190,6 @@ def _candidates(which: str | None) -> list[int]:
         return [pid for pid in mine if int(which) in _line_of(pid, parents)]
     sign = f"\0TORCHELASTIC_RUN_ID={which}\0"
     return [pid for pid in mine if sign in f"\0{read_text(f'/proc/{pid}/environ')}\0"]
-
-
-def _is_mine(name: str) -> bool:
-    try:
-        return os.stat(f"/proc/{name}").st_uid == os.geteuid()
-    except OSError:
-        return False
 
 
 def _line_of(pid: int, parents: dict[int, int]) -> Iterator[int]:

@@ -232,7 +232,7 @@ def _stacks(options: argparse.Namespace) -> int:
     from unisono.launcher.ranges import format_ranges
 
     for job in find_jobs(options.job, token_of(options)):
-        print(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer")
+        print(plain(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer"))
         folded: dict[tuple[Any, ...], list[int]] = {}
         for rank, state in job.states.items():
             for stack in state["stacks"]:
@@ -245,5 +245,5 @@ def _stacks(options: argparse.Namespace) -> int:
             for file, line, function in reversed(frames):
                 print(plain(f'  File "{file}", line {line}, in {function}'))
         for rank in sorted(set(range(job.world_size)) - set(job.states)):
-            print(f"\nrank {rank} {job.place(rank)}")
+            print(f"\nrank {rank} {plain(job.place(rank))}")
     return 0

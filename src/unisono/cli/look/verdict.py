@@ -18,21 +18,25 @@ _MANY_CALLS = 20
 
 
 class Job(NamedTuple):
-    """The states of the ranks of one job, by rank."""
+    """The ranks of one job.
+
+    Attributes:
+        name: Of the job.
+        world_size: Number of ranks.
+        states: Of the ranks that answered, by rank.
+        silent: The kernel's report of each other rank of this host, by rank.
+    """
 
     name: str
     world_size: int
     states: dict[int, State]
+    silent: dict[int, str] = {}  # noqa: RUF012  never changed
 
     def place(self, rank: int) -> str:
         """Return where a rank is: "is in load (data.py:57)"."""
         if rank in self.states:
             return f"is {self.states[rank]['place'] or 'in no Python code'}"
-        for state in self.states.values():
-            pid = state["pids"].get(str(rank))
-            if pid is not None and state["host"] == platform.node():
-                return f"(process {pid}) {states_of([pid])[pid]}"
-        return "does not answer"
+        return self.silent.get(rank, "does not answer")
 
 
 def jobs_of(states: Sequence[State]) -> list[Job]:
@@ -40,9 +44,20 @@ def jobs_of(states: Sequence[State]) -> list[Job]:
     names = dict.fromkeys(state["job"] for state in states)
     found = {name: [state for state in states if state["job"] == name] for name in names}
     return [
-        Job(name, mine[0]["world_size"], {state["rank"]: state for state in mine})
+        Job(name, mine[0]["world_size"], {state["rank"]: state for state in mine}, _silent(mine))
         for name, mine in found.items()
     ]
+
+
+def _silent(states: Sequence[State]) -> dict[int, str]:
+    """Return what the kernel reports of the ranks of this host that did not answer, by rank."""
+    here = [state["pids"] for state in states if state["host"] == platform.node()]
+    pids = {int(rank): pid for each in here for rank, pid in each.items()}
+    for state in states:
+        pids.pop(state["rank"], None)
+    # All at once, because the kernel is observed for some time.
+    reports = states_of(pids.values())
+    return {rank: f"(process {pid}) {reports[pid]}" for rank, pid in pids.items()}
 
 
 class Wait(NamedTuple):

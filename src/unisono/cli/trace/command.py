@@ -69,7 +69,7 @@ def _trace(options: argparse.Namespace) -> int:
     ranks = shifted(ranks, axis.shift_ns)
     groups = join(ranks)
     lines = [plain(line) for line in report(ranks, groups)]
-    print(*(lines[:1] if options.output else lines), axis, sep="\n")
+    print(*(lines[:1] if options.output else lines), plain(str(axis)), sep="\n")
     if options.output and options.output.endswith(".json"):
         with open(options.output, "w", encoding="utf-8") as file:
             json.dump(chrome_trace(ranks, groups, axis), file, separators=(",", ":"))

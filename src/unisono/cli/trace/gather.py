@@ -62,7 +62,10 @@ def _read(path: Path) -> RankRecords:
 
 def ask_ranks(job: Job) -> tuple[list[RankRecords], list[Trip]]:
     """Return the records of the ranks of a job, and questions for the time of other hosts."""
-    endpoints: dict[int, Endpoint] = {rank: job.states[rank]["endpoint"] for rank in job.states}
+    # A rank without a group of unisono does not listen, and has no records.
+    endpoints: dict[int, Endpoint] = {
+        rank: state["endpoint"] for rank, state in job.states.items() if "endpoint" in state
+    }
     with ThreadPoolExecutor(_THREADS) as pool:
         answers = [each for each in pool.map(_records, endpoints.values()) if each is not None]
     mine, trips = clock_name(), list[Trip]()

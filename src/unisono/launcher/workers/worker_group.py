@@ -30,6 +30,16 @@ class WorkerGroup:
         self.workers.append(worker)
         self.running.append(worker)
 
+    def replace(self, old: Worker, new: Worker | None) -> None:
+        """Kill what is left of a worker and release it; `new` takes its place."""
+        old.kill_group()
+        old.reap()
+        if old in self.running:
+            self.running.remove(old)
+        self.workers.remove(old)
+        if new is not None:
+            self.add(new)
+
     def pids(self) -> list[int]:
         """Return the process numbers of all workers."""
         return [worker.pid for worker in self.workers]

@@ -160,7 +160,9 @@ def silence_on(sock: socket.socket) -> str:
         retransmits, unacknowledged, last_ms = _TCP_INFO.unpack(info)
     except (AttributeError, OSError, struct.error):
         return ""
-    if unacknowledged and retransmits:
+    if unacknowledged and not retransmits:
+        return ""  # too early to know
+    if unacknowledged:
         silent = f"its host {host} has acknowledged nothing for {last_ms / 1000:.1f} s"
         return f"does not answer: {silent}, so the host or the network has failed"
     return f"does not answer, but its host {host} does: the process is stopped or busy"

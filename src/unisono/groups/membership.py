@@ -1,0 +1,421 @@
+"""The part of this process in a job whose ranks come and go.
+
+`unisono.rendezvous.membership` has the document and its rules. Here are its reads and writes, the
+facts about other processes, and the group that follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from unisono.backends import GroupSpec
+from unisono.base.deadline import Deadline, Timeout
+from unisono.base.log import get_logger, log_once
+from unisono.base.process_identity import describe, is_dead, new_user
+from unisono.errors import Context, RendezvousError, StoreError, StoreTimeoutError
+from unisono.groups.process_group import ProcessGroup
+from unisono.rendezvous.membership import (
+    Arrival,
+    Attendance,
+    Come,
+    Connected,
+    Event,
+    Expired,
+    Join,
+    Lost,
+    Member,
+    State,
+    apply,
+    dumps,
+    founder,
+    loads,
+    next_event,
+)
+from unisono.stores import PrefixStore, Store
+from unisono.stores.api import Value
+
+T = TypeVar("T")
+
+_log = get_logger("groups.membership")
+
+_KEY = "document"
+
+# Pause between two looks at the other processes. A shorter pause loads the store, a longer one
+# delays the survivors of a rank that ends during a meeting.
+_LOOK_S = 0.02
+
+# How long the members of a new generation wait for the address of one of them. Then that member
+# counts as lost. With a shorter time a member on a busy machine would be excluded.
+_CONNECT_S = 10.0
+
+
+class Document:
+    """The membership document in the store of a job."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("unisono/membership", store)
+
+    def read(self) -> State:
+        """Return the present state."""
+        return loads(self._store.get(_KEY) if self._store.check([_KEY]) else b"")
+
+    def change(self, event: Event) -> State:
+        """Apply an event; return the state after it."""
+        text = self._store.get(_KEY) if self._store.check([_KEY]) else b""
+        while True:
+            before = loads(text)
+            after = apply(before, event)
+            desired = dumps(after)
+            if after == before:
+                return after
+            if (answer := self._store.compare_set(_KEY, text, desired)) == desired:
+                if after.generation > max(1, before.generation):
+                    self._store.set(f"formed/{after.world}.{after.generation}", b"")
+                return after
+            text = answer
+
+    def wait(self, world: int, generation: int) -> None:
+        """Wait for a moment, or until this generation is formed."""
+        with contextlib.suppress(StoreTimeoutError):
+            self._store.wait([f"formed/{world}.{generation}"], _LOOK_S)
+
+    def part(self, state: State) -> PrefixStore:
+        """Return the part of the store that belongs to the present generation alone."""
+        return PrefixStore(f"{state.world}.{state.generation}", self._store)
+
+
+class _WatchedStore(PrefixStore):
+    """A store whose waits call `check` now and then, which may end them by an exception."""
+
+    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+        super().__init__("group", store)
+        self.check_members: Callable[[], None] | None = check
+
+    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
+        return self._in_slices(lambda slice_s: PrefixStore.get(self, key, slice_s), timeout)
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        self._in_slices(lambda slice_s: PrefixStore.wait(self, keys, slice_s), timeout)
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        self._in_slices(
+            lambda slice_s: PrefixStore.barrier(self, key, world_size, slice_s), timeout
+        )
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        if self.check_members is not None:
+            self.check_members()
+        return super().compare_set(key, expected, desired)
+
+    def _in_slices(self, call: Callable[[Timeout | None], T], timeout: Timeout | None) -> T:
+        if self.check_members is None:
+            return call(timeout)
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        while True:
+            try:
+                return call(min(5 * _LOOK_S, deadline.remaining()))
+            except StoreTimeoutError:
+                if deadline.expired():
+                    raise
+            self.check_members()
+
+
+class _SupersededError(Exception):
+    """A member of the new generation ended, or waits for the next one, before all connected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The conditions of a rank for the next generation.
+
+    Attributes:
+        deadline: Of the whole call.
+        min_size: Least number of ranks.
+        max_size: Number of ranks from which on no newcomer is admitted; 0: no limit.
+        blamed: Ranks of the default group that a time-out blames.
+    """
+
+    deadline: Deadline
+    min_size: int = 1
+    max_size: int = 0
+    blamed: tuple[int, ...] = ()
+
+
+class Membership:
+    """The part of this process in the job.
+
+    Args:
+        store: The store of the job.
+        me: This process.
+        world: Number of the world that founded the membership; 0 for a newcomer.
+        options: `pg_options` of the groups.
+
+    Attributes:
+        document: The shared document.
+        me: This process; `me.current` is whether it holds the state of the job.
+        members: The members of the present generation, by rank.
+        generation: Its number; 0 for a newcomer.
+        max_size: The last limit of newcomers.
+        linked: The last generation whose members were connected.
+    """
+
+    def __init__(self, store: Store, me: Member, world: int = 0, options: Any = None) -> None:
+        self.document = Document(store)
+        self._options = options
+        self.me = me
+        self.world = world
+        self.generation = 0
+        self.members: tuple[Member, ...] = ()
+        self.max_size = 0
+        self.linked = 0
+        self._looked_s = 0.0
+        self._blamed: tuple[str, ...] = ()
+
+    @classmethod
+    def of_founder(cls, store: Store, group: ProcessGroup, options: Any) -> Membership:
+        """Return the membership of a rank of the first generation; sends nothing."""
+        world = max(backend.world_number for backend in group.backends.values())
+        members = tuple(Member(id=founder(world, rank)) for rank in range(group.size()))
+        made = cls(store, replace(members[group.rank()], user=new_user()), world, options)
+        made.members, made.generation, made.linked = members, 1, 1
+        return made
+
+    @classmethod
+    def of_newcomer(cls, store: Store, options: Any) -> Membership:
+        """Return the membership of a process that has no rank yet."""
+        me = Member(id=uuid.uuid4().hex, user=new_user(), current=False)
+        return cls(store, me, options=options)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks that held the state of the job when the generation was formed."""
+        return tuple(rank for rank, each in enumerate(self.members) if each.current)
+
+    def hold_state(self) -> None:
+        """Record that this process holds the state of the job."""
+        self.me = replace(self.me, current=True)
+
+    def has_changed(self, group: ProcessGroup) -> bool:
+        """Return whether a rank of the group is lost or a process waits to join.
+
+        The answer about processes that wait may be 50 ms old.
+        """
+        if any(_unreachable(group)) or _broken(group):
+            return True
+        if (now_s := time.monotonic()) < self._looked_s + 0.05:
+            return False
+        self._looked_s = now_s
+        try:
+            state = self.document.read()
+        except StoreError as error:
+            # The job can go on without its store until a rank is lost.
+            log_once(_log, logging.WARNING, "no process can join any more: %s", error.what)
+            return False
+        full = self.max_size and group.size() >= self.max_size
+        if not full and any(not is_dead(each.member.user) for each in state.waiting):
+            return True
+        others = state.came or state.generation > self.generation
+        return state.world == self.world and bool(others)
+
+    def next_group(
+        self,
+        wishes: Wishes,
+        old: ProcessGroup | None,
+        timeout_s: float,
+        backend: str | None,
+    ) -> ProcessGroup:
+        """Meet until a generation is formed whose members are all connected; return its group.
+
+        Args:
+            wishes: The conditions of this rank.
+            old: The group of the present generation; None for a newcomer.
+            timeout_s: Default time-out of the new group's calls.
+            backend: Of the new group.
+
+        Raises:
+            RendezvousError: Members did not come, there is no quorum, or the generation was formed
+                without this rank.
+        """
+        while True:
+            state = self._meet(wishes, old)
+            self.world, self.generation = state.world, state.generation
+            self.members, self._blamed = state.members, ()
+            self.max_size = wishes.max_size
+            group = self._connect(state, timeout_s, backend)
+            if group is not None:
+                self.linked = self.generation
+                return group
+
+    def _meet(self, wishes: Wishes, old: ProcessGroup | None) -> State:
+        """Wait until a generation with this process is formed."""
+        mine = Attendance(
+            id=self.me.id,
+            generation=self.generation,
+            began_s=time.monotonic(),
+            timeout_s=wishes.deadline.remaining(),
+        )
+        arrival = Arrival(member=self.me, min_size=wishes.min_size, max_size=wishes.max_size)
+        founders = len(self.members) if self.generation == 1 else 0
+        if self.generation:
+            self._drop_dead_newcomers()
+            state = self.document.change(Come(arrival, self.world, self.generation, founders))
+        else:
+            state = self.document.change(Join(arrival))
+        ids = [each.id for each in self.members]
+        # The links of an older generation do not belong to these members.
+        linked = old if self.linked == self.generation else None
+        blamed = [*self._blamed] + [ids[rank] for rank in wishes.blamed if linked is not None]
+        while True:
+            moved = (state.world, state.generation) != (self.world, self.generation)
+            if self.me.id in state.ids and moved:
+                return state
+            if self.generation and moved:
+                raise self._succeeded_by(state)
+            event = next_event(
+                mine,
+                state,
+                time.monotonic(),
+                ended=[each for each, user in _users(state) if is_dead(user)],
+                unreachable=[ids[rank] for rank in _unreachable(linked)],
+                blamed=blamed,
+            )
+            if event is None and self.generation and not state.is_possible():
+                event = Expired(self.me.id, state.generation)
+            if event is None:
+                self.document.wait(self.world or state.world, state.generation + 1)
+                state = self.document.read()
+                continue
+            missing = state
+            state = self.document.change(event)
+            if isinstance(event, Expired) and not self._takes_part(state):
+                raise self._gave_up(missing, wishes)
+
+    def _drop_dead_newcomers(self) -> None:
+        """Remove the newcomers that ended, so that no generation is formed with them."""
+        state = self.document.read()
+        dead = tuple(each.id for each in state.waiting if is_dead(each.member.user))
+        if dead:
+            self.document.change(Lost(dead, state.generation))
+
+    def _takes_part(self, state: State) -> bool:
+        """Whether this process waits in the meeting, or is a member of a new generation."""
+        there = {each.id for each in (*state.came, *state.waiting)}
+        moved = (state.world, state.generation) != (self.world, self.generation)
+        return self.me.id in there or (moved and bool(self.generation or self.me.id in state.ids))
+
+    def _connect(self, state: State, timeout_s: float, backend: str | None) -> ProcessGroup | None:
+        """Return the group of a generation, or None if one of its members is lost already."""
+
+        def check() -> None:
+            now = self.document.read()
+            if (now.world, now.generation) != (state.world, state.generation) or now.came:
+                raise _SupersededError
+            if any(is_dead(user) for each, user in _users(now) if each in state.ids):
+                raise _SupersededError
+
+        rank, size = state.ids.index(self.me.id), len(state.ids)
+        store = _WatchedStore(self.document.part(state), check)
+        spec = GroupSpec(
+            store=store,
+            rank=rank,
+            size=size,
+            ranks=tuple(range(size)),
+            name=f"default:generation-{state.generation}",
+            key=f"generation/{state.world}.{state.generation}",
+            timeout_s=_CONNECT_S,
+            options=self._options,
+        )
+        try:
+            group = ProcessGroup.from_spec(spec, backend)
+        except _SupersededError:
+            return None
+        except (RendezvousError, StoreTimeoutError) as error:
+            # Some members published no address, or stopped after that. The others come again.
+            peers = error.context.peers or range(size)
+            self._blamed = tuple(state.ids[peer] for peer in peers)
+            return None
+        store.check_members = None
+        group.set_timeout(timeout_s)
+        if rank == 0:
+            self.document.change(Connected(state.generation))
+        return group
+
+    # ---- errors ---------------------------------------------------------------------------
+
+    def _succeeded_by(self, state: State) -> RendezvousError:
+        rank = self._rank
+        first = state.members[0] if state.members else None
+        where = f" (rank 0 is {describe(first.user)})" if first and first.user else ""
+        return RendezvousError(
+            f"rank {rank} of generation {self.generation} came too late: generation "
+            f"{state.generation} succeeded it with {_ranks(len(state.members))}{where}, and this "
+            "process is none of them",
+            context=Context(rank=rank, world_size=len(self.members)),
+            hint="end this process; a new one joins with UNISONO_JOIN=1",
+        )
+
+    def _gave_up(self, state: State, wishes: Wishes) -> RendezvousError:
+        waited = f"waited {wishes.deadline.timeout_s:g} s"
+        if not self.generation:
+            return RendezvousError(
+                f"this process {waited} to join, but the ranks of the job have not called "
+                "reconfigure()",
+                hint="let all ranks call it when membership_changed() is true",
+            )
+        rank, missing = self._rank, state.missing()
+        context = Context(rank=rank, world_size=len(self.members), peers=missing)
+        quorum = "more than half of its agreed ranks, or half with the lowest one"
+        if not state.is_possible():
+            lost = tuple(r for r, each in enumerate(state.ids) if each in state.lost)
+            return RendezvousError(
+                f"rank {rank} cannot go on after generation {self.generation} of "
+                f"{_ranks(len(self.members))}: {_named(lost)} lost, and that needs {quorum}",
+                context=replace(context, peers=lost),
+                hint="start the job again",
+            )
+        came = len(state.came)
+        need = f"{_named(missing)} not come" if missing else f"only {_ranks(came)} came"
+        return RendezvousError(
+            f"rank {rank} {waited} for generation {self.generation + 1}: {need}, and it needs "
+            f"{quorum}, and at least {_ranks(wishes.min_size)}",
+            context=context,
+        )
+
+    @property
+    def _rank(self) -> int:
+        return [each.id for each in self.members].index(self.me.id)
+
+
+def _users(state: State) -> list[tuple[str, str]]:
+    """Return the id and the process of all members that are known."""
+    members = {each.id: each.user for each in state.members}
+    members |= {each.id: each.member.user for each in (*state.came, *state.waiting)}
+    return [(each, user) for each, user in members.items() if user]
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks))
+    return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"
+
+
+def _unreachable(group: ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group to which a backend has no link any more."""
+    if group is None:
+        return []
+    backends = group.backends.values()
+    ranks = [rank for rank in range(group.size()) if rank != group.rank()]
+    return [rank for rank in ranks if any(each.lost(rank) is not None for each in backends)]
+
+
+def _broken(group: ProcessGroup) -> bool:
+    return any(each.broken() is not None for each in group.backends.values())

@@ -1,0 +1,671 @@
+"""Ranks that come and go, as processes: killed, stopped and joined ranks, steps and state."""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.faults.scripts import _PROLOGUE, SRC, outcome, ranks_of, started
+from tests.support.ports import free_port
+from unisono.c10d.steps import Step
+from unisono.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    CollectiveError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    NotInitializedError,
+    PeerLostError,
+    RendezvousError,
+    StepAborted,
+    UsageError,
+)
+from unisono.groups.membership import Document
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.world import World, current, use
+from unisono.rendezvous.joining import open_for_newcomer
+from unisono.stores import FileStore, HashStore
+from unisono.testing import run
+
+# A job that counts to `steps`. Each committed step adds the sum over ranks to a model.
+JOB = """
+timeout = float(os.environ.get("TIMEOUT", "60"))
+joined = os.environ.get("UNISONO_JOIN") == "1"
+dist.init_process_group(timeout=timeout)
+shared = store()
+me = int(os.environ["NUMBER"]) if joined else rank
+state = {"step": 0, "model": np.zeros(50_000), "parts": {"counts": [np.zeros(3, np.int32)]}}
+history, error, old = [], "", None
+
+def add():
+    n = dist.get_world_size()
+    with dist.step() as s:
+        x = np.array([dist.get_rank() + 1.0])
+        dist.all_reduce(x)
+        assert x[0] == n * (n + 1) / 2, (x, n)
+        s.commit()
+    state["step"] += 1
+    state["model"] += x[0]
+    state["parts"]["counts"][0] += n
+    history.append(n)
+    return s.changed
+
+def regroup(**how):
+    dist.reconfigure(**how)
+    dist.sync_state(state)
+
+def told(**more):
+    print(json.dumps({
+        "me": me, "rank": dist.get_rank(), "size": dist.get_world_size(), "step": state["step"],
+        "model": float(state["model"].sum()), "counts": state["parts"]["counts"][0].tolist(),
+        "group": dist.group.WORLD.name, "history": history, "pid": os.getpid(), **more,
+    }), flush=True)
+"""
+
+
+def script(body):
+    return "from unisono import errors as dist_errors\n" + JOB + body
+
+
+@contextlib.contextmanager
+def newcomer(body, store, number, **variables):
+    """Start a process that joins the job of a store."""
+    path = os.pathsep.join([SRC, str(Path(__file__).parents[2])])
+    env = dict(os.environ) | {
+        "PYTHONPATH": path,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "UNISONO_JOIN": "1",
+        "NUMBER": str(number),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROLOGUE + body],
+        env=env | variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            stream.close()
+
+
+COUNT = """
+def count(steps):
+    while state["step"] < steps:
+        add()
+"""
+
+
+def keys(store, prefix, numbers):
+    store.wait([f"worker/attempt_0/default_pg/0/{prefix}/{each}" for each in numbers], 60.0)
+
+
+def test_survivors_of_a_killed_rank_keep_their_state_and_take_a_replacement_in():
+    body = script(
+        COUNT
+        + """
+if not joined:
+    count(10)
+    if me == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pid = os.getpid()
+    try:
+        count(20)
+    except dist_errors.StepAborted as aborted:
+        error, old = aborted.what, dist.group.WORLD
+    regroup()
+    assert (state["step"], os.getpid()) == (10, pid)
+    shared.set(f"formed/{me}", "yes")
+    count(20)
+    regroup(min_size=4)
+else:
+    dist.sync_state(state)
+    assert state["step"] == 20
+count(30)
+after = ""
+if old is not None:
+    try:
+        old.all_reduce(np.zeros(1))
+    except dist_errors.ClosedError as problem:
+        after = problem.what
+told(error=error, after=after)
+dist.barrier()
+"""
+    )
+    with ranks_of(body, 4) as (processes, store):
+        keys(store, "formed", (0, 2, 3))
+        with newcomer(body, store, 9) as late:
+            found = [outcome(each) for each in (*processes, late)]
+    assert [code for _, code, _ in found] == [0, -signal.SIGKILL, 0, 0, 0], found
+    told = [each for each, _, _ in found if each]
+    assert [each["me"] for each in sorted(told, key=lambda each: each["rank"])] == [0, 2, 3, 9]
+    # 10 steps of 4 ranks, 10 of 3, 10 of 4.
+    model = 50_000.0 * (10 * 10 + 10 * 6 + 10 * 10)
+    assert [(each["step"], each["model"]) for each in told] == [(30, model)] * 4
+    assert all(each["counts"] == [110] * 3 for each in told)
+    assert {each["group"] for each in told} == {"default:generation-3"}
+    for each in told[:3]:
+        assert re.match(
+            r"the step does not count: .* in group 'default' failed on rank \d of 4: rank 1 was "
+            "lost",
+            each["error"],
+        )
+        assert each["after"] == (
+            "all_reduce on group 'default (generation 1, which generation 2 succeeded)', which "
+            "was destroyed"
+        )
+
+
+def test_a_stopped_rank_that_goes_on_gets_an_error_that_names_its_successor():
+    body = script(
+        COUNT
+        + """
+count(5)
+shared.set(f"ready/{me}", "yes")
+if me == 2:
+    shared.wait(["gone"], 60)
+else:
+    shared.wait(["stopped"], 60)
+try:
+    add()
+    error = "none"
+except dist_errors.StepAborted as aborted:
+    error = aborted.what
+try:
+    regroup()
+    successor = ""
+except dist_errors.RendezvousError as late:
+    told(error=error, successor=late.what)
+    raise SystemExit(7)
+shared.set(f"formed/{me}", "yes")
+shared.wait(["gone"], 60)
+count(15)
+told(error=error, successor="")
+dist.barrier()
+"""
+    )
+    with ranks_of(body, 3, TIMEOUT="2") as (processes, store):
+        keys(store, "ready", range(3))
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        store.set("worker/attempt_0/default_pg/0/stopped", "yes")
+        keys(store, "formed", (0, 1))
+        os.kill(processes[2].pid, signal.SIGCONT)
+        store.set("worker/attempt_0/default_pg/0/gone", "yes")
+        found = [outcome(each) for each in processes]
+    assert [code for _, code, _ in found] == [0, 0, 7], found
+    first, second, late = (each for each, _, _ in found)
+    assert first["model"] == second["model"] == 50_000.0 * (5 * 6 + 10 * 3)
+    assert "timed out after 2.0 s" in first["error"]
+    assert re.match(
+        r"rank 2 of generation 1 came too late: generation 2 succeeded it with 2 ranks \(rank 0 is "
+        rf"process {processes[0].pid} on host \S+\), and this process is none of them",
+        late["successor"],
+    )
+    assert late["step"] == 5
+
+
+def test_half_of_the_ranks_without_the_lowest_one_do_not_go_on():
+    body = script(
+        """
+add()
+if me < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        add()
+except dist_errors.StepAborted:
+    pass
+try:
+    regroup()
+except dist_errors.RendezvousError as problem:
+    told(error=problem.what)
+"""
+    )
+    with ranks_of(body, 4) as (processes, _):
+        found = [outcome(each) for each in processes]
+    for told, code, err in found[2:]:
+        assert code == 0, err
+        assert re.match(
+            r"rank [23] cannot go on after generation 1 of 4 ranks: ranks? .* lost, and that needs "
+            "more than half of its agreed ranks, or half with the lowest one",
+            told["error"],
+        )
+        assert told["group"] == "default"
+
+
+def test_a_job_goes_on_when_a_newcomer_ends_before_it_is_connected():
+    """The document has a member that will never publish its address."""
+    body = script(
+        COUNT
+        + """
+import unisono.groups.membership
+from unisono.groups.world import current
+from unisono.rendezvous.membership import Arrival, Join, Member
+# A shorter patience than in production.
+unisono.groups.membership._CONNECT_S = 1.0
+count(3)
+if me == 0:
+    document = current().membership.document
+    # The fields of its process name are those of a process of another machine.
+    user = "far~machine~1~1~1" if os.environ["FAR"] == "1" else gone_user
+    document.change(Join(Arrival(member=Member(id="ghost", user=user, current=False))))
+dist.barrier()
+regroup()
+count(6)
+told()
+dist.barrier()
+"""
+    )
+    gone = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from unisono.base.process_identity import new_user; print(new_user())",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ) | {"PYTHONPATH": SRC},
+    ).stdout.strip()
+    for far, group in (("1", "default:generation-3"), ("0", "default:generation-2")):
+        with ranks_of(f"gone_user = {gone!r}\n" + body, 2, FAR=far) as (processes, _):
+            found = [outcome(each) for each in processes]
+        assert [code for _, code, _ in found] == [0, 0], found
+        assert [(e["size"], e["step"], e["group"]) for e, _, _ in found] == [(2, 6, group)] * 2
+
+
+def test_without_its_store_a_job_reports_that_it_cannot_go_on():
+    body = script(
+        """
+add()
+if me == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        add()
+except dist_errors.StepAborted as aborted:
+    error = aborted.what
+try:
+    dist.reconfigure()
+except dist_errors.StoreConnectionError as problem:
+    told(error=error, store=problem.what, changed=dist.membership_changed())
+"""
+    )
+    # Rank 0 serves the store.
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started([[]] * 3, body, place) as processes:
+        found = [outcome(each) for each in processes]
+    assert [code for _, code, _ in found] == [-signal.SIGKILL, 0, 0], found
+    for each, _, _ in found[1:]:
+        assert "rank 0 was lost" in each["error"]
+        assert "lost the connection to the store" in each["store"]
+        assert each["changed"]
+        assert each["step"] == 1
+
+
+# ---- reconfigure with threads as ranks ----------------------------------------------------------
+
+
+def shrink_and_go_on(rank):
+    """Rank 1 leaves; the others go on, with a group of their own made anew."""
+    x = np.array([rank + 1.0])
+    dist.all_reduce(x)
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    old = dist.group.WORLD
+    with pytest.raises((PeerLostError, CollectiveError)):
+        dist.all_reduce(np.zeros(1))
+    new = dist.reconfigure(timeout=20)
+    assert new is dist.group.WORLD
+    part = dist.new_group([0, dist.get_world_size() - 1])
+    y = np.array([10.0 + rank])
+    if isinstance(part, ProcessGroup):
+        part.all_reduce(y)
+    with pytest.raises(ClosedError, match="which generation 2 succeeded"):
+        old.barrier()
+    return dist.get_rank(), dist.get_world_size(), y[0], current().membership.generation
+
+
+def test_ranks_go_on_without_a_rank_that_left():
+    found = run(shrink_and_go_on, 4)
+    assert found == [(0, 3, 23.0, 2), None, (1, 3, 12.0, 2), (2, 3, 23.0, 2)]
+
+
+def reconfigure_twice(rank):
+    names = []
+    assert not dist.membership_changed()
+    dist.group.WORLD.store.barrier("looked", 3, 20.0)
+    for _ in range(3):
+        dist.reconfigure(timeout=20)
+        x = np.array([dist.get_rank()])
+        dist.all_reduce(x)
+        names.append((dist.group.WORLD.name, dist.get_rank() == rank, int(x[0])))
+    return names
+
+
+def shrink_by_hand(rank):
+    if rank < 2:
+        dist.shrink_group([2])
+        with pytest.raises(NotInitializedError, match="not made by init_process_group or reconf"):
+            dist.reconfigure()
+        dist.barrier()
+
+
+def test_a_group_of_shrink_group_is_no_generation():
+    run(shrink_by_hand, 3)
+
+
+def test_a_call_without_a_loss_makes_a_new_generation_of_the_same_ranks():
+    want = [(f"default:generation-{number}", True, 3) for number in (2, 3, 4)]
+    assert run(reconfigure_twice, 3) == [want] * 3
+
+
+def meet_elsewhere(rank, path):
+    """Keep the document in another store than that of the first world."""
+    with FileStore(path) as other:
+        current().membership.document = Document(other)
+        for _ in range(2):
+            dist.reconfigure(timeout=30)
+        x = np.array([1.0])
+        dist.all_reduce(x)
+        return dist.group.WORLD.name, float(x[0]), other.list_keys()[0].partition("/")[0]
+
+
+def test_ranks_meet_in_a_file(tmp_path):
+    want = ("default:generation-3", 3.0, "unisono")
+    assert run(meet_elsewhere, 3, args=(str(tmp_path / "file"),)) == [want] * 3
+
+
+def wait_in_vain(rank):
+    """Rank 1 never comes, and is not lost; rank 0 has exactly half and the lowest rank."""
+    if rank == 1:
+        dist.group.WORLD.store.wait(["done"], 30.0)
+        with pytest.raises(RendezvousError, match="rank 1 of generation 1 came too late"):
+            dist.reconfigure(timeout=20)
+        return None
+    with pytest.raises(RendezvousError, match=r"rank 0 waited 0.3 s for generation 2: .*not come"):
+        dist.reconfigure(timeout=0.3, min_size=2)
+    store = dist.group.WORLD.store
+    dist.reconfigure(timeout=0.3)
+    store.set("done", b"")
+    return dist.get_world_size()
+
+
+def test_the_deadline_ends_the_wait_for_a_rank_that_does_not_come():
+    assert run(wait_in_vain, 2) == [1, None]
+
+
+def test_arguments_of_reconfigure():
+    def wrong(rank):
+        for least, most in ((0, None), (3, 2)):
+            with pytest.raises(InvalidArgumentError, match="reconfigure needs 1 <= min_size"):
+                dist.reconfigure(min_size=least, max_size=most)
+        dist.barrier()
+
+    run(wrong, 2)
+    with use(World()), pytest.raises(NotInitializedError):
+        dist.membership_changed()
+    with use(World()) as world:
+        world.default = ProcessGroup(HashStore(), 0, 1)
+        with pytest.raises(
+            NotInitializedError, match="the default group was not made by init_process_group"
+        ):
+            dist.reconfigure()
+        world.default.close()
+
+
+# ---- newcomers ----------------------------------------------------------------------------------
+
+
+def test_a_newcomer_gives_up_at_its_deadline(monkeypatch):
+    monkeypatch.setenv("UNISONO_JOIN", "1")
+    store = HashStore()
+    with (
+        use(World()) as world,
+        pytest.raises(RendezvousError, match="to join, but the ranks of the job have not called"),
+    ):
+        dist.init_process_group(store=store, timeout=0.2)
+    assert world.default is None
+    # It left no trace for which the ranks of the job would wait.
+    assert store.get("unisono/membership/document").count(b'"waiting":[]') == 1
+
+
+def test_the_store_of_a_newcomer(tmp_path):
+    with FileStore(str(tmp_path / "file"), 2) as store:
+        store.set("k", "v")
+        with open_for_newcomer(f"file://{tmp_path}/file", 5.0) as other:
+            assert other.get("k") == b"v"
+    with dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
+        server.set("k", "v")
+        with open_for_newcomer(f"tcp://127.0.0.1:{server.port}", 5.0) as other:
+            assert other.get("k") == b"v"
+    with pytest.raises(RendezvousError, match="cannot join at 'ftp://x': it joins by env://"):
+        open_for_newcomer("ftp://x", 5.0)
+
+
+# ---- state --------------------------------------------------------------------------------------
+
+
+def pretend_newcomers(sources):
+    """Make the membership of this rank one in which only `sources` hold the state."""
+    membership = current().membership
+    membership.members = tuple(
+        SimpleNamespace(current=rank in sources) for rank in range(dist.get_world_size())
+    )
+
+
+def fill(rank, sources, count):
+    pretend_newcomers(sources)
+    state = {
+        "flat": np.arange(count, dtype=np.float32) * (rank in sources),
+        "strided": np.zeros((6, 8), np.int16)[:, ::2],
+        "deep": {"list": [np.zeros(0), {"x": np.zeros(2)}], 7: "old"},
+        "empty": {},
+    }
+    if rank in sources:
+        state["strided"][:] = 5
+        state["deep"]["list"][1]["x"][:] = 3
+        state["deep"][7] = ("new", 1)
+        state["empty"] = {"made": np.full(3, 2, np.uint8)}
+    flat, strided, deep = state["flat"], state["strided"], state["deep"]
+    dist.sync_state(state)
+    # In place.
+    assert state["flat"] is flat
+    assert state["strided"] is strided
+    assert state["deep"] is deep
+    np.testing.assert_array_equal(flat, np.arange(count, dtype=np.float32))
+    assert (strided == 5).all()
+    assert (deep["list"][1]["x"] == 3).all()
+    np.testing.assert_array_equal(state["empty"]["made"], np.full(3, 2, np.uint8))
+    return deep[7]
+
+
+@pytest.mark.parametrize(
+    ("size", "sources", "count"), [(2, (0,), 5), (4, (0, 2), 100_000), (5, (1, 3, 4), 65_537)]
+)
+def test_newcomers_get_the_state_in_place_from_all_survivors(size, sources, count):
+    assert run(fill, size, args=(sources, count)) == [("new", 1)] * size
+
+
+def fill_tensors(rank):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(rank)
+    pretend_newcomers((0,))
+    model = torch.nn.Linear(3, 2)
+    weight = model.weight.data_ptr()
+    dist.sync_state({"model": model.state_dict(), "random": torch.get_rng_state()})
+    assert model.weight.data_ptr() == weight
+    return model.weight.detach().numpy().copy()
+
+
+def test_newcomers_get_tensors_in_place():
+    first, second = run(fill_tensors, 2)
+    np.testing.assert_array_equal(first, second)
+
+
+def differ(rank):
+    pretend_newcomers((0,))
+    ours = {"w": np.zeros(4), "n": 1}
+    theirs = [
+        ({"w": np.zeros(3), "n": 1}, r"rank 1: state\['w'\] is numpy <f8\[3\], expected numpy <f8"),
+        ({"w": np.zeros(4), "more": 1}, "rank 1: state has 'more' besides"),
+        ({"w": "text"}, r"rank 1: state\['w'\] is str, expected"),
+    ]
+    for other, text in theirs:
+        state = ours if rank == 0 else other
+        with pytest.raises(
+            InvalidArgumentError, match=f"sync_state: the state differs from that of rank 0: {text}"
+        ):
+            dist.sync_state(state)
+    with pytest.raises(ArgumentTypeError, match="sync_state: state must be a dict, got list"):
+        dist.sync_state([1])
+    pretend_newcomers(())
+    with pytest.raises(
+        CollectiveError, match="sync_state: no rank of generation 1 holds the state"
+    ):
+        dist.sync_state(ours)
+
+
+def test_states_of_different_structure_are_refused_on_all_ranks():
+    run(differ, 2)
+
+
+def test_tensors_for_a_process_without_torch(monkeypatch):
+    from unisono.c10d.state_sync import _Slot
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(InvalidArgumentError, match="this process has not imported torch"):
+        _Slot("torch", "float32", (2,)).allocate()
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+class Rounds:
+    """A group whose rounds of a commit end as told: the number of rounds that succeed."""
+
+    def __init__(self, store, succeed):
+        self.store, self.succeed, self.counts = store, succeed, Counter()
+        self.backends = {"cpu": SimpleNamespace(broken=lambda: "yes", last_number=lambda: 7)}
+
+    def all_reduce(self, x, op, **how):
+        if self.succeed < 1:
+            raise PeerLostError("round 1 failed")
+
+    def barrier(self, **how):
+        if self.succeed < 2:
+            raise PeerLostError("round 2 failed")
+
+
+def ends(succeed, order):
+    """Return on which ranks a step counts if the ranks ask the store in this order."""
+    store, counted = HashStore(), {}
+    with use(World()):
+        for rank in order:
+            step = Step(Rounds(store, succeed[rank]))
+            try:
+                with step:
+                    step.commit()
+                counted[rank] = True
+            except StepAborted:
+                counted[rank] = False
+    return counted
+
+
+def test_a_commit_counts_on_all_survivors_or_on_none():
+    """Every end of the two rounds on 3 ranks, in every order of the ranks that ask the store."""
+    seen = set()
+    for succeed in itertools.product((0, 1, 2), repeat=3):
+        # No rank ends round 2 before every rank has ended round 1.
+        if 2 in succeed and 0 in succeed:
+            continue
+        for order in itertools.permutations(range(3)):
+            counted = set(ends(succeed, order).values())
+            assert len(counted) == 1, (succeed, order)
+            seen |= counted
+            assert 2 not in succeed or counted == {True}
+    assert seen == {True, False}
+
+
+def commit_or_not(rank):
+    with dist.step() as s:
+        s.commit()
+        with pytest.raises(UsageError, match=r"commit\(\) was called twice in one step"):
+            s.commit()
+    assert (s.committed, s.changed) == (True, False)
+    with dist.step() as s:
+        pass
+    assert not s.committed
+    with pytest.raises(CollectiveMismatchError), dist.step() as s:
+        s.commit() if rank == 0 else dist.all_reduce(np.zeros(3))
+    with pytest.raises(ValueError, match="mine"), dist.step() as s:
+        raise ValueError("mine")
+    x = np.ones(1)
+    dist.all_reduce(x)
+    return int(x[0])
+
+
+def test_a_step_without_commit_does_not_count_and_other_errors_pass():
+    assert run(commit_or_not, 2) == [2, 2]
+
+
+def test_a_rank_that_ends_between_the_rounds_leaves_one_answer():
+    body = script(
+        """
+add()
+if me == 2:
+    group = dist.group.WORLD
+    group.all_reduce(np.zeros(1, np.int64), dist.ReduceOp.MAX, _label="commit")
+    os.kill(os.getpid(), signal.SIGKILL)
+with dist.step() as s:
+    s.commit()
+assert s.changed
+state["step"] += 1
+regroup()
+add()
+told()
+dist.barrier()
+"""
+    )
+    with ranks_of(body, 3) as (processes, _):
+        found = [outcome(each) for each in processes]
+    assert [code for _, code, _ in found] == [0, 0, -signal.SIGKILL], found
+    assert [(e["step"], e["size"]) for e, _, _ in found[:2]] == [(3, 2)] * 2
+
+
+def test_an_abort_of_a_smaller_group_ends_the_step_of_all():
+    def body(rank):
+        pair = dist.new_group([0, 1])
+        aborted = ""
+        try:
+            with dist.step() as s:
+                if rank == 0:
+                    pair.abort("on purpose")
+                if rank < 2:
+                    pair.barrier()
+                s.commit()
+        except StepAborted as error:
+            aborted = error.what
+        return aborted.partition(":")[0]
+
+    assert run(body, 3) == ["the step does not count"] * 3

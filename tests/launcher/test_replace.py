@@ -1,0 +1,119 @@
+"""`unisono run --restart worker`: one worker is replaced, the others keep their processes."""
+
+import re
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher watches pidfds")
+
+JOB = """
+import os, signal, sys
+import numpy as np
+import unisono as dist
+from unisono.errors import StepAborted
+dist.init_process_group(timeout=60)
+joined = os.environ.get("UNISONO_JOIN") == "1"
+me = int(os.environ["RANK"])
+state = {"step": 0, "sum": np.zeros(3)}
+dist.sync_state(state)
+print("began", me, os.getpid(), state["step"], flush=True)
+fails = not joined and me == 1
+
+def steps(end):
+    while state["step"] < end:
+        with dist.step() as s:
+            x = np.ones(1)
+            dist.all_reduce(x)
+            s.commit()
+        state["step"] += 1
+        state["sum"] += x[0]
+
+if not joined:
+    steps(10)
+    if fails:
+        print("some last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+GOES_ON = """
+    try:
+        steps(20)
+    except StepAborted:
+        dist.reconfigure(min_size=3)
+        dist.sync_state(state)
+steps(30)
+print("ended", me, os.getpid(), dist.get_rank(), state["step"], state["sum"][0], flush=True)
+dist.barrier()
+"""
+
+
+def rows(out, word):
+    return [line.split()[1:] for line in out.splitlines() if line.startswith(word)]
+
+
+def test_the_others_keep_their_processes_and_the_replacement_gets_their_state(launches, tmp_path):
+    logs = tmp_path / "logs"
+    code, out, err = launches.run(
+        *("-n3", "--restart", "worker", "--max-restarts", "1", "--log-dir", logs, "--tee", "3"),
+        *("--prefix", ""),
+        script=JOB + GOES_ON,
+    )
+    assert code == 0, err
+    began = {(me, pid): int(step) for me, pid, step in rows(out, "began")}
+    assert len(began) == 4
+    ended = rows(out, "ended")
+    assert len(ended) == 3
+    # Ranks 0 and 2 end in the processes in which they began, and the replacement comes last.
+    assert {(me, pid) for me, pid, *_ in ended} < set(began)
+    order = [me for me, *_ in sorted(ended, key=lambda row: row[2])]
+    assert order == ["0", "2", "1"]
+    assert {tuple(row[3:]) for row in ended} == {("30", "90.0")}
+    [late] = [step for (me, pid), step in began.items() if (me, pid) in
+              {(row[0], row[1]) for row in ended} and me == "1"]  # fmt: skip
+    assert late == 10
+    assert re.search(r"rank 1 \(pid \d+, host \S+\) was killed by SIGKILL; replacement 1 of 1", err)
+    [first] = logs.glob("*/attempt_0/1/stderr.log")
+    assert "some last words" in first.read_text()
+    [second] = logs.glob("*/attempt_1/1/stdout.log")
+    assert second.read_text().startswith("began 1")
+
+
+def test_a_script_that_does_not_reconfigure_is_restarted_as_a_whole(launches):
+    script = (
+        JOB.replace(
+            "not joined and me == 1",
+            "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and me == 1 and not joined",
+        )
+        + "    steps(20)\nprint('done', me)\n"
+    )
+    code, out, err = launches.run(
+        *("-n2", "--restart", "worker", "--max-restarts", "2"), script=script
+    )
+    assert code == 0, err
+    assert sorted(rows(out, "done")) == [["0"], ["1"]]
+    assert "replacement 1 of 2" in err
+    # The killed worker is the cause, although it was replaced.
+    assert re.search(r"rank 1 .* was killed by SIGKILL; restart 1 of 2", err)
+
+
+def test_without_a_budget_the_first_failure_ends_the_launch(launches):
+    code, _, err = launches.run("-n3", "--restart", "worker", script=JOB + GOES_ON)
+    assert code == 137
+    assert re.search(r"first failure: rank 1 .* was killed by SIGKILL", err)
+
+
+def test_a_replacement_ends_with_the_job_that_does_not_need_it(launches):
+    alone = """
+    try:
+        steps(20)
+    except StepAborted:
+        print("alone", me, flush=True)
+        sys.exit(0)
+"""
+    code, out, err = launches.run(
+        *("-n3", "--restart", "worker", "--max-restarts", "3"), script=JOB + alone
+    )
+    assert code == 0, err
+    assert sorted(rows(out, "alone")) == [["0"], ["2"]]
+    assert "replacement 1 of 3" in err
