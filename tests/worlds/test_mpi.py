@@ -173,6 +173,15 @@ def parts_of_a_world(rank):
         group = dist.new_group()
         dist.barrier(group=group)
         dist.destroy_process_group(group)
+    for _ in range(12):
+        # An abort after a call does not end the call on ranks that are still in it.
+        group = dist.new_group()
+        dist.all_reduce(x := np.ones(1 << 20), group=group)
+        assert (x == p).all()
+        if rank == 2:
+            group.abort()
+        dist.barrier()
+        dist.destroy_process_group(group)
     return repr(dist.group.WORLD)
 
 
