@@ -31,7 +31,7 @@ from unisono.engines.queue import OrderedEngine
 from unisono.engines.reference import Run
 from unisono.errors import UnsupportedError
 from unisono.transports.control import Question
-from unisono.transports.messages import Failure
+from unisono.transports.messages import Failure, Kind
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +46,8 @@ _MOST_SLEEP_S = 1e-3
 # The same for a wait for the helper thread.
 _LOOK_S = 5e-3
 
-# A rank that left has done its part of the call; its data may still be under way.
+# A rank that left, or failed in a later call, has done its part of the call; its data may still be
+# under way.
 _LEFT_S = 2.0
 
 # How long an error of MPI may wait for its reason, which comes over the links.
@@ -114,7 +115,7 @@ class MPIEngine(OrderedEngine):
                 # A lost rank often shows as an error of MPI first.
                 comm = self.comm
                 comm.transport.ask(comm.context, 0, comm.others, Deadline(_REASON_S))
-                _Watch(self, task).look()
+                _Watch(self, task).look(last=True)
                 raise RuntimeError(f"{self.over}: {error}") from error
 
     def note_failure(self, failure: Failure) -> None:
@@ -311,24 +312,28 @@ class _Watch:
 
     def __init__(self, engine: MPIEngine, task: Task, note: str = "") -> None:
         self._comm = engine.comm
+        self._seq = task.seq
         self._deadline = task.deadline
         self._late = task.deadline.earlier(LATE_S)
         self._note = note
         self._asked: Question | None = None
         self._left_s = 0.0
 
-    def look(self) -> None:
-        """Raise the reason for which the wait must end, if there is one."""
+    def look(self, *, last: bool = False) -> None:
+        """Raise the reason for which the wait must end, if there is one; `last`: without a wait."""
         comm = self._comm
         transport = comm.transport
-        if (failure := transport.failure(comm.context)) is not None:
-            raise failure
-        for rank in comm.others:
-            if (down := transport.down(rank)) is None:
+        reasons = transport.failure(comm.context), *map(transport.down, comm.others)
+        for reason in reasons:
+            if reason is None:
                 continue
             self._left_s = self._left_s or time.monotonic()
-            if not down.left or time.monotonic() > self._left_s + _LEFT_S:
-                raise down
+            if isinstance(reason, Failure):
+                ends = reason.ends(Kind.COLLECTIVE, self._seq)
+            else:
+                ends = not reason.left
+            if last or ends or time.monotonic() > self._left_s + _LEFT_S:
+                raise reason
         if self._asked is None and self._late.expired():
             self._asked = transport.inquire(comm.context, 0, comm.others, places=True)
         if self._deadline.expired():

@@ -198,6 +198,9 @@ class _Process:
                 pmi.hide()
         if done.error is not None:
             raise done.error
+        # mpi4py does this only if it initialises MPI; otherwise an error would end the process.
+        for comm in (found.MPI.COMM_WORLD, found.MPI.COMM_SELF):
+            comm.Set_errhandler(found.MPI.ERRORS_RETURN)
         self.pmi, self._pid = pmi, os.getpid()
         atexit.register(self.end)
         # A child of multiprocessing ends without atexit.

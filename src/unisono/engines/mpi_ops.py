@@ -79,9 +79,14 @@ def vendor_op(dtype: DType, op: RedOpType) -> Any:
     return None
 
 
-@functools.cache
 def own_op(dtype: DType, op: RedOpType) -> Any:
     """Return an op that computes in NumPy, or with the kernels of the C++ engine."""
+    # mpi4py has room for 32 ops of a process, the user's among them.
+    return _made_op(dtype, RedOpType.SUM if op in _SUMS else op)
+
+
+@functools.cache
+def _made_op(dtype: DType, op: RedOpType) -> Any:
     combine: Callable[[Array, Array], None]
     if dtype.kind == "f" and op in _EXTREMES:
         combine = functools.partial(_take_extreme, dtype=dtype, op=op)
