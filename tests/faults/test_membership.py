@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +30,7 @@ from unisono.errors import (
     PeerLostError,
     RendezvousError,
     StepAborted,
+    StoreTimeoutError,
     UsageError,
 )
 from unisono.groups.membership import Document
@@ -432,6 +435,32 @@ def test_arguments_of_reconfigure():
         ):
             dist.reconfigure()
         world.default.close()
+
+
+def look_at_a_mute_store(rank):
+    """Each read of the document takes 0.5 s and fails."""
+    reads = []
+
+    class Mute:
+        def read(self):
+            reads.append(Event().wait(0.5))
+            raise StoreTimeoutError("the store server did not answer")
+
+    membership = current().membership
+    document, membership.document = membership.document, Mute()
+    for _ in range(5):
+        with dist.step() as s:
+            s.commit()
+        assert not s.changed
+        # Longer than the pause between two looks at a store that answers.
+        Event().wait(0.06)
+    membership.document = document
+    dist.reconfigure(timeout=20)
+    return len(reads), membership._looked_s <= time.monotonic()
+
+
+def test_a_store_that_does_not_answer_delays_one_step_only():
+    assert run(look_at_a_mute_store, 2) == [(1, True)] * 2
 
 
 # ---- newcomers ----------------------------------------------------------------------------------

@@ -94,7 +94,18 @@ def test_a_script_that_does_not_reconfigure_is_restarted_as_a_whole(launches):
     assert sorted(rows(out, "done")) == [["0"], ["1"]]
     assert "replacement 1 of 2" in err
     # The killed worker is the cause, although it was replaced.
-    assert re.search(r"rank 1 .* was killed by SIGKILL; restart 1 of 2", err)
+    assert re.search(r"rank 1 .* was killed by SIGKILL; restart 2 of 2", err)
+
+
+def test_restarts_and_replacements_have_one_budget(launches):
+    script = JOB.replace("not joined and me == 1", "me == 1") + "    steps(20)\n"
+    code, _, err = launches.run(
+        *("-n2", "--restart", "worker", "--max-restarts", "3"), script=script
+    )
+    assert code == 137
+    used = [line.split("; ")[-1] for line in err.splitlines() if line.endswith(" of 3")]
+    assert used == ["replacement 1 of 3", "restart 2 of 3", "replacement 3 of 3"]
+    assert re.search(r"first failure: rank 1 .* was killed by SIGKILL", err)
 
 
 def test_without_a_budget_the_first_failure_ends_the_launch(launches):

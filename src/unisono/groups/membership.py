@@ -214,7 +214,9 @@ class Membership:
         try:
             state = self.document.read()
         except StoreError as error:
-            # The job can go on without its store until a rank is lost.
+            # The job can go on without its store until a rank is lost. A store that does not answer
+            # must not take its whole time-out in each step.
+            self._looked_s = (end_s := time.monotonic()) + max(1.0, 10 * (end_s - now_s))
             log_once(_log, logging.WARNING, "no process can join any more: %s", error.what)
             return False
         full = self.max_size and group.size() >= self.max_size
@@ -249,7 +251,7 @@ class Membership:
             self.max_size = wishes.max_size
             group = self._connect(state, timeout_s, backend)
             if group is not None:
-                self.linked = self.generation
+                self.linked, self._looked_s = self.generation, 0.0
                 return group
 
     def _meet(self, wishes: Wishes, old: ProcessGroup | None) -> State:

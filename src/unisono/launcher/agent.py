@@ -235,11 +235,13 @@ class Agent:
                 world.epoch,
                 original=not is_consequence(failure.text),
                 reason=failure.line_with_reason(),
+                replaced=self._made["replacements"],
             )
-            if world.restarts < spec.limits.max_restarts:
+            used = world.restarts + self._made["replacements"]
+            if used < spec.limits.max_restarts:
                 self.notify(
                     f"{failure.line_with_reason()}; "
-                    f"restart {world.restarts + 1} of {spec.limits.max_restarts}"
+                    f"restart {used + 1} of {spec.limits.max_restarts}"
                 )
 
         place = Place(

@@ -170,9 +170,9 @@ class DynamicRendezvous:
         except queue.Empty:
             return None
 
-    def failed(self, epoch: int, *, original: bool, reason: str) -> None:
+    def failed(self, epoch: int, *, original: bool, reason: str, replaced: int = 0) -> None:
         """Report that workers failed; other workers of this node may still be ending."""
-        self._inbox.put(Failed(self._member.node.id, epoch, original, reason))
+        self._inbox.put(Failed(self._member.node.id, epoch, original, reason, replaced))
 
     def succeeded(self, epoch: int) -> None:
         """Report that all workers ended with exit code 0."""

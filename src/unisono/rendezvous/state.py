@@ -138,12 +138,17 @@ class LastCall:
 
 @dataclass(frozen=True)
 class Failed:
-    """Event: workers of a member failed; not `original` if only because a peer was lost."""
+    """Event: workers of a member failed; not `original` if only because a peer was lost.
+
+    `replaced` is the number of workers that the node has replaced. The limit of restarts counts
+    them, too.
+    """
 
     node_id: str
     epoch: int
     original: bool
     reason: str
+    replaced: int = 0
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,13 @@ def _failed(state: State, event: Failed) -> State:
     cause = Cause.FAILURE if event.original else Cause.CONSEQUENCE
     if state.phase is Phase.RUNNING:
         state = _end_world(state, cause, event.node_id, event.reason)
-        return _form_if_complete(_count_restart(state)) if event.original else state
+        if not event.original:
+            return state
+        return _form_if_complete(_count_restart(state, event.replaced))
     if event.original and state.cause is Cause.CONSEQUENCE:
         # A node that only lost a peer reported first. This node reports the cause.
         known = replace(state, cause=cause, blamed=event.node_id, reason=event.reason)
-        return _form_if_complete(_count_restart(known))
+        return _form_if_complete(_count_restart(known, event.replaced))
     return state
 
 
@@ -156,10 +158,10 @@ def _promote(state: State) -> State:
     return state
 
 
-def _count_restart(state: State) -> State:
+def _count_restart(state: State, replaced: int = 0) -> State:
     """Count the end of a world as a restart, or fail if no restart is left."""
     assert state.limits is not None
-    if state.restarts >= state.limits.max_restarts:
+    if state.restarts + replaced >= state.limits.max_restarts:
         return replace(state, phase=Phase.FAILED)
     return replace(state, restarts=state.restarts + 1)
 
