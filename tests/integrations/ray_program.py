@@ -106,7 +106,8 @@ def first_error_is_raised(actors):
     group = unisono.ray.init_group(actors, name="mine")
     with program.error(KeyError, "of rank 1", "of group 'mine'", rank=1):
         group.run(on(ranks.raising), 1)
-    with program.error(NotInitializedError, "rank 0 is no longer in this group", rank=0):
+    # The ranks that were left alone have ended the group, too; the first answer counts.
+    with program.error(NotInitializedError, "is no longer in this group"):
         group.run(on(ranks.summed), 1.0)
     group = unisono.ray.init_group(actors)
     with program.error(KeyError, "of rank 2", "ranks [0, 1] had not ended 2 s later", rank=2):
@@ -120,10 +121,10 @@ def start_fails_on_one_rank(actors):
     actor = Worker.remote()
     pid = ray.get(actor.pid.remote())
     os.kill(pid, 9)
-    with program.error(PeerLostError, "rank 1 of 2 (Actor(Worker", "was lost: The actor") as found:
+    with program.error(PeerLostError, "rank 1 of 2 (Actor(Worker", "was lost: The actor"):
         unisono.ray.init_group([actors[0], actor])
-    # The other rank waited at the store, which was closed.
-    assert "had not ended" not in str(getattr(found.value, "__notes__", ""))
+    # The other rank waited at the store, which was closed. The time-out of the start is 60 s.
+    ray.get(actors[0].pid.remote(), timeout=30)
 
 
 def lost_rank_is_named(actors):

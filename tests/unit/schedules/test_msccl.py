@@ -5,7 +5,7 @@ import pytest
 
 import unisono as dist
 from unisono.errors import InvalidArgumentError, ScheduleError
-from unisono.schedules import build
+from unisono.schedules import build, registry
 from unisono.schedules.cost import cost
 from unisono.schedules.layout import layout_for
 from unisono.schedules.msccl import from_msccl, to_msccl
@@ -14,6 +14,13 @@ from unisono.schedules.verify import verify
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 PAIRS = [(c, a) for c in COLLECTIVES for a in available(c, 8, local=2)]
+
+
+@pytest.fixture(autouse=True)
+def own_table(monkeypatch):
+    """Forget in the end what a test has registered."""
+    table = {collective: dict(entries) for collective, entries in registry._TABLE.items()}
+    monkeypatch.setattr(registry, "_TABLE", table)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
