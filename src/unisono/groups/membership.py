@@ -32,11 +32,11 @@ from unisono.rendezvous.membership import (
     Member,
     State,
     apply,
-    dumps,
     founder,
     loads,
     next_event,
 )
+from unisono.rendezvous.state import dumps
 from unisono.stores import PrefixStore, Store
 from unisono.stores.api import Value
 

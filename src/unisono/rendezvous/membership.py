@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.errors import RendezvousError
@@ -312,11 +312,6 @@ def next_event(
     if now_s - mine.began_s >= mine.timeout_s:
         return Expired(mine.id, state.generation)
     return None
-
-
-def dumps(state: State) -> bytes:
-    """Return the document's text for the store."""
-    return json.dumps(asdict(state), separators=(",", ":"), sort_keys=True).encode()
 
 
 def loads(text: bytes) -> State:

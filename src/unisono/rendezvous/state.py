@@ -192,8 +192,8 @@ def rank_taken(node: Node, rival: Node) -> RendezvousError:
     )
 
 
-def dumps(state: State) -> bytes:
-    """Return the document's text for the store."""
+def dumps(state: Any) -> bytes:
+    """Return the text of a document for the store: of this `State`, or that of `membership`."""
     return json.dumps(asdict(state), separators=(",", ":"), sort_keys=True).encode()
 
 

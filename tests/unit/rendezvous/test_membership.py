@@ -19,11 +19,11 @@ from unisono.rendezvous.membership import (
     Silent,
     State,
     apply,
-    dumps,
     founder,
     loads,
     next_event,
 )
+from unisono.rendezvous.state import dumps
 
 WORLD = 1
 
