@@ -10,6 +10,14 @@ from tests.support import fake_cuda
 from tests.support.operations import COLLECTIVES, Operations
 from tests.support.oracle import DTYPES, REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.together import on_threads
+from unisono.errors import (
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    UnisonoError,
+    UnsupportedError,
+    UsageError,
+)
 from unisono.groups.world import World, use
 
 LIMIT_S = 30
@@ -100,3 +108,283 @@ def reduce_all(rank, dtype, count):
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if "float8" not in d and d != "bfloat16"])
 def test_every_dtype_and_reduce_op(dtype):
     on_gpus(3, partial(reduce_all, dtype=dtype, count=7))
+
+
+# ---- layouts, messages, groups ------------------------------------------------------------------
+
+
+def test_strided_arrays_are_packed_and_read_only_ones_refused():
+    def body(rank):
+        table = fake_cuda.array(np.arange(12.0).reshape(3, 4) + rank)
+        column = table[:, 1]
+        dist.all_reduce(column)
+        expected = np.arange(12.0).reshape(3, 4) + rank
+        expected[:, 1] = 2 * np.arange(12.0).reshape(3, 4)[:, 1] + 1
+        assert np.array_equal(table.get(), expected)
+        wide = fake_cuda.Array(np.broadcast_to(np.zeros(1), 3), rank)
+        with pytest.raises(InvalidArgumentError, match="overlaps itself"):
+            dist.all_reduce(wide)
+
+    on_gpus(2, body)
+
+
+class Numba:
+    """An array of another library, which has CUDA's array interface only."""
+
+    def __init__(self, values, *, readonly=False):
+        self.host = np.array(values)
+        facts = self.host.__array_interface__
+        self.__cuda_array_interface__ = facts | {"data": (facts["data"][0], readonly)}
+
+
+def test_arrays_of_other_libraries_are_taken_over():
+    def body(rank):
+        x = Numba([rank + 1.0, 5.0])
+        dist.all_reduce(x, async_op=True).wait(LIMIT_S)
+        assert x.host.tolist() == [3, 10]
+        with pytest.raises(InvalidArgumentError, match="tensor is read-only"):
+            dist.all_reduce(Numba([1.0], readonly=True))
+
+    on_gpus(2, body)
+
+
+def test_messages_arrive_in_order_and_in_batches():
+    def body(rank):
+        other = 1 - rank
+        if rank == 0:
+            for tag in range(3):
+                dist.send(fake_cuda.array([tag + 10.0]), 1, tag=tag)
+        else:
+            for tag in range(3):
+                x = fake_cuda.array([0.0])
+                work = dist.irecv(x, 0, tag=tag)
+                work.wait()
+                assert (x.get().tolist(), work.source_rank()) == ([tag + 10], 0)
+        out, column = fake_cuda.array([0, 0, 0]), fake_cuda.array(np.zeros((3, 2), int))
+        ops = [
+            dist.P2POp(dist.isend, fake_cuda.array([rank, 7, 9]), other),
+            dist.P2POp(dist.irecv, out, other),
+            dist.P2POp(dist.irecv, column[:, 1], other),
+            dist.P2POp(dist.isend, fake_cuda.array([rank + 1] * 3), other),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert out.get().tolist() == [other, 7, 9]
+        assert column.get()[:, 1].tolist() == [other + 1] * 3
+
+    on_gpus(2, body)
+
+
+@pytest.mark.parametrize(
+    ("sent", "tag", "got"),
+    [([1.0], 0, "float64[1] with tag 0"), ([1, 2], 0, "int64[2] with tag 0"),
+     ([1.0, 2.0], 5, "float64[2] with tag 5")],
+)  # fmt: skip
+def test_a_message_that_does_not_fit_is_named(sent, tag, got):
+    def body(rank):
+        if rank == 0:
+            dist.send(fake_cuda.array(sent), 1, tag=tag)
+            return ""
+        x = fake_cuda.array([0.0, 0.0])
+        work = dist.irecv(x, 0)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            work.wait(LIMIT_S)
+        return caught.value.what
+
+    assert on_gpus(2, body)[1] == (
+        "recv(float64[2], src=0, tag=0) in group 'default' does not match on rank 1: rank 0 sent "
+        + got
+    )
+
+
+def test_coalesced_calls_and_the_manager():
+    def body(rank):
+        sums = [fake_cuda.array(np.full(n, rank + 1.0)) for n in (2, 3)]
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for x in sums:
+                dist.all_reduce(x)
+        manager.wait()
+        assert [x.get().tolist() for x in sums] == [[3, 3], [3, 3, 3]]
+        pg = dist.group.WORLD
+        outs = [fake_cuda.array(np.zeros(2 * n)) for n in (1, 2)]
+        ins = [fake_cuda.array(np.full(n, rank + 5.0)) for n in (1, 2)]
+        pg.all_gather_into_tensor_coalesced(outs, ins)
+        assert [x.get().tolist() for x in outs] == [[5, 6], [5, 5, 6, 6]]
+        pg.reduce_scatter_tensor_coalesced(ins, outs)
+        assert [x.get().tolist() for x in ins] == [[[10], [12]][rank], [[10] * 2, [12] * 2][rank]]
+
+    on_gpus(2, body)
+
+
+def test_groups_objects_and_barriers():
+    def body(rank):
+        dist.barrier()
+        everyone = [None] * 3
+        dist.all_gather_object(everyone, {"rank": rank})
+        assert everyone == [{"rank": r} for r in range(3)]
+        assert (dist.get_backend(), dist.get_backend_config()) == ("nccl", "cuda:nccl")
+        y = np.ones(2)
+        dist.all_reduce(y)
+        assert y.tolist() == [3, 3]
+        pair = dist.new_group([0, 2])
+        if rank != 1:
+            x = fake_cuda.array([rank + 1])
+            dist.all_reduce(x, group=pair)
+            assert x.get().tolist() == [4]
+            x = fake_cuda.array([0, 0])
+            dist.all_gather_into_tensor(x, fake_cuda.array([rank]), group=pair)
+            assert x.get().tolist() == [0, 2]
+        if rank != 2:
+            smaller = dist.shrink_group([2])
+            x = fake_cuda.array([rank + 1])
+            dist.all_reduce(x, group=smaller)
+            assert x.get().tolist() == [3]
+
+    on_gpus(3, body)
+
+
+def test_two_backends_and_an_eager_start():
+    def body(rank):
+        group = dist.group.WORLD
+        assert [b.name for b in group.backends.values()] == ["unisono", "nccl"]
+        assert group.backends["cuda"].control is not group.backends["cpu"]
+        x, y = fake_cuda.array([1.0]), np.array([1.0])
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+        assert (x.get().tolist(), y.tolist()) == ([2], [2])
+        shown = repr(group)
+        assert "cuda=nccl state=experimental check=beside" in shown
+
+    store = dist.HashStore()
+
+    def rank_thread(rank):
+        fake_cuda.set_device(rank)
+        with use(World()):
+            dist.init_process_group(
+                "cpu:unisono,cuda:nccl", store=store, rank=rank, world_size=2, timeout=LIMIT_S,
+                device_id=f"cuda:{rank}",
+            )  # fmt: skip
+            try:
+                assert len(fake_cuda._alive) >= 1
+                body(rank)
+            finally:
+                dist.destroy_process_group()
+
+    on_threads(*(partial(rank_thread, rank) for rank in range(2)))
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+def mismatch(rank):
+    x = fake_cuda.array(np.ones(4 if rank == 1 else 3))
+    work = dist.all_reduce(x, async_op=True)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        work.wait(LIMIT_S)
+    again = fake_cuda.array([1.0])
+    with pytest.raises(UnisonoError) as broken:
+        dist.all_reduce(again)
+    return caught.value.what, caught.value.context.usable, str(broken.value)
+
+
+def test_a_mismatch_is_named_on_all_ranks_and_breaks_the_group():
+    for rank, (what, usable, broken) in enumerate(on_gpus(3, mismatch)):
+        assert f"does not match on rank {rank} of 3" in what
+        assert "ranks 0 and 2 called all_reduce(float64[3], SUM)" in what
+        assert "rank 1 called all_reduce(float64[4], SUM)" in what
+        assert not usable
+        assert "the group is broken" in broken
+
+
+def mismatch_before(rank):
+    x = fake_cuda.array(np.ones(4 if rank == 1 else 3))
+    with pytest.raises(CollectiveMismatchError, match="does not match"):
+        dist.all_reduce(x)
+    assert set(x.get()) == {1.0}
+    x = fake_cuda.array([2.0])
+    dist.all_reduce(x)
+    assert x.get().tolist() == [6]
+    assert "check=before" in repr(dist.group.WORLD)
+
+
+def test_checked_before_a_mismatch_changes_nothing(monkeypatch):
+    monkeypatch.setenv("UNISONO_CHECK", "before")
+    on_gpus(3, mismatch_before)
+
+
+def test_an_unknown_kind_of_check_is_refused(monkeypatch):
+    monkeypatch.setenv("UNISONO_CHECK", "often")
+    with pytest.raises(InvalidArgumentError, match="UNISONO_CHECK='often' is neither"):
+        on_gpus(1, lambda rank: None)
+
+
+def late(rank):
+    dist.all_reduce(fake_cuda.array([1.0]))
+    if rank == 2:
+        return dist.get_backend()
+    work = dist.all_reduce(fake_cuda.array([1.0]), async_op=True, timeout=0.5)
+    with pytest.raises(UnisonoError) as caught:
+        work.wait(LIMIT_S)
+    return caught.value.what
+
+
+def test_a_rank_that_leaves_early_is_named():
+    for what in on_gpus(3, late)[:2]:
+        assert "rank 2" in what
+
+
+def test_ranks_on_one_gpu_are_refused():
+    fake_cuda.uuids.update({0: "GPU-x", 2: "GPU-x"})
+
+    def body(rank):
+        with pytest.raises(UsageError, match="ranks 0 and 2 of group 'default' use one GPU"):
+            dist.all_reduce(fake_cuda.array([1.0]))
+
+    on_gpus(3, body)
+
+
+def test_a_failure_of_nccl_is_named_on_all_ranks():
+    fake_cuda.failing["all_reduce", 1] = RuntimeError("unhandled CUDA error")
+
+    def body(rank):
+        try:
+            dist.all_reduce(fake_cuda.array([1.0]), async_op=True).wait(LIMIT_S)
+        except UnisonoError as error:
+            return error.what
+        return ""
+
+    for what in on_gpus(2, body):
+        assert "rank 1" in what
+        assert "unhandled CUDA error" in what
+
+
+def test_abort_ends_kernels_on_all_ranks():
+    def body(rank):
+        dist.all_reduce(fake_cuda.array([1.0]))
+        if rank == 0:
+            dist.group.WORLD.abort("enough")
+            return "enough"
+        with pytest.raises(CollectiveAbortedError) as caught:
+            dist.all_reduce(fake_cuda.array([1.0]), async_op=True).wait(LIMIT_S)
+        return caught.value.what
+
+    for what in on_gpus(3, body):
+        assert "enough" in what
+
+
+def test_what_nccl_cannot_do_is_refused():
+    def body(rank):
+        x = fake_cuda.array([1.0])
+        with pytest.raises(UnsupportedError, match="NCCL chooses algorithm and order itself"):
+            dist.all_reduce(x, deterministic=True)
+        with pytest.raises(UnsupportedError, match="NCCL sends no message from a rank to itself"):
+            dist.isend(x, rank)
+        with pytest.raises(UnsupportedError, match="has no recv_any_source"):
+            dist.recv(x)
+        y = fake_cuda.Array(np.ones(1), device=7)
+        with pytest.raises(InvalidArgumentError, match="is on GPU 7, but group 'default' uses"):
+            dist.all_reduce(y)
+        dist.all_reduce(x)
+        assert x.get().tolist() == [2]
+
+    on_gpus(2, body)

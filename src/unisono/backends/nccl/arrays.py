@@ -8,7 +8,6 @@ addresses of an array stand in a NumPy array without readable memory, a *shadow*
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -211,15 +210,15 @@ def taken_over(obj: Any, *, write: bool, name: str) -> tuple[ArrayLibrary, Any]:
     # Arrays of JAX, which have DLPack only, must not be changed.
     if write and (interface is None or interface["data"][1]):
         raise InvalidArgumentError(f"{name} is read-only but the operation writes into it")
-    if torch is not None:
+    if cupy is None and torch is not None:
         made = torch.from_dlpack(obj) if interface is None else torch.as_tensor(obj, device="cuda")
         return _Torch(torch), made
-    if importlib.util.find_spec("cupy") is None:
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
         raise UnsupportedError(
-            f"{name} is a {type(obj).__name__}, which takes CuPy or torch to read; neither is "
-            "imported or installed"
-        )
-    cupy = importlib.import_module("cupy")
+            f"{name} is a {type(obj).__name__}, which takes CuPy or torch to read: {error}"
+        ) from error
     return _CuPy(cupy), cupy.from_dlpack(obj) if interface is None else cupy.asarray(obj)
 
 

@@ -161,7 +161,7 @@ class NCCLBackend(ArrayBackend):
         if peer == self.spec.rank:
             raise UnsupportedError(f"{op}: NCCL sends no message from a rank to itself")
         data = flat.one(tensor, write=not sends)
-        kernels = self._connected(_index_of([data]), options.deadline, op)
+        kernels = self._connected(_index_of([data]), options.deadline, "send or recv")
         shape = ", ".join(map(str, data.shape or ()))
         text = f"{op}({data.dtype}[{shape}], {'dst' if sends else 'src'}={rank}, tag={tag})"
         mine = np.array([code_of(data.dtype), data.count, tag], np.int64)
@@ -308,12 +308,10 @@ class NCCLBackend(ArrayBackend):
         return self._kernels
 
     def bind(self, device: Any) -> None:
-        index = device if isinstance(device, int) else getattr(device, "index", None)
-        if index is None and isinstance(device, str):
-            index = int(device.rpartition(":")[2]) if ":" in device else None
-        if index is None:
+        number = str(device).rpartition(":")[2]
+        if not number.isdecimal():
             raise InvalidArgumentError(f"device_id={device!r} names no GPU, such as 0 or 'cuda:0'")
-        self._connected(index, Deadline(self.spec.timeout_s), "init_process_group")
+        self._connected(int(number), Deadline(self.spec.timeout_s), "init_process_group")
 
     # ---- errors ---------------------------------------------------------------------------
 
@@ -338,7 +336,7 @@ class NCCLBackend(ArrayBackend):
         assert self._kernels is not None
         try:
             self._kernels.link.state()
-            self._raise_trouble(call.text)
+            self._raise_trouble(call.text.partition("(")[0])
         except UnisonoError as error:
             return error
         if call.limit.expired():
@@ -358,7 +356,7 @@ class NCCLBackend(ArrayBackend):
                 raise PeerLostError(
                     f"{called} in group '{self.spec.name}' failed on rank {self._me}: rank {name} "
                     f"is lost: {why}",
-                    context=self._where(called.partition("(")[0], (name,)),
+                    context=self._where(called, (name,)),
                 )
 
     def _has_grace(self, rank: int) -> bool:
