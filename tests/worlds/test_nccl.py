@@ -1,5 +1,9 @@
 """The NCCL backend over a fake NCCL: streams are threads, kernels wait, and hang as NCCL's do."""
 
+import os
+import signal
+import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -13,12 +17,14 @@ from tests.support.together import on_threads
 from unisono.errors import (
     CollectiveAbortedError,
     CollectiveMismatchError,
+    CollectiveTimeoutError,
     InvalidArgumentError,
     UnisonoError,
     UnsupportedError,
     UsageError,
 )
 from unisono.groups.world import World, use
+from unisono.testing import run
 
 LIMIT_S = 30
 
@@ -388,3 +394,187 @@ def test_what_nccl_cannot_do_is_refused():
         assert x.get().tolist() == [2]
 
     on_gpus(2, body)
+
+
+# ---- streams ------------------------------------------------------------------------------------
+
+
+def test_the_stream_waits_and_not_the_host():
+    """The host may run ahead of a kernel that waits; what it reads in the stream is the result."""
+    entered = threading.Event()
+
+    def body(rank):
+        dist.all_reduce(fake_cuda.array([0.0]))
+        x = fake_cuda.array([rank + 1.0])
+        if rank == 1:
+            assert entered.wait(LIMIT_S)
+        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        copy = fake_cuda.array([0.0])
+        copy[...] = x
+        if rank == 0:
+            assert not work.is_completed()
+            entered.set()
+        assert copy.get().tolist() == [6]
+        assert work.wait(LIMIT_S)
+        assert work.is_success()
+
+    on_gpus(2, body)
+
+
+def test_streams_and_events_of_a_gpu():
+    from unisono.lowlevel import CUDAEvent, CUDAStream
+
+    def body(rank):
+        compute = CUDAStream(fake_cuda.ExternalStream(77 + rank), rank)
+        other = CUDAStream(fake_cuda.Stream(88 + rank).handle, rank)
+        gate = threading.Event()
+        x, y = fake_cuda.array([0.0]), fake_cuda.array([0.0])
+        with dist.stream(compute):
+            assert dist.current_stream() is compute
+            compute.raw.put(gate.wait, LIMIT_S)
+            compute.submit(x.__setitem__, ..., rank + 1.0)
+            work = dist.all_reduce(x, async_op=True)
+            numbers = np.ones(1)
+            dist.all_reduce(numbers)
+            assert numbers.tolist() == [2]
+        assert not compute.query()
+        with pytest.raises(CollectiveTimeoutError, match="was not done after"):
+            compute.synchronize(0.01)
+        with dist.stream(other):
+            work.wait()
+            y[...] = x
+            event = other.record_event()
+        assert not event.query()
+        gate.set()
+        event.synchronize(LIMIT_S)
+        assert y.host.tolist() == [3]
+        other.wait_stream(compute)
+        CUDAEvent().wait(other)
+        other.synchronize(LIMIT_S)
+        with pytest.raises(UsageError, match="takes events of a GPU only"):
+            dist.Event().record(other)
+        with pytest.raises(UsageError, match="needs a CUDAStream"):
+            CUDAEvent().record()
+        assert dist.current_stream() is dist.default_stream()
+
+    on_gpus(2, body)
+
+
+def test_a_cpu_stream_decides_when_a_call_is_made():
+    def body(rank):
+        x, gate, compute = fake_cuda.array([0.0]), threading.Event(), dist.Stream("compute")
+        with dist.stream(compute):
+            compute.submit(gate.wait, LIMIT_S)
+            compute.submit(x.host.__setitem__, ..., rank + 1.0)
+            work = dist.all_reduce(x, async_op=True)
+        gate.set()
+        assert work.wait(LIMIT_S)
+        assert x.host.tolist() == [3]
+
+    on_gpus(2, body)
+
+
+# ---- ranks that are late, stuck or dead ---------------------------------------------------------
+
+
+def test_a_late_rank_is_named_by_all():
+    late = threading.Barrier(3)
+
+    def body(rank):
+        dist.all_reduce(fake_cuda.array([1.0]))
+        if rank == 2:
+            late.wait(LIMIT_S)
+            return ""
+        work = dist.all_reduce(fake_cuda.array([1.0]), async_op=True, timeout=0.5)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            work.wait(LIMIT_S)
+        late.wait(LIMIT_S)
+        return caught.value.what
+
+    for what in on_gpus(3, body)[:2]:
+        assert "rank 2 never entered it" in what
+        assert "timed out after 0.5 s" in what
+
+
+def test_a_kernel_that_does_not_end_is_stopped_at_the_deadline():
+    gate = threading.Event()
+
+    def body(rank):
+        x = fake_cuda.array([1.0])
+        dist.all_reduce(x)
+        if rank == 1:
+            fake_cuda.Stream(0).put(gate.wait, LIMIT_S)
+        work = dist.all_reduce(x, async_op=True, timeout=0.5)
+        with pytest.raises(UnisonoError) as caught:
+            work.wait(LIMIT_S)
+        gate.set()
+        return caught.value.what
+
+    texts = on_gpus(2, body)
+    assert any("every rank entered it, but the data did not arrive" in text for text in texts)
+    assert all("0.5 s" in text for text in texts)
+
+
+def test_a_communicator_that_does_not_start_in_time():
+    def body(rank):
+        if rank == 1:
+            fake_cuda.failing["init", 1] = RuntimeError("no device")
+        with pytest.raises(UnisonoError) as caught:
+            dist.all_reduce(fake_cuda.array([1.0]))
+        return caught.value.what
+
+    texts = on_gpus(2, body)
+    assert "NCCL did not start on rank 1: no device" in texts[1]
+    assert "rank 1" in texts[0]
+
+
+def stuck(rank):
+    """Rank 1 enters a call whose kernel cannot run, and dies."""
+    with fake_cuda.installed():
+        fake_cuda.set_device(rank)
+        group = dist.new_group(backend="nccl", timeout=20)
+        x = fake_cuda.array([1.0])
+        dist.all_reduce(x, group=group)
+        assert x.get().tolist() == [3]
+        if rank == 1:
+            fake_cuda.Stream(0).put(threading.Event().wait, 60)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        dist.barrier(group)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun_s = time.monotonic()
+        with pytest.raises(UnisonoError) as caught:
+            work.wait(LIMIT_S)
+        # Names within a second on an idle machine; a test machine may be busy.
+        return caught.value.what, time.monotonic() - begun_s < 15
+
+
+def test_a_killed_rank_is_named():
+    texts = run(stuck, 3, ranks="processes", dead=(1,))
+    for rank in (0, 2):
+        what, in_time = texts[rank]
+        assert "rank 1" in what, what
+        assert in_time, what
+
+
+def lives(rank, rounds):
+    """Make and end groups many times: nothing hangs, nothing is left."""
+    for turn in range(rounds):
+        group = dist.new_group(backend="nccl")
+        x = fake_cuda.array([turn + rank])
+        dist.all_reduce(x, group=group)
+        if turn % 3 == 1:
+            dist.all_reduce(x, group=group, async_op=True)
+        if turn % 3 == 2:
+            group.abort()
+        else:
+            assert group.rank() == rank
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_groups_start_and_end_many_times():
+    on_gpus(2, partial(lives, rounds=12), "unisono")
+    assert not fake_cuda._alive

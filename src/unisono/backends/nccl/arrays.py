@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -20,6 +20,14 @@ from unisono.base.types import DType, RedOpType, dtype_named, dtype_of_numpy
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 Array = np.ndarray[Any, Any]
+
+
+# The names that NumPy, torch and CuPy have in common.
+_UFUNCS = {
+    **dict.fromkeys((RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM), "add"),
+    **{RedOpType.PRODUCT: "multiply", RedOpType.MIN: "minimum", RedOpType.MAX: "maximum"},
+    **{RedOpType.BAND: "bitwise_and", RedOpType.BOR: "bitwise_or", RedOpType.BXOR: "bitwise_xor"},
+}
 
 
 class ArrayLibrary(Protocol):
@@ -120,13 +128,7 @@ class _Torch:
         return flat.view(getattr(self._torch, dtype.name))
 
     def reduce(self, op: RedOpType, into: Any, other: Any) -> None:
-        torch = self._torch
-        names = {
-            **{RedOpType.PRODUCT: "mul", RedOpType.MIN: "minimum", RedOpType.MAX: "maximum"},
-            **{RedOpType.BAND: "bitwise_and", RedOpType.BOR: "bitwise_or"},
-            RedOpType.BXOR: "bitwise_xor",
-        }
-        getattr(torch, names.get(op, "add"))(into, other, out=into)
+        getattr(self._torch, _UFUNCS[op])(into, other, out=into)
 
     def scale(self, x: Any, by: float) -> None:
         x.mul_(by)
@@ -170,12 +172,7 @@ class _CuPy:
             return self._cupy.asarray(_Interface(address, (count,), None, dtype.storage.str))
 
     def reduce(self, op: RedOpType, into: Any, other: Any) -> None:
-        names = {
-            **{RedOpType.PRODUCT: "multiply", RedOpType.MIN: "minimum", RedOpType.MAX: "maximum"},
-            **{RedOpType.BAND: "bitwise_and", RedOpType.BOR: "bitwise_or"},
-            RedOpType.BXOR: "bitwise_xor",
-        }
-        getattr(self._cupy, names.get(op, "add"))(into, other, out=into)
+        getattr(self._cupy, _UFUNCS[op])(into, other, out=into)
 
     def scale(self, x: Any, by: float) -> None:
         self._cupy.multiply(x, by, out=x)
@@ -188,6 +185,13 @@ class _CuPy:
         below = (x < 0) & (x % by != 0)
         self._cupy.floor_divide(x, by, out=x)
         self._cupy.add(x, below, out=x, casting="unsafe")
+
+
+def loaded_libraries(modules: Mapping[str, Any]) -> list[ArrayLibrary]:
+    """Return the libraries that a program has imported, and that see a GPU."""
+    torch, cupy = modules.get("torch"), modules.get("cupy")
+    made: list[ArrayLibrary] = [] if cupy is None else [_CuPy(cupy)]
+    return [*made, _Torch(torch)] if torch is not None and torch.cuda.is_available() else made
 
 
 def taken_over(obj: Any, *, write: bool, name: str) -> tuple[ArrayLibrary, Any]:
