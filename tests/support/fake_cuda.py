@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import types
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -564,12 +565,15 @@ def _modules():
     cuda_core.StreamOptions = SimpleNamespace
     driver = types.ModuleType("cuda.bindings.driver")
     driver.cuMemcpyDtoDAsync = copy_async
-    return {
+    made = {
         "nccl": nccl, "nccl.core": core, "nccl.bindings": types.ModuleType("nccl.bindings"),
         "nccl.bindings.nccl": calls, "cuda": cuda, "cuda.core": cuda_core,
         "cuda.bindings": types.ModuleType("cuda.bindings"), "cuda.bindings.driver": driver,
         "cupy": _cupy(),
     }  # fmt: skip
+    for name, module in made.items():
+        module.__spec__ = ModuleSpec(name, None)
+    return made
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,7 +16,11 @@ from tests.support import fake_cuda
 from tests.support.operations import COLLECTIVES, Operations
 from tests.support.oracle import DTYPES, REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.together import on_threads
+from unisono.backends.nccl import arrays
+from unisono.backends.nccl.gpu import GPU
+from unisono.backends.nccl.library import load
 from unisono.errors import (
+    ArgumentTypeError,
     CollectiveAbortedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -24,6 +30,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.groups.world import World, use
+from unisono.lowlevel import CUDAEvent, CUDAStream
 from unisono.testing import run
 
 LIMIT_S = 30
@@ -78,6 +85,7 @@ def every_operation(rank, how, async_op):
     calls.check(how)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize(
     "how",
@@ -111,6 +119,7 @@ def reduce_all(rank, dtype, count):
     assert whole.get().tobytes() == np.concatenate(everyone).tobytes()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if "float8" not in d and d != "bfloat16"])
 def test_every_dtype_and_reduce_op(dtype):
     on_gpus(3, partial(reduce_all, dtype=dtype, count=7))
@@ -424,8 +433,6 @@ def test_the_stream_waits_and_not_the_host():
 
 
 def test_streams_and_events_of_a_gpu():
-    from unisono.lowlevel import CUDAEvent, CUDAStream
-
     def body(rank):
         compute = CUDAStream(fake_cuda.ExternalStream(77 + rank), rank)
         other = CUDAStream(fake_cuda.Stream(88 + rank).handle, rank)
@@ -578,3 +585,105 @@ def lives(rank, rounds):
 def test_groups_start_and_end_many_times():
     on_gpus(2, partial(lives, rounds=12), "unisono")
     assert not fake_cuda._alive
+
+
+# ---- calls that are refused ---------------------------------------------------------------------
+
+
+def test_wrong_gpus_and_devices_are_named():
+    def body(rank):
+        x, y = fake_cuda.array([1.0]), fake_cuda.array([1.0], device=5 + rank)
+        with pytest.raises(InvalidArgumentError) as caught:
+            dist.all_gather_into_tensor(fake_cuda.array([0.0, 0.0]), y)
+        gpus = [rank, 5 + rank]
+        assert caught.value.what == (
+            f"all_gather_into_tensor: the arrays of one call are on GPUs {gpus}, expected one"
+        )
+        dist.all_reduce(x)
+        with pytest.raises(InvalidArgumentError) as caught:
+            dist.all_reduce(y)
+        assert caught.value.what == (
+            f"all_reduce: the array is on GPU {5 + rank}, but group 'default' uses GPU {rank} on "
+            "this rank"
+        )
+
+    on_gpus(2, body)
+    with pytest.raises(InvalidArgumentError) as caught:
+        on_gpus(1, lambda rank: None, device_id="cuda")
+    assert caught.value.what == "device_id='cuda' names no GPU, such as 0 or 'cuda:0'"
+    with pytest.raises(UnsupportedError) as caught:
+        on_gpus(1, lambda rank: None, "cpu:nccl")
+    assert caught.value.what == "backend 'nccl' serves device 'cuda' only, not 'cpu'"
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_float8_needs_a_new_gpu(monkeypatch, capability):
+    monkeypatch.setattr(fake_cuda.Device, "capability", capability)
+
+    def body(rank):
+        x = fake_cuda.array(np.array([rank + 1.0]).astype(ml_dtypes.float8_e5m2))
+        out = fake_cuda.array(np.zeros(2, x.dtype))
+        dist.all_gather_into_tensor(out, x)
+        assert out.get().astype(float).tolist() == [1, 2]
+        if capability < (9, 0):
+            with pytest.raises(UnsupportedError) as caught:
+                dist.all_reduce(x)
+            assert caught.value.what == (
+                "all_reduce: reduce op SUM on float8_e5m2 needs a GPU of compute capability 9.0 or "
+                "newer"
+            )
+        else:
+            dist.all_reduce(x)
+            assert x.get().astype(float).tolist() == [3]
+
+    on_gpus(2, body)
+
+
+def test_failures_of_nccl_and_cuda_have_their_texts(monkeypatch):
+    def body(rank):
+        x = fake_cuda.array([1.0])
+        dist.all_reduce(x)
+        if rank == 0:
+            next(c for c in fake_cuda._alive.values() if c.rank == 0).status = 3
+        with pytest.raises(UnisonoError) as caught:
+            dist.all_reduce(x, async_op=True).wait(LIMIT_S)
+        return caught.value.what
+
+    texts = on_gpus(2, body)
+    failed = "NCCL failed in group 'default' on rank 0 with status 3: the cable was cut"
+    assert texts[0] == failed
+    assert failed in texts[1]
+    gpu = GPU(load(), 2)
+    monkeypatch.setattr(gpu._driver, "cuMemcpyDtoDAsync", lambda *arguments: (700,))
+    with pytest.raises(UnisonoError) as caught:
+        gpu.copy(8, 16, 4, fake_cuda.Stream(1))
+    assert caught.value.what == "a copy of 4 bytes on GPU 2: 700"
+
+
+def test_an_array_of_an_unknown_library(monkeypatch):
+    for name in ("cupy", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UnsupportedError, match="x is a Numba, which takes CuPy or torch to read"):
+        arrays.view(Numba([1.0]), write=True, name="x")
+    with pytest.raises(ArgumentTypeError, match="x must be an array of a GPU, got list"):
+        arrays.view([1.0], write=True, name="x")
+
+
+def test_streams_take_streams_and_events_no_callbacks():
+    with pytest.raises(ArgumentTypeError) as caught:
+        CUDAStream("fast")
+    assert caught.value.what == "stream must be a stream of a GPU or its handle, got 'fast'"
+    event = CUDAEvent()
+    with pytest.raises(UsageError, match="an event of a GPU has no callbacks"):
+        event.on_reached(print)
+    with pytest.raises(UsageError, match="an event of unisono on a GPU has no time"):
+        event.elapsed_time(event)
+
+
+def test_libraries_and_their_state(monkeypatch):
+    assert dist.is_nccl_available()
+    assert dist.engine_info().nccl == "experimental: not yet run on a GPU"
+    assert "NCCL: experimental" in str(dist.engine_info())
+    monkeypatch.setitem(sys.modules, "nccl.core", None)
+    with pytest.raises(UnsupportedError, match="backend 'nccl' needs nccl4py and the libraries"):
+        on_gpus(1, lambda rank: None)

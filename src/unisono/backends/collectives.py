@@ -1,7 +1,7 @@
 """From the arrays of a collective to its memory and its description; the same for every device.
 
-A backend adds `_submit`, which moves the data, and says how arrays become flat memory. A list of
-arrays stands for their concatenation, so a call has one input and one output only.
+A backend adds `_submit`, which moves the data, and `memory`, which makes flat memory of arrays. A
+list of arrays stands for their concatenation, so a call has one input and one output only.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def init_process_group(
 
     Args:
         backend: "unisono" (the default), "gloo" (served by the same engine), "mpi" (collectives of
-            an MPI library), "nccl" (arrays of GPUs; objects and barriers through the CPU), or one
-            per device type: "cpu:unisono,cuda:nccl".
+            an MPI library), "nccl" (arrays of GPUs), or one per device type:
+            "cpu:unisono,cuda:nccl".
         init_method: URL: env://, tcp://host:port, file:///path.
         timeout: Of this call, and default of every later one. 1,800 s.
         world_size: Number of ranks; needed with `store`, or if the URL does not give it.

@@ -1,4 +1,4 @@
-"""What only an array library can do with an array of a GPU: torch or CuPy.
+"""Arrays of a GPU, through torch or CuPy.
 
 Arrays of other libraries (numba, JAX, ...) are taken over by CuPy or torch without a copy. The
 addresses of an array stand in a NumPy array without readable memory, a *shadow*. So the checks of

@@ -424,8 +424,9 @@ class NCCLBackend(ArrayBackend):
         drained = self._calls.drain(Deadline(_CLOSE_S))
         if not drained:
             self._calls.fail(ClosedError(f"group '{self.spec.name}' was destroyed"))
-        elif self._kernels is not None and self._error is None:
-            self._kernels.link.close(orderly=self.control.broken() is None)
+        kernels, self._kernels = self._kernels, None
+        if kernels is not None and drained and self._error is None:
+            kernels.link.close(orderly=self.control.broken() is None)
         self._calls.join()
         self.control.close()
 

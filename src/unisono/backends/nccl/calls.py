@@ -2,8 +2,8 @@
 
 A call has ended when its kernels have ended and the control group has compared it on all ranks. The
 oldest call decides: kernels run in the order of the calls. Its comparison names ranks that differ,
-are late or are lost. If the comparison is done and the kernels still run, the watcher looks for
-what the comparison cannot see: a rank that was lost later, an error of NCCL, the deadline.
+are late or are lost. If the comparison is done and kernels still run, the watcher looks further:
+for a rank that was lost since, an error of NCCL, the deadline.
 """
 
 from __future__ import annotations

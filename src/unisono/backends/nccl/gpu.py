@@ -18,7 +18,7 @@ class GPU:
 
     Args:
         libraries: The libraries of CUDA.
-        index: Of the GPU among those that this process sees.
+        index: Of the GPU among the GPUs of this process.
     """
 
     def __init__(self, libraries: Libraries, index: int) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 from unisono.backends.nccl.arrays import loaded_libraries
 from unisono.backends.nccl.gpu import GPU
@@ -126,4 +126,4 @@ def _of_gpu(stream: Stream | None) -> CUDAStream:
     found = stream or device_stream.get()
     if not isinstance(found, CUDAStream):
         raise UsageError(f"an event of a GPU needs a CUDAStream, got {found!r}")
-    return cast(CUDAStream, found)
+    return found
