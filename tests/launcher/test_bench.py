@@ -129,7 +129,8 @@ def test_bandwidths_are_those_of_nccl_tests(op, factor):
         ),
         (
             lambda: BenchPlan(("barrier",), 2, peers=("nccl",)),
-            "--device cpu does not go with --peer nccl; --peer nccl needs --device cuda",
+            "--device cpu does not go with --peer nccl; --peer nccl needs --device cuda, the other "
+            "peers --device cpu",
         ),
         (
             lambda: BenchPlan(("barrier",), 2, device="cuda", algorithm="ring"),

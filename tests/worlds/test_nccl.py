@@ -352,8 +352,11 @@ def test_ranks_on_one_gpu_are_refused():
     fake_cuda.uuids.update({0: "GPU-x", 2: "GPU-x"})
 
     def body(rank):
-        with pytest.raises(UsageError, match="ranks 0 and 2 of group 'default' use one GPU"):
+        with pytest.raises(UsageError, match="ranks 0 and 2 of group") as caught:
             dist.all_reduce(fake_cuda.array([1.0]))
+        assert caught.value.what == (
+            "ranks 0 and 2 of group 'default' use one GPU; NCCL needs a GPU for each rank"
+        )
 
     on_gpus(3, body)
 
@@ -663,7 +666,7 @@ def test_failures_of_nccl_and_cuda_have_their_texts(monkeypatch):
 def test_an_array_of_an_unknown_library(monkeypatch):
     for name in ("cupy", "torch"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedError, match="x is a Numba, which takes CuPy or torch to read"):
+    with pytest.raises(UnsupportedError, match="x is a Numba, which takes CuPy or torch to read: "):
         arrays.view(Numba([1.0]), write=True, name="x")
     with pytest.raises(ArgumentTypeError, match="x must be an array of a GPU, got list"):
         arrays.view([1.0], write=True, name="x")
