@@ -395,8 +395,10 @@ def test_what_nccl_cannot_do_is_refused():
         x = fake_cuda.array([1.0])
         with pytest.raises(UnsupportedError, match="NCCL chooses algorithm and order itself"):
             dist.all_reduce(x, deterministic=True)
-        with pytest.raises(UnsupportedError, match="NCCL sends no message from a rank to itself"):
+        with pytest.raises(UnsupportedError, match="NCCL has no messages from a rank to itself"):
             dist.isend(x, rank)
+        with pytest.raises(UnsupportedError, match="NCCL has no partial=True"):
+            dist.recv(x, 1 - rank, partial=True)
         with pytest.raises(UnsupportedError, match="has no recv_any_source"):
             dist.recv(x)
         y = fake_cuda.Array(np.ones(1), device=7)
@@ -525,6 +527,39 @@ def test_a_kernel_that_does_not_end_is_stopped_at_the_deadline():
     texts = on_gpus(2, body)
     assert any("every rank entered it, but the data did not arrive" in text for text in texts)
     assert all("0.5 s" in text for text in texts)
+
+
+def test_a_message_without_its_other_end_is_named():
+    done = threading.Barrier(2)
+
+    def body(rank):
+        dist.all_reduce(fake_cuda.array([1.0]))
+        what = ""
+        if rank == 0:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.irecv(fake_cuda.array([1.0]), 1, timeout=0.3).wait(LIMIT_S)
+            what = caught.value.what
+        done.wait(LIMIT_S)
+        return what
+
+    what = on_gpus(2, body)[0]
+    assert what.startswith(
+        "recv(float64[1], src=1, tag=0) in group 'default' timed out after 0.3 s on rank 0 of 2: "
+        "rank 1 did not match it"
+    )
+
+
+def test_any_tag_takes_the_next_message():
+    def body(rank):
+        x = fake_cuda.array([rank + 1.0])
+        if rank == 0:
+            dist.send(x, 1, tag=9)
+            return None
+        work = dist.irecv(x, 0, tag=dist.ANY_TAG)
+        assert work.wait(LIMIT_S)
+        return x.get().tolist(), work.tag(), work.source_rank()
+
+    assert on_gpus(2, body)[1] == ([1], 9, 0)
 
 
 def test_a_communicator_that_does_not_start_in_time():

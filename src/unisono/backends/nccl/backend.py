@@ -46,8 +46,9 @@ from unisono.errors import (
     UnsupportedError,
 )
 from unisono.stores import PrefixStore
+from unisono.transports.messages import ANY_TAG
 
-# Tag of the control group's messages that describe a send; tags of users are smaller.
+# Tag of the control group's messages that describe a send; no program uses this tag.
 _NOTE = 2**63 - 2
 
 # A rank that leaves the group in order may be seen before the end of the kernels that it has fed.
@@ -131,7 +132,8 @@ class NCCLBackend(ArrayBackend):
 
         def run() -> list[Any]:
             given, into = ([] if each is None else each.pieces() for each in (source, target))
-            return kernels.run(spec, Memory(dtype, given, into, memory[0].library), members)
+            moved = Memory(dtype, given, into, memory[0].library, options.deadline)
+            return kernels.run(spec, moved, members)
 
         call = GPUCall(prepared.call.text, operands.results, seen, options.deadline, [])
         self._enqueue(call, memory, target if result else None, run)
@@ -158,12 +160,13 @@ class NCCLBackend(ArrayBackend):
         """
         self._require_usable(op)
         sends, rank = op == "send", self.spec.ranks[peer]
-        if peer == self.spec.rank:
-            raise UnsupportedError(f"{op}: NCCL sends no message from a rank to itself")
+        if peer == self.spec.rank or options.partial:
+            what = "partial=True" if options.partial else "messages from a rank to itself"
+            raise UnsupportedError(f"{op}: NCCL has no {what}")
         data = flat.one(tensor, write=not sends)
         kernels = self._connected(_index_of([data]), options.deadline, "send or recv")
-        shape = ", ".join(map(str, data.shape or ()))
-        text = f"{op}({data.dtype}[{shape}], {'dst' if sends else 'src'}={rank}, tag={tag})"
+        role, shape = "dst" if sends else "src", ", ".join(map(str, data.shape or ()))
+        text = f"{op}({data.dtype}[{shape}], {role}={rank}, tag={'any' if tag == ANY_TAG else tag})"
         mine = np.array([code_of(data.dtype), data.count, tag], np.int64)
         note = mine if sends else np.zeros(3, np.int64)
         how = options._replace(async_op=True)
@@ -171,13 +174,21 @@ class NCCLBackend(ArrayBackend):
 
         def run() -> list[Any]:
             messages = [(piece, peer) for piece in data.pieces()]
-            kernels.exchange(
-                messages if sends else (), () if sends else messages, data.dtype.itemsize
-            )
+            given, taken = (messages, []) if sends else ([], messages)
+            kernels.exchange(given, taken, data.dtype.itemsize)
             return []
 
         def verify() -> None:
-            if not sends and not np.array_equal(note, mine):
+            if (error := seen.error) is not None:
+                hidden = f"{op}(int64[3], {role}={rank}, tag={_NOTE})"
+                raise type(error)(
+                    error.what.replace(hidden, text), context=self._where(op, (rank,))
+                )
+            if sends:
+                return
+            call.tag = int(note[2])
+            compared = slice(2 if tag == ANY_TAG else 3)
+            if not np.array_equal(note[compared], mine[compared]):
                 dtype = dtype_of_code(int(note[0]))
                 got = f"{dtype.name if dtype else 'unknown'}[{note[1]}] with tag {note[2]}"
                 raise CollectiveMismatchError(
@@ -188,9 +199,9 @@ class NCCLBackend(ArrayBackend):
                 )
 
         call = GPUCall(text, [tensor], seen, options.deadline, [note, mine])
-        call.verify = verify
+        call.verify, call.late = verify, f"rank {rank} did not match it"
         if not sends:
-            call.source, call.tag, call.count = rank, tag, data.count
+            call.source, call.count = rank, data.count
         self._enqueue(call, [data], None if sends else data, run)
         return self._returned(call, options)
 
@@ -234,11 +245,15 @@ class NCCLBackend(ArrayBackend):
         assert self._kernels is not None
         link = self._kernels.link
         library, index = memory[0].library, link.gpu.index
-        call.stream = lambda: link.gpu.stream_of(library.current_stream(index))
         call.kept += memory
 
+        def follow() -> None:
+            with link.gpu.current():
+                link.gpu.stream_of(library.current_stream(index)).wait(call.end)
+
         def begin() -> None:
-            link.stream.wait(call.stream().record())
+            current = link.gpu.stream_of(library.current_stream(index))
+            link.stream.wait(current.record())
             with ExitStack() as stack:
                 for each in memory:
                     stack.enter_context(each.library.on(index, int(link.stream.handle)))
@@ -250,7 +265,7 @@ class NCCLBackend(ArrayBackend):
             if written is not None:
                 with written.library.on(index, int(link.stream.handle)):
                     written.end()
-            call.end = link.stream.record()
+            call.end, call.follow = link.stream.record(), follow
             self._calls.add(call)
 
         def guarded(step: Callable[[], None]) -> Callable[[], None]:
@@ -267,8 +282,10 @@ class NCCLBackend(ArrayBackend):
         if self._batch is not None:
             self._batch.extend(steps)
             return
-        for step in steps:
-            step()
+        # One lock around both, because no call of NCCL may follow before the last has settled.
+        with self._lock:
+            for step in steps:
+                step()
 
     def _returned(self, call: GPUCall, options: CallOptions) -> GPUCall:
         if not options.async_op and self._batch is None:
@@ -342,7 +359,7 @@ class NCCLBackend(ArrayBackend):
         if call.limit.expired():
             return CollectiveTimeoutError(
                 f"{call.text} in group '{self.spec.name}' timed out after {call.limit} on rank "
-                f"{self._me}: every rank entered it, but the data did not arrive in time",
+                f"{self._me}: {call.late}",
                 context=self._where(call.text.partition("(")[0]),
             )
         return None

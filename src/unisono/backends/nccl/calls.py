@@ -35,10 +35,12 @@ class GPUCall(Pending):
 
     Attributes:
         end: Event after the kernels; None until they are enqueued.
-        verify: Called when `seen` has ended without an error; raises if it shows a mismatch.
+        follow: Makes the current stream wait for `end`.
+        late: The reason, if the kernels do not end in time.
+        verify: Called when `seen` has ended; raises its error, or another that it shows.
     """
 
-    __slots__ = ("calls", "end", "kept", "limit", "seen", "stream", "text", "verify")
+    __slots__ = ("calls", "end", "follow", "kept", "late", "limit", "seen", "text", "verify")
 
     def __init__(
         self,
@@ -55,8 +57,13 @@ class GPUCall(Pending):
         self.kept = kept
         self.end: Any = None
         self.calls: Calls | None = None
-        self.stream: Callable[[], Any] = lambda: None
-        self.verify: Callable[[], None] = lambda: None
+        self.follow: Callable[[], None] = lambda: None
+        self.late = "every rank entered it, but the data did not arrive in time"
+        self.verify: Callable[[], None] = self._raise_error
+
+    def _raise_error(self) -> None:
+        if self.seen.error is not None:
+            raise self.seen.error
 
     def done(self) -> bool:
         if not self._done and self.calls is not None:
@@ -75,7 +82,7 @@ class GPUCall(Pending):
     def enqueue_wait(self) -> bool:
         if self._done or self.end is None:
             return False
-        self.stream().wait(self.end)
+        self.follow()
         return True
 
 
@@ -161,8 +168,6 @@ class Calls:
             if seen.deadline is not None and seen.deadline.expired():
                 seen.expire()
             return None
-        if seen.error is not None:
-            return seen.error
         try:
             call.verify()
             return None if call.end.is_done else self._trouble(call)

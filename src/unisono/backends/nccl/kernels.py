@@ -18,6 +18,7 @@ from unisono.backends.nccl.library import BYTES, Libraries, reduction_of
 from unisono.backends.nccl.link import Link
 from unisono.backends.neighbors import Sizes
 from unisono.backends.prepared_calls import CallSpec
+from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType
 
 Message = tuple[Piece, int]
@@ -31,12 +32,14 @@ class Memory(NamedTuple):
         source: The input; empty without one.
         target: The output; empty without one.
         library: For reductions that NCCL lacks.
+        deadline: Of the call.
     """
 
     dtype: DType
     source: list[Piece]
     target: list[Piece]
     library: ArrayLibrary
+    deadline: Deadline
 
 
 def cut(pieces: Sequence[Piece], sizes: Sequence[int], itemsize: int) -> list[Piece]:
@@ -237,6 +240,7 @@ class Kernels:
                 if self._rank in self._needs(spec, rank)
             ]
             self.exchange(sends, zip(rows, needed, strict=True), itemsize)
+            self.link.settle(memory.deadline, spec.called)
             if not needed or not target.elements:
                 continue
             total = library.at(*rows[0], dtype, gpu.index)
