@@ -385,12 +385,7 @@ class NCCLBackend(ArrayBackend):
         """Stop the kernels because of an error, break the group, and return the calls' error."""
         if self._error is not None:
             return self._error
-        if not isinstance(error, UnisonoError):
-            error = CommunicationError(
-                f"a call in group '{self.spec.name}' failed on rank {self._me}: "
-                f"{type(error).__name__}: {error}",
-                context=self._where("nccl"),
-            )
+        error = self._named(error, "a call")
         what = error.what
         if isinstance(error, CollectiveMismatchError):
             error = CollectiveMismatchError(
@@ -409,14 +404,19 @@ class NCCLBackend(ArrayBackend):
 
     def _failed_here(self, call: GPUCall, error: Exception) -> UnisonoError:
         """Break the group because its kernels could not be enqueued here; return the error."""
-        if not isinstance(error, UnisonoError):
-            reason = f"{type(error).__name__}: {error}"
-            error = CommunicationError(
-                f"{call.text} in group '{self.spec.name}' failed on rank {self._me}: {reason}",
-                context=self._where(call.text.partition("(")[0]),
-            )
-        self._calls.fail(error)
-        return error
+        named = self._named(error, call.text)
+        self._calls.fail(named)
+        return named
+
+    def _named(self, error: BaseException, text: str) -> UnisonoError:
+        """Return an error of ours for an error of a library."""
+        if isinstance(error, UnisonoError):
+            return error
+        return CommunicationError(
+            f"{text} in group '{self.spec.name}' failed on rank {self._me}: "
+            f"{type(error).__name__}: {error}",
+            context=self._where(text.partition("(")[0]),
+        )
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -438,6 +438,9 @@ class NCCLBackend(ArrayBackend):
 
     def close(self) -> None:
         """End the communicator after the calls under way; calls that do not end are aborted."""
+        if self.control.comm.closed() is not None:
+            # A second call, or the child of a fork, where the communicator must not be touched.
+            return
         drained = self._calls.drain(Deadline(_CLOSE_S))
         if not drained:
             self._calls.fail(ClosedError(f"group '{self.spec.name}' was destroyed"))
