@@ -47,7 +47,7 @@ class Step:
         Raises:
             StepAborted: The step does not count on any rank.
             CollectiveMismatchError: Other ranks made another call.
-            StoreConnectionError: A rank was lost, and the store that decides with it.
+            StoreError: A rank was lost, and the store that decides does not answer.
             UsageError: The step is committed already.
         """
         if self.committed:
@@ -65,8 +65,12 @@ class Step:
         except CommunicationError as error:
             if not _ends_group(error):
                 raise
-            # The answer is the first proposal.
-            if group.store.compare_set(f"commit/{number}", b"", _YES if asked else _NO) == _NO:
+            key, mine = f"commit/{number}", _YES if asked else _NO
+            # The first proposal is the answer. The check ends in time if the store is mute.
+            group.store.check([key], group.timeout_s)
+            answer = group.store.compare_set(key, b"", mine)
+            # A later generation deletes the answers of its predecessors.
+            if answer == _NO or (membership is not None and membership.is_succeeded()):
                 raise
             changed[:] = True
         self.committed, self.changed = True, bool(changed[0])

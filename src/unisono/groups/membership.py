@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,7 +19,14 @@ from unisono.backends import GroupSpec
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger, log_once
 from unisono.base.process_identity import describe, is_dead, new_user
-from unisono.errors import Context, RendezvousError, StoreError, StoreTimeoutError
+from unisono.errors import (
+    Context,
+    RendezvousError,
+    StoreError,
+    StoreTimeoutError,
+    UnisonoError,
+    UnsupportedError,
+)
 from unisono.groups.process_group import ProcessGroup
 from unisono.rendezvous.membership import (
     Arrival,
@@ -45,6 +53,11 @@ T = TypeVar("T")
 _log = get_logger("groups.membership")
 
 _KEY = "document"
+_OF_GENERATION = re.compile(r"(?:formed/)?(\d+)\.(\d+)(?:/|$)")
+
+# How long a step waits for the store's answer. With a longer time a store that does not answer
+# delays a step. With a shorter time a newcomer is not seen while the store is busy.
+_ANSWER_S = 1.0
 
 # Pause between two looks at the other processes. A shorter pause loads the store, a longer one
 # delays the survivors of a rank that ends during a meeting.
@@ -61,13 +74,13 @@ class Document:
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("unisono/membership", store)
 
-    def read(self) -> State:
-        """Return the present state."""
-        return loads(self._store.get(_KEY) if self._store.check([_KEY]) else b"")
+    def read(self, timeout: Timeout | None = None) -> State:
+        """Return the present state; `timeout` is the store's time to answer."""
+        return loads(self._text(timeout))
 
-    def change(self, event: Event) -> State:
+    def change(self, event: Event, timeout: Timeout | None = None) -> State:
         """Apply an event; return the state after it."""
-        text = self._store.get(_KEY) if self._store.check([_KEY]) else b""
+        text = self._text(timeout)
         while True:
             before = loads(text)
             after = apply(before, event)
@@ -88,6 +101,17 @@ class Document:
     def part(self, state: State) -> PrefixStore:
         """Return the part of the store that belongs to the present generation alone."""
         return PrefixStore(f"{state.world}.{state.generation}", self._store)
+
+    def clear_before(self, state: State) -> None:
+        """Delete the keys of the generations before a state's; their members cannot go on."""
+        for key in self._store.list_keys():
+            found = _OF_GENERATION.match(key)
+            if found and (int(found[1]), int(found[2])) < (state.world, state.generation):
+                self._store.delete_key(key)
+
+    def _text(self, timeout: Timeout | None) -> bytes:
+        there = self._store.check([_KEY], timeout)
+        return self._store.get(_KEY, timeout) if there else b""
 
 
 class _WatchedStore(PrefixStore):
@@ -161,7 +185,7 @@ class Membership:
         me: This process; `me.current` is whether it holds the state of the job.
         members: The members of the present generation, by rank.
         generation: Its number; 0 for a newcomer.
-        max_size: The last limit of newcomers.
+        max_size: The limit of newcomers that the members of this generation agreed on; 0: none.
         linked: The last generation whose members were connected.
     """
 
@@ -206,13 +230,13 @@ class Membership:
 
         The answer about processes that wait may be 50 ms old.
         """
-        if any(_unreachable(group)) or _broken(group):
+        if _unreachable(group) or _broken(group):
             return True
         if (now_s := time.monotonic()) < self._looked_s + 0.05:
             return False
         self._looked_s = now_s
         try:
-            state = self.document.read()
+            state = self.document.read(_ANSWER_S)
         except StoreError as error:
             # The job can go on without its store until a rank is lost. A store that does not answer
             # must not take its whole time-out in each step.
@@ -245,14 +269,25 @@ class Membership:
                 without this rank.
         """
         while True:
-            state = self._meet(wishes, old)
-            self.world, self.generation = state.world, state.generation
-            self.members, self._blamed = state.members, ()
-            self.max_size = wishes.max_size
-            group = self._connect(state, timeout_s, backend)
+            try:
+                state = self._meet(wishes, old)
+                self.world, self.generation = state.world, state.generation
+                self.members, self._blamed = state.members, ()
+                self.max_size = state.max_size
+                group = self._connect(state, timeout_s, backend)
+            except RendezvousError:
+                raise
+            except BaseException:
+                self._withdraw()
+                raise
             if group is not None:
                 self.linked, self._looked_s = self.generation, 0.0
                 return group
+
+    def is_succeeded(self) -> bool:
+        """Return whether the others formed a later generation, without this rank."""
+        state = self.document.read(_ANSWER_S)
+        return (state.world, state.generation) > (self.world, self.generation)
 
     def _meet(self, wishes: Wishes, old: ProcessGroup | None) -> State:
         """Wait until a generation with this process is formed."""
@@ -265,10 +300,11 @@ class Membership:
         arrival = Arrival(member=self.me, min_size=wishes.min_size, max_size=wishes.max_size)
         founders = len(self.members) if self.generation == 1 else 0
         if self.generation:
-            self._drop_dead_newcomers()
-            state = self.document.change(Come(arrival, self.world, self.generation, founders))
+            self._drop_dead_newcomers(_patience(wishes))
+            first: Event = Come(arrival, self.world, self.generation, founders)
         else:
-            state = self.document.change(Join(arrival))
+            first = Join(arrival)
+        state = self.document.change(first, _patience(wishes))
         ids = [each.id for each in self.members]
         # The links of an older generation do not belong to these members.
         linked = old if self.linked == self.generation else None
@@ -283,7 +319,7 @@ class Membership:
                 mine,
                 state,
                 time.monotonic(),
-                ended=[each for each, user in _users(state) if is_dead(user)],
+                ended=_ended(state, linked, ids),
                 unreachable=[ids[rank] for rank in _unreachable(linked)],
                 blamed=blamed,
             )
@@ -291,19 +327,29 @@ class Membership:
                 event = Expired(self.me.id, state.generation)
             if event is None:
                 self.document.wait(self.world or state.world, state.generation + 1)
-                state = self.document.read()
+                state = self.document.read(_patience(wishes))
                 continue
             missing = state
-            state = self.document.change(event)
+            state = self.document.change(event, _patience(wishes))
             if isinstance(event, Expired) and not self._takes_part(state):
                 raise self._gave_up(missing, wishes)
 
-    def _drop_dead_newcomers(self) -> None:
+    def _drop_dead_newcomers(self, timeout_s: float) -> None:
         """Remove the newcomers that ended, so that no generation is formed with them."""
-        state = self.document.read()
+        state = self.document.read(timeout_s)
         dead = tuple(each.id for each in state.waiting if is_dead(each.member.user))
         if dead:
             self.document.change(Lost(dead, state.generation))
+
+    def _withdraw(self) -> None:
+        """Report that this process does not wait any more, and is in no new generation."""
+        with contextlib.suppress(UnisonoError):
+            state = self.document.read(_ANSWER_S)
+            while True:
+                number = state.generation
+                state = self.document.change(Lost((self.me.id,), number), _ANSWER_S)
+                if state.generation == number or self.me.id not in state.ids:
+                    return
 
     def _takes_part(self, state: State) -> bool:
         """Whether this process waits in the meeting, or is a member of a new generation."""
@@ -315,8 +361,9 @@ class Membership:
         """Return the group of a generation, or None if one of its members is lost already."""
 
         def check() -> None:
-            now = self.document.read()
-            if (now.world, now.generation) != (state.world, state.generation) or now.came:
+            now = self.document.read(_CONNECT_S)
+            moved = (now.world, now.generation) != (state.world, state.generation)
+            if moved or now.came or now.lost:
                 raise _SupersededError
             if any(is_dead(user) for each, user in _users(now) if each in state.ids):
                 raise _SupersededError
@@ -346,6 +393,9 @@ class Membership:
         group.set_timeout(timeout_s)
         if rank == 0:
             self.document.change(Connected(state.generation))
+            # A store of the user may have no list of keys.
+            with contextlib.suppress(StoreError, UnsupportedError):
+                self.document.clear_before(state)
         return group
 
     # ---- errors ---------------------------------------------------------------------------
@@ -401,6 +451,18 @@ def _users(state: State) -> list[tuple[str, str]]:
     return [(each, user) for each, user in members.items() if user]
 
 
+def _ended(state: State, group: ProcessGroup | None, ids: Sequence[str]) -> list[str]:
+    """Return the ids of processes that have certainly ended; `ids` are those of the group."""
+    came = {each.id for each in state.came}
+    gone = {ids[rank] for rank in _unreachable(group, certain=True)}
+    return [*(gone - came)] + [each for each, user in _users(state) if is_dead(user)]
+
+
+def _patience(wishes: Wishes) -> float:
+    """Return how long a call may wait for an answer of the store."""
+    return max(_ANSWER_S, wishes.deadline.remaining())
+
+
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
@@ -410,12 +472,14 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"
 
 
-def _unreachable(group: ProcessGroup | None) -> list[int]:
-    """Return the ranks of a group to which a backend has no link any more."""
+def _unreachable(group: ProcessGroup | None, *, certain: bool = False) -> list[int]:
+    """Return the ranks to which a backend has no link any more; `certain`: that have ended."""
     if group is None:
         return []
     backends = group.backends.values()
     ranks = [rank for rank in range(group.size()) if rank != group.rank()]
+    if certain:
+        return [rank for rank in ranks if any(each.has_ended(rank) for each in backends)]
     return [rank for rank in ranks if any(each.lost(rank) is not None for each in backends)]
 
 
