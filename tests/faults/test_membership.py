@@ -19,7 +19,7 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import _PROLOGUE, SRC, outcome, ranks_of, started
 from tests.support.ports import free_port
-from unisono.c10d import lifecycle
+from unisono.c10d import lifecycle, steps
 from unisono.c10d.steps import Step
 from unisono.errors import (
     ArgumentTypeError,
@@ -34,7 +34,8 @@ from unisono.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from unisono.groups.membership import Document, Membership
+from unisono.groups.membership import Membership
+from unisono.groups.membership_store import Document, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import World, current, use
 from unisono.rendezvous.joining import open_for_newcomer
@@ -774,6 +775,43 @@ def test_a_rank_without_which_a_later_generation_was_formed_counts_nothing():
             with pytest.raises(StepAborted) if later else contextlib.nullcontext(), step:
                 step.commit()
             assert step.committed != later
+
+
+def miss_an_answer(rank, counts, without_answer):
+    """Rank 2 leaves in a commit. The store gives rank 0 no answer, and rank 1 gets one."""
+    group, state, ended = dist.group.WORLD, {"model": np.zeros(4)}, ""
+    if rank == 0:
+        without_answer.append(group.store)
+    if rank == 2:
+        if counts:
+            group.all_reduce(np.zeros(1, np.int64), dist.ReduceOp.MAX, _label="commit")
+        dist.destroy_process_group()
+        return None
+    try:
+        with dist.step() as s:
+            s.commit()
+        state["model"] += 1
+    except (StepAborted, StoreTimeoutError) as error:
+        ended = type(error).__name__
+    dist.reconfigure(timeout=20)
+    sources = current().membership.sources
+    dist.sync_state(state)
+    return ended, sources, state["model"].tolist()
+
+
+def test_a_rank_that_missed_a_step_which_counts_is_filled(monkeypatch):
+    def answer(store, *question):
+        if store in without_answer:
+            raise StoreTimeoutError("the store server did not answer")
+        return first_proposal(store, *question)
+
+    monkeypatch.setattr(steps, "first_proposal", answer)
+    without_answer = []
+    found = run(miss_an_answer, 3, args=(True, without_answer))
+    assert found[:2] == [("StoreTimeoutError", (1,), [1.0] * 4), ("", (1,), [1.0] * 4)]
+    found = run(miss_an_answer, 3, args=(False, without_answer))
+    both = (0, 1), [0.0] * 4
+    assert found[:2] == [("StoreTimeoutError", *both), ("StepAborted", *both)]
 
 
 def commit_or_not(rank):

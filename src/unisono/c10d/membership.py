@@ -67,6 +67,7 @@ def reconfigure(
         max_size=most,
         blamed=tuple(sorted(blamed)),
     )
+    membership.settle(old.store, wishes.deadline.remaining())
     before = membership.generation
     made = membership.next_group(wishes, old, old.timeout_s, str(old.config))
     world.replace_default(

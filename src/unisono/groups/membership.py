@@ -1,19 +1,18 @@
 """The part of this process in a job whose ranks come and go.
 
-`unisono.rendezvous.membership` has the document and its rules. Here are its reads and writes, the
-facts about other processes, and the group that follows.
+`unisono.rendezvous.membership` has the rules of the document, `membership_store` its reads and
+writes. Here are the facts about other processes, and the group that follows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from unisono.backends import GroupSpec
 from unisono.base.deadline import Deadline, Timeout
@@ -27,6 +26,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
+from unisono.groups.membership_store import YES, Document, WatchedStore, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.rendezvous.membership import (
     Arrival,
@@ -39,115 +39,20 @@ from unisono.rendezvous.membership import (
     Lost,
     Member,
     State,
-    apply,
     founder,
-    loads,
     next_event,
 )
-from unisono.rendezvous.state import dumps
-from unisono.stores import PrefixStore, Store
-from unisono.stores.api import Value
-
-T = TypeVar("T")
+from unisono.stores import Store
 
 _log = get_logger("groups.membership")
-
-_KEY = "document"
-_OF_GENERATION = re.compile(r"(?:formed/)?(\d+)\.(\d+)(?:/|$)")
 
 # How long a step waits for the store's answer. With a longer time a store that does not answer
 # delays a step. With a shorter time a newcomer is not seen while the store is busy.
 _ANSWER_S = 1.0
 
-# Pause between two looks at the other processes. A shorter pause loads the store, a longer one
-# delays the survivors of a rank that ends during a meeting.
-_LOOK_S = 0.02
-
 # How long the members of a new generation wait for the address of one of them. Then that member
 # counts as lost. With a shorter time a member on a busy machine would be excluded.
 _CONNECT_S = 10.0
-
-
-class Document:
-    """The membership document in the store of a job."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("unisono/membership", store)
-
-    def read(self, timeout: Timeout | None = None) -> State:
-        """Return the present state; `timeout` is the store's time to answer."""
-        return loads(self._text(timeout))
-
-    def change(self, event: Event, timeout: Timeout | None = None) -> State:
-        """Apply an event; return the state after it."""
-        text = self._text(timeout)
-        while True:
-            before = loads(text)
-            after = apply(before, event)
-            desired = dumps(after)
-            if after == before:
-                return after
-            if (answer := self._store.compare_set(_KEY, text, desired)) == desired:
-                if after.generation > max(1, before.generation):
-                    self._store.set(f"formed/{after.world}.{after.generation}", b"")
-                return after
-            text = answer
-
-    def wait(self, world: int, generation: int) -> None:
-        """Wait for a moment, or until this generation is formed."""
-        with contextlib.suppress(StoreTimeoutError):
-            self._store.wait([f"formed/{world}.{generation}"], _LOOK_S)
-
-    def part(self, state: State) -> PrefixStore:
-        """Return the part of the store that belongs to the present generation alone."""
-        return PrefixStore(f"{state.world}.{state.generation}", self._store)
-
-    def clear_before(self, state: State) -> None:
-        """Delete the keys of the generations before a state's; their members cannot go on."""
-        for key in self._store.list_keys():
-            found = _OF_GENERATION.match(key)
-            if found and (int(found[1]), int(found[2])) < (state.world, state.generation):
-                self._store.delete_key(key)
-
-    def _text(self, timeout: Timeout | None) -> bytes:
-        there = self._store.check([_KEY], timeout)
-        return self._store.get(_KEY, timeout) if there else b""
-
-
-class _WatchedStore(PrefixStore):
-    """A store whose waits call `check` now and then, which may end them by an exception."""
-
-    def __init__(self, store: Store, check: Callable[[], None]) -> None:
-        super().__init__("group", store)
-        self.check_members: Callable[[], None] | None = check
-
-    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        return self._in_slices(lambda slice_s: PrefixStore.get(self, key, slice_s), timeout)
-
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        self._in_slices(lambda slice_s: PrefixStore.wait(self, keys, slice_s), timeout)
-
-    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        self._in_slices(
-            lambda slice_s: PrefixStore.barrier(self, key, world_size, slice_s), timeout
-        )
-
-    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        if self.check_members is not None:
-            self.check_members()
-        return super().compare_set(key, expected, desired)
-
-    def _in_slices(self, call: Callable[[Timeout | None], T], timeout: Timeout | None) -> T:
-        if self.check_members is None:
-            return call(timeout)
-        deadline = Deadline(self.timeout if timeout is None else timeout)
-        while True:
-            try:
-                return call(min(5 * _LOOK_S, deadline.remaining()))
-            except StoreTimeoutError:
-                if deadline.expired():
-                    raise
-            self.check_members()
 
 
 class _SupersededError(Exception):
@@ -187,6 +92,7 @@ class Membership:
         generation: Its number; 0 for a newcomer.
         max_size: The limit of newcomers that the members of this generation agreed on; 0: none.
         linked: The last generation whose members were connected.
+        undecided: The key and the proposal of a commit to which the store gave no answer.
     """
 
     def __init__(self, store: Store, me: Member, world: int = 0, options: Any = None) -> None:
@@ -198,6 +104,7 @@ class Membership:
         self.members: tuple[Member, ...] = ()
         self.max_size = 0
         self.linked = 0
+        self.undecided: tuple[str, bytes] | None = None
         self._looked_s = 0.0
         self._blamed: tuple[str, ...] = ()
 
@@ -224,6 +131,14 @@ class Membership:
     def hold_state(self) -> None:
         """Record that this process holds the state of the job."""
         self.me = replace(self.me, current=True)
+
+    def settle(self, store: Store, timeout: Timeout) -> None:
+        """Ask again whether an undecided step counts; this process lacks the step then."""
+        if self.undecided is None:
+            return
+        if first_proposal(store, *self.undecided, timeout) == YES:
+            self.me = replace(self.me, current=False)
+        self.undecided = None
 
     def has_changed(self, group: ProcessGroup) -> bool:
         """Return whether a rank of the group is lost or a process waits to join.
@@ -369,7 +284,7 @@ class Membership:
                 raise _SupersededError
 
         rank, size = state.ids.index(self.me.id), len(state.ids)
-        store = _WatchedStore(self.document.part(state), check)
+        store = WatchedStore(self.document.part(state), check)
         spec = GroupSpec(
             store=store,
             rank=rank,
