@@ -307,7 +307,7 @@ class Membership:
         store.check_members = None
         group.set_timeout(timeout_s)
         if rank == 0:
-            self.document.change(Connected(state.generation))
+            self.document.change(Connected(state.generation), _CONNECT_S)
             # A store of the user may have no list of keys.
             with contextlib.suppress(StoreError, UnsupportedError):
                 self.document.clear_before(state)

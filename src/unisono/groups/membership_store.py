@@ -1,7 +1,4 @@
-"""What the ranks of a job whose ranks come and go keep in its store.
-
-The membership document, the answers to commits, and the keys of each generation.
-"""
+"""The store of a job whose ranks come and go: the document, the answers to commits, and the keys."""
 
 from __future__ import annotations
 
