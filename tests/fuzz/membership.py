@@ -63,7 +63,6 @@ def work(number: int, folder: str, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     if "HOLDER" in variables:
         enter(int(variables["HOLDER"]))
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     threading.Thread(target=break_links, daemon=True).start()
     stacks = os.open(f"{folder}/{number}.stack", os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -452,6 +451,8 @@ def main() -> int:
     parser.add_argument("rounds", nargs="?", type=int, default=100)
     parser.add_argument("--keep", action="store_true", help="keep the lines of the processes")
     options = parser.parse_args()
+    # All processes inherit it. `break_links` waits for the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     names = ["unisono.testing", "unisono.c10d.state_sync", "unisono.c10d.steps"]
     _context.set_forkserver_preload(names)
     total: collections.Counter[str] = collections.Counter()

@@ -1,4 +1,4 @@
-"""The store of a job whose ranks come and go: the document, the answers to commits, and the keys."""
+"""The keys of a job whose ranks come and go: the document, and the answers to commits."""
 
 from __future__ import annotations
 
