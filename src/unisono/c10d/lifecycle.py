@@ -100,7 +100,7 @@ def init_process_group(
     except BaseException:
         world.close()
         raise
-    _begin(world, group, Membership.of_founder(store, group, pg_options))
+    begin(world, group, Membership.of_founder(store, group, pg_options))
 
 
 def _join(
@@ -124,10 +124,10 @@ def _join(
     except BaseException:
         world.close()
         raise
-    _begin(world, group, membership)
+    begin(world, group, membership)
 
 
-def _begin(world: World, group: ProcessGroup, membership: Membership) -> None:
+def begin(world: World, group: ProcessGroup, membership: Membership) -> None:
     """Make a group the default group of a world without groups."""
     world.default = group
     world.groups[group.key] = group

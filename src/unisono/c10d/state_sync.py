@@ -22,6 +22,7 @@ from unisono.c10d.objects.functions import all_gather_object, broadcast_object_l
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
+    Context,
     InvalidArgumentError,
     UnsupportedError,
     UsageError,
@@ -93,16 +94,32 @@ def sync_state(state: dict[Any, Any], timeout: Timeout | None = None) -> None:
     if not isinstance(state, dict):
         raise ArgumentTypeError(f"sync_state: state must be a dict, got {type(state).__name__}")
     membership, group = membership_of_world(), require_group(None)
-    sources = membership.sources
+    deadline = Deadline(group.timeout_s if timeout is None else timeout)
+    if copy_state(state, membership.sources, deadline):
+        membership.hold_state()
+
+
+def copy_state(state: dict[Any, Any], sources: tuple[int, ...], deadline: Deadline) -> bool:
+    """Copy the state of some ranks of the default group to the others, as `sync_state` does.
+
+    Args:
+        state: The state, equal on the sources.
+        sources: The ranks that hold it.
+        deadline: Of the whole call.
+
+    Returns:
+        Whether there was a rank to copy to.
+    """
+    group = require_group(None)
     newcomers = [rank for rank in range(group.size()) if rank not in sources]
     if not newcomers:
-        return
+        return False
     if not sources:
         raise CollectiveError(
-            f"sync_state: no rank of generation {membership.generation} holds the state",
+            f"sync_state: no rank of generation {membership_of_world().generation} holds the state",
+            context=Context(usable=True),
             hint="the ranks that held it were lost; start again from a checkpoint",
         )
-    deadline = Deadline(group.timeout_s if timeout is None else timeout)
     views = _prepare(group, state, sources[0], receives=group.rank() in newcomers, due=deadline)
     works = []
     for number, piece in _pieces(views, len(sources)):
@@ -118,7 +135,7 @@ def sync_state(state: dict[Any, Any], timeout: Timeout | None = None) -> None:
         each.unpack()
     # A newcomer may become a source only when all newcomers have the state.
     group.barrier(timeout=deadline.remaining(), _label="sync_state")
-    membership.hold_state()
+    return True
 
 
 def _prepare(

@@ -19,7 +19,13 @@ from typing import Self
 import numpy as np
 
 from unisono.base.types import ReduceOp
-from unisono.errors import CollectiveMismatchError, CommunicationError, StepAborted, UsageError
+from unisono.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    Context,
+    StepAborted,
+    UsageError,
+)
 from unisono.groups.membership_store import NO, YES, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current, require_group
@@ -91,14 +97,22 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.committed or not isinstance(error, CommunicationError) or not _ends_group(error):
+        if self.committed or error is None:
             return
-        if all(each.broken() is None for each in self._group.backends.values()):
+        reasons = [each.broken() for each in self._group.backends.values()]
+        if isinstance(error, CommunicationError) and _ends_group(error):
+            what, context = error.what, error.context
+        elif type(error) is RuntimeError and (broken := list(filter(None, reasons))):
+            # torch's DistributedDataParallel raises a RuntimeError in place of the error of a call.
+            what, context = broken[0], Context()
+        else:
+            return
+        if not any(reasons):
             # A smaller group has lost a rank. The other ranks must leave the step, too.
             self._group.abort("a step was aborted")
         raise StepAborted(
-            f"the step does not count: {error.what}",
-            context=error.context,
+            f"the step does not count: {what}",
+            context=context,
             hint="call reconfigure(), sync_state() and repeat the step",
         ) from error
 

@@ -159,10 +159,13 @@ class Membership:
             log_once(_log, logging.WARNING, "no process can join any more: %s", error.what)
             return False
         full = self.max_size and group.size() >= self.max_size
-        if not full and any(not is_dead(each.member.user) for each in state.waiting):
-            return True
+        changed = not full and any(not is_dead(each.member.user) for each in state.waiting)
         others = state.came or state.generation > self.generation
-        return state.world == self.world and bool(others)
+        changed = changed or (state.world == self.world and bool(others))
+        if changed:
+            # A commit asks again soon after the program did, and must not get another answer.
+            self._looked_s = 0.0
+        return changed
 
     def next_group(
         self,
