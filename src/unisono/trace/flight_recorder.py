@@ -293,22 +293,18 @@ def decode(content: bytes) -> RankRecords:
 
 def _check(found: RankRecords) -> None:
     """Raise TypeError if a value has another type than its attribute, as in a damaged file."""
-    records = (each for group in found.groups for each in group.records)
-    parts: list[Any] = [found, *found.groups, *records]
-    for part in [*parts, *([found.origin] if found.origin else [])]:
+    parts: list[Any] = [found, *([found.origin] if found.origin else []), *found.groups]
+    for part in [*parts, *(record for group in found.groups for record in group.records)]:
         for each in fields(part):
             value = getattr(part, each.name)
             if not isinstance(value, _TYPES.get(str(each.type), object)):
                 raise TypeError(f"{each.name} is {value!r:.50}, expected {each.type}")
-    for group in found.groups:
-        if not all(isinstance(rank, int) for rank in group.ranks):
-            raise TypeError(f"ranks are {group.ranks!r:.50}, expected integers")
 
 
 def _own(found: dict[str, Any]) -> RankRecords:
     groups = [
         GroupRecords(
-            *(group["key"], group["name"], tuple(group["ranks"])),
+            *(group["key"], group["name"], tuple(map(int, group["ranks"]))),
             [TraceRecord(**{name: each[name] for name in _COLUMNS}) for each in group["records"]],
         )
         for group in found["groups"]

@@ -268,7 +268,10 @@ def damaged(**values):
     [
         (damaged(enqueued_ns="\x1b[2J"), "enqueued_ns is '\\\\x1b[2J', expected int"),
         (damaged(peer=1.5), "peer is 1.5, expected int | None"),
-        (damaged().replace(b'"ranks": [0, 1]', b'"ranks": [0, {}]'), "ranks are (0, {}), expected"),
+        (
+            damaged().replace(b'"ranks": [0, 1]', b'"ranks": [0, {}]'),
+            "int() argument must be a string",
+        ),
         (damaged().replace(b'"rank": 0', b'"rank": "0"'), "rank is '0', expected int | None"),
         (damaged().replace(b'"pid": 1', b'"pid": []'), "pid is [], expected int"),
     ],
