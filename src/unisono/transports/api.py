@@ -248,7 +248,7 @@ class Transport(ABC):
         reason = first.reason
         if error.peer not in first.peers:
             reason = f"{reason} (then rank {error.peer} ended, too)"
-        kind = first.kind if first.kind in ("failed", "memory", "aborted") else "lost"
+        kind = first.kind if first.kind in ("failed", "internal", "memory", "aborted") else "lost"
         return Failure(kind, reason, first.peers, self.rank, first.table)
 
     def failure(self, context: int) -> Failure | None:
