@@ -54,8 +54,7 @@ void bind_mpi(nb::module_& m) {
   nb::class_<MPICall>(m, "MPICall")
     .def("__init__", &unisono::make_call, nb::arg("function"), nb::arg("arguments"),
          nb::arg("input_at"), nb::arg("output_at"), nb::arg("request_at"), nb::arg("kept").none(),
-         nb::keep_alive<1, 7>(),
-         "A function's address and its arguments, three of which each call sets. Keeps `kept`.");
+         nb::keep_alive<1, 7>(), "A function's address and its arguments. Keeps `kept`.");
   nb::class_<MPIGroup>(m, "MPIGroup")
     .def(nb::init<std::uintptr_t, const MPICall&, bool>(), nb::arg("test"), nb::arg("agreement"),
          nb::arg("crowded"))
@@ -70,5 +69,5 @@ void bind_mpi(nb::module_& m) {
     .def(nb::init<std::shared_ptr<MPIGroup>, const MPICall&>(), nb::arg("group"), nb::arg("call"),
          nb::keep_alive<1, 3>(), "Makes one kind of call.");
   m.def("mpi_op", &unisono::address_of_op, nb::arg("dtype"), nb::arg("op"),
-        "Return the address of a function for MPI_Op_create; 0: the pair has no meaning.");
+        "Return a function for MPI_Op_create; 0: the pair has no meaning.");
 }

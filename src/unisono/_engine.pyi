@@ -392,9 +392,7 @@ class MPICall:
         request_at: int,
         kept: object | None,
     ) -> None:
-        """
-        A function's address and its arguments, three of which each call sets. Keeps `kept`.
-        """
+        """A function's address and its arguments. Keeps `kept`."""
 
 class MPIGroup:
     def __init__(self, test: int, agreement: MPICall, crowded: bool) -> None: ...
@@ -421,9 +419,7 @@ class MPIRunner(Runner):
         """Makes one kind of call."""
 
 def mpi_op(dtype: int, op: int) -> int:
-    """
-    Return the address of a function for MPI_Op_create; 0: the pair has no meaning.
-    """
+    """Return a function for MPI_Op_create; 0: the pair has no meaning."""
 
 class Steps(Runner):
     def __init__(

@@ -45,8 +45,10 @@ _TRIED = 300
 
 
 def datatype(dtype: DType) -> Any:
-    """Return MPI's type of elements; elements that MPI does not know are bits."""
+    """Return MPI's type of elements; BYTE for elements that are never reduced."""
     MPI = library().MPI
+    if dtype.kind == "x":
+        return MPI.BYTE
     bits = 8 * dtype.itemsize
     if dtype.kind == "f" and bits > 16:
         return MPI.FLOAT if bits == 32 else MPI.DOUBLE
