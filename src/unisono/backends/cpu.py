@@ -35,7 +35,7 @@ from unisono.errors import ArgumentTypeError
 from unisono.schedules import Layout, Program, Schedule
 from unisono.schedules.tables import Shape, Table
 from unisono.stores import PrefixStore
-from unisono.transports import connect
+from unisono.transports import connect, has_ended
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
@@ -188,6 +188,9 @@ class CPUBackend(ArrayBackend):
         down = self._comm.transport.down(self._comm.ranks[rank])
         return None if down is None else down.reason
 
+    def has_ended(self, rank: int) -> bool:
+        return has_ended(self._comm.transport, self._comm.ranks[rank])
+
     def broken(self) -> str | None:
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
@@ -289,6 +292,5 @@ class CPUBackend(ArrayBackend):
         Raises:
             CommunicationError: It is broken; has the reason.
         """
-        failure = self._comm.transport.failure(self._comm.context)
-        if failure is not None:
+        if (failure := self._comm.transport.failure(self._comm.context)) is not None:
             raise already_broken_error(failure, self._comm, called)

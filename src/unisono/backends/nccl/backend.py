@@ -457,6 +457,9 @@ class NCCLBackend(ArrayBackend):
     def lost(self, rank: int) -> str | None:
         return self.control.lost(rank)
 
+    def has_ended(self, rank: int) -> bool:
+        return self.control.has_ended(rank)
+
     def broken(self) -> str | None:
         return self.control.broken() or (None if self._error is None else self._error.what)
 
