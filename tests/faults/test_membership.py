@@ -687,7 +687,8 @@ def differ(rank):
         dist.sync_state([1])
     ours["self"] = [ours]
     with pytest.raises(
-        InvalidArgumentError, match=r"sync_state: rank 0: state\['self'\]\[0\] contains itself, or"
+        InvalidArgumentError,
+        match=r"sync_state: rank 0: state\['self'\]\[0\] contains itself, or is more than 100 deep",
     ):
         dist.sync_state(ours if rank == 0 else {"w": np.ones(4)})
     deep = []
