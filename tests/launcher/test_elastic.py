@@ -237,3 +237,35 @@ def test_replacements_on_all_nodes_have_one_budget(job_of):
     for agent in (first, second):
         assert agent.ended() == 128 + signal.SIGKILL
         assert f"(pid {last.pid}, " in agent.err.split("first failure: rank 2 ")[1]
+
+
+def test_a_script_that_does_not_reconfigure_ends_with_the_cause(job_of):
+    job = job_of(GOES_ON.replace("fresh = True\n        \n", "raise\n"))
+    words, options = flags(1, "last_call_timeout=60")
+    first = job.node(*words, "--max-restarts=1", nproc=2, **options)
+    words, options = flags(0, "last_call_timeout=60")
+    second = job.node(*words, "--max-restarts=1", **options)
+    *_, killed = world_of(3, (first, 2), (second, 1))
+    os.kill(killed.pid, signal.SIGKILL)
+    second.told("replacement 1 of 1")
+    for agent in (first, second):
+        assert agent.ended() == 128 + signal.SIGKILL
+        assert f"rank 2 (pid {killed.pid}, " in agent.err.split("first failure: ")[1]
+
+
+def test_a_node_whose_agent_stood_still_joins_again(job_of):
+    job = job_of()
+    first, _ = begin(job)
+    second = add(job)
+    *both, old = world_of(3, (first, 2), (second, 1))
+    agent = second.inner()
+    os.kill(agent, signal.SIGSTOP)
+    first.told("was lost (no heartbeat")
+    os.kill(agent, signal.SIGCONT)
+    *after, new = world_of(3, (first, 2), (second, 1))
+    assert pids(after) == pids(both)
+    assert new.pid != old.pid
+    assert new.node == 2
+    assert gone([old.pid])
+    job.stop()
+    assert (first.ended(), second.ended()) == (0, 0)
