@@ -50,8 +50,10 @@ def draw_plan(options: argparse.Namespace, size: int, steps: int) -> Plan:
     """Draw the workers that are killed, and their steps: the last ones after 60% of the steps."""
     victims = random.sample(range(size), min(options.kills, size - 1))
     part = int(0.6 * steps) // max(1, len(victims))
-    kills = {f"worker {each}": part * n + random.randint(1, part - ALONE) for n, each in
-             enumerate(victims)}  # fmt: skip
+    kills = {
+        f"worker {victim}": part * number + random.randint(1, max(1, part - ALONE))
+        for number, victim in enumerate(victims)
+    }
     return Plan(size, kills, int(0.75 * steps))
 
 
