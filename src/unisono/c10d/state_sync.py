@@ -31,6 +31,8 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import require_group
 
 _TAG = 0x53594E43
+_DEEPEST = 100
+"""Most levels of dicts and lists in a state; far below the depth at which Python gives up."""
 _LEAST = 64 * 1024
 """Bytes below which a survivor's part is not made smaller: a message costs more than it saves."""
 
@@ -83,7 +85,8 @@ def sync_state(state: dict[Any, Any], timeout: Timeout | None = None) -> None:
 
     Raises:
         ArgumentTypeError: `state` is not a dict.
-        InvalidArgumentError: The states have different structures. No array is changed.
+        InvalidArgumentError: The states have different structures, or a dict or list contains
+            itself. No array is changed.
         CollectiveError: No rank holds the state: the survivors ended before they sent it.
         CommunicationError: A rank was lost. The arrays of newcomers hold parts of the state, and
             they are newcomers again after the next `reconfigure`.
@@ -139,8 +142,15 @@ def _prepare(
     group: ProcessGroup, state: dict[Any, Any], lead: int, *, receives: bool, due: Deadline
 ) -> list[BufferView]:
     """Compare the states; return the memory of all arrays in the same order on all ranks."""
-    box: list[Any] = [_described(state) if group.rank() == lead else None]
+    box: list[Any] = [None, ""]
+    if group.rank() == lead:
+        try:
+            box[0] = _described(state, "state")
+        except UsageError as error:
+            box[1] = error.what
     broadcast_object_list(box, src=lead, timeout=due.remaining())
+    if box[1]:
+        raise InvalidArgumentError(f"sync_state: rank {lead}: {box[1]}")
     views: list[BufferView] = []
     problem = ""
     try:
@@ -159,13 +169,16 @@ def _prepare(
     return views
 
 
-def _described(value: Any) -> Any:
-    """Return a state with slots in place of the arrays."""
+def _described(value: Any, path: str, parents: tuple[Any, ...] = ()) -> Any:
+    """Return a state with slots in place of the arrays; `parents` are what contains the value."""
+    if not isinstance(value, (dict, list)):
+        return _Slot.of(value) or value
+    if len(parents) > _DEEPEST or any(value is each for each in parents):
+        raise InvalidArgumentError(f"{path} contains itself, or is more than {_DEEPEST} deep")
+    inner = (*parents, value)
     if isinstance(value, dict):
-        return {key: _described(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_described(each) for each in value]
-    return _Slot.of(value) or value
+        return {key: _described(each, f"{path}[{key!r}]", inner) for key, each in value.items()}
+    return [_described(each, f"{path}[{i}]", inner) for i, each in enumerate(value)]
 
 
 def _merge(mine: Any, wanted: Any, path: str, views: list[BufferView], *, receives: bool) -> Any:

@@ -49,6 +49,7 @@ class World:
         self.made = 0
         self.made_local: Counter[tuple[int, ...]] = Counter()
         self.on_close: list[Callable[[], None]] = []
+        self.has_hooks = False  # whether `at_exit` was called for this world
         self.passed: Counter[str] = Counter()  # how often each `breakpoint()` was reached
         self.membership: Membership | None = None
         self.lender: Callable[[], None] | None = None
@@ -78,6 +79,7 @@ class World:
         self.made_local.clear()
         self.membership = None
         callbacks, self.on_close = self.on_close, []
+        self.has_hooks = False
         for callback in callbacks:
             callback()
 
@@ -89,10 +91,11 @@ class World:
             why: The reason for errors of calls on the closed groups.
         """
         callbacks, self.on_close = self.on_close, []
+        has_hooks = self.has_hooks
         for old in self.groups.values():
             old.name += why and f" ({why})"
         self.close()
-        self.on_close = callbacks
+        self.on_close, self.has_hooks = callbacks, has_hooks
         self.default = self.groups[group.key] = group
         self.made = 1
 

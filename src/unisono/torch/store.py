@@ -78,7 +78,8 @@ class TorchStore(Store):
             texts = [check_value(value).decode() for value in (expected, desired)]
             return bytes(self._store.compare_set(check_key(key), *texts))
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
+        # torch's own time-out of the store holds, because its `check` takes no other.
         with self._errors():
             return bool(self._store.check(check_keys(keys)))
 
