@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 def draw_plan(options: argparse.Namespace, size: int, steps: int) -> Plan:
-    """Draw the workers that are killed, and their steps: the last ones after 60% of the steps."""
+    """Draw the workers that are killed, and the steps, which are among the first 60%."""
     victims = random.sample(range(size), min(options.kills, size - 1))
     part = int(0.6 * steps) // max(1, len(victims))
     kills = {
@@ -58,7 +58,7 @@ def draw_plan(options: argparse.Namespace, size: int, steps: int) -> Plan:
 
 
 def kill_soon() -> None:
-    """Kill this process as `kill -9` does, at some moment of this step or the next ones."""
+    """Kill this process as `kill -9` does, at a moment of this step or of a later step."""
     timer = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
