@@ -27,7 +27,7 @@ struct Library {
   std::atomic<int> tests{0};        // tests before a request is done; -1: it is never done
   std::atomic<bool> is_open{true};  // whether a blocking call returns
   std::atomic<int> returned{0};     // number of blocking calls that have reduced
-  int error = 0;
+  std::atomic<int> error{0};
   std::vector<int> counts;  // of the calls that were made
 } library;
 
@@ -70,7 +70,7 @@ extern "C" int ints_allreduce(const void* in, void* out, int count, int type, in
 }
 
 // Handles are pointers, and there are ten arguments.
-Object kComm{77}, kType{8}, kOp{5}, kMin{3}, kLast{10};
+Object kComm{77}, kType{8}, kMin{3}, kLast{10};
 extern "C" int pointers_iallreduce(const void* in, void* out, int count, Object* type, Object* op,
                                    Object* comm, Object** request) {
   assert(comm == &kComm);
