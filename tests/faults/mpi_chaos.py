@@ -121,7 +121,6 @@ class Rank:
         this = self.this
         short = this.way in ("stop", "late")
         self.group = dist.new_group(timeout=SHORT_S if short else LONG_S)
-        self.call(0, SMALL)
         if self.is_victim and this.in_data and this.way in ("kill", "stop", "abort"):
             threading.Timer(this.moment / 1e3, self.hurt).start()
         record = {"number": this.number, "kind": "", "text": "", "peers": []}
@@ -165,6 +164,8 @@ class Rank:
     def calls(self):
         """Make calls until one fails."""
         this = self.this
+        # The first call makes MPI's communicator; a fault may come in it, too.
+        self.call(0, SMALL)
         for k in range(1, 5000):
             n = BIG if this.in_data or (k == this.moment and self.random.integers(2)) else SMALL
             if k == this.moment and self.is_victim:

@@ -25,7 +25,7 @@ from unisono.base.deadline import Deadline
 from unisono.engines.api import Collective, Communicator, Task
 from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired
-from unisono.engines.mpi_library import Helper, library, note_broken, process
+from unisono.engines.mpi_library import Helper, library, note_broken
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.queue import OrderedEngine
 from unisono.engines.reference import Run
@@ -130,22 +130,29 @@ class MPIEngine(OrderedEngine):
     def note_failure(self, failure: Failure) -> None:
         super().note_failure(failure)
         self._broken = True
-        note_broken(unusable=failure.kind == "lost" or self._helper.is_stuck())
+        lost = failure.kind == "lost" and any(map(self._is_lost, failure.peers))
+        note_broken(self._helper, lost=lost)
 
     def close(self) -> None:
         if self.comm.closed():
             return
-        comm, transport = self.comm, self.comm.transport
-        downs = [down for rank in comm.others if (down := transport.down(rank)) is not None]
-        lost = any(not down.left for down in downs)
+        transport = self.comm.transport
+        downs = [rank for rank in self.comm.others if transport.down(rank) is not None]
+        lost = any(map(self._is_lost, downs))
         # A call that still runs breaks the group here.
         super().close()
         if self._broken or lost:
-            note_broken(unusable=lost or self._helper.is_stuck())
+            # On a busy host a rank may close its links without a good-bye.
+            note_broken(self._helper, lost=False)
         elif self._group is not None and not self._MPI.Is_finalized():
             # A library has room for some 2,000 communicators.
             self._group.Free()
         self._helper.close()
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank did not leave by itself, as far as this rank knows."""
+        down = self.comm.transport.down(rank)
+        return down is None or not down.left
 
     # ---- agreement ------------------------------------------------------------------------
 
@@ -328,7 +335,6 @@ class MPIEngine(OrderedEngine):
                 watch.look()
         except BaseException:
             _unfinished.append((done, *arrays))
-            process.unusable = True
             watch.settle()
             raise
         watch.close()
