@@ -39,14 +39,14 @@ SIZE = 4
 # Of arrays, in numbers of 8 bytes.
 SMALL, BIG = 2, 1 << 21
 # Of calls in rounds in which a rank is late or stopped, and of all others.
-SHORT_S, LONG_S = 1.0, 60.0
+SHORT_S, LONG_S = 2.0, 60.0
 # How long after a fault, and after the time-out that finds it, a rank may take to raise.
 HANG_S = 15.0
 
 # By fault: the error of the other ranks, and its text; {} is the rank to blame.
 ERRORS = {
     "stop": ("CollectiveTimeoutError", "rank"),
-    "late": ("CollectiveTimeoutError", r"ranks? {}.* never entered it"),
+    "late": ("CollectiveTimeoutError", r"ranks? .*\b{}\b.* never entered it"),
     "abort": ("CollectiveAbortedError", r"abort\(\) was called on rank {}\b"),
     "mismatch": ("CollectiveMismatchError", r"rank {} called all_reduce"),
     "kill": ("PeerLostError", r"rank {} was lost"),
@@ -293,7 +293,10 @@ def records(folder, rounds, problems):
         victim = this.alive[this.victim]
         path = folder / f"{this.number} fault {victim}"
         if not path.exists():
-            problems.append(f"{this}: there was no fault")
+            # On a busy machine the calls before the fault may take longer than their time-out.
+            kinds = {by_rank.get(r, {}).get(this.number, {}).get("kind") for r in this.alive}
+            if this.way not in ("stop", "late") or kinds != {"CollectiveTimeoutError"}:
+                problems.append(f"{this}: there was no fault: {kinds}")
             continue
         fault_s = float(path.read_text())
         rows = {r: by_rank.get(r, {}).get(this.number) for r in this.alive if r != victim}
