@@ -147,7 +147,7 @@ def second_call_in_a_worker_is_refused(client):
         try:
             while not other.run(ranks.is_held).popitem()[1]:
                 time.sleep(0.05)
-            with program.error(UsageError, "still runs a call as rank 0 of another group"):
+            with program.error(UsageError, "still runs an earlier call as rank 0"):
                 run(other, ranks.summed, 1.0)
         finally:
             other.run(ranks.release)

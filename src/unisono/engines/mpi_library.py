@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from unisono.base import config
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as _engine
+from unisono.base.extension import why_absent as why_no_engine
 from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.errors import UnsupportedError
@@ -62,6 +64,8 @@ def library() -> Library:
     Raises:
         UnsupportedError: mpi4py or the library is missing, or the launcher fits another library.
     """
+    if _engine is None:
+        raise UnsupportedError(f"MPI cannot be used: the C++ engine is missing: {why_no_engine}")
     try:
         rc = importlib.import_module("mpi4py").rc
     except ImportError:
@@ -161,13 +165,13 @@ class _Process:
 
     Attributes:
         pmi: Answers the library if no launcher does.
-        broken: The helpers of groups with MPI that broke.
+        broken: Of the groups that broke: whether a thread is still in MPI.
         lost: Whether a rank died.
     """
 
     def __init__(self) -> None:
         self.pmi: PMIServer | None = None
-        self.broken: list[Helper] = []
+        self.broken: list[Callable[[], bool]] = []
         self.lost = False
         self._helper = Helper("unisono-mpi")
         self._pid = 0
@@ -211,7 +215,7 @@ class _Process:
 
     def is_unusable(self) -> bool:
         """Whether MPI_Finalize would never return: a rank died, or a call has not returned."""
-        return self.lost or any(helper.is_stuck() for helper in self.broken)
+        return self.lost or any(is_stuck() for is_stuck in self.broken)
 
     def end(self) -> None:
         """Finalise MPI if that returns; called when the groups are closed."""
@@ -254,10 +258,9 @@ def unlink_shared_memory() -> None:
 process = _Process()
 
 
-def note_broken(helper: Helper, *, lost: bool) -> None:
-    """Record that a group broke; `lost`: a rank died."""
-    if helper not in process.broken:
-        process.broken.append(helper)
+def note_broken(stuck: list[Callable[[], bool]], *, lost: bool) -> None:
+    """Record that a group broke; `stuck`: whether a thread is in MPI; `lost`: a rank died."""
+    process.broken += stuck
     process.lost = process.lost or lost
     if process.pmi is None:
         _watch_exit()

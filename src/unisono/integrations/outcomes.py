@@ -14,6 +14,9 @@ from unisono.launcher.report import is_consequence
 
 T = TypeVar("T")
 
+OUTSIDE = "outside of the function"
+"""The place of an error that the framework raised, for instance when it unpickled the arguments."""
+
 POLL_S = 0.5
 """How often the caller looks for lost ranks. Less costs the framework's scheduler time."""
 
@@ -127,11 +130,16 @@ def _peers(error: BaseException) -> tuple[int, ...]:
     return error.context.peers if isinstance(error, UnisonoError) else ()
 
 
-def _load(meeting: Meeting, outcome: Outcome) -> BaseException:
-    """Return the error of a rank; a WorkerFailedError if it cannot be pickled."""
+def _load(meeting: Meeting, outcome: Outcome) -> Exception:
+    """Return the error of a rank; a WorkerFailedError if it cannot be pickled or is no Exception.
+
+    A SystemExit would end the caller, perhaps with the exit code 0.
+    """
+    rank = f"rank {outcome.rank} of {meeting.size}"
     try:
-        error: BaseException = import_module(meeting.pickler).loads(outcome.error)
+        error = import_module(meeting.pickler).loads(outcome.error)
     except Exception:
-        rank = f"rank {outcome.rank} of {meeting.size}"
         return WorkerFailedError(f"{rank} raised an error that cannot be pickled\n{outcome.text}")
+    if not isinstance(error, Exception):
+        return WorkerFailedError(f"{rank} raised {error!r}")
     return error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from unisono.base.deadline import Deadline, Timeout
-from unisono.errors import ArgumentTypeError, LaunchError, UnisonoError
+from unisono.errors import ArgumentTypeError, ClosedError, LaunchError, UnisonoError
 from unisono.integrations import member
 from unisono.integrations.meeting import (
     FAILED,
@@ -80,13 +80,15 @@ def run(
         )
     if not isinstance(size, int):
         raise ArgumentTypeError(f"size must be int, got {type(size).__name__}")
-    host = context.getConf().get("spark.driver.host") or "127.0.0.1"
-    meeting = open_meeting(host, size, timeout, backend, _pickler.__name__)
-    job = _Job(context, meeting, functools.partial(_task, meeting, fn, args))
+    if context._jsc is None:
+        raise ClosedError("the SparkContext is stopped")
     hint = (
         f"a barrier stage starts when Spark has a free slot for each of its {size} tasks; there "
         f"are {context.defaultParallelism} slots"
     )
+    host = context.getConf().get("spark.driver.host") or "127.0.0.1"
+    meeting = open_meeting(host, size, timeout, backend, _pickler.__name__)
+    job = _Job(context, meeting, functools.partial(_task, meeting, fn, args))
     try:
         return collect(job, Deadline(timeout), hint=hint)
     finally:
