@@ -17,6 +17,9 @@ namespace {
 constexpr int64_t kLookNs = 5'000'000;
 constexpr int64_t kMovingLookNs = 20'000'000;
 
+// A rank that gives up a call keeps its arrays this long; see `_SETTLED_S` in mpi_engine.py.
+constexpr int64_t kSettledNs = 50'000'000;
+
 // Tests between two looks at the clock. A test takes 0.05 to 0.2 us, and moves data.
 constexpr int kTests = 64;
 
@@ -54,6 +57,7 @@ Status MPIGroup::run(const MPICall& data, const Buffers& buffers, AgreementWords
   Status status{};
   if (counts_) {
     ++begun_;
+    started_ns_ = now_ns();
     agreed_ = {words.fingerprint, ~words.fingerprint, words.even, ~words.even};
     status = begin(Stage::agreeing, agreement_);
   } else {
@@ -71,6 +75,10 @@ Status MPIGroup::go_on(Idler* idler) {
   }
   if (stage_ == Stage::moving) {
     if (const Status status = wait(idler); !status.is_ok()) return status;
+    stage_ = Stage::arrived;
+    if (now_ns() - started_ns_ > kSettledNs) return {Code::waiting};
+  }
+  if (stage_ == Stage::arrived) {
     stage_ = Stage::idle;
     if (counts_) finished_.store(begun_, std::memory_order_relaxed);
   }

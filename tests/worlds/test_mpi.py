@@ -35,11 +35,12 @@ pytestmark = pytest.mark.skipif(bool(mpi_library.why_absent()), reason="there is
 LIMIT_S = 200
 SAMPLE = ("test_lists", "test_mismatch", "test_prefix")
 REST = (
-    "test_aliasing", "test_algorithms", "test_coalescing_manager", "test_counters", "test_cycles",
-    "test_debug", "test_deterministic", "test_device_mesh", "test_devices", "test_dispatch",
-    "test_engines", "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
-    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads",
-    "test_neighbors", "test_uneven", "test_waiting", "test_work",
+    "test_aliasing", "test_algorithms", "test_api", "test_coalescing_manager", "test_counters",
+    "test_cycles", "test_debug", "test_deterministic", "test_device_mesh", "test_devices",
+    "test_dispatch", "test_engines", "test_files", "test_huge", "test_matrix", "test_neighbors",
+    "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
+    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads", "test_trace",
+    "test_uneven", "test_waiting", "test_work",
 )  # fmt: skip
 OTHERS = [name for name in os.environ.get("UNISONO_TEST_MPI", "").split(",") if name]
 
@@ -84,13 +85,13 @@ def test_bodies_of_other_tests():
 
 
 @pytest.mark.whole("starts a world of MPI for all tests of groups, 60 s of CPU")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_bodies_of_other_tests(size):
     run_bodies(unisono_run(size), SAMPLE + REST, 60)
 
 
 @pytest.mark.whole("needs other MPI libraries")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("folder", OTHERS)
 def test_other_libraries(folder, size):
     run_bodies(under_mpiexec(size, folder), SAMPLE + REST, 60)
