@@ -17,6 +17,7 @@ import unisono as dist
 import unisono.ray
 from tests.integrations import program, ranks
 from unisono.base.deadline import Deadline
+from unisono.engines import mpi_library
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -214,6 +215,25 @@ def modules_train(actors):
                     np.testing.assert_allclose(ours, numpy, rtol=1e-5)
 
 
+def mpi_in_actors(actors):
+    """The actors become an MPI world at the first group, and stay it."""
+    if mpi_library.why_absent() or mpi_library.library().is_openmpi:
+        return
+    fresh = [Worker.options(num_cpus=0.1).remote() for _ in range(3)]
+    for chosen in (fresh, fresh[:2], fresh[::-1]):
+        with unisono.ray.init_group(chosen, backend="mpi") as group:
+            assert group.run(on(ranks.summed), 1.0) == ranks.expected(len(chosen), 1.0)
+            assert group.run(on(ranks.engine)) == ["mpi"] * len(chosen)
+    group = unisono.ray.init_group(fresh, backend="mpi")
+    with program.error(PeerLostError, peers=(1,)):
+        group.run(on(ranks.dying), 1, 7)
+    fresh[1] = Worker.options(num_cpus=0.1).remote()
+    with program.error(UnsupportedError, "all ranks but rank 1 initialised MPI already"):
+        unisono.ray.init_group(fresh, backend="mpi")
+    with unisono.ray.init_group(fresh) as group:
+        assert group.run(on(ranks.summed), 1.0) == ranks.expected(3, 1.0)
+
+
 @ray.remote(num_cpus=0.1)
 class Member:
     """An actor that uses ray.util.collective."""
@@ -337,6 +357,7 @@ CASES = [
     actor_without_resources_is_named,
     arguments_are_checked,
     modules_train,
+    mpi_in_actors,
     ray_util_collective,
     address_of_a_dead_rank_0_is_passed_over,
     collective_without_rank_0_names_it,

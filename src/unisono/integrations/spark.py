@@ -36,7 +36,7 @@ except ImportError as error:
 _LOOK_S = 0.1
 """How often the caller looks for failures that ranks have posted before Spark reports the end."""
 
-_END_S = 1.0
+_END_S = 0.2
 """How long the caller waits for the end of a cancelled job, which Spark ends in its own time."""
 
 _CAUSE = re.compile(r"org\.apache\.spark\.[\w.]+: (.+?)(?:\. |$)", re.MULTILINE)
