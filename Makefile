@@ -10,7 +10,7 @@ STUB := src/unisono/_engine.pyi
 SITE := .venv/.unisono-extra-docs
 RELEASE := .venv/.unisono-extra-release
 TORCH := torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 

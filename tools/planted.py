@@ -54,6 +54,7 @@ NEAREST = {
     "kernels": "unit/engines worlds",
     "launcher": "launcher faults",
     "messages": "unit/engines unit/transports worlds faults",
+    "mpi": "unit/engines worlds",
     "parallel": "torch",
     "rendezvous": "unit/rendezvous launcher",
     "schedules": "unit/schedules worlds",

@@ -531,5 +531,5 @@ def test_token_of_another_host_is_not_sent_to_loopback(monkeypatch):
     local = ("127.0.0.1", 9, NO_KEY)
     monkeypatch.setattr(ask, "_listening", lambda pids: [local])
     monkeypatch.setattr(ask, "_ask", answer)
-    assert [state["rank"] for state in ask_job(None)] == [0]
+    assert [state["rank"] for state in ask_job(str(os.getpid()))] == [0]
     assert asked == [local, ("::2", 7, token)]

@@ -230,6 +230,10 @@ class DeviceBackend(ABC):
         """Return why a rank of the group cannot be reached, or None if no reason is known."""
         return None
 
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank has certainly ended; a broken link alone does not show that."""
+        return False
+
     def broken(self) -> str | None:
         """Return why the group accepts no more calls, or None if it does."""
         return None

@@ -42,7 +42,7 @@ from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.schedules.tables import Shape, Table
 from unisono.stores import PrefixStore
-from unisono.transports import connect
+from unisono.transports import connect, has_ended
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
@@ -361,6 +361,9 @@ class CPUBackend(DeviceBackend):
         down = self._comm.transport.down(self._comm.ranks[rank])
         return None if down is None else down.reason
 
+    def has_ended(self, rank: int) -> bool:
+        return has_ended(self._comm.transport, self._comm.ranks[rank])
+
     def broken(self) -> str | None:
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
@@ -493,6 +496,5 @@ class CPUBackend(DeviceBackend):
         return apart(data, target), target
 
     def _require_usable(self, called: str) -> None:
-        failure = self._comm.transport.failure(self._comm.context)
-        if failure is not None:
+        if (failure := self._comm.transport.failure(self._comm.context)) is not None:
             raise already_broken_error(failure, self._comm, called)

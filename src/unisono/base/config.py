@@ -43,6 +43,9 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_JOIN": Variable(
         "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
     ),
+    "UNISONO_STORE": Variable(
+        "", "URL of the service in which env:// meets instead of MASTER_ADDR; set by `unisono run`"
+    ),
     "UNISONO_LOG": Variable(
         "",
         "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",

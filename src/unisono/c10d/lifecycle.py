@@ -100,7 +100,7 @@ def init_process_group(
     except BaseException:
         world.close()
         raise
-    _begin(world, group, Membership.of_founder(store, group, pg_options))
+    begin(world, group, Membership.of_founder(store, group, pg_options))
 
 
 def _join(
@@ -124,10 +124,10 @@ def _join(
     except BaseException:
         world.close()
         raise
-    _begin(world, group, membership)
+    begin(world, group, membership)
 
 
-def _begin(world: World, group: ProcessGroup, membership: Membership) -> None:
+def begin(world: World, group: ProcessGroup, membership: Membership) -> None:
     """Make a group the default group of a world without groups."""
     world.default = group
     world.groups[group.key] = group
@@ -187,11 +187,11 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def install_hooks(world: World) -> None:
-    """Report an uncaught exception to the other ranks, and close the world at the exit."""
+    """Report an uncaught exception to the other ranks, and close the world at the exit; once."""
     group = world.default
     assert group is not None
     # If threads are the ranks, an uncaught exception does not reach sys.excepthook.
-    if group.size() == 1 or world is not process_world:
+    if group.size() == 1 or world is not process_world or world.has_hooks:
         return
 
     def report(text: str) -> None:
@@ -203,3 +203,4 @@ def install_hooks(world: World) -> None:
             world.close()
 
     world.on_close.append(at_exit(report, close))
+    world.has_hooks = True

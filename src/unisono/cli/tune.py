@@ -107,7 +107,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
     import unisono
     from unisono.backends import tuning
     from unisono.backends.cpu import CPUBackend
-    from unisono.bench.tuning import PASSES, fastest, hosts, measure
+    from unisono.bench.tuning import PASSES, hosts, measure, quartiles
     from unisono.schedules.tables import Table
     from unisono.schedules.tuning import rules_of, topology_of
 
@@ -129,7 +129,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
         assert isinstance(backend, CPUBackend)
         shape = backend.shape
         with _progress(shown=rank == 0) as progress:
-            measured = fastest(measure(plan, topology_of(shape), progress))
+            measured = quartiles(measure(plan, topology_of(shape), progress))
         took_s = time.perf_counter() - start_s
         about = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -40,7 +40,7 @@ _LAST_LINES = 20
 
 _CONSEQUENCES = re.compile(
     r"(\w+\.)*(PeerLostError|PeerFailedError|CollectiveAbortedError|StoreConnectionError|"
-    r"ConnectionResetError|ConnectionAbortedError|BrokenPipeError|DistNetworkError)\b"
+    r"StepAborted|ConnectionResetError|ConnectionAbortedError|BrokenPipeError|DistNetworkError)\b"
     # Gloo raises a plain RuntimeError when a peer has closed its connection.
     r"|.*(Connection closed by peer|Connection reset by peer|Broken pipe)"
 )
@@ -246,8 +246,9 @@ class ExitLog:
         """Return the failures, the root cause first."""
         found = [replace(each, text=self._text_of(each.rank)) for each in self._failures]
         # Workers that do not call `reconfigure` end because of the replaced worker.
-        since_s = min((each.time_s for each in found), default=float("inf")) - _FOLLOWS_S
-        found += [each for each in self._replaced if each.time_s >= since_s]
+        if all(is_consequence(each.text) for each in found):
+            since_s = min((each.time_s for each in found), default=float("inf")) - _FOLLOWS_S
+            found += [each for each in self._replaced if each.time_s >= since_s]
         return root_cause_first(found)
 
 

@@ -478,3 +478,11 @@ def _require_bytes(data: memoryview) -> None:
             f"a transport moves flat bytes, got format {data.format!r} of {data.ndim} dimensions",
             hint='use memoryview.cast("B")',
         )
+
+
+def has_ended(transport: Transport, peer: int) -> bool:
+    """Return whether a rank has certainly ended: it left, or its link inside a host broke."""
+    down, here = transport.down(peer), transport.hosts[transport.rank]
+    # Without a host id it is unknown which ranks are on this host.
+    near = bool(here) and transport.hosts[peer] == here
+    return down is not None and (near or down.reason == LEFT)
