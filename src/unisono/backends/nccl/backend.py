@@ -25,15 +25,15 @@ from unisono.backends.collectives import ArrayBackend, Operands
 from unisono.backends.cpu import CPUBackend
 from unisono.backends.nccl import flat
 from unisono.backends.nccl.calls import Calls, GPUCall
-from unisono.backends.nccl.flat import GPUFlat
+from unisono.backends.nccl.flat import GPUFlat, index_of
 from unisono.backends.nccl.gpu import GPU
-from unisono.backends.nccl.kernels import Kernels, Memory
-from unisono.backends.nccl.library import DTYPES, load
+from unisono.backends.nccl.kernels import Kernels, Memory, require_reducible_on
+from unisono.backends.nccl.library import load
 from unisono.backends.nccl.link import Link
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, code_of, dtype_of_code, require_reducible
+from unisono.base.types import code_of, dtype_of_code
 from unisono.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -56,8 +56,6 @@ _GRACE_S = 0.25
 
 # How long `close` waits for calls under way.
 _CLOSE_S = 10.0
-
-_ARITHMETIC = (RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX)
 
 _HINT = (
     "all ranks must make the same calls in the same order. NCCL had begun, so the arrays may have "
@@ -116,9 +114,9 @@ class NCCLBackend(ArrayBackend):
         if not memory:
             # A rank without neighbours takes part in the comparison only.
             return self.control.check(self._prepared.get(spec, subject, options), options.deadline)
-        kernels = self._connected(_index_of(memory), options.deadline, called)
+        kernels = self._connected(index_of(memory), options.deadline, called)
         if spec.op is not None:
-            _require_reducible(dtype, spec.op, kernels.link.gpu)
+            require_reducible_on(dtype, spec.op, kernels.link.gpu)
         if options.deterministic or options.algorithm:
             raise UnsupportedError(
                 f"{called}: NCCL chooses algorithm and order itself",
@@ -164,7 +162,7 @@ class NCCLBackend(ArrayBackend):
             what = "partial=True" if options.partial else "messages from a rank to itself"
             raise UnsupportedError(f"{op}: NCCL has no {what}")
         data = flat.one(tensor, write=not sends)
-        kernels = self._connected(_index_of([data]), options.deadline, "send or recv")
+        kernels = self._connected(index_of([data]), options.deadline, "send or recv")
         role, shape = "dst" if sends else "src", ", ".join(map(str, data.shape or ()))
         text = f"{op}({data.dtype}[{shape}], {role}={rank}, tag={'any' if tag == ANY_TAG else tag})"
         mine = np.array([code_of(data.dtype), data.count, tag], np.int64)
@@ -485,25 +483,3 @@ def _checks_before() -> bool:
             f"environment variable UNISONO_CHECK={text!r} is neither 'beside' nor 'before'"
         )
     return text == "before"
-
-
-def _index_of(memory: Sequence[GPUFlat]) -> int:
-    """Return the GPU of all arrays of a call."""
-    indices = sorted({view.index for each in memory for view in each.views})
-    if len(indices) > 1:
-        raise InvalidArgumentError(f"the arrays of one call are on GPUs {indices}, expected one")
-    return indices[0]
-
-
-def _require_reducible(dtype: DType, op: ReduceOp, gpu: GPU) -> None:
-    """Check that NCCL, or the array library, has a reduction.
-
-    Raises:
-        UnsupportedError: It has not. A float8 needs compute capability 9.0.
-    """
-    if dtype.kind != "x" or dtype.name not in DTYPES or op.op not in _ARITHMETIC:
-        require_reducible(dtype, op)
-    elif not gpu.has_float8:
-        raise UnsupportedError(
-            f"reduce op {op.name} on {dtype} needs a GPU of compute capability 9.0 or newer"
-        )

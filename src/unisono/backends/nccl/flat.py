@@ -12,8 +12,9 @@ from unisono.backends.flat import Flat, apart, views_of
 from unisono.backends.nccl.arrays import ArrayLibrary, GPUView, address_of, shadow_at, view
 from unisono.backends.nccl.gpu import GPU
 from unisono.base.types import DType
+from unisono.errors import InvalidArgumentError
 
-__all__ = ["GPUFlat", "Piece", "apart", "listed", "many", "one", "striped"]
+__all__ = ["GPUFlat", "Piece", "apart", "index_of", "listed", "many", "one", "striped"]
 
 
 class Piece(NamedTuple):
@@ -107,3 +108,11 @@ def striped(
 ) -> GPUFlat:
     """Return arrays that have a block for each rank."""
     return listed(tensors, write=write, name=name, like=like)
+
+
+def index_of(memory: Sequence[GPUFlat]) -> int:
+    """Return the GPU of all arrays of a call."""
+    indices = sorted({view.index for each in memory for view in each.views})
+    if len(indices) > 1:
+        raise InvalidArgumentError(f"the arrays of one call are on GPUs {indices}, expected one")
+    return indices[0]

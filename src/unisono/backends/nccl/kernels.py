@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 from unisono.backends.blocks import Blocks, Splits
 from unisono.backends.nccl.arrays import ArrayLibrary
 from unisono.backends.nccl.flat import Piece
-from unisono.backends.nccl.library import BYTES, Libraries, reduction_of
+from unisono.backends.nccl.gpu import GPU
+from unisono.backends.nccl.library import BYTES, DTYPES, Libraries, reduction_of
 from unisono.backends.nccl.link import Link
 from unisono.backends.neighbors import Sizes
 from unisono.backends.prepared_calls import CallSpec
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType
+from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
+from unisono.errors import UnsupportedError
+
+_ARITHMETIC = (RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX)
 
 Message = tuple[Piece, int]
 
@@ -40,6 +44,20 @@ class Memory(NamedTuple):
     target: list[Piece]
     library: ArrayLibrary
     deadline: Deadline
+
+
+def require_reducible_on(dtype: DType, op: ReduceOp, gpu: GPU) -> None:
+    """Check that NCCL, or the array library, has a reduction.
+
+    Raises:
+        UnsupportedError: It has not. A float8 needs compute capability 9.0.
+    """
+    if dtype.kind != "x" or dtype.name not in DTYPES or op.op not in _ARITHMETIC:
+        require_reducible(dtype, op)
+    elif not gpu.has_float8:
+        raise UnsupportedError(
+            f"reduce op {op.name} on {dtype} needs a GPU of compute capability 9.0 or newer"
+        )
 
 
 def cut(pieces: Sequence[Piece], sizes: Sequence[int], itemsize: int) -> list[Piece]:
