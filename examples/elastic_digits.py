@@ -33,7 +33,7 @@ ALONE = 12
 
 
 class Plan(NamedTuple):
-    """What happens to the workers; drawn by rank 0, and part of the state.
+    """Events of the workers; drawn by rank 0, and part of the state.
 
     Attributes:
         size: Number of workers at the start.
