@@ -14,7 +14,7 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz fuzz-membership fuzz-stores docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
 	@echo "make planted  plant faults in a copy of the tree; the tests must catch each (ONLY=NAME)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
+	@echo "make chaos-mpi  ranks that are killed, stopped, late or wrong under MPI (ROUNDS=200)"
 	@echo "make fuzz-membership  random lives of a job whose ranks come and go"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
@@ -104,6 +105,7 @@ docs: $(STAMP)
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
+	@$(BIN)/python tools/promises_page.py
 	@$(BIN)/python benchmarks/tables.py
 
 # Fails on a dead link, and on a public name without a docstring or without a page.
@@ -185,6 +187,10 @@ SEED ?= 1
 ROUNDS ?= 300
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz.fuzzer $(SEED) $(ROUNDS)
+
+# Seconds of waiting in each round; UNISONO_TEST_MPI lists environments with other libraries.
+chaos-mpi: $(STAMP)
+	@$(BIN)/python -m tests.faults.mpi_chaos $(ROUNDS)
 
 fuzz-membership: $(STAMP)
 	@$(BIN)/python tests/fuzz/membership.py $(SEED) $(ROUNDS)

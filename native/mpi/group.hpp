@@ -33,6 +33,9 @@ class MPIGroup {
   // Wait for the call for another moment.
   Status go_on(Idler* idler = nullptr);
 
+  // Whether the data of a call that took long are there. Then the caller must find out whether a
+  // rank has given up the call before it goes on.
+  bool has_arrived() const { return stage_ == Stage::arrived; }
   // Whether MPI has the caller's arrays.
   bool is_moving() const { return stage_ == Stage::moving; }
   // Whether a call blocks in MPI.
@@ -46,9 +49,10 @@ class MPIGroup {
   void close() { thread_.close(); }
 
  private:
-  enum class Stage { idle, agreeing, moving };
+  enum class Stage { idle, agreeing, moving, arrived };
 
   Status begin(Stage stage, const MPICall& call);
+  int64_t look_ns() const;
   Status wait(Idler* idler);
   Status poll(Idler* idler);
   Status compare();
@@ -64,8 +68,9 @@ class MPIGroup {
   std::array<uint64_t, 2> request_{};  // an int or a pointer
   Stage stage_ = Stage::idle;
   bool blocks_ = false;
-  bool counts_ = false;   // whether the call counts as finished when its data are there
-  int64_t began_ns_ = 0;  // the first look at the clock in this stage; 0: not yet
+  bool counts_ = false;     // whether the call counts as finished when its data are there
+  int64_t began_ns_ = 0;    // the first look at the clock in this stage; 0: not yet
+  int64_t started_ns_ = 0;  // before the agreement
   int64_t begun_ = 0;
   std::atomic<int64_t> finished_{0};
   std::atomic<bool> is_aborted_{false};

@@ -1,4 +1,5 @@
 // Calls of two imaginary MPI libraries: their results, disagreement, long waits, errors; own ops.
+#include "core/clock.hpp"
 #include "mpi/group.hpp"
 #include "mpi/own_ops.hpp"
 
@@ -6,6 +7,7 @@
 #include <atomic>
 #include <cassert>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <limits>
@@ -27,7 +29,7 @@ struct Library {
   std::atomic<int> tests{0};        // tests before a request is done; -1: it is never done
   std::atomic<bool> is_open{true};  // whether a blocking call returns
   std::atomic<int> returned{0};     // number of blocking calls that have reduced
-  int error = 0;
+  std::atomic<int> error{0};
   std::vector<int> counts;  // of the calls that were made
 } library;
 
@@ -70,7 +72,7 @@ extern "C" int ints_allreduce(const void* in, void* out, int count, int type, in
 }
 
 // Handles are pointers, and there are ten arguments.
-Object kComm{77}, kType{8}, kOp{5}, kMin{3}, kLast{10};
+Object kComm{77}, kType{8}, kMin{3}, kLast{10};
 extern "C" int pointers_iallreduce(const void* in, void* out, int count, Object* type, Object* op,
                                    Object* comm, Object** request) {
   assert(comm == &kComm);
@@ -177,6 +179,20 @@ void test_long_waits() {
   assert(!rank.group.is_moving() && !rank.group.is_blocked());
 }
 
+// The caller looks for a rank that has given up before a call that took long ends.
+void test_late_data() {
+  Rank rank;
+  library.is_open = false;
+  Status status = rank.run(kBlocking);
+  const int64_t end_ns = now_ns() + 60'000'000;
+  while (now_ns() < end_ns) status = rank.group.go_on();
+  assert(status.code == Code::waiting && !rank.group.has_arrived());
+  library.is_open = true;
+  while (!rank.group.has_arrived()) assert(rank.group.go_on().code == Code::waiting);
+  assert(rank.is(2) && rank.group.finished() == 0);
+  assert(rank.group.go_on().is_ok() && rank.group.finished() == 1);
+}
+
 // The thread of a call that never returns outlives its group.
 void test_stuck() {
   auto rank = std::make_unique<Rank>();
@@ -224,6 +240,12 @@ void test_pointers() {
   assert(status.is_ok() && out[0] == 5);
 }
 
+uint32_t bits_of(float number) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &number, sizeof bits);
+  return bits;
+}
+
 void test_own_ops() {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<float> odd{0.f, -0.f, 1.f, -2.f, kNan, -kNan, INFINITY, -INFINITY, 1e-45f};
@@ -235,7 +257,7 @@ void test_own_ops() {
         int count = 1;
         function(&b, &one, &count, nullptr);
         function(&a, &other, &count, nullptr);
-        assert(std::memcmp(&one, &other, sizeof one) == 0);
+        assert(bits_of(one) == bits_of(other));
         assert(std::isnan(one) == (std::isnan(a) || std::isnan(b)));
         if (std::isnan(one)) continue;
         assert(one == (op == RedOp::min ? std::min(a, b) : std::max(a, b)));
@@ -258,6 +280,7 @@ int main() {
   test_calls();
   test_disagreement();
   test_long_waits();
+  test_late_data();
   test_stuck();
   test_errors();
   test_pointers();

@@ -402,6 +402,9 @@ class MPIGroup:
     def is_moving(self) -> bool:
         """Whether MPI has the arrays of the call."""
 
+    def has_arrived(self) -> bool:
+        """Whether the data are there, and go_on() ends a call that took long."""
+
     def is_blocked(self) -> bool:
         """Whether a call blocks in MPI."""
 

@@ -27,7 +27,7 @@ from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired, status_of_code
 from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes
-from unisono.engines.mpi_library import Helper, library, note_broken, process
+from unisono.engines.mpi_library import Helper, library, note_broken
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
@@ -45,6 +45,11 @@ _LOOK_S = 5e-3
 # A rank that left, or failed in a later call, has done its part of the call; its data may still be
 # under way.
 _LEFT_S = 2.0
+
+# A rank that gives up a call keeps its arrays this long after the agreement. A call that takes
+# longer on another rank asks whether a rank has given up: its arrays may hold other numbers by now.
+# A greater value delays errors, a smaller value adds some 0.2 ms to more calls. As in C++.
+_SETTLED_S = 0.05
 
 # How long an error of MPI may wait for its reason, which comes over the links.
 _REASON_S = 1.0
@@ -80,6 +85,7 @@ class MPIEngine(QueueEngine):
         # First, because a group that is broken already calls `note_failure` at once.
         self._helper = Helper(f"unisono-mpi-{comm.name}")
         self._native_group: Any = None
+        self._broken = False
         super().__init__(comm)
         found = library()
         self.over = found.name
@@ -150,18 +156,21 @@ class MPIEngine(QueueEngine):
         super().note_failure(failure)
         if self._native_group is not None:
             self._native_group.abort()
-        note_broken(unusable=failure.kind == "lost" or self._is_stuck())
+        self._broken = True
+        lost = failure.kind == "lost" and any(map(self._is_lost, failure.peers))
+        note_broken(self._stuck(), lost=lost)
 
     def close(self) -> None:
         if self.comm.closed():
             return
-        comm, transport = self.comm, self.comm.transport
-        broken = transport.failure(comm.context) is not None
-        downs = [down for rank in comm.others if (down := transport.down(rank)) is not None]
-        lost = any(not down.left for down in downs)
+        transport = self.comm.transport
+        downs = [rank for rank in self.comm.others if transport.down(rank) is not None]
+        lost = any(map(self._is_lost, downs))
+        # A call that still runs breaks the group here.
         super().close()
-        if broken or lost:
-            note_broken(unusable=lost or self._is_stuck())
+        if self._broken or lost:
+            # On a busy host a rank may close its links without a good-bye.
+            note_broken(self._stuck(), lost=False)
         elif self._mpi_comm is not None and not self._MPI.Is_finalized():
             # A library has room for some 2,000 communicators.
             self._mpi_comm.Free()
@@ -169,10 +178,15 @@ class MPIEngine(QueueEngine):
             self._native_group.close()
         self._helper.close()
 
-    def _is_stuck(self) -> bool:
-        """Whether a thread is in MPI, and may stay there."""
+    def _stuck(self) -> list[Callable[[], bool]]:
+        """Return the questions whether a thread is in MPI, and may stay there."""
         group = self._native_group
-        return self._helper.is_stuck() or (group is not None and group.is_blocked())
+        return [self._helper.is_stuck, *([] if group is None else [group.is_blocked])]
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank did not leave by itself, as far as this rank knows."""
+        down = self.comm.transport.down(rank)
+        return down is None or not down.left
 
     # ---- calls in C++ -----------------------------------------------------------------------
 
@@ -260,11 +274,15 @@ class MPIEngine(QueueEngine):
             group, watch = self._native_group, _Watch(self.comm, task)
             try:
                 while code == _engine.WAITING:
-                    watch.look(note if group.is_moving() else "")
+                    if group.has_arrived():
+                        self._confirm(task)
+                    else:
+                        watch.look(note if group.is_moving() else "")
                     code, error = group.go_on()
             except BaseException:
                 _unfinished.append((self, native, arrays, task))
-                process.unusable = process.unusable or group.is_blocked()
+                if group.is_moving():
+                    time.sleep(_SETTLED_S)
                 raise
             watch.close()
         if code == _engine.MISMATCH:
@@ -276,10 +294,28 @@ class MPIEngine(QueueEngine):
             raise status_of_code(self.comm, task.call, code, 0, asked=None, shares_memory=False)
         return code
 
+    def _confirm(self, task: Task) -> None:
+        """Check that no rank has given up a call whose data have arrived.
+
+        That rank may have written into its arrays before MPI read them. Its failure, which is on
+        its way here, comes before the answer.
+        """
+        comm = self.comm
+        watch = _Watch(comm, task, Deadline(max(task.deadline.remaining(), _REASON_S)))
+        question = comm.transport.inquire(comm.context, task.seq, comm.others)
+        try:
+            while not question.wait_until(Deadline(_LOOK_S)):
+                watch.look()
+            watch.look()
+        finally:
+            comm.transport.close_question(question)
+        watch.close()
+
     def _raise_error(self, task: Task, error: Exception) -> NoReturn:
         # A lost rank often shows as an error of MPI first.
         comm = self.comm
         comm.transport.ask(comm.context, 0, comm.others, Deadline(_REASON_S))
+        time.sleep(_SETTLED_S)
         _Watch(comm, task).look(last=True)
         raise RuntimeError(f"{self.over}: {error}") from error
 
@@ -342,7 +378,6 @@ class MPIEngine(QueueEngine):
                 watch.look()
         except BaseException:
             _unfinished.append((done, self))
-            process.unusable = True
             raise
         watch.close()
         if done.error is not None:
@@ -352,11 +387,11 @@ class MPIEngine(QueueEngine):
 class _Watch:
     """The other ends of a wait in MPI: the deadline, a lost rank, and an abort."""
 
-    def __init__(self, comm: Communicator, task: Task) -> None:
+    def __init__(self, comm: Communicator, task: Task, deadline: Deadline | None = None) -> None:
         self._comm = comm
         self._seq = task.seq
-        self._deadline = task.deadline
-        self._late = task.deadline.earlier(LATE_S)
+        self._deadline = deadline or task.deadline
+        self._late = self._deadline.earlier(LATE_S)
         self._asked: Question | None = None
         self._left_s = 0.0
 
