@@ -7,9 +7,13 @@ other. The table of each run is judged on the times of the other run, so both ar
 
 A cell is an operation and a size. The regret of a choice is its time divided by the time of the
 best algorithm in the same run. A pass gives the median of its rounds, or the fastest round. All
-means are geometric. The best of noisy times is too good, so a perfect choice has a regret above 1.
-The column `best of other run` shows that: the regret of the other run's fastest algorithm. `differ`
-is the factor between the two runs' times of one call.
+means are geometric. An algorithm that was left out counts by its first pass, or 1.4 without one.
+
+The best of noisy times is too good, so a perfect choice has a regret above 1. Two columns show
+that. `best of other run` is the regret of the other run's fastest algorithm. `over held out`
+compares the table's choice in each pass with the algorithm that was best in the other passes of
+that run. Noise in the pass itself did not choose that algorithm. `differ` is the factor between two
+runs' times of a call.
 
 With --judge, nothing is measured: the runs in the folder are judged again.
 """
@@ -23,21 +27,22 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import NamedTuple
 
 import unisono
 from unisono.backends.cpu import CPUBackend
-from unisono.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure
+from unisono.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure, quartile
 from unisono.schedules.select import select
 from unisono.schedules.tables import Measured, Shape, Table
 from unisono.schedules.tuning import mean_us, rules_of, topology_of
 from unisono.testing.hosts import Network
 
 WORLDS = [f"{kind}-{ranks}" for kind in ("shm", "tcp", "hosts") for ranks in (2, 4, 8)]
-COLUMNS = ("world", "statistic", "cells", "built-in", "table", "best of other run", "differ")
+COLUMNS = ("world", "statistic", "cells", "built-in", "table", "best of other run",
+           "over held out", "differ")  # fmt: skip
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": median, "fastest": min}
 
 
@@ -74,16 +79,11 @@ class Half(NamedTuple):
     rounds: Rounds
 
     def measured(self, statistic: Callable[[list[float]], float]) -> Measured:
-        """Return a time per pass; algorithms that were left out after the first pass are absent."""
-        found = {}
-        for cell, times in self.rounds.items():
-            most = max(map(len, times.values()))
-            found[cell] = {
-                name: tuple(map(statistic, passes))
-                for name, passes in times.items()
-                if len(passes) == most
-            }
-        return found
+        """Return a time per pass; algorithms that were left out have fewer passes."""
+        return {
+            cell: {name: tuple(map(statistic, passes)) for name, passes in times.items()}
+            for cell, times in self.rounds.items()
+        }
 
     @classmethod
     def read(cls, file: Path) -> Half:
@@ -141,27 +141,59 @@ def run(kind: str, ranks: int, file: Path, seconds: float) -> None:
 def judged(world: str, statistic: str, halves: list[Half]) -> str:
     """Return a line of a world: each half is judged on the other."""
     topology = topology_of(halves[0].shape)
-    columns: list[list[float]] = [[], [], [], []]
+    columns: list[list[float]] = [[], [], [], [], []]
     for half, other in (halves, halves[::-1]):
-        trained, tested = half.measured(min), other.measured(STATISTICS[statistic])
+        trained, tested = half.measured(quartile), other.measured(STATISTICS[statistic])
         table = Table(half.shape, "", "", rules_of(trained, topology))
+        same = half.measured(STATISTICS[statistic])
         for op, nbytes in tested.keys() & trained.keys():  # a run may be out of time
-            times = tested[op, nbytes]
+            cell, seen = Cell(tested[op, nbytes]), Cell(trained[op, nbytes])
             names = (
                 select(op, nbytes, topology).algorithm,
                 select(op, nbytes, topology, table=table).algorithm,
-                min(trained[op, nbytes], key=lambda name: mean_us(trained[op, nbytes][name])),
+                seen.best,
             )
-            means = {name: mean_us(passes) for name, passes in times.items()}
-            least = min(means.values())
             for column, name in zip(columns, names, strict=False):
-                # An algorithm that was left out was slower by this factor or more.
-                column.append(means.get(name, OUT_AFTER_PASS * least) / least)
-            same = half.measured(STATISTICS[statistic])[op, nbytes]
-            factors = [mean_us(same[name]) / means[name] for name in same if name in means]
-            columns[3] += [max(factor, 1 / factor) for factor in factors]
+                column.append(cell.regret(name))
+            columns[3] += cell.held_out(names[1])
+            both = seen.full.keys() & cell.full.keys()
+            factors = [mean_us(same[op, nbytes][name]) / cell.full[name] for name in both]
+            columns[4] += [max(factor, 1 / factor) for factor in factors]
     figures = [f"{geometric_mean(column):.3f}" for column in columns]
     return f"| {' | '.join([world, statistic, str(len(columns[0])), *figures])} |"
+
+
+class Cell:
+    """The times of an operation and a size, by algorithm and pass."""
+
+    def __init__(self, times: Mapping[str, tuple[float, ...]]) -> None:
+        self.times, self.passes = times, max(map(len, times.values()))
+        self.full = {
+            name: mean_us(passes) for name, passes in times.items() if len(passes) == self.passes
+        }
+        self.best = min(self.full, key=self.full.__getitem__)
+
+    def regret(self, name: str) -> float:
+        """Return the time of an algorithm over that of the best algorithm."""
+        if name in self.full:
+            return self.full[name] / self.full[self.best]
+        if name in self.times:
+            return self.times[name][0] / self.times[self.best][0]
+        return OUT_AFTER_PASS
+
+    def held_out(self, name: str) -> list[float]:
+        """Return the time of an algorithm in each pass over that of the others' best algorithm."""
+        if name not in self.full or self.passes < 2:
+            return [self.regret(name)]
+        factors = []
+        for turn in range(self.passes):
+            rest = {
+                other: mean_us(self.times[other][:turn] + self.times[other][turn + 1 :])
+                for other in self.full
+            }
+            best = min(rest, key=rest.__getitem__)
+            factors.append(self.times[name][turn] / self.times[best][turn])
+        return factors
 
 
 if __name__ == "__main__":

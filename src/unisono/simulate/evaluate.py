@@ -69,10 +69,9 @@ def simulate(
         if rows > 20 * _EVENT_ROWS:
             raise _too_large(name, rows, 20 * _EVENT_ROWS, "events take")
         return links.run(all_rows(parts), network, costs, contended=contended)
-    if not contended and (found := images.find_images(parts, network)):
-        result = images.run(parts, network, costs, found)
-        if result is not None:
-            return result
+    result = _by_images(parts, network, costs, contended=contended)
+    if result is not None:
+        return result
     if rows > _ALL_ROWS:
         raise _too_large(name, rows, _ALL_ROWS, "stages take")
     result = stages.run(parts, network, costs, contended=contended, large=most > stages.LARGE)
@@ -86,6 +85,19 @@ def all_rows(parts: Sequence[Traffic]) -> Rows:
     tables = [part.all_rows() for part in parts]
     rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
     return rows.take(np.argsort(rows.rank, kind="stable"))
+
+
+def _by_images(
+    parts: Sequence[Traffic], network: Network, costs: Costs, *, contended: bool
+) -> Result | None:
+    """Evaluate with a few ranks that stand for all, or return None if there are none."""
+    run = images.run_shared if contended else images.run
+    for unordered in (False, True) if costs.receives_free else (False,):
+        found = images.find_images(parts, network, unordered=unordered)
+        result = run(parts, network, costs, found) if found else None
+        if result is not None:
+            return result
+    return None
 
 
 def _size(parts: Sequence[Traffic]) -> tuple[int, int]:
@@ -103,6 +115,6 @@ def _size(parts: Sequence[Traffic]) -> tuple[int, int]:
 def _too_large(name: str, rows: int, limit: int, what: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"{name}: {what} about {rows:,} rows (limit {limit:,})",
-        hint="take fewer ranks, another algorithm, or links without contention and a size that "
-        "all chunks share equally: then one rank can stand for all",
+        hint="take fewer ranks, another algorithm, or a size that all chunks share equally: then "
+        "a few ranks can stand for all",
     )

@@ -2,7 +2,8 @@
 
 A *translation* adds a number to all ranks, modulo p, or flips bits of all ranks. If it maps a
 schedule and the network on themselves, a rank and its image end at the same time. A ring on uniform
-links needs one rank; on hosts of L ranks it needs L. Links that ranks share are not followed.
+links needs one rank; on hosts of L ranks it needs L. Links have images, too: a link that ranks
+share serves the messages of the followed ranks in turn, as it serves their images elsewhere.
 
 The rows of the followed ranks are compared with those of an image, in each stage a new image.
 """
@@ -10,11 +11,14 @@ The rows of the followed ranks are compared with those of an image, in each stag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from unisono.schedules.ir import IntArray, is_power_of_two
+from unisono.simulate import links
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
@@ -24,6 +28,8 @@ from unisono.simulate.traffic import RECV, SEND, Rows, Traffic
 # Stages and rows per table: larger tables cost memory, smaller tables cost NumPy calls.
 _STAGES = 2048
 _ROWS = 1 << 18
+# Rows of the followed ranks that events take in a minute and 2 GiB.
+_SHARED_ROWS = 4_000_000
 # An odd number, so that its multiples reach all images in turn.
 _STRIDE = 0x9E3779B1
 
@@ -35,11 +41,14 @@ class Images(NamedTuple):
         size: World size.
         followed: Number of ranks to follow; a divisor of the world size.
         flips: Whether a translation flips bits; otherwise it adds.
+        unordered: Whether a rank takes the receives of a stage by distance, not in their order.
+            A rank may do so if a receive takes no time: it ends when the last message is there.
     """
 
     size: int
     followed: int
     flips: bool
+    unordered: bool = False
 
     def back(self, ranks: IntArray, by: IntArray) -> IntArray:
         """Undo translations by multiples of `followed`; -1 stays."""
@@ -51,7 +60,9 @@ class Images(NamedTuple):
         return source ^ target if self.flips else (target - source) % self.size
 
 
-def find_images(parts: Sequence[Traffic], network: Network) -> Images | None:
+def find_images(
+    parts: Sequence[Traffic], network: Network, *, unordered: bool = False
+) -> Images | None:
     """Return translations that map sampled stages of all parts on themselves, or None.
 
     A stage is compared on the images by 1, 2, 4, ... times the followed ranks, and on others.
@@ -59,9 +70,9 @@ def find_images(parts: Sequence[Traffic], network: Network) -> Images | None:
     p, followed = network.size, network.period
     if p % followed or p == followed:
         return None
-    choices = [Images(p, followed, False)]
+    choices = [Images(p, followed, False, unordered)]
     if network.flips and is_power_of_two(p) and is_power_of_two(followed):
-        choices.append(Images(p, followed, True))
+        choices.append(Images(p, followed, True, unordered))
     number = p // followed
     some = {0, number - 1, *(1 << j for j in range(number.bit_length() - 1))}
     some |= {_other(j, number) for j in range(32)}
@@ -99,7 +110,13 @@ def _followed(rows: Rows, images: Images, copies: int) -> Rows | None:
     by = rows.rank // images.followed * images.followed
     turn = by if len(rows.stage) and rows.stage[0] == rows.stage[-1] else by > 0
     rows = rows._replace(rank=rows.rank - by, peer=images.back(rows.peer, by))
-    rows = rows.take(np.lexsort((rows.rank, rows.stage, turn)))
+    keys = [rows.rank, rows.stage, turn]
+    if images.unordered:
+        # A rank sends first in each stage. Local work has no rows.
+        rows = rows._replace(reduces=np.zeros_like(rows.reduces))
+        distance = np.where(rows.kind == RECV, images.way(rows.peer, rows.rank), -1)
+        keys.insert(0, distance)
+    rows = rows.take(np.lexsort(keys))
     count, left = divmod(len(rows.rank), copies)
     own = rows.take(slice(count))
     for column, expected in zip(rows, own, strict=True):
@@ -202,4 +219,54 @@ def run(parts: Sequence[Traffic], network: Network, costs: Costs, images: Images
         np.tile(np.array(clocks.clock, np.int64), times), dict(zip(CAUSES, parts_ps,
         strict=True)), (), hops, clocks.messages * times, clocks.nbytes * times, None, True,
         f"stages of {images.followed} of {images.size} ranks", network,
+    )  # fmt: skip
+
+
+def run_shared(
+    parts: Sequence[Traffic], network: Network, costs: Costs, images: Images
+) -> Result | None:
+    """Evaluate schedules with the followed ranks alone, event by event, where links are shared.
+
+    A message of a followed rank crosses the images of its links among the links of the followed
+    ranks. Each of these links thus serves as many messages as it serves among all ranks. Messages
+    that arrive at the same time may be served in another order than among all ranks.
+
+    Return None if the schedule turns out not to look the same from all ranks, or has too many
+    rows.
+
+    Cost: as the events, for the rows of the followed ranks.
+    """
+    tables: list[Rows] = []
+    for traffic in parts:
+        for table in _tables(traffic, images):
+            if table is None or sum(len(each.rank) for each in tables) > _SHARED_ROWS:
+                return None
+            tables.append(table)
+    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
+    rows = rows.take(np.argsort(rows.rank, kind="stable"))
+    sends, receives = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
+    send, receive = rows.take(sends), rows.take(receives)
+    found = matched(
+        send.rank,
+        images.way(send.rank, send.peer),
+        receive.peer % images.followed,
+        images.way(receive.peer, receive.rank),
+        images.size,
+    )
+    if found is None:
+        return None
+    into = np.empty_like(sends)
+    into[found] = receives
+    copies = images.size // images.followed
+    fold = partial(network.folded, copies=copies, flips=images.flips)
+    own = fold(network.routes(send.rank, send.peer))
+    messages = links.on_links(rows, network, sends, into, own)
+    result = links.executed(rows, messages, network, costs, images.followed, contended=True).result
+    busy = None
+    if result.link_busy_ps is not None and network.links <= _SHARED_ROWS:
+        busy = result.link_busy_ps[fold(np.arange(network.links))]
+    return replace(
+        result, finish_ps=np.tile(result.finish_ps, copies), path=(), link_busy_ps=busy,
+        messages=result.messages * copies, nbytes=result.nbytes * copies,
+        method=f"events of {images.followed} of {images.size} ranks",
     )  # fmt: skip

@@ -82,15 +82,24 @@ def plan(rows: Rows, network: Network, *, contended: bool = True) -> Plan:
         columns = (own, latency, moving, latency + moving)
         flat = [_flat(column[:, None]) for column in columns]
         return Plan._make((send, receive, latency, *flat, np.ones(count, bool), own, 2))
-    routes = network.routes(source, target)
-    latency, busy = network.costs(routes, nbytes)
+    return on_links(rows, network, send, receive, network.routes(source, target))
+
+
+def on_links(
+    rows: Rows, network: Network, send: IntArray, receive: IntArray, links: IntArray
+) -> Plan:
+    """Return the plan of messages with these rows and these links, [messages, hops]."""
+    # Ranks advance about stage by stage, so messages of one stage are near each other in memory.
+    order = np.argsort(rows.stage[send], kind="stable")
+    send, receive, links = send[order], receive[order], links[order]
+    latency, busy = network.costs(links, rows.nbytes[send])
     later = latency[:, ::-1].cumsum(axis=1)[:, ::-1]
-    names, number = np.unique(routes, return_inverse=True)
+    names, number = np.unique(links, return_inverse=True)
     absent = int(len(names) > 0 and names[0] < 0)
-    links = number.reshape(routes.shape) - absent
+    number = number.reshape(links.shape) - absent
     step = latency if network.cut_through else latency + busy
-    flat = [_flat(column) for column in (links, step, busy, later + busy)]
-    private = _private(links, source, len(names) - absent, network.size)
+    flat = [_flat(column) for column in (number, step, busy, later + busy)]
+    private = _private(number, rows.rank[send], len(names) - absent, network.size)
     width = links.shape[1] + 1
     return Plan._make((send, receive, later[:, 0], *flat, private, names[absent:], width))
 
@@ -169,11 +178,18 @@ def traced(rows: Rows, network: Network, costs: Costs, *, contended: bool = True
     Cost: O(n h log n) for n messages over h links; 1 event per link that ranks share.
     """
     messages = plan(rows, network, contended=contended)
+    return executed(rows, messages, network, costs, network.size, contended=contended)
+
+
+def executed(
+    rows: Rows, messages: Plan, network: Network, costs: Costs, ranks: int, *, contended: bool
+) -> Traced:
+    """Execute the rows of `ranks` ranks, whose messages are planned; see `traced`."""
     cost = costs.of(rows).tolist()
     cores = None
     if costs.cores:
-        cores = _Cores(network.size, network.period, costs.cores, costs.switch_ps)
-    trace = _execute(rows, messages, cost, [costs.start_ps] * network.size, cores)
+        cores = _Cores(ranks, network.period, costs.cores, costs.switch_ps, costs.wake_ps)
+    trace = _execute(rows, messages, cost, [costs.start_ps] * ranks, cores)
     busy = None
     if contended:
         links, times = messages.links, messages.busy
@@ -183,9 +199,9 @@ def traced(rows: Rows, network: Network, costs: Costs, *, contended: bool = True
     finish = np.array(trace.clock, np.int64)
     causes, path = _critical_path(rows, messages, trace, cost)
     last = int(np.argmax(finish))
-    ranks = (*rows.rank[messages.send[path]].tolist()[::-1], last)
+    passed = (*rows.rank[messages.send[path]].tolist()[::-1], last)
     result = Result(
-        finish, causes, ranks, len(path), len(messages.send),
+        finish, causes, passed, len(path), len(messages.send),
         int(rows.nbytes[messages.send].sum()), busy, True, "events", network,
     )  # fmt: skip
     return Traced(result, messages, trace, path)
@@ -195,8 +211,12 @@ class _State:
     """The plan and the trace of a run as lists of Python integers, and the links' state."""
 
     def __init__(self, rows: Rows, messages: Plan, clock: list[int]) -> None:
-        columns = (messages.links, messages.step, messages.busy, messages.rest)
-        self.hops = list(zip(*(column.tolist() for column in columns), strict=True))
+        columns = (messages.step, messages.busy, messages.rest)
+        # Few are different. Equal tuples are one tuple, so that more of them fit into caches.
+        same: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        costs = zip(*(column.tolist() for column in columns), strict=True)
+        self.costs = [same.setdefault(cost, cost) for cost in costs]
+        self.links = messages.links.tolist()
         self.width, self.receive = messages.width, messages.receive.tolist()
         self.target = rows.rank[messages.receive].tolist()
         # Per row: the message that it sends, or _TAKES, or _WORKS.
@@ -206,7 +226,7 @@ class _State:
         bounds = np.searchsorted(rows.rank, np.arange(len(clock) + 1)).tolist()
         self.place, self.stop = bounds[:-1], bounds[1:]
         count = len(self.receive)
-        begin, arrival, served = [0] * len(rows.rank), [-1] * len(rows.rank), [0] * len(self.hops)
+        begin, arrival, served = [0] * len(rows.rank), [-1] * len(rows.rank), [0] * len(self.links)
         sent, end, waited = ([0] * count for _ in range(3))
         self.trace = Trace(clock, begin, arrival, sent, end, waited, served)
         self.free = [0] * len(messages.names)
@@ -215,13 +235,15 @@ class _State:
 
     def server(self) -> Callable[[int, int, int], None]:
         """Return the function by which a link serves message m that arrives at `time`."""
-        hops, free, put, ready = self.hops, self.free, self.agenda.put, self.ready
+        links, costs, free, put = self.links, self.costs, self.free, self.agenda.put
+        ready = self.ready
         receive, target, place = self.receive, self.target, self.place
         arrival, ends, waited = self.trace.arrival, self.trace.end, self.trace.waited
         served = self.trace.served
 
         def serve(time: int, code: int, m: int) -> None:
-            link, step, busy, rest = hops[code]
+            link = links[code]
+            step, busy, rest = costs[code]
             begun = free[link]
             if begun < time:
                 begun = time
@@ -233,7 +255,7 @@ class _State:
             if end < ends[m]:
                 end = ends[m]
             ends[m] = end
-            if hops[code + 1][0] >= 0:
+            if links[code + 1] >= 0:
                 put(begun + step, code + 1)
                 return
             row = receive[m]
@@ -252,10 +274,11 @@ class _Cores:
         per_host: Ranks per host.
         cores: Cores per host.
         switch_ps: Time that a core needs to go from one rank to another.
+        wake_ps: Time that a core needs to wake a rank.
     """
 
-    def __init__(self, ranks: int, per_host: int, cores: int, switch_ps: int) -> None:
-        self.per_host, self.switch_ps = per_host, switch_ps
+    def __init__(self, ranks: int, per_host: int, cores: int, switch_ps: int, wake_ps: int) -> None:
+        self.per_host, self.switch_ps, self.wake_ps = per_host, switch_ps, wake_ps
         # When each core becomes free, and the rank that had it last.
         self.hosts = [[(0, -1)] * cores for _ in range(-(-ranks // per_host))]
 
@@ -288,22 +311,24 @@ def _execute(
             rank = ready.popleft()
             i, last, time = place[rank], stop[rank], clock[rank]
             while i < last:
-                begin[i] = time
+                begin[i], spent = time, cost[i]
                 if (m := does[i]) == _TAKES:
                     there = arrival[i]
                     if there < 0:
                         break
                     if there > time:
                         time = there
-                if cores is None or not cost[i]:
-                    time += cost[i]
+                        if cores is not None:
+                            spent += cores.wake_ps
+                if cores is None or not spent:
+                    time += spent
                 elif time > now:
                     # Ranks take cores in the order of time.
                     put(time, -1 - rank)
                     time = begin[i]
                     break
                 else:
-                    time = cores.take(rank, time, cost[i])
+                    time = cores.take(rank, time, spent)
                 if m >= 0:
                     sent[m] = time
                     if private[m]:

@@ -19,6 +19,7 @@ LogGOPS model", HPDC 2010; LogGOPSim 76451de, LogGOPSim.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,20 +118,21 @@ def program_of(rows: Rows, ranks: int, ps_per_byte: float = 0.0) -> Program:
         ranks: Number of ranks.
         ps_per_byte: Duration of local work.
     """
-    kind, rank = rows.kind.tolist(), rows.rank.tolist()
+    # Ranks advance about stage by stage, so operations of one stage are near each other in memory.
+    order = np.argsort(rows.stage, kind="stable")
+    place = np.argsort(order)
+    same = np.append(rows.rank[1:] == rows.rank[:-1], False)[: len(order)]
+    after = np.where(same, np.append(place[1:], 0), -1)[order].tolist()
+    needs = np.append(0, same[:-1])[order].tolist()
+    rank, kind, peer, nbytes = (column[order].tolist() for column in rows[:4])
     size = [
         round(n * ps_per_byte) if k == WORK else max(1, n)
-        for n, k in zip(rows.nbytes.tolist(), kind, strict=True)
+        for n, k in zip(nbytes, kind, strict=True)
     ]
-    total = len(rank)
-    follows = [i + 1 < total and rank[i + 1] == rank[i] for i in range(total)]
-    needs = [0, *(int(same) for same in follows[:-1])] if total else []
-    after: list[tuple[int, ...]] = [(i + 1,) if same else () for i, same in enumerate(follows)]
-    on_done = [later if k != SEND else () for later, k in zip(after, kind, strict=True)]
-    on_start = [later if k == SEND else () for later, k in zip(after, kind, strict=True)]
-    return Program(
-        ranks, rank, kind, rows.peer.tolist(), size, [0] * total, needs, on_done, on_start
-    )
+    edges: list[tuple[int, ...]] = [(i,) if i >= 0 else () for i in after]
+    on_done = [later if k != SEND else () for later, k in zip(edges, kind, strict=True)]
+    on_start = [later if k == SEND else () for later, k in zip(edges, kind, strict=True)]
+    return Program(ranks, rank, kind, peer, size, [0] * len(order), needs, on_done, on_start)
 
 
 def _channels(program: Program) -> tuple[list[int], int]:
@@ -171,19 +173,25 @@ class _Run:
             if not needs[i]:
                 self.freed.append(i)
 
-    def start(self) -> None:
-        """Create the events of the operations that may begin; per rank sends are first."""
+    def starter(self) -> Callable[[], None]:
+        """Return the function that creates the events of the operations that may begin."""
         rank_of, kind_of, freed = self.program.rank, self.program.kind, self.freed
-        if len(freed) > 1:
-            freed.sort(key=lambda i: (rank_of[i], kind_of[i]))
-        for i in freed:
-            rank = rank_of[i]
-            time = self.cpu[rank]
-            if kind_of[i] == SEND and self.nic_out[rank] > time:
-                time = self.nic_out[rank]
-            self.agenda.put(time, len(self.made))
-            self.made.append(i)
-        freed.clear()
+        cpu, nic_out, made, put = self.cpu, self.nic_out, self.made, self.agenda.put
+
+        def start() -> None:
+            if len(freed) > 1:
+                # Sends are the first of a rank.
+                freed.sort(key=lambda i: (rank_of[i], kind_of[i]))
+            for i in freed:
+                rank = rank_of[i]
+                time = cpu[rank]
+                if kind_of[i] == SEND and nic_out[rank] > time:
+                    time = nic_out[rank]
+                put(time, len(made))
+                made.append(i)
+            freed.clear()
+
+        return start
 
     def post(self, receive: int, time: int, *, large: bool) -> bool:
         """Match a receive with the first message; return whether there is one yet."""
@@ -225,7 +233,7 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
     travel, n, made = overhead + model.latency_ps, len(rank_of), state.made
     release, arrived, posted, put = state.release, state.arrived, state.posted, state.agenda.put
     cpu_in = max(per_byte, cpu_per_byte)
-    freed, start, ended = state.freed, state.start, 0
+    freed, start, ended = state.freed, state.starter(), 0
     start()
     for time, order in state.agenda.in_order():
         i = made[order]

@@ -73,12 +73,14 @@ class Group(NamedTuple):
         number: Number of links.
         spec: Their spec.
         own: Whether each link takes messages of one rank only, as their first link.
+        ends: If there is a link from each of n ends to each of n ends, n; else 0.
     """
 
     name: str
     number: int
     spec: LinkSpec
     own: bool = False
+    ends: int = 0
 
 
 class Network:
@@ -116,6 +118,28 @@ class Network:
         """Return the group of each link; -1 for no link."""
         found = np.searchsorted(self.first, links, side="right") - 1
         return np.where(links < 0, -1, found)
+
+    def folded(self, links: IntArray, copies: int, *, flips: bool) -> IntArray:
+        """Return the first image of each link under the translations of ranks by size / copies.
+
+        Args:
+            links: Numbers of links; -1 stays.
+            copies: Number of translations; each must map the network on itself.
+            flips: Whether translations flip bits; otherwise they add.
+        """
+        kinds, result = self.kinds(links), links.copy()
+        for kind, (group, first) in enumerate(zip(self.groups, self.first, strict=True)):
+            place = links[here := kinds == kind] - first
+            if group.ends:
+                step = group.ends // copies
+                source, target = np.divmod(place, group.ends)
+                by = source // step * step
+                target = target ^ by if flips else (target - by) % group.ends
+                place = (source - by) * group.ends + target
+            else:
+                place %= group.number // copies
+            result[here] = first + place
+        return result
 
     def costs(self, links: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
         """Return the latency and the occupation of each link of each message, [messages, hops]."""
@@ -160,7 +184,7 @@ class FullyConnected(_Flat):
     """A link from each rank to each other rank."""
 
     def __init__(self, size: int, spec: LinkSpec, *, cut_through: bool = True) -> None:
-        links = [Group("pair {}", size * size, spec, own=True)]
+        links = [Group("pair {}", size * size, spec, own=True, ends=size)]
         super().__init__(size, links, cut_through=cut_through)
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
@@ -343,7 +367,7 @@ class Pods:
         gbps = between.gbps * self.hosts * interfaces / self.oversubscription
         if self.dragonfly:
             spec = LinkSpec(self.latency_ps, gbps / max(pods - 1, 1), between.whole)
-            return [Group("pair of pods {}", pods * pods, spec)]
+            return [Group("pair of pods {}", pods * pods, spec, ends=pods)]
         spec = LinkSpec(self.latency_ps, gbps, between.whole)
         down = LinkSpec(0, gbps, between.whole)
         return [Group("pod {} up", pods, spec), Group("pod {} down", pods, down)]

@@ -32,7 +32,7 @@ class Result:
         messages: Number of messages of all ranks.
         nbytes: Bytes of all messages.
         link_busy_ps: Time that each link carries messages, int64 [links]; None if links have no
-            numbers in this model.
+            numbers in this model, or if there are millions.
         exact: Whether the times are those of the events; False if the evaluator approximates
             links that several ranks share.
         method: The evaluator, in words.

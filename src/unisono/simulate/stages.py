@@ -9,7 +9,7 @@ approximate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,20 +29,26 @@ _RUNS = 8
 LARGE = 4_000_000
 
 
-class _Route(NamedTuple):
-    """The links of messages, [messages, hops].
+class _Hop(NamedTuple):
+    """The n-th links of the messages that cross n links or more.
 
     Attributes:
-        links: Number of each link; -1 after the last.
-        step: From the begin of a link's service to the arrival at the next link.
-        busy: How long a link serves a message.
-        rest: From the begin of a link's service to the end, if no link is busy.
+        message: Number of each message.
+        link: Its link.
+        step: From the begin of the link's service to the arrival at the next link.
+        busy: How long the link serves the message.
+        rest: From the begin of the link's service to the end of the message, if no link is busy.
+        shared: Whether the link takes messages of several ranks.
+        once: Whether no link serves two of these messages.
     """
 
-    links: IntArray
+    message: IntArray
+    link: IntArray
     step: IntArray
     busy: IntArray
     rest: IntArray
+    shared: BoolArray
+    once: bool
 
 
 class _Plan(NamedTuple):
@@ -59,7 +65,7 @@ class _Plan(NamedTuple):
         head: The first receive of each rank.
         latency: Latency of each message.
         moving: Time of each message for its bytes, on free links.
-        route: The links of each message; None without contention.
+        hops: The links of the messages; None without contention.
     """
 
     rows: Rows
@@ -72,7 +78,7 @@ class _Plan(NamedTuple):
     head: IntArray
     latency: IntArray
     moving: IntArray
-    route: _Route | None = None
+    hops: Sequence[_Hop] | None = None
 
 
 class _State:
@@ -128,10 +134,20 @@ class _State:
             return _Plan(*columns, latency, moving)
         links = network.routes(source, target)
         latencies, busy = network.costs(links, nbytes)
-        rest = latencies[:, ::-1].cumsum(axis=1)[:, ::-1] + busy
-        step = latencies if network.cut_through else latencies + busy
-        route = _Route(links, step, busy, rest)
-        return _Plan(*columns, latencies.sum(axis=1), busy.max(axis=1, initial=0), route)
+        hops = list(self._hops(links, latencies, busy))
+        return _Plan(*columns, latencies.sum(axis=1), busy.max(axis=1, initial=0), hops)
+
+    def _hops(self, links: IntArray, latency: IntArray, busy: IntArray) -> Iterator[_Hop]:
+        """Yield the links of messages, hop by hop; all arrays are [messages, hops]."""
+        rest = latency[:, ::-1].cumsum(axis=1)[:, ::-1] + busy
+        step = latency if self.network.cut_through else latency + busy
+        own = np.array([group.own for group in self.network.groups])
+        for hop in range(links.shape[1]):
+            here = np.flatnonzero(links[:, hop] >= 0)
+            link = links[here, hop]
+            once = len(np.unique(link)) == len(link)
+            costs = [column[here, hop] for column in (step, busy, rest)]
+            yield _Hop._make((here, link, *costs, ~own[self.network.kinds(link)], once))
 
     def _wait(self, plan: _Plan, begin: IntArray, parts: Sequence[IntArray]) -> None:
         """Set the clock of each rank to the latest `begin` of its receives, if it is later."""
@@ -150,22 +166,22 @@ class _State:
     def _deliver(self, plan: _Plan, at: IntArray) -> tuple[IntArray, list[IntArray]]:
         """Return when messages arrive, and their latency, bytes, waiting and number."""
         one, waited = np.ones_like(at), np.zeros_like(at)
-        if plan.route is None:
+        if plan.hops is None:
             return at + plan.latency + plan.moving, [plan.latency, plan.moving, waited, one]
-        links, step, busy, rest = plan.route
-        own = np.array([group.own for group in self.network.groups])
         head, end = at.copy(), at.copy()
-        for hop in range(links.shape[1]):
-            here = np.flatnonzero(links[:, hop] >= 0)
-            if not len(here):
-                continue
-            link = links[here, hop]
-            begin = self._serve(link, head[here], busy[here, hop])
-            late = begin - head[here]
-            self.exact &= not (late * ~own[self.network.kinds(link)]).any()
-            waited[here] += late
-            end[here] = np.maximum(end[here], begin + rest[here, hop])
-            head[here] = begin + step[here, hop]
+        for message, link, step, busy, rest, shared, once in plan.hops:
+            arrival = head[message]
+            if once:
+                begin = np.maximum(arrival, self.free[link])
+                self.free[link] = begin + busy
+                self.busy[link] += busy
+            else:
+                begin = self._serve(link, arrival, busy)
+            late = begin - arrival
+            self.exact = self.exact and not late[shared].any()
+            waited[message] += late
+            end[message] = np.maximum(end[message], begin + rest)
+            head[message] = begin + step
         return end, [plan.latency, end - at - plan.latency - waited, waited, one]
 
     def advance_each(self, traffic: Traffic, k: int) -> bool:

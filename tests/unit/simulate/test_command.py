@@ -82,8 +82,8 @@ def test_loggops_and_goal(capsys, tmp_path):
 
 
 def test_a_time_with_a_tilde_is_approximate(capsys):
-    words = ("-p", "16384", "--algorithm", "halving_doubling", "-b", "64M", "--net", "fat-tree")
-    ((*_, time, _latency, _bytes, busy, _ends),) = simulate(capsys, "all_reduce", *words)
+    words = ("-p", "32768", "--algorithm", "recursive_doubling", "-b", "1M", "--net", "fat-tree")
+    ((*_, time, _latency, _bytes, busy, _ends),) = simulate(capsys, "scan", *words)
     assert re.fullmatch(r"~[\d,.]+", time)
     assert busy != "0.0"
 

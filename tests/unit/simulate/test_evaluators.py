@@ -11,6 +11,7 @@ from unisono.schedules.ir import COLLECTIVES, ROOTED
 from unisono.schedules.registry import available, entry
 from unisono.simulate import (
     Costs,
+    FullyConnected,
     Hosts,
     LinkSpec,
     Pods,
@@ -18,6 +19,7 @@ from unisono.simulate import (
     Torus,
     Traffic,
     images,
+    links,
     simulate,
     stages,
 )
@@ -75,6 +77,10 @@ NETWORKS = {
     "ring": lambda size, local: Torus(size, 1, LinkSpec(100, 10.0), cut_through=False),
     "pods": lambda size, local: Hosts(size, local, INSIDE, BETWEEN, pods=Pods(2, 2.0, 90)),
     "torus": lambda size, local: Torus(size // 2, 2, LinkSpec(700, 10)),
+    "dragonfly": lambda size, local: Hosts(
+        size, local, INSIDE, BETWEEN, pods=Pods(2, 2.0, 90, dragonfly=True)
+    ),
+    "full": lambda size, local: FullyConnected(size, LinkSpec(700, 10)),
     "equal pods": lambda size, local: Hosts(
         size, local, INSIDE, BETWEEN, pods=Pods(2, latency_ps=900)
     ),
@@ -120,6 +126,40 @@ def test_a_few_ranks_stand_for_all(kind):
         assert {("pairwise", True), ("two_level", False)} <= followed
 
 
+@pytest.mark.parametrize("unordered", [False, True])
+@pytest.mark.parametrize("kind", ["hosts", "ring", "torus", "equal pods", "dragonfly", "full"])
+def test_a_few_ranks_stand_for_all_where_links_are_shared(kind, unordered):
+    followed = set()
+    costs = Costs(310, start_ps=40) if unordered else COSTS
+    for schedule, nbytes, local in cases(1, (4, 8, 12)):
+        size = schedule.world_size
+        traffic = Traffic(schedule, nbytes * size * 3, work=costs.works)
+        network = NETWORKS[kind](size, local)
+        found = images.find_images([traffic], network, unordered=unordered)
+        if found is None:
+            continue
+        result = images.run_shared([traffic], network, costs, found)
+        assert result is not None
+        expected = links.run(traffic.all_rows(), network, costs)
+        followed.add((schedule.algorithm, found.flips))
+        assert result.finish_ps.tolist() == expected.finish_ps.tolist(), (schedule, nbytes, local)
+        assert result.link_busy_ps.tolist() == expected.link_busy_ps.tolist()
+        assert result.causes_ps == expected.causes_ps
+        assert (result.messages, result.nbytes) == (expected.messages, expected.nbytes)
+    assert {("ring", False), ("linear", False)} <= followed
+    assert (("rank_order", False) in followed) == unordered
+    if kind == "hosts":
+        assert {("pairwise", True), ("two_level", False)} <= followed
+
+
+def test_the_order_of_receives_counts_if_they_take_time():
+    schedule = build("all_reduce", "one_shot", 2048)
+    network = Switch(2048, LinkSpec(1, 12.5))
+    assert simulate(schedule, 2048 * 4, network).method == "events of 1 of 2048 ranks"
+    with pytest.raises(InvalidArgumentError, match="a stage takes about "):
+        simulate(schedule, 2048 * 4, network, Costs(recv_ps=1))
+
+
 def test_a_schedule_with_a_root_has_no_images():
     traffic = Traffic(build("broadcast", "binomial", 64, 0), 640)
     assert images.find_images([traffic], Switch(64, LinkSpec())) is None
@@ -155,7 +195,7 @@ def test_a_claim_that_fails_in_a_later_stage_is_given_up():
 
 
 def test_the_largest_schedules_are_refused_before_they_take_the_memory():
-    schedule = build("all_reduce", "rank_order", 2048)
+    schedule = build("reduce", "rank_order", 2048, 0)
     with pytest.raises(InvalidArgumentError, match="a stage takes about ") as caught:
         simulate(schedule, 2048 * 4, Switch(2048, LinkSpec(1)))
     assert " rows (limit " in str(caught.value)
