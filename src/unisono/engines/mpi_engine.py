@@ -27,7 +27,7 @@ from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired, status_of_code
 from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes
-from unisono.engines.mpi_library import Helper, library, note_broken
+from unisono.engines.mpi_library import Helper, library, note_broken, process
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
@@ -194,7 +194,8 @@ class MPIEngine(QueueEngine):
         """Make MPI's communicator of this group."""
         comm, world = self.comm, self._MPI.COMM_WORLD
         # MPI would wait for an absent rank without a deadline, and without a name.
-        run.meet()
+        if run.meet(bool(why := process.why_no_group())):
+            raise UnsupportedError(why or "on another rank MPI can make no group any more")
         made: list[Any] = []
 
         def make() -> None:
@@ -378,6 +379,7 @@ class MPIEngine(QueueEngine):
                 watch.look()
         except BaseException:
             _unfinished.append((done, self))
+            process.making.append(done)
             raise
         watch.close()
         if done.error is not None:
