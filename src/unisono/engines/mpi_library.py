@@ -167,12 +167,14 @@ class _Process:
         pmi: Answers the library if no launcher does.
         broken: Of the groups that broke: whether a thread is still in MPI.
         lost: Whether a rank died.
+        making: Communicators that were being made when their group broke.
     """
 
     def __init__(self) -> None:
         self.pmi: PMIServer | None = None
         self.broken: list[Callable[[], bool]] = []
         self.lost = False
+        self.making: list[Completion] = []
         self._helper = Helper("unisono-mpi")
         self._pid = 0
 
@@ -212,6 +214,15 @@ class _Process:
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             util.Finalize(None, self.end, exitpriority=0)
+
+    def why_no_group(self) -> str:
+        """Return why MPI can make no further group in this process, or "".
+
+        The libraries make one communicator of a process at a time, and would wait for ever.
+        """
+        if all(done.done() for done in self.making):
+            return ""
+        return "MPI can make no group any more, because a rank ended while MPI made one"
 
     def is_unusable(self) -> bool:
         """Whether MPI_Finalize would never return: a rank died, or a call has not returned."""
@@ -259,7 +270,12 @@ process = _Process()
 
 
 def note_broken(stuck: list[Callable[[], bool]], *, lost: bool) -> None:
-    """Record that a group broke; `stuck`: whether a thread is in MPI; `lost`: a rank died."""
+    """Record that a group broke.
+
+    Args:
+        stuck: Whether a thread is in MPI.
+        lost: Whether a rank died.
+    """
     process.broken += stuck
     process.lost = process.lost or lost
     if process.pmi is None:
