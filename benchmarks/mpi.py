@@ -1,12 +1,12 @@
 """The MPI engine beside the library itself: MPI_Allreduce from C, and mpi4py.
 
-    python benchmarks/mpi.py [--of all_reduce messages file] [--library FOLDER ...] [--rounds 15]
+    python benchmarks/mpi.py [--of all_reduce messages file] [--library FOLDER ...] [--rounds 50]
     python benchmarks/mpi.py --hosts
 
-2 ranks on one host; all_reduce is the sum of float32 in place. A library is a virtual environment
-with its mpiexec; without the option it is that of this Python. With `--hosts` each rank is on a
+2 ranks on one host. all_reduce is the sum of float32 in place. A library is a virtual environment
+with its mpiexec. Without the option it is that of this Python. With `--hosts` each rank is on a
 network namespace of this machine. MPICH or Intel MPI then needs no mpiexec, and the native engine
-over TCP takes part. Needs a C++ compiler; `--hosts` needs root.
+over TCP takes part. Needs a C++ compiler, and root for `--hosts`.
 
 The ways take turns in each round. The time of a round is the mean of a loop on the slowest rank.
 The tables have the fastest round of each way, in microseconds. A message is half a ping-pong. A
@@ -32,13 +32,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SIZES = (8, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)
-ROUND_S = 0.02
+# Calls of a loop.
+REPS, LOOP_BYTES = 300, 4 * 1024 * 1024
 DRIVER = "mpi_loop.so"
 Way = Callable[[int], float]
 
 
 class World(NamedTuple):
-    """What the ranks measure with: unisono, mpi4py, and a folder."""
+    """Libraries and folder of a measurement: unisono, mpi4py, and a folder."""
 
     dist: Any
     MPI: Any
@@ -145,11 +146,13 @@ def measure_as_rank(folder: str, of: list[str], rounds: int, with_tcp: bool) -> 
         make, sizes = OPERATIONS[name]
         for nbytes in sizes:
             ways = make(world, nbytes)
+            # Some milliseconds: a short loop may run undisturbed on a busy machine.
+            reps = max(1, min(REPS, LOOP_BYTES // nbytes))
             if comm.rank == 0 and nbytes == sizes[0]:
                 load = os.getloadavg()[0]
                 print(f"\n{name}, {library().name}, load {load:.1f}\n")
                 print(f"| bytes | {' | '.join(ways)} | ratio |\n" + "|---:" * (len(ways) + 2) + "|")
-            best = measure(list(ways.values()), rounds, comm, MPI.MAX)
+            best = measure(list(ways.values()), reps, rounds, comm, MPI.MAX)
             if comm.rank == 0:
                 times = dict(zip(ways, best, strict=True))
                 ours = times.get("unisono on MPI", times.get("unisono", 0.0))
@@ -158,17 +161,16 @@ def measure_as_rank(folder: str, of: list[str], rounds: int, with_tcp: bool) -> 
     dist.destroy_process_group()
 
 
-def measure(ways: list[Way], rounds: int, comm: Any, slowest: Any) -> list[float]:
+def measure(ways: list[Way], reps: int, rounds: int, comm: Any, slowest: Any) -> list[float]:
     """Return the fastest round of each way in microseconds."""
     best = [float("inf")] * len(ways)
     gc.disable()
     for way in ways:
         way(3)
-    reps = [max(1, int(ROUND_S / comm.allreduce(way(3) * 1e-6, slowest))) for way in ways]
     for _ in range(rounds):
         for index, way in enumerate(ways):
             comm.Barrier()
-            best[index] = min(best[index], comm.allreduce(way(reps[index]), slowest))
+            best[index] = min(best[index], comm.allreduce(way(reps), slowest))
     gc.enable()
     return best
 
@@ -210,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", type=Path, nargs="+", default=[Path(sys.prefix)])
     parser.add_argument("--of", nargs="+", default=[*OPERATIONS], choices=OPERATIONS)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--hosts", action="store_true", help="each rank on a namespace")
     parser.add_argument("--be-rank", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -13,7 +13,9 @@ namespace unisono {
 namespace {
 
 // How long a call waits before the caller looks for lost ranks. Longer: they are detected later.
+// While data move, the caller's wait for the interpreter lock would slow them down.
 constexpr int64_t kLookNs = 5'000'000;
+constexpr int64_t kMovingLookNs = 20'000'000;
 
 // A rank that gives up a call keeps its arrays this long; see `_SETTLED_S` in mpi_engine.py.
 constexpr int64_t kSettledNs = 50'000'000;
@@ -21,8 +23,8 @@ constexpr int64_t kSettledNs = 50'000'000;
 // Tests between two looks at the clock. A test takes 0.05 to 0.2 us, and moves data.
 constexpr int kTests = 64;
 
-// How long a wait only tests. Then each look yields the core, and after the second limit sleeps:
-// a late rank needs the core more than this rank.
+// How long a wait only tests. Then each look yields the core. After the second limit a wait for a
+// late rank sleeps, because that rank needs the core more. Data move only in tests.
 constexpr int64_t kTestNs = 200'000;
 constexpr int64_t kYieldNs = 5'000'000;
 constexpr int64_t kMostSleepNs = 1'000'000;
@@ -115,10 +117,12 @@ Status MPIGroup::compare() {
   return {};
 }
 
+int64_t MPIGroup::look_ns() const { return is_moving() ? kMovingLookNs : kLookNs; }
+
 Status MPIGroup::wait(Idler* idler) {
   if (!blocks_) return poll(idler);
   if (idler != nullptr) idler->idle();
-  if (!thread_.wait(kLookNs)) return {Code::waiting};
+  if (!thread_.wait(look_ns())) return {Code::waiting};
   return thread_.error() == 0 ? Status{} : failed(thread_.error());
 }
 
@@ -134,13 +138,13 @@ Status MPIGroup::poll(Idler* idler) {
     if (tests % kTests != 0) continue;
     const int64_t now = now_ns();
     if (end_ns == 0) {
-      end_ns = now + kLookNs;
+      end_ns = now + look_ns();
       if (began_ns_ == 0) began_ns_ = now;
       if (idler != nullptr) idler->idle();
     }
     if (now >= end_ns) return {Code::waiting};
     const int64_t waited_ns = now - began_ns_;
-    if (waited_ns > kYieldNs) {
+    if (waited_ns > kYieldNs && !is_moving()) {
       sleep_for(std::min(waited_ns / 50, kMostSleepNs));
     } else if (is_crowded_ || waited_ns > kTestNs) {
       sched_yield();

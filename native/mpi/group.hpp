@@ -52,6 +52,7 @@ class MPIGroup {
   enum class Stage { idle, agreeing, moving, arrived };
 
   Status begin(Stage stage, const MPICall& call);
+  int64_t look_ns() const;
   Status wait(Idler* idler);
   Status poll(Idler* idler);
   Status compare();

@@ -23,7 +23,7 @@ from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
 from unisono.base.deadline import Deadline
-from unisono.engines import join_mpi, mpi_library
+from unisono.engines import join_mpi, mpi_calls, mpi_library
 from unisono.engines.mpi_engine import MPIEngine
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
@@ -194,6 +194,84 @@ def test_groups_of_a_world():
     for text in run(parts_of_a_world, 3, ranks="processes", engine="mpi"):
         assert "engine=mpi" in text
         assert "p2p=tcp" in text
+
+
+# ---- ways of a call ---------------------------------------------------------------------------
+
+
+def every_collective(group, rank, p):
+    """Each collective with equal and with unequal blocks, twice: the second call repeats."""
+    sizes = [3 * r + 1 for r in range(p)]
+    whole = np.concatenate([np.full(n, float(r)) for r, n in enumerate(sizes)])
+    mine = np.full(sizes[rank], float(rank))
+    total = p * (p - 1) / 2
+    for _ in range(2):
+        x = np.full(7, float(rank))
+        dist.all_reduce(x, group=group)
+        assert (x == total).all()
+        dist.reduce(x := np.full(7, float(rank)), 1, group=group)
+        assert (x == (total if rank == 1 else rank)).all()
+        dist.broadcast(x, 1, group=group)
+        assert (x == total).all()
+        dist.scan(x := np.full(7, 1.0), group=group)
+        assert (x == rank + 1).all()
+        dist.exscan(x := np.full(7, 1.0), group=group)
+        assert (x == max(rank, 1)).all()
+        dist.all_gather_into_tensor(out := np.empty((p, 2)), np.full(2, float(rank)), group=group)
+        assert (out == np.arange(p)[:, None]).all()
+        dist.all_gather(blocks := [np.empty(n) for n in sizes], mine, group=group)
+        assert (np.concatenate(blocks) == whole).all()
+        blocks = [np.empty(n) for n in sizes] if rank == 2 else None
+        dist.gather(mine, blocks, 2, group=group)
+        assert blocks is None or (np.concatenate(blocks) == whole).all()
+        parts = np.split(whole, np.cumsum(sizes)[:-1])
+        dist.scatter(out := np.empty(sizes[rank]), parts if rank == 2 else None, 2, group=group)
+        assert (out == rank).all()
+        dist.reduce_scatter(out, parts, group=group)
+        assert (out == p * rank).all()
+        dist.reduce_scatter_tensor(out := np.empty(2), np.arange(2.0 * p), group=group)
+        assert (out == p * np.arange(2 * rank, 2 * rank + 2)).all()
+        dist.all_to_all_single(out := np.empty(p), np.full(p, float(rank)), group=group)
+        assert (out == np.arange(p)).all()
+        outs = [np.empty(r + rank) for r in range(p)]
+        ins = [np.full(r + rank, 10.0 * rank + r) for r in range(p)]
+        dist.all_to_all(outs, ins, group=group)
+        assert all((each == 10 * r + rank).all() for r, each in enumerate(outs))
+        opaque = np.full(3, rank, "S5")
+        dist.all_gather_into_tensor(out := np.empty((p, 3), "S5"), opaque, group=group)
+        assert (out == np.arange(p).astype("S5")[:, None]).all()
+        dist.barrier(group=group)
+
+
+def ways_of_a_call(rank):
+    """Calls that block a thread; functions for counts above 2^31 - 1; repeated calls."""
+    p, found = dist.get_world_size(), mpi_library.library()
+    every_collective(None, rank, p)
+    before, most = mpi_calls._BLOCKING_BYTES, mpi_calls._MOST
+    blocking, large = dist.new_group(), dist.new_group()
+    mpi_calls._BLOCKING_BYTES = 1
+    mpi_calls.library = lambda: found._replace(is_openmpi=True)
+    every_collective(blocking, rank, p)
+    mpi_calls.library = lambda: found
+    mpi_calls._BLOCKING_BYTES, mpi_calls._MOST = before, 0
+    try:
+        mpi_calls.address("MPI_Allreduce_c")
+    except UnsupportedError:  # Open MPI 5
+        assert found.is_openmpi
+    else:
+        every_collective(large, rank, p)
+    mpi_calls._MOST = most
+    # C++ runs a call that is repeated, and its number shows it.
+    calls, x = dist.group.WORLD.backends["cpu"].calls, np.ones(4)
+    dist.all_reduce(x)
+    number = calls.last()[0]
+    for count in range(1, 4):
+        dist.all_reduce(x)
+        assert calls.last()[0] == number + count
+
+
+def test_ways_of_a_call():
+    run(ways_of_a_call, 3, ranks="processes", engine="mpi")
 
 
 # ---- ways to start, and what is missing -------------------------------------------------------

@@ -278,12 +278,7 @@ process = _Process()
 
 
 def note_broken(stuck: list[Callable[[], bool]], *, lost: bool) -> None:
-    """Record that a group broke.
-
-    Args:
-        stuck: Whether a thread is in MPI.
-        lost: Whether a rank died.
-    """
+    """Record that a group broke, how its threads in MPI are seen, and if a rank is lost."""
     process.broken += stuck
     process.lost = process.lost or lost
     if process.pmi is None:
