@@ -14,7 +14,7 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers frameworks test-reference test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test    run every check, then the tests with a sample of the sweeps"
 	@echo "make test-all  run every check and every test, as CI does"
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
+	@echo "make test-gpu  the NCCL backend on a GPU; skipped without a GPU"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
 	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
@@ -72,6 +73,10 @@ frameworks: $(STAMP)
 # The tests that run on the native engine by default, on the reference engine.
 test-reference: $(STAMP)
 	@UNISONO_ENGINE=reference $(PYTEST) --all tests/worlds tests/faults
+
+# On a machine with a GPU, torch and nccl4py; ranks share the GPU. Without a GPU all are skipped.
+test-gpu: $(STAMP)
+	@UNISONO_TEST_GPU=1 $(PYTEST) -rs tests/worlds/test_gpu.py
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)

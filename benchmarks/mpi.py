@@ -3,10 +3,10 @@
     python benchmarks/mpi.py [--of all_reduce messages file] [--library FOLDER ...] [--rounds 50]
     python benchmarks/mpi.py --hosts
 
-2 ranks on one host; all_reduce is the sum of float32 in place. A library is a virtual environment
-with its mpiexec; without the option it is that of this Python. With `--hosts` each rank is on a
+2 ranks on one host. all_reduce is the sum of float32 in place. A library is a virtual environment
+with its mpiexec. Without the option it is that of this Python. With `--hosts` each rank is on a
 network namespace of this machine. MPICH or Intel MPI then needs no mpiexec, and the native engine
-over TCP takes part. Needs a C++ compiler; `--hosts` needs root.
+over TCP takes part. Needs a C++ compiler, and root for `--hosts`.
 
 The ways take turns in each round. The time of a round is the mean of a loop on the slowest rank.
 The tables have the fastest round of each way, in microseconds. A message is half a ping-pong. A
@@ -39,7 +39,7 @@ Way = Callable[[int], float]
 
 
 class World(NamedTuple):
-    """What the ranks measure with: unisono, mpi4py, and a folder."""
+    """Libraries and folder of a measurement: unisono, mpi4py, and a folder."""
 
     dist: Any
     MPI: Any

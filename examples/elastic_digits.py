@@ -33,7 +33,7 @@ ALONE = 12
 
 
 class Plan(NamedTuple):
-    """What happens to the workers; drawn by rank 0, and part of the state.
+    """Events of the workers; drawn by rank 0, and part of the state.
 
     Attributes:
         size: Number of workers at the start.
@@ -47,16 +47,18 @@ class Plan(NamedTuple):
 
 
 def draw_plan(options: argparse.Namespace, size: int, steps: int) -> Plan:
-    """Draw the workers that are killed, and their steps: the last ones after 60% of the steps."""
+    """Draw the workers that are killed, and the steps, which are among the first 60%."""
     victims = random.sample(range(size), min(options.kills, size - 1))
     part = int(0.6 * steps) // max(1, len(victims))
-    kills = {f"worker {each}": part * n + random.randint(1, part - ALONE) for n, each in
-             enumerate(victims)}  # fmt: skip
+    kills = {
+        f"worker {victim}": part * number + random.randint(1, max(1, part - ALONE))
+        for number, victim in enumerate(victims)
+    }
     return Plan(size, kills, int(0.75 * steps))
 
 
 def kill_soon() -> None:
-    """Kill this process as `kill -9` does, at some moment of this step or the next ones."""
+    """Kill this process as `kill -9` does, at a moment of this step or of a later step."""
     timer = threading.Timer(0.02 * random.random(), os.kill, (os.getpid(), signal.SIGKILL))
     timer.daemon = True
     timer.start()

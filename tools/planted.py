@@ -55,7 +55,7 @@ NEAREST = {
     "launcher": "launcher faults",
     "messages": "unit/engines unit/transports worlds faults",
     "mpi": "unit/engines worlds",
-    "parallel": "torch",
+    "parallel": "unit/parallel torch faults",
     "rendezvous": "unit/rendezvous launcher",
     "schedules": "unit/schedules worlds",
     "shared": "unit/engines worlds faults",

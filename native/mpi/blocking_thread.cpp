@@ -50,13 +50,13 @@ void BlockingThread::close() {
 }
 
 void BlockingThread::serve(const std::shared_ptr<State>& state) {
-  const std::shared_ptr<State> kept = state;
+  // The thread holds a copy of the pointer until this function ends.
   while (true) {
-    const uint64_t ended = kept->ended.load();
-    while (kept->begun.load() == ended) futex_wait(kept->begun, ended, kForeverNs);
-    if (kept->is_closed) return;
-    kept->error = kept->call.make();
-    change_and_wake(kept->ended);
+    const uint64_t ended = state->ended.load();
+    while (state->begun.load() == ended) futex_wait(state->begun, ended, kForeverNs);
+    if (state->is_closed) return;
+    state->error = state->call.make();
+    change_and_wake(state->ended);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cassert>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <limits>
@@ -239,6 +240,12 @@ void test_pointers() {
   assert(status.is_ok() && out[0] == 5);
 }
 
+uint32_t bits_of(float number) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &number, sizeof bits);
+  return bits;
+}
+
 void test_own_ops() {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<float> odd{0.f, -0.f, 1.f, -2.f, kNan, -kNan, INFINITY, -INFINITY, 1e-45f};
@@ -250,7 +257,7 @@ void test_own_ops() {
         int count = 1;
         function(&b, &one, &count, nullptr);
         function(&a, &other, &count, nullptr);
-        assert(std::memcmp(&one, &other, sizeof one) == 0);
+        assert(bits_of(one) == bits_of(other));
         assert(std::isnan(one) == (std::isnan(a) || std::isnan(b)));
         if (std::isnan(one)) continue;
         assert(one == (op == RedOp::min ? std::min(a, b) : std::max(a, b)));

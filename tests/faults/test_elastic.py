@@ -11,9 +11,12 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import outcome, ranks_of
 from tests.faults.test_membership import keys, newcomer
+from unisono.base.process_identity import new_user
 from unisono.errors import ArgumentTypeError, CollectiveError, InvalidArgumentError, PeerLostError
 from unisono.groups.membership import Document
+from unisono.groups.world import current
 from unisono.parallel import ElasticJob
+from unisono.rendezvous.membership import Arrival, Join, Member
 from unisono.stores import PrefixStore
 from unisono.testing import run
 
@@ -256,6 +259,25 @@ def lose_the_only_holder(rank):
 
 def test_without_the_rank_that_has_the_first_state_the_job_ends():
     run(lose_the_only_holder, 3)
+
+
+def look_before_the_commit(rank):
+    document = current().membership.document
+    if rank == 0:
+        assert not dist.membership_changed()
+        # A process of this host that lives: this process.
+        waits = Member(id="late", user=new_user(), current=False)
+        document.change(Join(Arrival(member=waits)))
+    dist.barrier()
+    while not dist.membership_changed():
+        time.sleep(0.001)
+    with dist.step() as s:
+        s.commit()
+    return s.changed
+
+
+def test_a_commit_reports_the_change_that_the_program_has_seen():
+    assert run(look_before_the_commit, 2) == [True, True]
 
 
 def communicate_after_the_commit(rank):

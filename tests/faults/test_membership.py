@@ -42,6 +42,8 @@ from unisono.rendezvous.joining import open_for_newcomer
 from unisono.rendezvous.membership import Arrival, Come, Member
 from unisono.stores import FileStore, HashStore
 from unisono.testing import run
+from unisono.transports import LinkDown, has_ended
+from unisono.transports.messages import LEFT
 
 # A job that counts to `steps`. Each committed step adds the sum over ranks to a model.
 JOB = """
@@ -281,6 +283,9 @@ dist.barrier()
 def test_half_of_the_ranks_without_the_lowest_one_do_not_go_on():
     body = script(
         """
+import unisono.rendezvous.membership
+# The reference engine does not know which ranks are on this host.
+unisono.rendezvous.membership.AWAY_S = 3.0
 add()
 if me < 2:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -506,6 +511,22 @@ def test_a_world_reports_its_end_once(monkeypatch):
         assert not world.has_hooks
 
 
+@pytest.mark.parametrize(
+    ("down", "ended"),
+    [
+        ([None, None, None], []),
+        # Rank 1 is on the host of rank 0, and rank 2 on another.
+        ([None, LinkDown(1, "reset"), LinkDown(2, "reset")], [1]),
+        ([None, None, LinkDown(2, "no route", left=True)], []),
+        ([None, None, LinkDown(2, LEFT, left=True)], [2]),
+    ],
+)
+def test_a_broken_link_inside_a_host_and_a_good_bye_show_the_end_of_a_rank(down, ended):
+    for hosts, certain in ((("a", "a", "b"), ended), (("", "", ""), [r for r in ended if r == 2])):
+        transport = SimpleNamespace(down=down.__getitem__, hosts=hosts, rank=0)
+        assert [rank for rank in range(3) if has_ended(transport, rank)] == certain
+
+
 def look_at_a_mute_store(rank):
     """Each read of the document takes 0.5 s and fails."""
     reads = []
@@ -687,7 +708,8 @@ def differ(rank):
         dist.sync_state([1])
     ours["self"] = [ours]
     with pytest.raises(
-        InvalidArgumentError, match=r"sync_state: rank 0: state\['self'\]\[0\] contains itself, or"
+        InvalidArgumentError,
+        match=r"sync_state: rank 0: state\['self'\]\[0\] contains itself, or is more than 100 deep",
     ):
         dist.sync_state(ours if rank == 0 else {"w": np.ones(4)})
     deep = []

@@ -1,6 +1,7 @@
 """`unisono run --restart worker` on nodes that come and go; each agent is on a host of its own."""
 
 import os
+import re
 import signal
 import sys
 
@@ -159,6 +160,7 @@ def test_the_node_that_serves_the_store_leaves_and_the_others_go_on(job_of):
     assert (second.ended(), first.ended()) == (0, 128 + signal.SIGTERM)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("last_act", ["", "break"])
 def test_without_the_stores_host_workers_finish_what_needs_no_store(job_of, last_act):
     job = job_of(SCRIPT.replace("LOST", f"print('saved', flush=True)\n        {last_act}"))
@@ -177,6 +179,7 @@ def test_without_the_stores_host_workers_finish_what_needs_no_store(job_of, last
     first.ended()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_a_service_ranks_go_on_without_the_first_node(tmp_path, kind):
     with (
@@ -237,3 +240,58 @@ def test_replacements_on_all_nodes_have_one_budget(job_of):
     for agent in (first, second):
         assert agent.ended() == 128 + signal.SIGKILL
         assert f"(pid {last.pid}, " in agent.err.split("first failure: rank 2 ")[1]
+
+
+@pytest.mark.whole("the rules are those of one node, which tests/launcher/test_replace.py has")
+def test_a_script_that_does_not_reconfigure_ends_with_the_cause(job_of):
+    job = job_of(GOES_ON.replace("fresh = True\n        \n", "raise\n"))
+    words, options = flags(1, "last_call_timeout=60")
+    first = job.node(*words, "--max-restarts=1", nproc=2, **options)
+    words, options = flags(0, "last_call_timeout=60")
+    second = job.node(*words, "--max-restarts=1", **options)
+    *_, killed = world_of(3, (first, 2), (second, 1))
+    os.kill(killed.pid, signal.SIGKILL)
+    second.told("replacement 1 of 1")
+    for agent in (first, second):
+        assert agent.ended() == 128 + signal.SIGKILL
+        assert f"rank 2 (pid {killed.pid}, " in agent.err.split("first failure: ")[1]
+
+
+@pytest.mark.whole("waits for missing heartbeats, twice")
+def test_a_node_whose_agent_stood_still_joins_again(job_of):
+    job = job_of()
+    first, _ = begin(job)
+    second = add(job)
+    *both, old = world_of(3, (first, 2), (second, 1))
+    agent = second.inner()
+    os.kill(agent, signal.SIGSTOP)
+    first.told("was lost (no heartbeat")
+    os.kill(agent, signal.SIGCONT)
+    *after, new = world_of(3, (first, 2), (second, 1))
+    assert pids(after) == pids(both)
+    assert new.pid != old.pid
+    assert new.node == 2
+    assert gone([old.pid])
+    job.stop()
+    assert (first.ended(), second.ended()) == (0, 0)
+
+
+@pytest.mark.whole("a request over a dead link takes its time-out")
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+def test_the_others_go_on_without_a_host_that_is_cut_off(job_of):
+    with netns.Network(2) as network:
+        # A request to a store behind a dead link takes the whole time-out.
+        job = job_of(GOES_ON.replace("timeout=120", "timeout=15"), network.hosts)
+        first, _ = begin(job)
+        second = add(job)
+        ups = world_of(3, (first, 2), (second, 1))
+        network.cut(network.hosts[1])
+        assert pids(world_of(2, (first, 2))) == pids(ups[:2])
+        first.told("was lost (no heartbeat")
+        # The other side cannot make a second world, and reports the store.
+        assert second.ended() == 1
+        assert "the rendezvous store is gone" in second.err
+        report = second.err.split("first failure: rank 2 ")[1]
+        assert re.search(r"Store(Connection|Timeout)Error: .* at host1:", report)
+        job.stop()
+        assert first.ended() == 0

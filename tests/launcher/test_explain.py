@@ -14,7 +14,7 @@ KIB, MIB = 1024, 1024**2
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    names = ("ALGO", "ENGINE", "SHARED_MEMORY", "TRANSPORT", "DETERMINISTIC")
+    names = ("ALGO", "ENGINE", "SHARED_MEMORY", "TRANSPORT", "DETERMINISTIC", "RANKS_PER_HOST")
     for name in (f"UNISONO_{name}" for name in names):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -62,6 +62,31 @@ def test_hosts_have_levels(capsys):
     assert what == "all_reduce of 1 MiB on 16 ranks of 4 hosts over tcp"
     assert why.startswith("takes two_level: ")
     assert rows["two_level"][2:] == ["-", "<-", "taken"]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("per_host", "words", "shape"),
+    [
+        ("2", "on 8 ranks of 4 hosts over tcp", "native-tcp-8-2"),
+        ("3", "on 8 ranks of 3 hosts over tcp", "native-tcp-8-1"),
+        ("8", "on 8 ranks over shared memory", "native-shared-memory-8-8"),
+    ],
+)
+def test_ranks_per_host_of_the_environment(capsys, monkeypatch, per_host, words, shape):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", per_host)
+    assert main(["explain", "all_reduce", "1M", "-p", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"all_reduce of 1 MiB {words}"
+    assert f"# table for {shape}: none" in lines
+
+
+def test_an_empty_call(capsys, monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    (what, why), rows = explain(capsys, "all_reduce", "0", "-p", "4")
+    assert what == "all_reduce of 0 B on 4 ranks over tcp"
+    assert why.startswith("takes recursive_doubling: ")
+    assert {cells[1] for cells in rows.values()} == {"0.0"}
 
 
 @pytest.mark.native

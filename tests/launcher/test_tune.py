@@ -141,10 +141,11 @@ def test_the_table_shows_what_rules_gain(cache, capsys):
     times = {"linear": (10.0, 10.0), "one_shot": (20.0, 45.0)}
     rules = (Rule("reduce", 0, 2048, "linear"),)
     measured = {("reduce", 1024): times}
-    tuning.save(Table(shape, tuning.machine(), dist.__version__, rules, measured, {"load": 1.5}))
+    about = {"load": 1.5, "by": "\x1b[2J"}
+    tuning.save(Table(shape, tuning.machine(), dist.__version__, rules, measured, about))
     assert main(["tune", "--show"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].endswith("; load 1.5")
+    assert lines[1].endswith("; load 1.5, by ?[2J")
     words = "reduce 0 .. 2,048 linear 1 KiB: 3.00 x faster than one_shot"
     assert lines[2].split() == words.split()
 

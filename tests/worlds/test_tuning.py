@@ -40,6 +40,32 @@ def test_a_table_is_found_again(cache):
     assert list(cache.iterdir()) == []
 
 
+def test_a_table_is_written_beside_links_and_leaves_no_part(cache, monkeypatch):
+    file = tuning.save(table())
+    victim = cache / "victim"
+    victim.write_text("precious")
+    file.with_name(f"{file.name}.{os.getpid()}").symlink_to(victim)
+    tuning.save(table(algorithm="tree"))
+    assert victim.read_text() == "precious"
+    assert file.stat().st_mode & 0o777 == 0o644
+    before = sorted(cache.iterdir())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InvalidArgumentError, match=r"cannot write .*: No space left on device"):
+        tuning.save(table())
+    assert sorted(cache.iterdir()) == before
+
+
+def test_a_pipe_is_no_table(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("UNISONO_TUNING", str(tmp_path / "pipe"))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidArgumentError, match=r"UNISONO_TUNING=.*pipe: no regular file"):
+        tuning.read_tables()
+
+
 @pytest.mark.parametrize("fault", ["broken", "other machine", "other version", "folder"])
 def test_a_table_of_the_cache_that_cannot_be_used_is_left_out(cache, caplog, fault):
     file = tuning.save(table())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -67,10 +68,17 @@ def save(table: Table) -> Path:
     file = file_of(table.shape)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # A rank that starts now reads the whole old table or the whole new table.
-        part = file.with_name(f"{file.name}.{os.getpid()}")
-        part.write_text(table.to_json(), encoding="utf-8")
-        part.replace(file)
+        # A rank that starts now reads the whole old table or the whole new table. The name of the
+        # part is new, because another user of the folder could have put a link there.
+        handle, part = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as stream:
+                os.fchmod(handle, 0o644)
+                stream.write(table.to_json())
+            os.replace(part, file)
+        except BaseException:
+            os.unlink(part)
+            raise
     except OSError as error:
         raise InvalidArgumentError(f"cannot write {file}: {reason_of(error)}") from None
     return file
@@ -108,6 +116,8 @@ def read_tables(size: int | None = None) -> dict[Shape, Table]:
     tables = {}
     for file in files():
         try:
+            if file.exists() and not file.is_file():
+                raise InvalidArgumentError("no regular file")  # a pipe would block
             table = Table.from_json(str(file), file.read_text(encoding="utf-8"))
         except (InvalidArgumentError, OSError, UnicodeDecodeError) as error:
             why = error.what if isinstance(error, InvalidArgumentError) else reason_of(error)

@@ -36,6 +36,10 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_INSECURE": Variable(
         "", "1: clients without a token (torch's) may use a store from other machines and users"
     ),
+    "UNISONO_CHECK": Variable(
+        "beside",
+        "before: a call on a GPU waits until all ranks were compared; beside: NCCL does not wait",
+    ),
     "UNISONO_CHANNELS": Variable(
         "1", "connections to each rank of another host, over which large messages are spread"
     ),

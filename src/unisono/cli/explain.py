@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Show which algorithm a group takes for an operation and a size, and why: the built-in rule, a table
 that `unisono tune` has measured, or UNISONO_ALGO. UNISONO_TUNING, UNISONO_ENGINE,
-UNISONO_SHARED_MEMORY and UNISONO_DETERMINISTIC count as in a group.
+UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST and UNISONO_DETERMINISTIC count as in a group.
 
 predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
 is measured and not modelled: without --net they have no prediction. measured is the mean of the
@@ -40,7 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = parser.add_argument
     add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
-    add("size", type=checked(parse_nbytes), metavar="SIZE", help="of the whole data: 8, 64K, 1M")
+    add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1M")
     add("-p", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
@@ -50,8 +51,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(itemsize=4, goal=None)
 
 
+def _nbytes(text: str) -> int:
+    # A call may be empty, a measurement may not.
+    return 0 if text == "0" else parse_nbytes(text)
+
+
 def _explain(options: argparse.Namespace) -> int:
     from unisono.backends.tuning import read_tables
+    from unisono.cli.look.command import plain
     from unisono.schedules import Choice, select
     from unisono.schedules.explain import nbytes_text, reason
     from unisono.schedules.ir import REDUCING
@@ -79,7 +86,7 @@ def _explain(options: argparse.Namespace) -> int:
     )
     print(f"takes {choice.algorithm}{depth}: {why}")
     shown = f"{table.digest}, measured {table.about.get('date', '')}" if table else "none"
-    print(f"# table for {shape}: {shown}")
+    print(plain(f"# table for {shape}: {shown}"))
     _print(options, topology, table, choice.algorithm)
     return 0
 
@@ -94,8 +101,13 @@ def _shape(options: argparse.Namespace) -> Shape:
     engine = engine_info().engine
     near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
     transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
+    most = options.ranks // options.hosts
+    least = int(config.get_float("UNISONO_RANKS_PER_HOST")) or most
+    sizes = Counter((rank // most, rank // least) for rank in range(options.ranks))
+    options.hosts = len(sizes)
+    local = max(sizes.values()) if len(set(sizes.values())) == 1 else 1
     over = "shared-memory" if near and options.hosts == 1 else transport
-    return Shape(engine, over, options.ranks, options.ranks // options.hosts if near else 1)
+    return Shape(engine, over, options.ranks, local if near else 1)
 
 
 def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
@@ -147,7 +159,7 @@ def _print(
 def _measured(table: Table | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:
     """Return the times of the measured size that is nearest, at most a factor of 4 away."""
     sizes = [size for name, size in table.measured if name == op] if table else []
-    near = min(sizes, key=lambda size: abs(math.log2(size / nbytes)), default=0)
+    near = min(sizes, key=lambda size: abs(math.log2(size / (nbytes or 1))), default=0)
     if table is None or not nbytes / 4 <= near <= nbytes * 4:
         return {}
     if near != nbytes:

@@ -154,6 +154,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
 
 def _show(table: Table) -> None:
     """Print the rules of a table, and what each gains."""
+    from unisono.cli.look.command import plain
     from unisono.schedules.explain import nbytes_text
     from unisono.schedules.select import select
     from unisono.schedules.tuning import LEAST_PASSES, mean_us, topology_of
@@ -163,7 +164,8 @@ def _show(table: Table) -> None:
     print(
         f"# table {table.digest}: {table.shape.ranks} ranks, {table.shape.local} per host, {over}"
     )
-    print(f"# {table.machine}; {', '.join(f'{key} {value}' for key, value in about.items())}")
+    notes = ", ".join(f"{key} {value}" for key, value in about.items())
+    print(plain(f"# {table.machine}; {notes}"))
     for op, least, most, name in table.rules:
         gains = []
         for (measured_op, nbytes), times in table.measured.items():

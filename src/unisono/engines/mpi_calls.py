@@ -21,7 +21,7 @@ from unisono.errors import UnsupportedError
 
 # From this size on a call on Open MPI blocks a thread of C++, which takes 7 us. Open MPI's
 # non-blocking collectives of 1 MiB take twice as long as its blocking collectives. The other
-# libraries have equally fast ones, and no thread can then stay in MPI.
+# libraries' take equally long, and no thread can then stay in MPI.
 _BLOCKING_BYTES = 128 * 1024
 
 # An int holds no larger count or displacement. The functions with the suffix _c take 64 bits.

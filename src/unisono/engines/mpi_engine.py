@@ -163,12 +163,10 @@ class MPIEngine(QueueEngine):
     def close(self) -> None:
         if self.comm.closed():
             return
-        transport = self.comm.transport
-        downs = [rank for rank in self.comm.others if transport.down(rank) is not None]
-        lost = any(map(self._is_lost, downs))
+        died = any(map(self._has_died, self.comm.others))
         # A call that still runs breaks the group here.
         super().close()
-        if self._broken or lost:
+        if self._broken or died:
             # On a busy host a rank may close its links without a good-bye.
             note_broken(self._stuck(), lost=False)
         elif self._mpi_comm is not None and not self._MPI.Is_finalized():
@@ -183,10 +181,14 @@ class MPIEngine(QueueEngine):
         group = self._native_group
         return [self._helper.is_stuck, *([] if group is None else [group.is_blocked])]
 
-    def _is_lost(self, rank: int) -> bool:
+    def _has_died(self, rank: int) -> bool:
         """Whether a rank did not leave by itself, as far as this rank knows."""
         down = self.comm.transport.down(rank)
-        return down is None or not down.left
+        return down is not None and not down.left
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank of a failed call has died, or may have."""
+        return self.comm.transport.down(rank) is None or self._has_died(rank)
 
     # ---- calls in C++ -----------------------------------------------------------------------
 
@@ -381,7 +383,7 @@ class MPIEngine(QueueEngine):
                 watch.look()
         except BaseException:
             _unfinished.append((done, self))
-            process.making.append(done)
+            process.making.append((done, lambda: any(map(self._has_died, self.comm.others))))
             raise
         watch.close()
         if done.error is not None:

@@ -39,6 +39,9 @@ _LOAD = "install an MPI library (pip install mpich), or set MPI4PY_LIBMPI=/path/
 # and need only the data that this rank has sent.
 _FINALIZE_S, _OTHERS_S = 10.0, 2.0
 
+# How long a rank that is late, or stopped, may take to end the making of a group.
+_MAKING_S = 5.0
+
 # Set by launchers that speak PMI or PMIx. With one of them MPI asks the launcher, not unisono.
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK")
 
@@ -167,14 +170,15 @@ class _Process:
         pmi: Answers the library if no launcher does.
         broken: Of the groups that broke: whether a thread is still in MPI.
         lost: Whether a rank died.
-        making: Communicators that were being made when their group broke.
+        making: Communicators that were being made when their group broke, and whether one of their
+            ranks died.
     """
 
     def __init__(self) -> None:
         self.pmi: PMIServer | None = None
         self.broken: list[Callable[[], bool]] = []
         self.lost = False
-        self.making: list[Completion] = []
+        self.making: list[tuple[Completion, Callable[[], bool]]] = []
         self._helper = Helper("unisono-mpi")
         self._pid = 0
 
@@ -220,9 +224,13 @@ class _Process:
 
         The libraries make one communicator of a process at a time, and would wait for ever.
         """
-        if all(done.done() for done in self.making):
-            return ""
-        return "MPI can make no group any more, because a rank ended while MPI made one"
+        deadline = Deadline(_MAKING_S)
+        for done, has_died in self.making:
+            while not done.wait_until(Deadline(0.05)):
+                if has_died() or deadline.expired():
+                    return "MPI can make no group any more, because a rank ended while MPI made one"
+        self.making.clear()
+        return ""
 
     def is_unusable(self) -> bool:
         """Whether MPI_Finalize would never return: a rank died, or a call has not returned."""
@@ -270,12 +278,7 @@ process = _Process()
 
 
 def note_broken(stuck: list[Callable[[], bool]], *, lost: bool) -> None:
-    """Record that a group broke.
-
-    Args:
-        stuck: Whether a thread is in MPI.
-        lost: Whether a rank died.
-    """
+    """Record that a group broke, how its threads in MPI are seen, and if a rank is lost."""
     process.broken += stuck
     process.lost = process.lost or lost
     if process.pmi is None:

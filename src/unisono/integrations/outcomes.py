@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
@@ -10,7 +11,7 @@ from unisono.base.deadline import Deadline
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
 from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
 from unisono.integrations.member import Outcome
-from unisono.launcher.report import is_consequence
+from unisono.launcher.report import exception_line, is_consequence
 
 T = TypeVar("T")
 
@@ -131,15 +132,13 @@ def _peers(error: BaseException) -> tuple[int, ...]:
 
 
 def _load(meeting: Meeting, outcome: Outcome) -> Exception:
-    """Return the error of a rank; a WorkerFailedError if it cannot be pickled or is no Exception.
+    """Return the error of a rank; a WorkerFailedError if it cannot be unpickled here.
 
-    A SystemExit would end the caller, perhaps with the exit code 0.
+    Also if it is no Exception: a SystemExit would end the caller, perhaps with the exit code 0.
     """
-    rank = f"rank {outcome.rank} of {meeting.size}"
-    try:
+    with contextlib.suppress(Exception):
         error = import_module(meeting.pickler).loads(outcome.error)
-    except Exception:
-        return WorkerFailedError(f"{rank} raised an error that cannot be pickled\n{outcome.text}")
-    if not isinstance(error, Exception):
-        return WorkerFailedError(f"{rank} raised {error!r}")
-    return error
+        if isinstance(error, Exception):
+            return error
+    line = exception_line(outcome.text)
+    return WorkerFailedError(f"rank {outcome.rank} of {meeting.size} raised {line}\n{outcome.text}")

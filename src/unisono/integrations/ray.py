@@ -152,8 +152,9 @@ class Group:
         if not self._closed:
             self._closed = True
             try:
-                refs = [actor.__ray_call__.remote(_leave, self._meeting) for actor in self._actors]
-                ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
+                if ray.is_initialized():  # Otherwise the calls would start another Ray.
+                    refs = [a.__ray_call__.remote(_leave, self._meeting) for a in self._actors]
+                    ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
             finally:
                 close_meeting(self._meeting)
 

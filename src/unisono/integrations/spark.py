@@ -23,7 +23,7 @@ from unisono.integrations.meeting import (
     posts,
 )
 from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import Ranks, collect
+from unisono.integrations.outcomes import OUTSIDE, Ranks, collect
 
 try:
     from py4j.protocol import Py4JError
@@ -36,10 +36,11 @@ except ImportError as error:
 _LOOK_S = 0.1
 """How often the caller looks for failures that ranks have posted before Spark reports the end."""
 
-_END_S = 1.0
+_END_S = 0.2
 """How long the caller waits for the end of a cancelled job, which Spark ends in its own time."""
 
 _CAUSE = re.compile(r"org\.apache\.spark\.[\w.]+: (.+?)(?:\. |$)", re.MULTILINE)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?: .*\n)+\S.*")
 _LOST_TASK = re.compile(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully")
 
 
@@ -142,7 +143,7 @@ class _Job(Ranks):
         return [_pickler.loads(found[rank]) for rank in new]
 
     def _lost(self, error: Exception) -> list[Outcome]:
-        """Return which rank Spark reports as lost; none if another failure ended the job.
+        """Return which rank Spark reports as failed; none if another failure ended the job.
 
         Raises:
             Exception: The error if it is not Spark's.
@@ -152,7 +153,10 @@ class _Job(Ranks):
             raise error
         text = str(error)
         if task := _LOST_TASK.search(text):
-            return [Outcome(rank=int(task[1]), lost=_cause(text, task.end()))]
+            rank = int(task[1])
+            if raised := _TRACEBACK.search(text, task.end()):
+                return [Outcome(rank=rank, text=raised[0], place=OUTSIDE)]
+            return [Outcome(rank=rank, lost=_cause(text, task.end()))]
         if not self._seen:
             raise LaunchError(f"Spark ended the job: {_cause(text)}") from error
         return []

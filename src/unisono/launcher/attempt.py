@@ -138,7 +138,7 @@ class Attempt:
                 self._watch()
             workers = self._group.workers
             return AttemptResult(
-                failures=tuple(self._exits.failures()),
+                failures=tuple(self._exits.failures(stopped_by_signal=self._signum is not None)),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
                 places=self._exits.places,

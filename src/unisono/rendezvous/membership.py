@@ -30,6 +30,12 @@ SILENT_S = 1.0
 A larger value delays the survivors of a stopped rank. A smaller value excludes a rank that is busy.
 """
 
+BROKEN_S = 0.2
+"""How long a meeting waits for a rank on another host whose link broke: it may be alive.
+
+A larger value delays the survivors of a rank that ended. A smaller value excludes living ranks.
+"""
+
 AWAY_S = 30.0
 """How long a meeting waits for ranks on other hosts without which it has no quorum.
 
@@ -307,8 +313,8 @@ def next_event(
         now_s: The time.
         ended: Ids of processes that have certainly ended.
         unreachable: Ids of members to which the rank has no link any more. A member that has come
-            is alive nevertheless. The others may be alive, too. So a rank without any link waits
-            SILENT_S, and AWAY_S if the quorum needs them.
+            is alive nevertheless. The others may be alive, too. So the rank waits BROKEN_S, or
+            SILENT_S if it has no link at all, or AWAY_S if the quorum needs them.
         blamed: Ids of members that a time-out blames.
     """
     came, members = _ids(state.came), set(state.ids)
@@ -316,7 +322,7 @@ def next_event(
     away = (set(unreachable) & members) - came - lost
     linked = members - {mine.id, *ended, *unreachable}
     # If this rank has no link any more, its own host may be the cause.
-    patience_s = 0.0 if linked else SILENT_S
+    patience_s = BROKEN_S if linked else SILENT_S
     if not state.has_quorum(members - lost - away - set(state.lost)):
         patience_s = AWAY_S
     if now_s - mine.began_s >= patience_s:

@@ -95,7 +95,7 @@ class State:
         waiting: Nodes for which there is no place now.
         succeeded: Members whose workers have all ended with exit code 0.
         left: Members that have left, or were lost, after their workers had succeeded.
-        order: Members of the last world, by group rank, with those that left while it ran.
+        order: Members of the last world, by group rank, with nodes that left while it ran.
         idle: Members no worker of which holds the state of the job: all wait for other ranks.
         restarts: Number of worlds that ended because a worker failed.
         replaced: Number of workers that were replaced while the others went on.

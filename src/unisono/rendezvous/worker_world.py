@@ -18,7 +18,7 @@ class WorkerWorld:
 
     Attributes:
         epoch: The number of the world.
-        members: The nodes of the world by group rank, with those that have left it.
+        members: The nodes of the world by group rank, with nodes that have left it.
         group_rank: The group rank of this node.
         restarts: Number of worlds that failed before.
         master_addr: Address of the workers' store.

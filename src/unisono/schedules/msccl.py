@@ -139,6 +139,8 @@ def from_msccl(text: str) -> Schedule:
         scratch = max((int(gpu.get("s_chunks", 0)) for gpu in algo.iter("gpu")), default=0)
         steps, partner = _read_steps(algo, p)
         collective = {name: key for key, name in _COLLECTIVES.items()}[algo.attrib["coll"]]
+    except InvalidArgumentError:
+        raise
     except (ElementTree.ParseError, KeyError, ValueError) as error:
         raise _error(f"the text is no program: {type(error).__name__} {error}") from None
     if p != (gpus := len(algo.findall("gpu"))):

@@ -27,6 +27,9 @@ class Costs:
         switch_ps: Time that a core needs to go from one rank to another.
         agreement_bytes: Size of the messages with which ranks agree on a call before its first
             stage, in ceil(lg p) rounds; 0 for no agreement.
+        messages: Bandwidth at which a rank itself moves the bytes of a message, at both ends.
+            Over TCP the kernel copies them on the rank's core.
+        wake_ps: With `cores`, the time that a core needs to wake a rank whose message has come.
     """
 
     send_ps: int = 0
@@ -38,6 +41,13 @@ class Costs:
     cores: int = 0
     switch_ps: int = 0
     agreement_bytes: int = 0
+    messages: LinkSpec = field(default_factory=LinkSpec)
+    wake_ps: int = 0
+
+    @property
+    def receives_free(self) -> bool:
+        """Whether a receive takes no time, so that the order of receives does not count."""
+        return not (self.recv_ps or self.works or np.isfinite(self.messages.gbps))
 
     @property
     def works(self) -> bool:
@@ -47,6 +57,8 @@ class Costs:
     def of(self, rows: Rows) -> IntArray:
         """Return the time that each row takes on its rank, after its message is there."""
         fixed = np.array([self.send_ps, self.recv_ps, 0])[rows.kind]
+        if np.isfinite(self.messages.gbps):
+            fixed = fixed + np.where(rows.kind == WORK, 0, self.messages.busy_ps(rows.nbytes))
         if np.isfinite(self.reduction.gbps):
             reduced = self.passes * self.reduction.busy_ps(rows.nbytes)
             fixed = fixed + np.where(rows.reduces, reduced, 0)

@@ -92,8 +92,7 @@ def _by_images(
 ) -> Result | None:
     """Evaluate with a few ranks that stand for all, or return None if there are none."""
     run = images.run_shared if contended else images.run
-    free = not costs.recv_ps and not costs.works
-    for unordered in (False, True) if free else (False,):
+    for unordered in (False, True) if costs.receives_free else (False,):
         found = images.find_images(parts, network, unordered=unordered)
         result = run(parts, network, costs, found) if found else None
         if result is not None:

@@ -188,7 +188,7 @@ def executed(
     cost = costs.of(rows).tolist()
     cores = None
     if costs.cores:
-        cores = _Cores(ranks, network.period, costs.cores, costs.switch_ps)
+        cores = _Cores(ranks, network.period, costs.cores, costs.switch_ps, costs.wake_ps)
     trace = _execute(rows, messages, cost, [costs.start_ps] * ranks, cores)
     busy = None
     if contended:
@@ -274,10 +274,11 @@ class _Cores:
         per_host: Ranks per host.
         cores: Cores per host.
         switch_ps: Time that a core needs to go from one rank to another.
+        wake_ps: Time that a core needs to wake a rank.
     """
 
-    def __init__(self, ranks: int, per_host: int, cores: int, switch_ps: int) -> None:
-        self.per_host, self.switch_ps = per_host, switch_ps
+    def __init__(self, ranks: int, per_host: int, cores: int, switch_ps: int, wake_ps: int) -> None:
+        self.per_host, self.switch_ps, self.wake_ps = per_host, switch_ps, wake_ps
         # When each core becomes free, and the rank that had it last.
         self.hosts = [[(0, -1)] * cores for _ in range(-(-ranks // per_host))]
 
@@ -310,22 +311,24 @@ def _execute(
             rank = ready.popleft()
             i, last, time = place[rank], stop[rank], clock[rank]
             while i < last:
-                begin[i] = time
+                begin[i], spent = time, cost[i]
                 if (m := does[i]) == _TAKES:
                     there = arrival[i]
                     if there < 0:
                         break
                     if there > time:
                         time = there
-                if cores is None or not cost[i]:
-                    time += cost[i]
+                        if cores is not None:
+                            spent += cores.wake_ps
+                if cores is None or not spent:
+                    time += spent
                 elif time > now:
                     # Ranks take cores in the order of time.
                     put(time, -1 - rank)
                     time = begin[i]
                     break
                 else:
-                    time = cores.take(rank, time, cost[i])
+                    time = cores.take(rank, time, spent)
                 if m >= 0:
                     sent[m] = time
                     if private[m]:

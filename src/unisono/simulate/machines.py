@@ -25,7 +25,8 @@ _KEYS: dict[str, Any] = {
     "cut_through": True, "whole_ns": False, "padded": False,
     "send_us": 0.0, "recv_us": 0.0, "start_us": 0.0,
     "copy_gbps": float("inf"), "reduce_gbps": float("inf"), "passes": 1,
-    "cores": 0, "switch_us": 0.0, "agreement_bytes": 0,
+    "cores": 0, "switch_us": 0.0, "agreement_bytes": 0, "message_gbps": float("inf"),
+    "wake_us": 0.0,
     "L_ns": 2500, "o_ns": 1500, "g_ns": 1000, "G_ns": 6, "O_ns": 0, "S_bytes": 65535,
 }  # fmt: skip
 
@@ -81,7 +82,8 @@ class Machine:
         return Costs(
             _ps(v["send_us"]), _ps(v["recv_us"]), _ps(v["start_us"]), LinkSpec(0, v["copy_gbps"]),
             LinkSpec(0, v["reduce_gbps"], v["whole_ns"]), v["passes"], v["cores"],
-            _ps(v["switch_us"]), v["agreement_bytes"],
+            _ps(v["switch_us"]), v["agreement_bytes"], LinkSpec(0, v["message_gbps"]),
+            _ps(v["wake_us"]),
         )  # fmt: skip
 
     def loggops(self) -> LogGOPS:

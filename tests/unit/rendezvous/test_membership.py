@@ -8,6 +8,7 @@ import pytest
 from unisono.errors import RendezvousError
 from unisono.rendezvous.membership import (
     AWAY_S,
+    BROKEN_S,
     SILENT_S,
     Arrival,
     Attendance,
@@ -231,12 +232,14 @@ def attendance(who, generation=1, timeout_s=10.0):
     return Attendance(id=ids(who)[0], generation=generation, began_s=100.0, timeout_s=timeout_s)
 
 
-def test_a_lost_rank_is_reported_at_once_and_only_once():
+def test_a_lost_rank_is_reported_soon_and_only_once():
     state, mine = after(come(0), come(1)), attendance(0)
-    event = next_event(mine, state, 100.0, unreachable=ids(1, 2))
+    assert next_event(mine, state, 100.0, unreachable=ids(1, 2)) is None
+    soon_s = 100.0 + BROKEN_S
+    event = next_event(mine, state, soon_s, unreachable=ids(1, 2))
     # A rank that came is alive, even if the link to it is broken.
     assert event == Lost(ids(2), 1)
-    assert next_event(mine, apply(state, event), 100.0, unreachable=ids(1, 2)) is None
+    assert next_event(mine, apply(state, event), soon_s, unreachable=ids(1, 2)) is None
     event = next_event(mine, state, 100.0, ended=ids(1))
     assert event == Lost(ids(1), 1)
 
@@ -255,7 +258,7 @@ def test_a_rank_without_links_waits_for_ranks_that_may_be_alive():
     assert reports(pair, SILENT_S - 0.1) is None
     assert reports(pair, SILENT_S) == Lost(ids(2, 3), 1)
     # A link to another rank shows that it is not.
-    assert reports(alone, 0.0, away=ids(3)) == Lost(ids(3), 1)
+    assert reports(alone, BROKEN_S, away=ids(3)) == Lost(ids(3), 1)
     # A process that has ended does not come any more.
     assert reports(alone, 0.0, ended=ids(2)) == Lost(ids(2), 1)
 

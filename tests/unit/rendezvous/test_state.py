@@ -355,7 +355,7 @@ def test_every_sequence_of_events_of_two_nodes(rules):
             cluster.reported_failures = set(range(1, state.epoch + 1))
             cluster.apply(event)
             after = cluster.state
-            small = after.epoch <= (2 if rules.replaces else 3) and len(after.order) <= 3
+            small = after.epoch <= (1 if rules.replaces else 3) and len(after.order) <= 3
             if small and after not in seen:
                 seen.add(after)
                 frontier.append(after)

@@ -179,7 +179,7 @@ def waits_in_a_circle(rank):
         ("<algo", "the text is no program: ParseError"),
         ("<algo/>", "the text is no program: KeyError"),
         (program(ring, "allscan"), "the text is no program: KeyError"),
-        (program(ring).replace("rrs", "rrx"), "unknown type 'rrx'"),
+        (program(ring).replace("rrs", "rrx"), "^MSCCL: unknown type 'rrx' "),
         (program(ring).replace('type="r"', 'type="nop"'), "a message has no receiver"),
         (program(waits_in_a_circle), "deadlock: steps of rank"),
         (program(pairs).replace('type="r"', 'type="s"', 1), "a message has no receiver"),

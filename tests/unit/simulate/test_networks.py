@@ -1,5 +1,7 @@
 """Links against ASTRA-sim, SimGrid and formulas."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -135,6 +137,20 @@ def test_hosts_whose_ranks_share_interfaces(case):
     assert sum(result.causes_ps.values()) == result.last_ps
     ((_, busy_ps),) = result.busiest()
     assert busy_ps / US == pytest.approx(case["busiest_link_us"], rel=1e-9)
+
+
+def test_ranks_move_the_bytes_of_messages_and_sleep_until_they_come():
+    """8 kB at 2 GB/s take 4 us on both ranks; rank 1 sleeps first, and does not if it is late."""
+    network, rows = FullyConnected(2, LinkSpec(100)), messages([(0, 1)], 8000)
+    moves = Costs(recv_ps=10, messages=LinkSpec(gbps=2))
+    assert run(rows, network, moves).last_ps == 2 * 4 * US + 110
+    sleeps = dataclasses.replace(moves, cores=1, wake_ps=500)
+    assert run(rows, network, sleeps).last_ps == 2 * 4 * US + 610
+    schedule = build("all_reduce", "one_shot", 64)
+    for costs, free in ((Costs(), True), (moves, False), (Costs(recv_ps=1), False)):
+        assert costs.receives_free == free
+    found = simulate(schedule, 8000, Switch(64, LinkSpec(1)), moves, method="stages")
+    assert found.last_ps == 2 * 63 * 4 * US + 63 * 10 + 2
 
 
 @pytest.mark.golden("alpha_beta_at_scale")

@@ -34,33 +34,25 @@ _THREADS = 16
 def read_files(paths: Sequence[str]) -> list[RankRecords]:
     """Return the records in files, and in all files of folders.
 
-    A folder's entries that are no regular files are left out, with a line on standard error: a
-    named pipe would block. The rank in a file of another library is the number at the end of the
-    file's name.
+    A path that is no regular file is left out, with a line on standard error, because a named pipe
+    would block. The rank in a file of another library is the number at the end of the file's name.
 
     Raises:
         InvalidArgumentError: A file cannot be read, has another format, or has no rank.
     """
     found = []
     for path in map(Path, paths):
-        if not path.is_dir():
-            found.append(_read(path))
-            continue
-        for each in sorted(path.iterdir()):
-            if each.name.startswith("."):
-                continue
-            if each.is_file():
-                found.append(_read(each))
-            else:
-                print(plain(f"trace: {each} is no regular file: left out"), file=sys.stderr)
+        inside = sorted(path.glob("[!.]*")) if path.is_dir() else [path]
+        special = [each for each in inside if each.exists() and not each.is_file()]
+        for each in special:
+            print(plain(f"trace: {each} is no regular file: left out"), file=sys.stderr)
+        found += [_read(each) for each in inside if each not in special]
     return found
 
 
 def _read(path: Path) -> RankRecords:
     try:
         size = path.stat().st_size
-        if not path.is_file():
-            raise InvalidArgumentError("it is no regular file")
         if size > _MOST_FILE_BYTES:
             raise InvalidArgumentError(f"it has {size} bytes, at most {_MOST_FILE_BYTES} are read")
         found = decode(path.read_bytes())

@@ -120,7 +120,7 @@ class Replacements:
         return here or self._rendezvous.others_hold_state
 
     def _read(self) -> State:
-        """Read who takes part; forget the newcomers that ranks have taken in."""
+        """Read the document of the ranks; forget the newcomers that ranks have taken in."""
         try:
             with _open(self._place) as store:
                 state = loads(store.get(_DOCUMENT) if store.check([_DOCUMENT]) else b"")

@@ -6,7 +6,7 @@ neither answer in its place nor ask another rank.
     client  a hello: random bytes in place of the ranks, and proof("viewer") in place of the token
     rank    ACCEPT, proof("rank", answer), answer
 
-    proof(end, data) = HMAC-SHA256(key, end, random bytes, channel, data)
+    proof(end, data) = HMAC-SHA256(key, end, hello without token, data)
 
 A client of the same user on the same host has no key, see `status`. It takes a socket of its own
 user for the rank.
@@ -26,7 +26,6 @@ NO_KEY = b""
 """The key of a client of the same user."""
 
 _RANDOM = struct.Struct("<III")
-_ASKED = struct.Struct("<IIII")
 _SHOWN_BYTES = 16
 _PROOF_BYTES = 32
 
@@ -69,4 +68,4 @@ def opened(hello: Hello, key: bytes, answer: bytes) -> bytes | None:
 
 
 def _proof(key: bytes, end: bytes, hello: Hello, data: bytes = b"") -> bytes:
-    return hmac.digest(key, end + _ASKED.pack(*hello[:4]) + data, "sha256")
+    return hmac.digest(key, end + hello._replace(token=b"").pack() + data, "sha256")
