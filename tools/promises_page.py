@@ -31,11 +31,13 @@ MPI = """
 - From 256 KiB on a call blocks a thread in MPI. After such an error that thread may stay there, and
   use a core. The process then ends without `MPI_Finalize`, because that would hang.
 - A killed rank: MPICH and Intel MPI without mpiexec go on. Open MPI goes on under
-  `mpiexec --with-ft ulfm`. Other launchers usually end all ranks.
+  `mpiexec --enable-recovery`. Other launchers usually end all ranks.
 - On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed
   meanwhile, the read fails. MPICH takes that as fatal whatever its error handler is, and ends the
   reading process with exit status 143. `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the
   shrunk group may wait until its time-out.
+- If a rank is killed while MPI makes a group (some ms of its first call), MPI can make no group any
+  more. `shrink_group` raises UnsupportedError, and goes on with `CPUOptions(engine="auto")`.
 - A library has room for some 2,000 live groups (MPICH: 2,045). The next group fails on all ranks.
 - Sums and products of NaNs may differ between ranks in the NaN's bits.
 - MPI makes progress while Python computes only if the interpreter switches threads.

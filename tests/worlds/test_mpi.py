@@ -24,6 +24,7 @@ from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
 from unisono.base.deadline import Deadline
 from unisono.engines import join_mpi, mpi_calls, mpi_library
+from unisono.engines.mpi_engine import MPIEngine
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
 from unisono.stores import HashStore
@@ -277,12 +278,15 @@ def test_ways_of_a_call():
 
 SCRIPT = """
 import sys
+import time
 import numpy as np
 if "early" in sys.argv:
     from mpi4py import MPI
 import unisono as dist
 dist.init_process_group("mpi", timeout=60)
 from mpi4py import MPI
+# Rank 1 is late. It then holds its interpreter lock in MPI, where it waits for rank 0.
+time.sleep(0.2 * dist.get_rank())
 x = np.ones(2)
 dist.all_reduce(x)
 y = MPI.COMM_WORLD.allreduce(1)
@@ -490,6 +494,26 @@ def test_a_fault_names_its_rank(what, count):
         assert VICTIM in peers
         assert took_s < 40
     assert time.monotonic() - began_s < 100
+
+
+def fail_while_mpi_makes_a_group(rank):
+    """MPI then waits for the lost rank for ever, and so would all groups made later."""
+    group = dist.new_group(timeout=30)
+    if rank == VICTIM:
+        MPIEngine._run_blocking = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    kind, text, _ = attempt(lambda: group.all_reduce(np.ones(3)))
+    assert kind == "PeerLostError", text
+    kind, text, _ = attempt(lambda: dist.shrink_group([VICTIM]))
+    assert kind == "UnsupportedError"
+    assert "no group any more, because a rank ended while MPI made one" in text
+    shrunk = dist.shrink_group([VICTIM], pg_options=CPUOptions(engine="auto"))
+    shrunk.all_reduce(x := np.ones(3))
+    assert x.tolist() == [2] * 3
+
+
+@pytest.mark.whole("one more world, 5 s")
+def test_a_rank_ends_while_mpi_makes_a_group():
+    run(fail_while_mpi_makes_a_group, 3, ranks="processes", engine="mpi", dead=(VICTIM,))
 
 
 # ---- torch ------------------------------------------------------------------------------------

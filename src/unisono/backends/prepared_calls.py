@@ -47,6 +47,10 @@ _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
 # not correspond.
 _ELEMENTWISE = {"all_reduce", "reduce", "scan", "exscan"}
 
+# Elements that ready-made collectives reduce. MPI's libraries count the elements of an own op in 32
+# bits; MPICH ends the process if there are more.
+_MOST_REDUCED = 2**31 - 1
+
 # The argument of `layout_for` that holds the sizes of the blocks.
 _SPLITS = {
     "all_gather": "out_splits",
@@ -196,7 +200,9 @@ class PreparedCalls:
             uneven=blocks is not None, ordered=ordered, table=self._table,
         )  # fmt: skip
         what = None
-        if self._engine.has_collectives and size > 1 and not (ordered or wish or self._override):
+        too_many = op is not None and whole > _MOST_REDUCED * itemsize
+        by_program = ordered or wish or self._override or too_many
+        if self._engine.has_collectives and size > 1 and not by_program:
             algorithm, pipeline = self._engine.name, 1
             known = splits.sizes if isinstance(splits, Blocks) else None
             sent, received = splits if isinstance(splits, Splits) else (None, None)

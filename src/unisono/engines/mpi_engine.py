@@ -27,7 +27,7 @@ from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired, status_of_code
 from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes
-from unisono.engines.mpi_library import Helper, library, note_broken
+from unisono.engines.mpi_library import Helper, library, note_broken, process
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
@@ -163,12 +163,10 @@ class MPIEngine(QueueEngine):
     def close(self) -> None:
         if self.comm.closed():
             return
-        transport = self.comm.transport
-        downs = [rank for rank in self.comm.others if transport.down(rank) is not None]
-        lost = any(map(self._is_lost, downs))
+        died = any(map(self._has_died, self.comm.others))
         # A call that still runs breaks the group here.
         super().close()
-        if self._broken or lost:
+        if self._broken or died:
             # On a busy host a rank may close its links without a good-bye.
             note_broken(self._stuck(), lost=False)
         elif self._mpi_comm is not None and not self._MPI.Is_finalized():
@@ -183,10 +181,14 @@ class MPIEngine(QueueEngine):
         group = self._native_group
         return [self._helper.is_stuck, *([] if group is None else [group.is_blocked])]
 
-    def _is_lost(self, rank: int) -> bool:
+    def _has_died(self, rank: int) -> bool:
         """Whether a rank did not leave by itself, as far as this rank knows."""
         down = self.comm.transport.down(rank)
-        return down is None or not down.left
+        return down is not None and not down.left
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank of a failed call has died, or may have."""
+        return self.comm.transport.down(rank) is None or self._has_died(rank)
 
     # ---- calls in C++ -----------------------------------------------------------------------
 
@@ -194,7 +196,8 @@ class MPIEngine(QueueEngine):
         """Make MPI's communicator of this group."""
         comm, world = self.comm, self._MPI.COMM_WORLD
         # MPI would wait for an absent rank without a deadline, and without a name.
-        run.meet()
+        if run.meet(bool(why := process.why_no_group())):
+            raise UnsupportedError(why or "on another rank MPI can make no group any more")
         made: list[Any] = []
 
         def make() -> None:
@@ -298,13 +301,15 @@ class MPIEngine(QueueEngine):
         """Check that no rank has given up a call whose data have arrived.
 
         That rank may have written into its arrays before MPI read them. Its failure, which is on
-        its way here, comes before the answer.
+        its way here, comes before the answer. A rank that has ended the call may be in C code that
+        holds its interpreter lock, and even waits for this rank. So the wait for answers ends.
         """
         comm = self.comm
         watch = _Watch(comm, task, Deadline(max(task.deadline.remaining(), _REASON_S)))
         question = comm.transport.inquire(comm.context, task.seq, comm.others)
+        limit = Deadline(_REASON_S)
         try:
-            while not question.wait_until(Deadline(_LOOK_S)):
+            while not question.wait_until(Deadline(_LOOK_S)) and not limit.expired():
                 watch.look()
             watch.look()
         finally:
@@ -378,6 +383,7 @@ class MPIEngine(QueueEngine):
                 watch.look()
         except BaseException:
             _unfinished.append((done, self))
+            process.making.append((done, lambda: any(map(self._has_died, self.comm.others))))
             raise
         watch.close()
         if done.error is not None:

@@ -39,6 +39,9 @@ _LOAD = "install an MPI library (pip install mpich), or set MPI4PY_LIBMPI=/path/
 # and need only the data that this rank has sent.
 _FINALIZE_S, _OTHERS_S = 10.0, 2.0
 
+# How long a rank that is late, or stopped, may take to end the making of a group.
+_MAKING_S = 5.0
+
 # Set by launchers that speak PMI or PMIx. With one of them MPI asks the launcher, not unisono.
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK")
 
@@ -167,12 +170,15 @@ class _Process:
         pmi: Answers the library if no launcher does.
         broken: Of the groups that broke: whether a thread is still in MPI.
         lost: Whether a rank died.
+        making: Communicators that were being made when their group broke, and whether one of their
+            ranks died.
     """
 
     def __init__(self) -> None:
         self.pmi: PMIServer | None = None
         self.broken: list[Callable[[], bool]] = []
         self.lost = False
+        self.making: list[tuple[Completion, Callable[[], bool]]] = []
         self._helper = Helper("unisono-mpi")
         self._pid = 0
 
@@ -212,6 +218,19 @@ class _Process:
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             util.Finalize(None, self.end, exitpriority=0)
+
+    def why_no_group(self) -> str:
+        """Return why MPI can make no further group in this process, or "".
+
+        The libraries make one communicator of a process at a time, and would wait for ever.
+        """
+        deadline = Deadline(_MAKING_S)
+        for done, has_died in self.making:
+            while not done.wait_until(Deadline(0.05)):
+                if has_died() or deadline.expired():
+                    return "MPI can make no group any more, because a rank ended while MPI made one"
+        self.making.clear()
+        return ""
 
     def is_unusable(self) -> bool:
         """Whether MPI_Finalize would never return: a rank died, or a call has not returned."""

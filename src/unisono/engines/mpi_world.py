@@ -31,6 +31,8 @@ from unisono.stores import PrefixStore, Store
 _START = "start the ranks with the library's mpiexec, or srun; with MPICH or Intel MPI also with "
 _START += "`unisono run --mpi`, if the script imports mpi4py before unisono"
 
+_OTHER = "make the group with pg_options=CPUOptions(engine='auto'), or with another backend"
+
 
 def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, ...]:
     """Return the rank in MPI_COMM_WORLD of each rank of a group.
@@ -73,6 +75,8 @@ def _look() -> dict[str, Any]:
     except UnsupportedError as error:
         why = error.what.removeprefix("MPI cannot be used: ")
         return row | {"why": why, "hint": error.hint}
+    if why := process.why_no_group():
+        return row | {"why": why, "hint": _OTHER}
     ready = found.MPI.Is_initialized()
     if ready and found.MPI.Is_finalized():
         return row | {"why": "MPI was finalised in this process", "hint": None}

@@ -121,14 +121,17 @@ class Run:
                     return
                 distance *= 2
 
-    def meet(self) -> None:
-        """Wait until all ranks are in this call."""
+    def meet(self, flag: bool) -> bool:
+        """Wait until all ranks are in this call; return whether any rank has given `flag`."""
         comm, distance = self._comm, 1
         while distance < comm.size:
-            self.send((comm.rank + distance) % comm.size, memoryview(b"\0"))
-            self.wait(self.recv((comm.rank - distance) % comm.size, memoryview(bytearray(1))))
+            self.send((comm.rank + distance) % comm.size, memoryview(bytes([flag])))
+            theirs = bytearray(1)
+            self.wait(self.recv((comm.rank - distance) % comm.size, memoryview(theirs)))
+            flag = flag or theirs != b"\0"
             distance *= 2
         self.wait_for_sends()
+        return flag
 
     def _gather(self, mine: Array) -> Array:
         """Return [world_size, k]: the vectors of all ranks."""
