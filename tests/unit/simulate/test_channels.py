@@ -68,5 +68,7 @@ def test_only_an_all_reduce_has_channels():
     for schedule, channels, per_host in (
         (broadcast, 2, 2), (posts, 2, 2), (ring, 0, 2), (ring, 2, 3),
     ):  # fmt: skip
-        with pytest.raises(InvalidArgumentError, match=" channels of "):
+        with pytest.raises(
+            InvalidArgumentError, match=" per host: expected all_reduce without posts to all, "
+        ):
             in_channels(schedule, channels, per_host)
