@@ -10,11 +10,11 @@ STUB := src/unisono/_engine.pyi
 SITE := .venv/.unisono-extra-docs
 RELEASE := .venv/.unisono-extra-release
 TORCH := torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers frameworks test-reference test-torch check setup native test-native planted fuzz fuzz-membership fuzz-stores docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test    run every check, then the tests with a sample of the sweeps"
 	@echo "make test-all  run every check and every test, as CI does"
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
+	@echo "make test-gpu  the NCCL backend on a GPU; skipped without a GPU"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
 	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
@@ -30,6 +31,7 @@ help:
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
 	@echo "make planted  plant faults in a copy of the tree; the tests must catch each (ONLY=NAME)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
+	@echo "make chaos-mpi  ranks that are killed, stopped, late or wrong under MPI (ROUNDS=200)"
 	@echo "make fuzz-membership  random lives of a job whose ranks come and go"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
@@ -72,6 +74,10 @@ frameworks: $(STAMP)
 test-reference: $(STAMP)
 	@UNISONO_ENGINE=reference $(PYTEST) --all tests/worlds tests/faults
 
+# On a machine with a GPU, torch and nccl4py; ranks share the GPU. Without a GPU all are skipped.
+test-gpu: $(STAMP)
+	@UNISONO_TEST_GPU=1 $(PYTEST) -rs tests/worlds/test_gpu.py
+
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)
 	@mkdir -p build
@@ -99,6 +105,7 @@ docs: $(STAMP)
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
+	@$(BIN)/python tools/promises_page.py
 	@$(BIN)/python benchmarks/tables.py
 
 # Fails on a dead link, and on a public name without a docstring or without a page.
@@ -180,6 +187,10 @@ SEED ?= 1
 ROUNDS ?= 300
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz.fuzzer $(SEED) $(ROUNDS)
+
+# Seconds of waiting in each round; UNISONO_TEST_MPI lists environments with other libraries.
+chaos-mpi: $(STAMP)
+	@$(BIN)/python -m tests.faults.mpi_chaos $(ROUNDS)
 
 fuzz-membership: $(STAMP)
 	@$(BIN)/python tests/fuzz/membership.py $(SEED) $(ROUNDS)

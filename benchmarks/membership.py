@@ -83,6 +83,7 @@ def measure(ranks: int, mib: int, *, spare: bool) -> float:
             store.set("over", b"")
             for process in processes:
                 process.kill()
+            for process in processes:
                 process.wait()
 
 

@@ -48,6 +48,7 @@ class Perceptron:
 
     Attributes:
         weights: One matrix [inputs + 1, outputs] per layer; its last row is the bias.
+        velocities: The last change of each weight.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -55,7 +56,7 @@ class Perceptron:
             rng.normal(0, inputs**-0.5, (inputs + 1, outputs))
             for inputs, outputs in pairwise(LAYERS)
         ]
-        self._velocities = [np.zeros_like(weight) for weight in self.weights]
+        self.velocities = [np.zeros_like(weight) for weight in self.weights]
 
     def forward(self, pixels: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """Return what goes into each layer, and the logarithm of each digit's probability."""
@@ -77,7 +78,7 @@ class Perceptron:
 
     def step(self, gradients: list[np.ndarray]) -> None:
         """Move the weights against the gradients, which come as `backward` yields them."""
-        in_order = zip(self.weights, self._velocities, reversed(gradients), strict=True)
+        in_order = zip(self.weights, self.velocities, reversed(gradients), strict=True)
         for weight, velocity, gradient in in_order:
             velocity *= MOMENTUM
             velocity -= LEARNING_RATE * gradient

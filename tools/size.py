@@ -25,7 +25,7 @@ METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 35_700
+TREE = 38_200
 CPP_FILE = 400
 
 # Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),
@@ -34,7 +34,7 @@ CPP_FILE = 400
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/errors.py", "definitions"): (35, "one class per kind of error, in one place"),
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
-    ("src/unisono/rendezvous/state.py", "State attributes"): (13, "the fields of one document"),
+    ("src/unisono/rendezvous/state.py", "State attributes"): (15, "the fields of one document"),
     ("src/unisono/groups/process_group.py", "lines"): (
         551,
         "operations that are no functions have their examples at the methods",

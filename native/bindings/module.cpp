@@ -142,6 +142,8 @@ NB_MODULE(_engine, m) {
   m.attr("ABORTED") = static_cast<int>(Code::aborted);
   m.attr("NO_MEMORY") = static_cast<int>(Code::no_memory);
   m.attr("UNEVEN") = static_cast<int>(Code::uneven);
+  m.attr("WAITING") = static_cast<int>(Code::waiting);
+  m.attr("LIBRARY") = static_cast<int>(Code::library);
 
   nb::class_<unisono::Segment>(m, "Segment")
     .def_static("create", &create, nb::arg("ranks"), nb::arg("slot_bytes"), nb::arg("nonce"),
@@ -179,6 +181,7 @@ NB_MODULE(_engine, m) {
   bind_queue(m);
   bind_calls(m);
   bind_p2p(m);
+  bind_mpi(m);
 
   nb::class_<unisono::Steps, unisono::Runner>(m, "Steps")
     .def(nb::init<std::shared_ptr<unisono::Messages>, uint64_t, std::vector<int>,

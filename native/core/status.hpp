@@ -19,6 +19,8 @@ enum class Code : int {
   unreachable = 14,  // the peer's memory cannot be opened; nothing was sent
   divided = 16,      // the ranks do not all want direct reading; nothing was written
   unknown = 15,      // the operation does not exist or has ended
+  waiting = 17,      // the call goes on; the caller decides for how long
+  library = 18,      // an MPI library returned an error, which is in place of the rank
 };
 
 struct Status {

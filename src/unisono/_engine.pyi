@@ -38,6 +38,10 @@ NO_MEMORY: int = 9
 
 UNEVEN: int = 8
 
+WAITING: int = 17
+
+LIBRARY: int = 18
+
 class Segment:
     @staticmethod
     def create(ranks: int, slot_bytes: int, nonce: bytes) -> tuple[int, Segment]:
@@ -377,6 +381,48 @@ class Port(Messenger):
 
     def start_recv(self, array: object, from_: object | None, tag: object) -> object:
         """Return (as Messages.start_recv, record); None: Python handles it."""
+
+class MPICall:
+    def __init__(
+        self,
+        function: int,
+        arguments: Sequence[int],
+        input_at: int,
+        output_at: int,
+        request_at: int,
+        kept: object | None,
+    ) -> None:
+        """A function's address and its arguments. Keeps `kept`."""
+
+class MPIGroup:
+    def __init__(self, test: int, agreement: MPICall, crowded: bool) -> None: ...
+    def go_on(self) -> tuple[int, int]:
+        """Wait for the call that returned WAITING; return (code, MPI's error)."""
+
+    def is_moving(self) -> bool:
+        """Whether MPI has the arrays of the call."""
+
+    def has_arrived(self) -> bool:
+        """Whether the data are there, and go_on() ends a call that took long."""
+
+    def is_blocked(self) -> bool:
+        """Whether a call blocks in MPI."""
+
+    def finished(self) -> int:
+        """Return the number of calls that have ended here."""
+
+    def abort(self) -> None:
+        """Pass the next calls to Python."""
+
+    def close(self) -> None:
+        """End the thread for blocking calls, if it is not in MPI."""
+
+class MPIRunner(Runner):
+    def __init__(self, group: MPIGroup, call: MPICall) -> None:
+        """Makes one kind of call."""
+
+def mpi_op(dtype: int, op: int) -> int:
+    """Return a function for MPI_Op_create; 0: the pair has no meaning."""
 
 class Steps(Runner):
     def __init__(

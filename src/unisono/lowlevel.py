@@ -1,6 +1,7 @@
 """The second public tier, for authors of backends, transports, engines and schedules."""
 
 from unisono.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
+from unisono.backends.nccl.streams import CUDAEvent, CUDAStream
 from unisono.base.buffers import BufferView, device_of, view
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
@@ -28,6 +29,8 @@ __all__ = [
     "OPS",
     "BufferView",
     "CPUOptions",
+    "CUDAEvent",
+    "CUDAStream",
     "Call",
     "CallOptions",
     "Communicator",

@@ -83,6 +83,23 @@ def test_failure_in_another_group_is_the_cause_only_of_a_follower():
     assert causes.find(0.0, 2, (0, 2)) is LOST
 
 
+@pytest.mark.ranks(3, kind="both", engine="both")
+def test_reported_failure_is_no_bug_of_the_library(rank):
+    """Also if the group of this rank takes the failure over from the group of another rank."""
+    whole, pair = dist.new_group(), dist.new_group([0, 1])
+    if rank == 1:
+        whole.report_failure("KeyError: 'x'")
+    caught = attempt(dist.all_reduce, np.ones(2), group=whole)
+    assert caught.kind == ("CollectiveAbortedError" if rank == 1 else "PeerFailedError")
+    assert (caught.peers, "rank 1 raised KeyError: 'x'" in caught.text) == ((1,), True)
+    if rank == 0:
+        pair.backends["cpu"].adopt_failure(whole.backends["cpu"])
+    if rank < 2:
+        caught = attempt(dist.all_reduce, np.ones(2), group=pair)
+        assert caught.kind == ("CollectiveAbortedError" if rank == 1 else "PeerFailedError")
+        assert caught.peers == (1,)
+
+
 def end_for_own_reasons(rank):
     """Rank 3 ends, and then rank 1 of another group, which had no error."""
     group = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]

@@ -19,6 +19,7 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import _PROLOGUE, SRC, outcome, ranks_of, started
 from tests.support.ports import free_port
+from unisono.c10d import lifecycle, steps
 from unisono.c10d.steps import Step
 from unisono.errors import (
     ArgumentTypeError,
@@ -33,12 +34,16 @@ from unisono.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from unisono.groups.membership import Document
+from unisono.groups.membership import Membership
+from unisono.groups.membership_store import Document, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import World, current, use
 from unisono.rendezvous.joining import open_for_newcomer
+from unisono.rendezvous.membership import Arrival, Come, Member
 from unisono.stores import FileStore, HashStore
 from unisono.testing import run
+from unisono.transports import LinkDown, has_ended
+from unisono.transports.messages import LEFT
 
 # A job that counts to `steps`. Each committed step adds the sum over ranks to a model.
 JOB = """
@@ -77,7 +82,8 @@ def told(**more):
 
 
 def script(body):
-    return "from unisono import errors as dist_errors\n" + JOB + body
+    names = "from unisono import errors as dist_errors\nfrom unisono.groups.world import current\n"
+    return names + JOB + body
 
 
 @contextlib.contextmanager
@@ -139,7 +145,7 @@ if not joined:
     assert (state["step"], os.getpid()) == (10, pid)
     shared.set(f"formed/{me}", "yes")
     count(20)
-    regroup(min_size=4)
+    regroup(min_size=4, max_size=4)
 else:
     dist.sync_state(state)
     assert state["step"] == 20
@@ -150,7 +156,7 @@ if old is not None:
         old.all_reduce(np.zeros(1))
     except dist_errors.ClosedError as problem:
         after = problem.what
-told(error=error, after=after)
+told(error=error, after=after, most=current().membership.max_size)
 dist.barrier()
 """
     )
@@ -165,7 +171,7 @@ dist.barrier()
     model = 50_000.0 * (10 * 10 + 10 * 6 + 10 * 10)
     assert [(each["step"], each["model"]) for each in told] == [(30, model)] * 4
     assert all(each["counts"] == [110] * 3 for each in told)
-    assert {each["group"] for each in told} == {"default:generation-3"}
+    assert {(each["group"], each["most"]) for each in told} == {("default:generation-3", 4)}
     for each in told[:3]:
         assert re.match(
             r"the step does not count: .* in group 'default' failed on rank \d of 4: rank 1 was "
@@ -226,9 +232,60 @@ dist.barrier()
     assert late["step"] == 5
 
 
+def test_ranks_whose_links_all_break_go_on_together():
+    body = script(
+        COUNT
+        + """
+import socket
+import unisono.rendezvous.membership
+unisono.rendezvous.membership.SILENT_S = 60.0
+
+def break_links():
+    kept = int(os.environ["MASTER_PORT"])
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            link = socket.socket(fileno=os.dup(int(fd)))
+            if link.family == socket.AF_INET and link.getpeername()[1] != kept:
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+        except OSError:
+            pass
+
+count(3)
+shared.barrier("counted", 4, 60.0)
+break_links()
+if me == 3:
+    # A slow rank.
+    document = current().membership.document
+    while len(document.read().came) < 3:
+        document.wait(1, 2)
+for _ in range(9):
+    try:
+        count(6)
+        break
+    except dist_errors.StepAborted as aborted:
+        error = aborted.what
+        regroup()
+told(error=error)
+dist.barrier()
+"""
+    )
+    # Each rank is a host of its own, so that it cannot know whether the others have ended.
+    with ranks_of(body, 4, UNISONO_RANKS_PER_HOST="1") as (processes, _):
+        found = [outcome(each) for each in processes]
+    assert [code for _, code, _ in found] == [0] * 4, found
+    for told, _, _ in found:
+        assert "was lost" in told["error"], told
+        assert (told["rank"], told["size"], told["step"]) == (told["me"], 4, 6)
+        assert told["group"] == "default:generation-2"
+
+
 def test_half_of_the_ranks_without_the_lowest_one_do_not_go_on():
     body = script(
         """
+import unisono.rendezvous.membership
+# The reference engine does not know which ranks are on this host.
+unisono.rendezvous.membership.AWAY_S = 3.0
 add()
 if me < 2:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -437,13 +494,47 @@ def test_arguments_of_reconfigure():
         world.default.close()
 
 
+def test_a_world_reports_its_end_once(monkeypatch):
+    """It has 2 ranks, then 1, then 2."""
+    installed = []
+    with use(World()) as world:
+        monkeypatch.setattr(lifecycle, "process_world", world)
+        monkeypatch.setattr(
+            lifecycle, "at_exit", lambda report, close: installed.append(close) or (lambda: None)
+        )
+        for size in (2, 1, 2):
+            world.replace_default(ProcessGroup(HashStore(), 0, 1))
+            monkeypatch.setattr(world.default, "size", lambda size=size: size)
+            lifecycle.install_hooks(world)
+        assert len(installed) == 1
+        world.close()
+        assert not world.has_hooks
+
+
+@pytest.mark.parametrize(
+    ("down", "ended"),
+    [
+        ([None, None, None], []),
+        # Rank 1 is on the host of rank 0, and rank 2 on another.
+        ([None, LinkDown(1, "reset"), LinkDown(2, "reset")], [1]),
+        ([None, None, LinkDown(2, "no route", left=True)], []),
+        ([None, None, LinkDown(2, LEFT, left=True)], [2]),
+    ],
+)
+def test_a_broken_link_inside_a_host_and_a_good_bye_show_the_end_of_a_rank(down, ended):
+    for hosts, certain in ((("a", "a", "b"), ended), (("", "", ""), [r for r in ended if r == 2])):
+        transport = SimpleNamespace(down=down.__getitem__, hosts=hosts, rank=0)
+        assert [rank for rank in range(3) if has_ended(transport, rank)] == certain
+
+
 def look_at_a_mute_store(rank):
     """Each read of the document takes 0.5 s and fails."""
     reads = []
 
     class Mute:
-        def read(self):
-            reads.append(Event().wait(0.5))
+        def read(self, timeout):
+            Event().wait(0.5)
+            reads.append(timeout)
             raise StoreTimeoutError("the store server did not answer")
 
     membership = current().membership
@@ -456,11 +547,28 @@ def look_at_a_mute_store(rank):
         Event().wait(0.06)
     membership.document = document
     dist.reconfigure(timeout=20)
-    return len(reads), membership._looked_s <= time.monotonic()
+    return reads, membership._looked_s <= time.monotonic()
 
 
 def test_a_store_that_does_not_answer_delays_one_step_only():
-    assert run(look_at_a_mute_store, 2) == [(1, True)] * 2
+    # And by its time to answer, not by the time-out of the store.
+    assert run(look_at_a_mute_store, 2) == [([1.0], True)] * 2
+
+
+def count_keys(rank):
+    counts = []
+    for _ in range(6):
+        dist.reconfigure(timeout=20)
+        # Rank 0 deletes the old keys before it returns.
+        dist.barrier()
+        counts.append(dist.group.WORLD.store.num_keys())
+        dist.barrier()
+    return counts[1:]
+
+
+def test_the_keys_of_old_generations_are_deleted():
+    for counts in run(count_keys, 3):
+        assert len(set(counts)) == 1, counts
 
 
 # ---- newcomers ----------------------------------------------------------------------------------
@@ -477,6 +585,36 @@ def test_a_newcomer_gives_up_at_its_deadline(monkeypatch):
     assert world.default is None
     # It left no trace for which the ranks of the job would wait.
     assert store.get("unisono/membership/document").count(b'"waiting":[]') == 1
+
+
+def test_a_newcomer_that_fails_leaves_no_trace(monkeypatch):
+    """It fails while it waits, or after a generation was formed with it."""
+    monkeypatch.setenv("UNISONO_JOIN", "1")
+    for fails, name in ((Document, "wait"), (Membership, "_connect")):
+        store, seen = HashStore(), []
+        document = Document(store)
+
+        def fail(*_, document=document, seen=seen):
+            state = document.read()
+            seen.append((state.ids, len(state.waiting)))
+            raise KeyboardInterrupt
+
+        come = Come(Arrival(member=Member(id="1.0"), min_size=2), 1, 1, 1)
+        if fails is Membership:
+            document.change(come)
+        with monkeypatch.context() as patch, use(World()) as world:
+            patch.setattr(fails, name, fail)
+            with pytest.raises(KeyboardInterrupt):
+                dist.init_process_group(store=store, timeout=60)
+        assert world.default is None
+        state = document.read()
+        assert not state.waiting
+        if fails is Document:
+            assert seen == [((), 1)]
+        else:
+            [(ids, _)] = seen
+            assert ids[0] == "1.0"
+            assert state.lost == ids[1:]
 
 
 def test_the_store_of_a_newcomer(tmp_path):
@@ -568,6 +706,17 @@ def differ(rank):
             dist.sync_state(state)
     with pytest.raises(ArgumentTypeError, match="sync_state: state must be a dict, got list"):
         dist.sync_state([1])
+    ours["self"] = [ours]
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"sync_state: rank 0: state\['self'\]\[0\] contains itself, or is more than 100 deep",
+    ):
+        dist.sync_state(ours if rank == 0 else {"w": np.ones(4)})
+    deep = []
+    for _ in range(5_000):
+        deep = [deep]
+    with pytest.raises(InvalidArgumentError, match=r"rank 0: state\['d'\]\[0\]"):
+        dist.sync_state({"d": deep})
     pretend_newcomers(())
     with pytest.raises(
         CollectiveError, match="sync_state: no rank of generation 1 holds the state"
@@ -595,6 +744,7 @@ class Rounds:
 
     def __init__(self, store, succeed):
         self.store, self.succeed, self.counts = store, succeed, Counter()
+        self.timeout_s = 30.0
         self.backends = {"cpu": SimpleNamespace(broken=lambda: "yes", last_number=lambda: 7)}
 
     def all_reduce(self, x, op, **how):
@@ -634,6 +784,56 @@ def test_a_commit_counts_on_all_survivors_or_on_none():
             seen |= counted
             assert 2 not in succeed or counted == {True}
     assert seen == {True, False}
+
+
+def test_a_rank_without_which_a_later_generation_was_formed_counts_nothing():
+    """The answer that it asks for may be deleted already."""
+    with use(World()) as world:
+        for later in (True, False):
+            world.membership = SimpleNamespace(
+                has_changed=lambda _: False, is_succeeded=lambda later=later: later
+            )
+            step = Step(Rounds(HashStore(), 1))
+            with pytest.raises(StepAborted) if later else contextlib.nullcontext(), step:
+                step.commit()
+            assert step.committed != later
+
+
+def miss_an_answer(rank, counts, without_answer):
+    """Rank 2 leaves in a commit. The store gives rank 0 no answer, and rank 1 gets one."""
+    group, state, ended = dist.group.WORLD, {"model": np.zeros(4)}, ""
+    if rank == 0:
+        without_answer.append(group.store)
+    if rank == 2:
+        if counts:
+            group.all_reduce(np.zeros(1, np.int64), dist.ReduceOp.MAX, _label="commit")
+        dist.destroy_process_group()
+        return None
+    try:
+        with dist.step() as s:
+            s.commit()
+        state["model"] += 1
+    except (StepAborted, StoreTimeoutError) as error:
+        ended = type(error).__name__
+    dist.reconfigure(timeout=20)
+    sources = current().membership.sources
+    dist.sync_state(state)
+    return ended, sources, state["model"].tolist()
+
+
+def test_a_rank_that_missed_a_step_which_counts_is_filled(monkeypatch):
+    def answer(store, *question):
+        if store in without_answer:
+            raise StoreTimeoutError("the store server did not answer")
+        return first_proposal(store, *question)
+
+    monkeypatch.setattr(steps, "first_proposal", answer)
+    without_answer = []
+    found = run(miss_an_answer, 3, args=(True, without_answer))
+    assert found[:2] == [("StoreTimeoutError", (1,), [1.0] * 4), ("", (1,), [1.0] * 4)]
+    found = run(miss_an_answer, 3, args=(False, without_answer))
+    both = (0, 1), [0.0] * 4
+    assert found[:2] == [("StoreTimeoutError", *both), ("StepAborted", *both)]
 
 
 def commit_or_not(rank):

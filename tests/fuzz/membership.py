@@ -2,14 +2,17 @@
 
 usage: membership.py [SEED] [ROUNDS] [--keep]
 
-Round k uses SEED + k. Each process writes a line for each committed step. Afterwards the lines of
-all processes, also of the killed ones, must tell one story: a step was committed once, in one
-generation, with the sum of what its members contributed and one model, bit for bit.
+Round k uses SEED + k. A job has 2 to 6 ranks on 1 to 3 hosts, which are network namespaces if these
+are permitted. Hosts are cut off from each other for some time, and links between them break. Each
+process writes a line for each committed step. Afterwards the lines of all processes, also of the
+killed ones, must tell one story: a step was committed once, in one generation, with the sum of what
+its members contributed and one model, bit for bit.
 """
 
 import argparse
 import collections
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import hashlib
@@ -19,8 +22,10 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +35,9 @@ import numpy as np
 import unisono as dist
 from unisono import errors
 from unisono.base.host import stat_fields
-from unisono.groups import membership
+from unisono.groups import membership, membership_store
 from unisono.stores import PrefixStore, TCPStore
+from unisono.testing.hosts import Host, Network, why_no_hosts
 
 TIMEOUT_S = 1.5
 LIMIT_S = 90.0
@@ -40,7 +46,12 @@ LIMIT_S = 90.0
 ENDS = ("came too late", "cannot go on", " waited ")
 """The errors with which a process may end, because the others go on without it or cannot go on."""
 
+NOWHERE = "lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
+"""An address of no interface: what is sent there is lost."""
+
 _NO_WORLD = 7
+_TOKEN = "the token of the job"
+_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -50,6 +61,9 @@ _context = multiprocessing.get_context("forkserver")
 def work(number: int, folder: str, variables: dict[str, str]) -> None:
     """Run one process until the parent ends the job."""
     os.environ.update(variables)
+    if "HOLDER" in variables:
+        enter(int(variables["HOLDER"]))
+    threading.Thread(target=break_links, daemon=True).start()
     stacks = os.open(f"{folder}/{number}.stack", os.O_WRONLY | os.O_CREAT)
     faulthandler.register(signal.SIGUSR1, file=stacks)
     # Both are shorter than in production, so that more of a life's events fall into a meeting.
@@ -69,8 +83,39 @@ def work(number: int, folder: str, variables: dict[str, str]) -> None:
     except errors.RendezvousError as error:
         tell("out", what=error.what)
         os._exit(_NO_WORLD)
+    except errors.StoreError as error:
+        tell("cut off", what=error.what)
+        os._exit(_NO_WORLD)
     tell("end")
     dist.destroy_process_group()
+
+
+def enter(holder: int, *kinds: str) -> None:
+    """Move this thread into namespaces of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with contextlib.ExitStack() as stack:
+        files = {
+            kind: stack.enter_context(open(f"/proc/{holder}/ns/{kind}", "rb"))
+            for kind in kinds or _NAMESPACES
+        }
+        for kind, file in files.items():
+            if libc.setns(file.fileno(), _NAMESPACES[kind]) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace {kind}")
+
+
+def break_links() -> None:
+    """End all connections to ranks on other hosts, whenever SIGUSR2 comes."""
+    apart = os.environ.get("UNISONO_RANKS_PER_HOST") == "1"
+    while True:
+        signal.sigwait([signal.SIGUSR2])
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+                if link.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                there, here = link.getpeername(), link.getsockname()
+                is_store = there[1] == int(os.environ["MASTER_PORT"])
+                if not is_store and (apart or there[0] != here[0]):
+                    link.shutdown(socket.SHUT_RDWR)
 
 
 def doom(signum: int, count: int) -> None:
@@ -92,7 +137,7 @@ def doom(signum: int, count: int) -> None:
         return call
 
     for owner, names in (
-        (membership.Document, ("change", "read")),
+        (membership_store.Document, ("change", "read")),
         (membership.Membership, ("_meet", "_connect", "hold_state")),
         (dist.ProcessGroup, ("all_reduce", "barrier", "send", "recv", "broadcast", "close")),
     ):
@@ -102,9 +147,7 @@ def doom(signum: int, count: int) -> None:
 
 def live(number: int, newcomer: bool, tell: Any) -> None:
     """Make steps until the job ends or this process is sent away."""
-    shared = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=LIMIT_S
-    )
+    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=20.0)
     state: dict[str, Any] = {"step": 0, "model": np.zeros(20_000), "members": []}
     fresh = newcomer
     if not newcomer:
@@ -122,9 +165,12 @@ def live(number: int, newcomer: bool, tell: Any) -> None:
             changed, over = True, False
         except errors.StepAborted:
             changed, over = True, False
+        except errors.StoreTimeoutError as error:
+            tell("no answer", what=error.what)
+            changed, over = True, False
         if over:
             return
-        if shared.check([f"leave/{number}"]):
+        if not changed and shared.check([f"leave/{number}"]):
             tell("left")
             return
         if changed:
@@ -138,7 +184,7 @@ def one_step(number: int, state: dict[str, Any], shared: Any, tell: Any) -> tupl
     group = dist.group.WORLD
     with dist.step() as s:
         mine = random.Random(f"{number}/{state['step']}").randrange(1 << 30)
-        over = shared.check(["over"])
+        over = shared.check(["over"], 1.0)
         rows = np.zeros((group.size(), 2), np.int64)
         dist.all_gather_into_tensor(rows, np.array([[number, mine]], np.int64))
         total = np.array([mine, over], np.int64)
@@ -166,24 +212,36 @@ def one_step(number: int, state: dict[str, Any], shared: Any, tell: Any) -> tupl
 class Life:
     """One job and its random events."""
 
-    def __init__(self, seed: int, folder: str) -> None:
+    def __init__(self, seed: int, folder: str, hosts: list[Host]) -> None:
         self.random = random.Random(seed)
         self.folder = folder
         self.size = self.random.randint(2, 6)
-        self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.hosts = hosts[: self.random.randint(1, 3)]
+        self.address = self.hosts[0].v4 if self.hosts else "127.0.0.1"
+        self.server = TCPStore(
+            self.address, 0, is_master=True, wait_for_workers=False, token=_TOKEN
+        )
+        self.cuts: dict[tuple[Host, Host], float] = {}
         self.store = PrefixStore("worker/attempt_0", self.server)
         self.processes: dict[int, Any] = {}
         self.killed: set[int] = set()
         self.doomed: set[int] = set()
         self.stopped: dict[int, float] = {}
         self.events: collections.Counter[str] = collections.Counter()
-        self.per_host = self.random.choice(["0", "0", "1", "2"])
+        apart = len(self.hosts) > 1
+        self.per_host = "0" if apart else self.random.choice(["0", "0", "1", "2"])
+        self.kinds = ["kill", "kill", "stop", "stop", "join", "join", "leave"]
+        if apart:
+            self.kinds += ["cut", "cut", "cut off"]
+        if apart or self.per_host == "1":
+            self.kinds += ["break"]
 
     def start(self, number: int, **variables: str) -> None:
         common = {
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.server.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "UNISONO_TOKEN": _TOKEN,
             "WORLD_SIZE": str(self.size),
             "RANK": str(number),
             "UNISONO_RANKS_PER_HOST": self.per_host,
@@ -192,6 +250,8 @@ class Life:
             signum = self.random.choice([signal.SIGKILL, signal.SIGSTOP])
             common["DOOM"] = f"{int(signum)} {self.random.randint(1, 400)}"
             self.doomed.add(number)
+        if self.hosts:
+            common["HOLDER"] = str(self.random.choice(self.hosts).pid)
         process = _context.Process(
             target=work, args=(number, self.folder, common | variables), daemon=True
         )
@@ -220,7 +280,16 @@ class Life:
 
     def disturb(self) -> None:
         running = [n for n in self.living() if n not in self.stopped]
-        what = self.random.choice(["kill", "kill", "stop", "stop", "join", "join", "leave"])
+        what = self.random.choice(self.kinds)
+        if what in ("cut", "cut off"):
+            self.events[what] += 1
+            self.cut(*self.random.sample(self.hosts, 2 if what == "cut" else 1))
+            return
+        if what == "break":
+            self.events[what] += 1
+            for number in self.living() if self.random.random() < 0.5 else running[:1]:
+                self.send(number, signal.SIGUSR2)
+            return
         if what == "join":
             if len(self.processes) < self.size + 4 and len(running) < 6:
                 self.start(len(self.processes), UNISONO_JOIN="1")
@@ -239,6 +308,21 @@ class Life:
         else:
             self.server.set(f"leave/{victim}", b"")
 
+    def cut(self, host: Host, *others: Host) -> None:
+        """Lose all that two hosts, or a host and all others, send to each other for some time."""
+        until_s = time.monotonic() + self.random.choice([0.3, 2.0, 6.0])
+        for other in others or [each for each in self.hosts if each is not host]:
+            self.cuts[host, other] = until_s
+            for one, far in ((host, other), (other, host)):
+                one.ip(*(f"neigh replace {to} {NOWHERE}" for to in (far.v4, far.v6)))
+
+    def heal(self, host: Host, other: Host) -> None:
+        """End a cut."""
+        del self.cuts[host, other]
+        if (other, host) not in self.cuts:
+            for one, far in ((host, other), (other, host)):
+                one.ip(*(f"neigh del {to} dev eth0" for to in (far.v4, far.v6)))
+
     def send(self, number: int, signum: int) -> None:
         # The process may have ended by itself.
         with contextlib.suppress(ProcessLookupError):
@@ -250,6 +334,9 @@ class Life:
             if self.processes[number].is_alive() and state_of(self.processes[number].pid) == "T":
                 self.stopped[number] = time.monotonic() + self.random.choice([0.1, 1.0, 4.0])
                 self.events["stop itself"] += 1
+        for pair, until_s in list(self.cuts.items()):
+            if time.monotonic() >= until_s:
+                self.heal(*pair)
         for number, at_s in list(self.stopped.items()):
             if time.monotonic() >= at_s:
                 self.send(number, signal.SIGCONT)
@@ -289,6 +376,8 @@ class Life:
                 process.kill()
             process.join()
         self.server.close()
+        for pair in list(self.cuts):
+            self.heal(*pair)
 
     # ---- the story that the lines tell ------------------------------------------------------
 
@@ -305,7 +394,7 @@ class Life:
                 if path.exists()
                 else []
             )
-            last = None
+            last, lacks = None, False
             for line in lines:
                 if line["kind"] == "step":
                     fact = line["generation"], line["members"], line["sum"], line["model"]
@@ -314,12 +403,19 @@ class Life:
                     assert number in fact[1], line
                     assert last is None or line["step"] == last + 1, (last, line)
                     last = line["step"]
+                elif line["kind"] == "no answer":
+                    seen["no answer"] += 1
+                    lacks = True
                 elif line["kind"] == "joined":
-                    assert last in (None, line["step"]), (last, line)
-                    last = line["step"]
+                    # Without an answer of the store a process may lack the step that counts.
+                    assert last in (None, line["step"], line["step"] - lacks), (last, line)
+                    last, lacks = line["step"], False
                 elif line["kind"] == "out":
                     [why] = [text for text in ENDS if text in line["what"]]
                     seen[why] += 1
+                elif line["kind"] == "cut off":
+                    assert self.events["cut"] + self.events["cut off"], line
+                    seen["no store"] += 1
                 elif line["kind"] == "left":
                     break
                 elif line["kind"] == "end":
@@ -355,28 +451,41 @@ def main() -> int:
     parser.add_argument("rounds", nargs="?", type=int, default=100)
     parser.add_argument("--keep", action="store_true", help="keep the lines of the processes")
     options = parser.parse_args()
+    # All processes inherit it. `break_links` waits for the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     names = ["unisono.testing", "unisono.c10d.state_sync", "unisono.c10d.steps"]
     _context.set_forkserver_preload(names)
     total: collections.Counter[str] = collections.Counter()
-    for seed in range(options.seed, options.seed + options.rounds):
-        with contextlib.ExitStack() as stack:
-            folder = tempfile.mkdtemp(prefix="membership-")
-            if not options.keep:
-                stack.callback(shutil.rmtree, folder)
-            life = Life(seed, folder)
-            stack.callback(life.close)
-            try:
-                life.run()
-                total += life.check()
-            except BaseException as error:
-                print(
-                    f"seed {seed} ({dict(life.events)}, {folder}): {error!r}\n{error}", flush=True
-                )
-                for path in sorted(Path(folder).glob("*.log")):
-                    print(path.name, *path.read_text().splitlines()[-6:], sep="\n  ")
-                raise
+    hosts: list[Host] = []
+    with contextlib.ExitStack() as stack:
+        if (why_not := why_no_hosts()) is None:
+            hosts = stack.enter_context(Network(3)).hosts
+            # The first host has the store.
+            enter(hosts[0].pid, "net")
+        else:
+            print(f"one host only: {why_not}", flush=True)
+        for seed in range(options.seed, options.seed + options.rounds):
+            total += one_life(seed, hosts, keep=options.keep)
     print(f"{options.rounds} lives from seed {options.seed}:", dict(total))
     return 0
+
+
+def one_life(seed: int, hosts: list[Host], *, keep: bool) -> collections.Counter[str]:
+    """Run one life; return what happened."""
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="membership-")
+        if not keep:
+            stack.callback(shutil.rmtree, folder)
+        life = Life(seed, folder, hosts)
+        stack.callback(life.close)
+        try:
+            life.run()
+            return life.check()
+        except BaseException as error:
+            print(f"seed {seed} ({dict(life.events)}, {folder}): {error!r}\n{error}", flush=True)
+            for path in sorted(Path(folder).glob("*.log")):
+                print(path.name, *path.read_text().splitlines()[-6:], sep="\n  ")
+            raise
 
 
 if __name__ == "__main__":

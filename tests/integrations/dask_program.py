@@ -2,12 +2,14 @@
 
 import importlib.util
 import logging
+import sys
 import threading
 import time
 
 import numpy as np
 from distributed import Client, LocalCluster, get_worker
 
+import unisono as dist
 import unisono.dask
 from tests.integrations import program, ranks
 from unisono.errors import (
@@ -18,7 +20,9 @@ from unisono.errors import (
     RendezvousError,
     UnsupportedError,
     UsageError,
+    WorkerFailedError,
 )
+from unisono.integrations import meeting
 
 run = unisono.dask.run
 
@@ -147,11 +151,29 @@ def second_call_in_a_worker_is_refused(client):
         try:
             while not other.run(ranks.is_held).popitem()[1]:
                 time.sleep(0.05)
-            with program.error(UsageError, "still runs a call as rank 0 of another group"):
+            with program.error(UsageError, "still runs an earlier call as rank 0"):
                 run(other, ranks.summed, 1.0)
         finally:
             other.run(ranks.release)
             thread.join()
+
+
+def stores_on_the_scheduler(dask_scheduler=None):
+    return len(meeting._stores)
+
+
+def store_of_a_killed_client_is_closed(client):
+    other = Client(client.scheduler.address, set_as_default=False)
+    other.run_on_scheduler(unisono.integrations.dask._open, other.id, 1, 60, None)
+    assert client.run_on_scheduler(stores_on_the_scheduler) == 1
+    other.close()
+    assert run(client, ranks.summed, 1.0) == ranks.expected(3, 1.0)
+    assert client.run_on_scheduler(stores_on_the_scheduler) == 0
+
+
+def end_of_a_rank_does_not_end_the_caller(client):
+    with program.error(WorkerFailedError, "rank 1 of 3 raised SystemExit: 0", rank=1):
+        run(client, lambda: sys.exit(0) if dist.get_rank() == 1 else dist.barrier())
 
 
 def modules_train(client):
@@ -174,6 +196,8 @@ CASES = [
     client_must_be_synchronous,
     threads_are_refused,
     second_call_in_a_worker_is_refused,
+    store_of_a_killed_client_is_closed,
+    end_of_a_rank_does_not_end_the_caller,
     modules_train,
 ]
 

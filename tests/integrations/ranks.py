@@ -62,6 +62,11 @@ def token():
     return config.get("UNISONO_TOKEN"), dist.group.WORLD.timeout_s
 
 
+def engine():
+    """Return the name of the group's engine."""
+    return repr(dist.group.WORLD).partition("engine=")[2].split()[0]
+
+
 def left_over():
     """Make a default group and leave it behind."""
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from ray.experimental import internal_kv
 from ray.util import collective
 from ray.util.collective import types
 
+import unisono as dist
 import unisono.ray
 from tests.integrations import program, ranks
 from unisono.base.deadline import Deadline
+from unisono.engines import mpi_library
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -23,6 +27,8 @@ from unisono.errors import (
     PeerLostError,
     RendezvousError,
     UnsupportedError,
+    UsageError,
+    WorkerFailedError,
 )
 from unisono.integrations import ray_collective
 
@@ -39,6 +45,12 @@ class Worker:
 
     def left_over(self):
         ranks.left_over()
+
+    def is_held(self):
+        return ranks.is_held()
+
+    def release(self):
+        ranks.release()
 
 
 def on(function):
@@ -127,6 +139,38 @@ def start_fails_on_one_rank(actors):
     ray.get(actors[0].pid.remote(), timeout=30)
 
 
+def second_call_at_once_is_refused(actors):
+    """Two calls could reach the actors in different orders, and mix their data."""
+    threaded = [Worker.options(num_cpus=0.1, max_concurrency=2).remote() for _ in range(2)]
+    with unisono.ray.init_group(threaded) as group, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(group.run, on(ranks.hold))
+        while not all(ray.get([actor.is_held.remote() for actor in threaded])):
+            ranks.time.sleep(0.05)
+        with program.error(UsageError, "run: another thread is in a call of run of this group"):
+            group.run(on(ranks.summed), 1.0)
+        with program.error(UsageError, " cannot start: process ", " still runs an earlier call as"):
+            unisono.ray.init_group(threaded)
+        ray.get([actor.release.remote() for actor in threaded])
+        first.result()
+        assert group.run(on(ranks.summed), 1.0) == ranks.expected(2, 1.0)
+
+
+def end_of_a_rank_does_not_end_the_caller(actors):
+    group = unisono.ray.init_group(actors[:2])
+    with program.error(WorkerFailedError, "rank 1 of 2 raised SystemExit: 0", rank=1):
+        group.run(lambda actor: sys.exit(0) if dist.get_rank() else dist.barrier())
+
+
+def restarted_actor_does_not_repeat_a_call(actors):
+    lasting = Worker.options(num_cpus=0.1, max_restarts=1, max_task_retries=1).remote()
+    group = unisono.ray.init_group([actors[0], lasting])
+    with program.error(PeerLostError, peers=(1,)):
+        group.run(on(ranks.dying), 1, 7)
+    ray.get(lasting.pid.remote())
+    with unisono.ray.init_group([actors[0], lasting]) as group:
+        assert group.run(on(ranks.summed), 1.0) == ranks.expected(2, 1.0)
+
+
 def lost_rank_is_named(actors):
     group = unisono.ray.init_group(actors)
     with program.error(PeerLostError, "rank 1", peers=(1,)):
@@ -169,6 +213,25 @@ def modules_train(actors):
             for found in group.run(on(ranks.trained), 2):
                 for ours, numpy in zip(found, ranks.expected_training(2), strict=True):
                     np.testing.assert_allclose(ours, numpy, rtol=1e-5)
+
+
+def mpi_in_actors(actors):
+    """The actors become an MPI world at the first group, and stay it."""
+    if mpi_library.why_absent() or mpi_library.library().is_openmpi:
+        return
+    fresh = [Worker.options(num_cpus=0.1).remote() for _ in range(3)]
+    for chosen in (fresh, fresh[:2], fresh[::-1]):
+        with unisono.ray.init_group(chosen, backend="mpi") as group:
+            assert group.run(on(ranks.summed), 1.0) == ranks.expected(len(chosen), 1.0)
+            assert group.run(on(ranks.engine)) == ["mpi"] * len(chosen)
+    group = unisono.ray.init_group(fresh, backend="mpi")
+    with program.error(PeerLostError, peers=(1,)):
+        group.run(on(ranks.dying), 1, 7)
+    fresh[1] = Worker.options(num_cpus=0.1).remote()
+    with program.error(UnsupportedError, "all ranks but rank 1 initialised MPI already"):
+        unisono.ray.init_group(fresh, backend="mpi")
+    with unisono.ray.init_group(fresh) as group:
+        assert group.run(on(ranks.summed), 1.0) == ranks.expected(3, 1.0)
 
 
 @ray.remote(num_cpus=0.1)
@@ -244,7 +307,9 @@ def address_of_a_dead_rank_0_is_passed_over(actors):
     first, second, third = (Member.remote() for _ in range(3))
     pid = ray.get(first.pid.remote())
     first.init.remote(2, 0, "late")
-    while not internal_kv._internal_kv_get(b"unisono/late"):
+    # Another job of the cluster has another namespace.
+    key = f"unisono/{ray.get_runtime_context().namespace}/late"
+    while not internal_kv._internal_kv_get(key.encode()):
         ranks.time.sleep(0.05)
     os.kill(pid, 9)
     waiting = second.init.remote(2, 1, "late")
@@ -270,6 +335,13 @@ def ray_client_is_refused(actors):
             unisono.ray.init_group(actors)
 
 
+def close_after_shutdown_starts_no_other_ray(actors):
+    group = unisono.ray.init_group(actors)
+    ray.shutdown()
+    group.close()
+    assert not ray.is_initialized()
+
+
 CASES = [
     groups_of_2_and_3,
     order_of_the_actors_is_the_order_of_ranks,
@@ -278,14 +350,19 @@ CASES = [
     mismatch_leaves_the_group_usable,
     first_error_is_raised,
     start_fails_on_one_rank,
+    second_call_at_once_is_refused,
+    end_of_a_rank_does_not_end_the_caller,
+    restarted_actor_does_not_repeat_a_call,
     lost_rank_is_named,
     actor_without_resources_is_named,
     arguments_are_checked,
     modules_train,
+    mpi_in_actors,
     ray_util_collective,
     address_of_a_dead_rank_0_is_passed_over,
     collective_without_rank_0_names_it,
     ray_client_is_refused,
+    close_after_shutdown_starts_no_other_ray,
 ]
 
 if __name__ == "__main__":

@@ -1,21 +1,38 @@
 """What unisono.spark must do, in a local Spark of this host."""
 
+import sys
 import threading
 
 from pyspark.sql import SparkSession
 
+import unisono as dist
 import unisono.spark
 from tests.integrations import program, ranks
 from unisono.errors import (
     ArgumentTypeError,
+    ClosedError,
     CollectiveMismatchError,
     InvalidArgumentError,
     LaunchError,
     PeerLostError,
     RendezvousError,
+    WorkerFailedError,
 )
 
 run = unisono.spark.run
+
+
+class Absent:
+    """An argument that only this process can unpickle."""
+
+    def __reduce__(self):
+        return __import__, ("absent",)
+
+
+def exit_on_rank_0():
+    if dist.get_rank() == 0:
+        sys.exit(0)
+    dist.barrier()
 
 
 def groups_of_2_and_3(spark):
@@ -41,6 +58,14 @@ def first_error_is_raised(spark):
     # Raised when the task pickles the result.
     with program.error(TypeError, "cannot pickle", rank=0):
         run(spark, threading.Lock, 1)
+    # Raised when Spark unpickles the function: a module that the executors lack, for instance.
+    with program.error(
+        WorkerFailedError, "raised ModuleNotFoundError: No module named 'absent'", "outside of the"
+    ):
+        run(spark, print, 2, Absent())
+    # It must not end the caller.
+    with program.error(WorkerFailedError, "rank 0 of 2 raised SystemExit: 0", rank=0):
+        run(spark, exit_on_rank_0, 2)
 
 
 def unknown_backend_ends_the_start(spark):
@@ -109,6 +134,8 @@ def session(master):
 def lost_rank_is_named_with_4_attempts(spark):
     """Spark does not repeat a barrier stage that ends a job."""
     spark.stop()
+    with program.error(ClosedError, "the SparkContext is stopped"):
+        run(spark, ranks.summed, 2, 1.0)
     again = session("local[3, 4]")
     with program.error(PeerLostError, "rank 0 of 3 (Spark task 0) was lost", peers=(0,)):
         run(again, ranks.dying_alone, 3, 0)

@@ -127,6 +127,15 @@ def test_bandwidths_are_those_of_nccl_tests(op, factor):
             lambda: BenchPlan(("sendrecv",), 2, hosts=2, peers=("mpi",)),
             "--hosts goes with --peer gloo only",
         ),
+        (
+            lambda: BenchPlan(("barrier",), 2, peers=("nccl",)),
+            "--device cpu does not go with --peer nccl; --peer nccl needs --device cuda, the other "
+            "peers --device cpu",
+        ),
+        (
+            lambda: BenchPlan(("barrier",), 2, device="cuda", algorithm="ring"),
+            "--device cuda takes no --algorithm, --engine or --hosts: NCCL moves the data",
+        ),
         (lambda: Sizes(min_bytes=16, max_bytes=8), "-b 16 is larger than -e 8"),
         (lambda: Sizes(factor=1), "-f must be at least 2"),
     ],
@@ -296,6 +305,7 @@ def test_wrong_results_are_shown_and_fail_the_command(monkeypatch, capsys):
         (["--plot", "x.png"], "matplotlib", "plot"),
         (["--peer", "gloo"], "torch", "torch"),
         (["--peer", "mpi"], "mpi4py", "bench"),
+        (["--device", "cuda"], "torch and nccl", "nccl"),
     ],
 )
 def test_what_is_missing_is_named_before_anything_runs(

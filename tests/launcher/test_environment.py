@@ -1,8 +1,10 @@
 """The variables that the launcher sets for a worker of several nodes with different roles."""
 
+from dataclasses import replace
+
 from unisono.launcher.environment import Place, worker_environment
-from unisono.rendezvous.dynamic import WorkerWorld
 from unisono.rendezvous.state import Node
+from unisono.rendezvous.worker_world import WorkerWorld
 
 NODES = tuple(
     Node(id=name, host=name, address=name, nprocs=nprocs, role=role)
@@ -28,3 +30,22 @@ def test_ranks_of_a_worker_of_the_third_node():
         "TORCHELASTIC_MAX_RESTARTS": "7",
     }
     assert {name: variables[name] for name in expected} == expected
+
+
+def test_ways_to_join_are_this_launchers_own():
+    """A launcher that a newcomer of another job starts must not make its workers wait to join."""
+    world = WorkerWorld(members=NODES, group_rank=1, master_addr="a", master_port=1)
+    outer = {"UNISONO_JOIN": "1", "UNISONO_STORE": "redis://outer"}
+    own = worker_environment(0, Place(world=world, run_id="job"), inherited=outer)
+    assert {name: own[name] for name in outer} == dict.fromkeys(outer, "")
+    assert (
+        not outer.keys()
+        & worker_environment(0, Place(world=world, run_id="j"), inherited={}).keys()
+    )
+    joined = (*NODES[:1], replace(NODES[1], joined=True))
+    world = replace(world, members=joined, store_url="redis://own")
+    own = worker_environment(0, Place(world=world, run_id="job"), inherited=outer)
+    assert {name: own[name] for name in outer} == {
+        "UNISONO_JOIN": "1",
+        "UNISONO_STORE": "redis://own",
+    }

@@ -33,10 +33,10 @@ from unisono.transports.tcp.address import (
     TCPAddress,
     is_loopback,
     local_hosts,
-    proof_of_viewer,
 )
 from unisono.transports.tcp.transport import TCPTransport
-from unisono.transports.tcp.wire import ACCEPT, CLOCK, INSPECT, RECORDS, REFUSE, Hello
+from unisono.transports.tcp.viewer import NO_KEY, key_of, key_shown, opened, question, sealed
+from unisono.transports.tcp.wire import ACCEPT, CLOCK, HELLO, INSPECT, RECORDS, REFUSE, Hello
 
 SCRIPT = """
 def load():
@@ -177,12 +177,12 @@ def test_other_user_and_wrong_token_learn_nothing_from_the_store(monkeypatch):
         with closing(TCPStore("127.0.0.1", int(where.partition(":")[2]), token=TOKEN)) as store:
             key = next(key for key in store.list_keys() if key.endswith(VIEWERS))
             shown = [TCPAddress.unpack(line) for line in store.get(key).decode().splitlines()]
-        # Not even what the store has opens a rank: neither the digest nor another token's proof.
-        # (This user would get an answer without a token.)
-        for token in (shown[0].token, proof_of_viewer("another", shown[0]), bytes(16)):
-            assert by_other_user(lambda token=token: answer_to(shown[0], token)) == REFUSE
-        proof = proof_of_viewer(TOKEN, shown[0])
-        assert by_other_user(lambda: answer_to(shown[0], proof)).startswith(ACCEPT)
+        # Not even what the store has opens a rank: neither the digest nor another token's key.
+        # (This user would get an answer without a key.)
+        for key in (shown[0].token, key_of("another", shown[0]), NO_KEY):
+            assert by_other_user(lambda key=key: answer_to(shown[0], key)) == REFUSE
+        key = key_of(TOKEN, shown[0])
+        assert by_other_user(lambda: answer_to(shown[0], key)).startswith(ACCEPT)
 
 
 def looked(where, token):
@@ -263,13 +263,77 @@ def transports():
             thread.join()
 
 
-def answer_to(address, token, channel=INSPECT):
+def answer_to(address, key, channel=INSPECT):
+    hello = question(channel, key)
     with socket.create_connection((address.hosts[0], address.port), LIMIT_S) as sock:
-        sock.sendall(Hello(0, 0, 0, channel, token).pack())
+        sock.sendall(hello.pack())
         data = b""
         while chunk := sock.recv(1 << 16):
             data += chunk
-    return data
+    return data if data == REFUSE else ACCEPT + opened(hello, key, data)
+
+
+@contextlib.contextmanager
+def stranger():
+    """Listen as a process that took the port of an ended rank; yield the port and what it gets.
+
+    It answers as a rank does, but knows no key.
+    """
+    got = []
+
+    def serve():
+        with contextlib.suppress(OSError):  # shut down
+            while True:
+                sock, _ = server.accept()
+                with sock:
+                    got.append(Hello.parse(sock.recv(HELLO.size, socket.MSG_WAITALL)))
+                    sock.sendall(sealed(got[-1], NO_KEY, json.dumps(FAKED).encode()))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1], got
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+FAKED = {"job": "faked", "rank": 0, "world_size": 1, "pids": {}, "addresses": ["tcp|1|00|::1"]}
+
+
+def test_stranger_on_the_port_of_an_ended_rank_cannot_answer():
+    """Neither with the job's token in its store, nor without a token in a store of its own."""
+    with stranger() as (port, got):
+        shown = TCPAddress(("127.0.0.1",), port, bytes(16)).without_token()
+        for token in (TOKEN, ""):
+            with TCPStore("127.0.0.1", 0, is_master=True, token=token) as store:
+                store.set(VIEWERS, shown.pack())
+                assert ask_job(f"127.0.0.1:{store.port}", token) == []
+        (hello,) = got
+        # What the viewer has sent is no proof for another rank.
+        other = TCPAddress(("127.0.0.1",), port, bytes(range(16))).without_token()
+        assert key_shown(hello, [key_of(TOKEN, other), shown.token]) == NO_KEY
+        assert key_shown(hello, [key_of(TOKEN, shown)]) == key_of(TOKEN, shown)
+
+
+def test_listener_of_another_user_is_not_asked(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert ask._listeners(os.getpid())[port] == "127.0.0.1"
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert port not in ask._listeners(os.getpid())
+
+
+def test_answer_is_for_one_question():
+    key, data = bytes(range(16)), b"{}"
+    hello = question(INSPECT, key)
+    answer = sealed(hello, key, data)
+    assert opened(hello, key, answer) == data
+    for other in (question(INSPECT, key), hello._replace(channel=RECORDS)):
+        assert opened(other, key, answer) is None
+    for changed in (answer + b" ", answer[:-1], REFUSE, b"", ACCEPT + data):
+        assert opened(hello, key, changed) is None
 
 
 @pytest.mark.parametrize("user", [os.geteuid() + 1, -1, None])
@@ -277,9 +341,9 @@ def test_stranger_without_the_token_learns_nothing(monkeypatch, user):
     monkeypatch.setattr(status, "user_of_peer", lambda sock: user)
     with transports() as made:
         address = TCPAddress.unpack(made[0].address)
-        for token in (bytes(16), TCPAddress.unpack(made[1].address).token):
+        for key in (NO_KEY, TCPAddress.unpack(made[1].address).token):
             for channel in (INSPECT, RECORDS, CLOCK):
-                assert answer_to(address, token, channel) == REFUSE
+                assert answer_to(address, key, channel) == REFUSE
         answer = answer_to(address, address.token)
     assert answer.startswith(ACCEPT)
     assert json.loads(answer[1:])["rank"] == 0
@@ -300,7 +364,7 @@ def test_look_before_the_ranks_have_met_breaks_nothing():
 
 def test_same_user_of_this_host_gets_an_answer():
     with transports() as made:
-        answer = json.loads(answer_to(TCPAddress.unpack(made[1].address), bytes(16))[1:])
+        answer = json.loads(answer_to(TCPAddress.unpack(made[1].address), NO_KEY)[1:])
         assert (answer["rank"], answer["host"]) == (1, platform.node())
         assert answer["addresses"] == [made[0].address, made[1].address]
         found = [state["rank"] for state in ask_job(str(os.getpid()))]
@@ -311,7 +375,7 @@ def test_same_user_of_this_host_gets_an_answer():
 def test_other_user_of_this_host_learns_nothing():
     with transports() as made:
         address = TCPAddress.unpack(made[0].address)
-        assert by_other_user(lambda: answer_to(address, bytes(16))) == REFUSE
+        assert by_other_user(lambda: answer_to(address, NO_KEY)) == REFUSE
 
 
 def test_user_of_a_connection_is_found():
@@ -464,8 +528,8 @@ def test_token_of_another_host_is_not_sent_to_loopback(monkeypatch):
             return None
         return {"job": "a", "rank": 0, "pids": {"0": os.getpid()}, "addresses": addresses}
 
-    local = ("127.0.0.1", 9, bytes(16))
+    local = ("127.0.0.1", 9, NO_KEY)
     monkeypatch.setattr(ask, "_listening", lambda pids: [local])
     monkeypatch.setattr(ask, "_ask", answer)
-    assert [state["rank"] for state in ask_job(None)] == [0]
+    assert [state["rank"] for state in ask_job(str(os.getpid()))] == [0]
     assert asked == [local, ("::2", 7, token)]

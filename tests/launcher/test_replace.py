@@ -128,3 +128,96 @@ def test_a_replacement_ends_with_the_job_that_does_not_need_it(launches):
     assert code == 0, err
     assert sorted(rows(out, "alone")) == [["0"], ["2"]]
     assert "replacement 1 of 3" in err
+
+
+FAILING_IN_TURN = """
+import os, signal
+import numpy as np
+import unisono as dist
+from unisono.errors import PeerLostError, StepAborted
+dist.init_process_group(timeout=60)
+joined = os.environ.get("UNISONO_JOIN") == "1"
+me, fresh = int(os.environ["RANK"]), True
+dies_at = -1 if joined else {0: ZERO, 1: ONE, 2: TWO}[me]
+state = {"step": 0}
+while state["step"] < 40:
+    try:
+        if fresh:
+            dist.sync_state(state)
+        if state["step"] == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with dist.step() as s:
+            dist.all_reduce(np.ones(1))
+            s.commit()
+        state["step"] += 1
+        fresh = s.changed
+    except (StepAborted, PeerLostError):
+        fresh = True
+    if fresh:
+        dist.reconfigure(min_size=LEAST)
+print("ended", me, os.getpid(), dist.get_world_size(), state["step"], flush=True)
+dist.barrier()
+"""
+
+
+def failing(zero, one, two, least):
+    script = FAILING_IN_TURN.replace("ZERO", str(zero)).replace("ONE", str(one))
+    return script.replace("TWO", str(two)).replace("LEAST", str(least))
+
+
+def test_a_worker_is_replaced_if_all_others_are_replacements(launches):
+    code, out, err = launches.run(
+        *("-n3", "--restart", "worker", "--max-restarts", "3"), script=failing(20, 10, 30, 3)
+    )
+    assert code == 0, err
+    assert "replacement 3 of 3" in err
+    assert "restart" not in err
+    assert [row[2:] for row in sorted(rows(out, "ended"))] == [["3", "40"]] * 3
+
+
+def test_a_node_goes_on_with_fewer_workers(launches):
+    words = ["--nproc-per-node=2:3", "--restart=worker", "--max-restarts=1"]
+    code, out, err = launches.run(*words, script=failing(-1, 10, 30, 2))
+    assert code == 0, err
+    assert re.search(r"rank 1 \(pid .* was killed by SIGKILL; replacement 1 of 1", err)
+    assert re.search(r"rank 2 \(pid .* by SIGKILL; going on with 2 of 3 workers", err)
+    assert [row[2:] for row in sorted(rows(out, "ended"))] == [["2", "40"]] * 2
+
+
+def test_a_node_with_too_few_workers_fails(launches):
+    words = ["--nproc-per-node=2:3", "--restart=worker"]
+    code, _, err = launches.run(*words, script=failing(-1, 10, 30, 1))
+    assert code == 137
+    assert "going on with 2 of 3 workers" in err
+    assert re.search(r"first failure: rank 2 .* was killed by SIGKILL", err)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["-n", "2:3"], "--nproc-per-node MIN:MAX needs --restart worker and one program"),
+        (["-n", "3:2", "--restart=worker"], "needs MIN <= MAX, got '3:2'"),
+        (["-n", "0:2", "--restart=worker"], "must be a number of at least 1, cpu, gpu or auto"),
+    ],
+)
+def test_ranges_that_cannot_be_meant(launches, words, text):
+    code, _, err = launches.run(*words, script="")
+    assert code == 2
+    assert text in err
+
+
+def test_workers_after_a_replacement_found_the_next_world(launches):
+    script = (
+        failing(-1, 10, -1, 1)
+        .replace("joined else {", "os.environ['TORCHELASTIC_RESTART_COUNT'] != '0' else {")
+        .replace("fresh = True\n    if", "raise\n    if")
+        .replace(
+            "dist.init", "print('join', os.environ.get('UNISONO_JOIN'), flush=True)\ndist.init"
+        )
+    )
+    code, out, err = launches.run(
+        *("-n3", "--restart", "worker", "--max-restarts", "2"), script=script
+    )
+    assert code == 0, err
+    assert rows(out, "join") == [["None"]] * 3 + [["1"]] + [["None"]] * 3
+    assert len(rows(out, "ended")) == 3

@@ -157,7 +157,7 @@ IN_A_WORLD["InvalidArgument"] = {
     "P2POp on a rank that does not belong to the given group":
         lambda: dist.P2POp(dist.isend, x(), 0, NON_MEMBER),
     "p2p_op_list must be a list of P2POp, got 5": lambda: dist.batch_isend_irecv(5),
-    "new_group: unknown backend 'gluon' (known: gloo, mpi, unisono)":
+    "new_group: unknown backend 'gluon' (known: gloo, mpi, nccl, unisono)":
         lambda: dist.new_group(backend="gluon"),
     "all operations of a batch must use the same group": lambda: dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, x(), 0, group) for group in (None, dist.new_group())]),
@@ -496,7 +496,7 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
         lambda: init(pg_options=CPUOptions(transport="pigeon")),
     "unknown engine 'steam' (known: auto, native, reference, mpi)":
         lambda: init(pg_options=CPUOptions(engine="steam")),
-    "unknown backend 'gluon' (known: gloo, mpi, unisono)": lambda: init("gluon"),
+    "unknown backend 'gluon' (known: gloo, mpi, nccl, unisono)": lambda: init("gluon"),
     "backend 'unisono,cpu:gloo' names device 'cpu' twice": lambda: init("unisono,cpu:gloo"),
     "backend ':gloo': expected device:backend, got ':gloo'": lambda: init(":gloo"),
     "backend 'cpu:0:gloo': expected device:backend, got 'cpu:0:gloo'": lambda: init("cpu:0:gloo"),

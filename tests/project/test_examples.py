@@ -12,6 +12,7 @@ import traceback
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -316,6 +317,60 @@ def test_train_digits_on_a_terminal(tmp_path):
     shown = len(re.findall(r"\d \(is \d\)|   \d    ", text))
     assert shown >= 10
     assert text.count("▀") == shown * 4 * 8  # a half block in levels of grey for 2 pixels
+
+
+def elastic(script, *options, cwd):
+    words = ("--restart", "worker", "--max-restarts", 2, "-n4", script, *options)
+    run = Launch(*words, cwd=cwd, OMP_NUM_THREADS="1", PYTHONWARNINGS="error")
+    try:
+        code, out, err = run.finish()
+    finally:
+        run.close()
+    return code, out, err
+
+
+@pytest.mark.whole("starts 7 workers")
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher watches pidfds")
+def test_elastic_digits(tmp_path):
+    picture = tmp_path / "picture.svg"
+    code, out, err = elastic(EXAMPLES / "elastic_digits.py", "--plot", picture, cwd=tmp_path)
+    assert code == 0, err
+    assert (
+        "120 steps count, 7 workers\nsame weights as without faults, but for rounding: yes" in out
+    )
+    assert len(re.findall(r"was killed by SIGKILL; replacement \d of 2", err)) == 2
+    sizes = [line.count("worker") for line in out.splitlines() if re.match(r"step +\d+: w", line)]
+    # A replacement may come before the ranks make a step without the lost worker.
+    assert (sizes[0], sizes[-1], max(sizes)) == (4, 5, 5)
+    assert picture.read_text(encoding="utf-8").count("killed after step") == 2
+
+
+@pytest.mark.whole("starts 7 workers")
+@pytest.mark.skipif(sys.platform != "linux", reason="the launcher watches pidfds")
+def test_elastic_digits_fails(tmp_path):
+    script = with_fault("elastic_digits.py", "weight / len(indices)", "1 / len(indices)", tmp_path)
+    code, _, err = elastic(script, "--epochs", 6, cwd=tmp_path)
+    assert code == 1
+    assert "FAILED: difference" in err
+
+
+def test_timeline_draws_each_worker(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    timeline = importlib.import_module("timeline")
+    workers = [["a", "b"]] * 3 + [["a"]] * 2 + [["a", "c"]] * 5
+    record = [timeline.Moment(100.0 + n, each, n / 10) for n, each in enumerate(workers)]
+    picture = ElementTree.fromstring(timeline.draw(record))
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [each.text for each in picture.iter(f"{space}text")]
+    assert [each for each in texts if each in "abc"] == ["a", "b", "c"]
+    assert {"killed after step 3", "from step 6", "9.0 s, step 10"} <= set(texts)
+    bars = [each for each in picture.iter(f"{space}rect") if "rx" in each.attrib]
+    widths = [float(each.get("width")) for each in bars]
+    # In units of the time between two steps.
+    unit = widths[0] / 9
+    assert [round(width / unit) for width in widths] == [9, 2, 4]
+    [curve] = picture.iter(f"{space}polyline")
+    assert len(curve.get("points").split()) == 10
 
 
 def test_display_draws_what_it_is_given(monkeypatch):

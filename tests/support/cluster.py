@@ -18,6 +18,7 @@ from unisono.rendezvous.state import (
     Limits,
     Node,
     Phase,
+    Replaced,
     State,
     Succeeded,
     dumps,
@@ -72,7 +73,7 @@ class Cluster:
         state, limits = self.state, self.limits
         assert state.epoch in (before.epoch, before.epoch + 1)
         assert len(state.members) <= limits.max_nodes
-        assert state.restarts <= limits.max_restarts
+        assert state.restarts + state.replaced <= limits.max_restarts
         assert state.restarts - before.restarts in (0, 1)
         # Exact: no more restarts than worlds in which a worker failed.
         assert state.restarts <= len(self.reported_failures)
@@ -81,8 +82,18 @@ class Cluster:
         if state.phase is Phase.RUNNING:
             ids = tuple(n.id for n in state.members)
             assert len(ids) >= limits.min_nodes
-            # One world per epoch: its members and their ranks never change.
-            assert self.worlds.setdefault(state.epoch, ids) == ids
+            assert {*state.idle, *state.succeeded} <= set(ids)
+            # One world per epoch: its members and their ranks never change. If nodes come and go,
+            # a rank is never given twice.
+            order = tuple(n.id for n in state.order)
+            founders = tuple(n.id for n in state.order if not n.joined)
+            assert self.worlds.setdefault(state.epoch, founders) == founders
+            if limits.replaces:
+                assert set(ids) <= set(order)
+                grew = before.epoch == state.epoch and before.phase is Phase.RUNNING
+                assert not grew or state.order[: len(before.order)] == before.order
+            else:
+                assert ids == founders == order
         if before.over:
             assert state.phase is before.phase, "over is over"
 
@@ -104,8 +115,9 @@ class Cluster:
         match action:
             case Start(epoch):
                 assert not agent.runs, "two worlds at once on one node"
-                assert self.worlds[epoch].count(agent.member.node.id) == 1
-                assert epoch not in agent.started, "a world is run once"
+                if not self.limits.replaces:
+                    assert self.worlds[epoch].count(agent.member.node.id) == 1
+                    assert epoch not in agent.started, "a world is run once"
                 agent.runs = epoch
                 agent.started.append(epoch)
             case Stop(epoch):
@@ -136,6 +148,11 @@ class Cluster:
         if agent.alive and agent.runs and not agent.must_stop:
             self.apply(Succeeded(agent.member.node.id, agent.runs))
             self.workers_end(agent)
+
+    def replace(self, agent: Agent) -> None:
+        """A worker is replaced, if a restart is left."""
+        if agent.alive and agent.runs:
+            self.apply(Replaced(agent.member.node.id, agent.runs))
 
     def obey(self, agent: Agent) -> None:
         """The workers end because they were told to."""

@@ -99,6 +99,7 @@ class Job(contextlib.ExitStack):
         self.port = free_port()
         # The first agent is on the first host.
         self._hosts = list(hosts)
+        self.has_hosts = bool(hosts)
         self.endpoint = f"{hosts[0].name if hosts else 'localhost'}:{self.port}"
         folder.mkdir(exist_ok=True)
         (folder / "worker.py").write_text(script)

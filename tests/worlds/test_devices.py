@@ -137,6 +137,41 @@ def test_all_operations_on_a_made_up_device(drums):
     assert set(dispatched) - {""} == set(C10D_OPS)
 
 
+class Alone(DrumBackend):
+    """Serves CPU arrays and objects through the backend that it uses itself."""
+
+    def __init__(self, spec, inner=None):
+        super().__init__(spec, inner)
+        self.control = self.inner
+        self.bound = None
+
+    def bind(self, device):
+        self.bound = device
+
+
+def test_a_device_with_a_control_backend_needs_no_other(monkeypatch):
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    dist.register_backend("alone", lambda spec, device: Alone(spec), ["drum"])
+
+    def body(rank, store):
+        dist.init_process_group("alone", store=store, rank=rank, world_size=2, device_id="drum:3")
+        try:
+            assert dist.group.WORLD.backends["drum"].bound == "drum:3"
+            x, y, names = drum([rank + 1.0]), np.array([rank + 1.0]), [None, None]
+            dist.all_reduce(x)
+            dist.all_reduce(y)
+            dist.all_gather_object(names, f"rank {rank}")
+            assert (x.values.tolist(), y.tolist(), names) == ([3], [3], ["rank 0", "rank 1"])
+            part = dist.new_group([0, 1], device_id="drum:4")
+            dist.barrier(part)
+            assert part.backends["drum"].bound == "drum:4"
+            assert dist.get_backend_config() == "drum:alone"
+        finally:
+            dist.destroy_process_group()
+
+    in_own_worlds(body)
+
+
 def test_the_table_has_exactly_the_operations_of_c10d():
     assert len(C10D_OPS) == 19
     assert sorted(s.c10d_op for s in OPS.values() if s.c10d_op) == sorted(C10D_OPS)

@@ -23,9 +23,7 @@ from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
 from unisono.base.deadline import Deadline
-from unisono.base.types import RedOpType, dtype_named
-from unisono.engines import join_mpi, mpi_library
-from unisono.engines.mpi_ops import own_op
+from unisono.engines import join_mpi, mpi_calls, mpi_library
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
 from unisono.stores import HashStore
@@ -37,11 +35,12 @@ pytestmark = pytest.mark.skipif(bool(mpi_library.why_absent()), reason="there is
 LIMIT_S = 200
 SAMPLE = ("test_lists", "test_mismatch", "test_prefix")
 REST = (
-    "test_aliasing", "test_algorithms", "test_coalescing_manager", "test_counters", "test_cycles",
-    "test_debug", "test_deterministic", "test_device_mesh", "test_devices", "test_dispatch",
-    "test_engines", "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
-    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads",
-    "test_neighbors", "test_uneven", "test_waiting", "test_work",
+    "test_aliasing", "test_algorithms", "test_api", "test_coalescing_manager", "test_counters",
+    "test_cycles", "test_debug", "test_deterministic", "test_device_mesh", "test_devices",
+    "test_dispatch", "test_engines", "test_files", "test_huge", "test_matrix", "test_neighbors",
+    "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
+    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads", "test_trace",
+    "test_uneven", "test_waiting", "test_work",
 )  # fmt: skip
 OTHERS = [name for name in os.environ.get("UNISONO_TEST_MPI", "").split(",") if name]
 
@@ -86,13 +85,13 @@ def test_bodies_of_other_tests():
 
 
 @pytest.mark.whole("starts a world of MPI for all tests of groups, 60 s of CPU")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_bodies_of_other_tests(size):
     run_bodies(unisono_run(size), SAMPLE + REST, 60)
 
 
 @pytest.mark.whole("needs other MPI libraries")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("folder", OTHERS)
 def test_other_libraries(folder, size):
     run_bodies(under_mpiexec(size, folder), SAMPLE + REST, 60)
@@ -178,9 +177,6 @@ def parts_of_a_world(rank):
     # Otherwise an error of MPI, as too many communicators, would end the process.
     MPI = mpi_library.library().MPI
     assert MPI.COMM_WORLD.Get_errhandler() == MPI.ERRORS_RETURN
-    # mpi4py has room for 32 ops.
-    half, ops = dtype_named("float16"), (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM)
-    assert len({id(own_op(half, op)) for op in ops}) == 1
     for _ in range(12):
         # An abort after a call does not end the call on ranks that are still in it.
         group = dist.new_group()
@@ -197,6 +193,84 @@ def test_groups_of_a_world():
     for text in run(parts_of_a_world, 3, ranks="processes", engine="mpi"):
         assert "engine=mpi" in text
         assert "p2p=tcp" in text
+
+
+# ---- ways of a call ---------------------------------------------------------------------------
+
+
+def every_collective(group, rank, p):
+    """Each collective with equal and with unequal blocks, twice: the second call repeats."""
+    sizes = [3 * r + 1 for r in range(p)]
+    whole = np.concatenate([np.full(n, float(r)) for r, n in enumerate(sizes)])
+    mine = np.full(sizes[rank], float(rank))
+    total = p * (p - 1) / 2
+    for _ in range(2):
+        x = np.full(7, float(rank))
+        dist.all_reduce(x, group=group)
+        assert (x == total).all()
+        dist.reduce(x := np.full(7, float(rank)), 1, group=group)
+        assert (x == (total if rank == 1 else rank)).all()
+        dist.broadcast(x, 1, group=group)
+        assert (x == total).all()
+        dist.scan(x := np.full(7, 1.0), group=group)
+        assert (x == rank + 1).all()
+        dist.exscan(x := np.full(7, 1.0), group=group)
+        assert (x == max(rank, 1)).all()
+        dist.all_gather_into_tensor(out := np.empty((p, 2)), np.full(2, float(rank)), group=group)
+        assert (out == np.arange(p)[:, None]).all()
+        dist.all_gather(blocks := [np.empty(n) for n in sizes], mine, group=group)
+        assert (np.concatenate(blocks) == whole).all()
+        blocks = [np.empty(n) for n in sizes] if rank == 2 else None
+        dist.gather(mine, blocks, 2, group=group)
+        assert blocks is None or (np.concatenate(blocks) == whole).all()
+        parts = np.split(whole, np.cumsum(sizes)[:-1])
+        dist.scatter(out := np.empty(sizes[rank]), parts if rank == 2 else None, 2, group=group)
+        assert (out == rank).all()
+        dist.reduce_scatter(out, parts, group=group)
+        assert (out == p * rank).all()
+        dist.reduce_scatter_tensor(out := np.empty(2), np.arange(2.0 * p), group=group)
+        assert (out == p * np.arange(2 * rank, 2 * rank + 2)).all()
+        dist.all_to_all_single(out := np.empty(p), np.full(p, float(rank)), group=group)
+        assert (out == np.arange(p)).all()
+        outs = [np.empty(r + rank) for r in range(p)]
+        ins = [np.full(r + rank, 10.0 * rank + r) for r in range(p)]
+        dist.all_to_all(outs, ins, group=group)
+        assert all((each == 10 * r + rank).all() for r, each in enumerate(outs))
+        opaque = np.full(3, rank, "S5")
+        dist.all_gather_into_tensor(out := np.empty((p, 3), "S5"), opaque, group=group)
+        assert (out == np.arange(p).astype("S5")[:, None]).all()
+        dist.barrier(group=group)
+
+
+def ways_of_a_call(rank):
+    """Calls that block a thread; functions for counts above 2^31 - 1; repeated calls."""
+    p, found = dist.get_world_size(), mpi_library.library()
+    every_collective(None, rank, p)
+    before, most = mpi_calls._BLOCKING_BYTES, mpi_calls._MOST
+    blocking, large = dist.new_group(), dist.new_group()
+    mpi_calls._BLOCKING_BYTES = 1
+    mpi_calls.library = lambda: found._replace(is_openmpi=True)
+    every_collective(blocking, rank, p)
+    mpi_calls.library = lambda: found
+    mpi_calls._BLOCKING_BYTES, mpi_calls._MOST = before, 0
+    try:
+        mpi_calls.address("MPI_Allreduce_c")
+    except UnsupportedError:  # Open MPI 5
+        assert found.is_openmpi
+    else:
+        every_collective(large, rank, p)
+    mpi_calls._MOST = most
+    # C++ runs a call that is repeated, and its number shows it.
+    calls, x = dist.group.WORLD.backends["cpu"].calls, np.ones(4)
+    dist.all_reduce(x)
+    number = calls.last()[0]
+    for count in range(1, 4):
+        dist.all_reduce(x)
+        assert calls.last()[0] == number + count
+
+
+def test_ways_of_a_call():
+    run(ways_of_a_call, 3, ranks="processes", engine="mpi")
 
 
 # ---- ways to start, and what is missing -------------------------------------------------------

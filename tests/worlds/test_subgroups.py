@@ -341,7 +341,9 @@ def test_names_of_backends(monkeypatch):
     dist.Backend.register_backend("Drums", lambda *a: None, devices=["drum", "cpu"])
     assert dist.Backend.DRUMS == "drums"
     assert dist.Backend.backend_capability["drums"] == ["drum", "cpu"]
-    assert dist.Backend.default_device_backend_map == {"cpu": "unisono", "drum": "drums"}
+    assert dist.Backend.default_device_backend_map == {
+        "cpu": "unisono", "cuda": "nccl", "drum": "drums",
+    }  # fmt: skip
     assert dist.get_default_backend_for_device("drum:1") == "drums"
     assert str(dist.BackendConfig("cpu:gloo,drum:drums")) == "cpu:gloo,drum:drums"
     with pytest.raises(InvalidArgumentError, match="registered already"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -120,6 +121,14 @@ class Pending(Completion):
     def expire(self) -> None:
         """End the call with an error because its deadline has passed."""
 
+    def enqueue_wait(self) -> bool:
+        """Make the current stream of the device wait for the end, not the host.
+
+        Returns:
+            False if there is no such stream: the caller must wait.
+        """
+        return False
+
     def wait_or_expire(self, limit: Deadline | None) -> bool:
         """Wait until done, at most until its own deadline; return False if `limit` comes first.
 
@@ -177,9 +186,19 @@ class DeviceBackend(ABC):
     """The records of the group's calls, or None if the backend keeps none."""
     port: Any = None
     """Object that sends and receives plain arrays in C++, or None; see `backends.p2p.Port`."""
+    control: DeviceBackend | None = None
+    """The backend for CPU arrays that this backend uses for checks. It serves the group's CPU
+    arrays, objects and barriers, too, unless the caller named another backend for them."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
+
+    def bind(self, device: Any) -> None:  # noqa: B027  a backend may lack it
+        """Connect the ranks for arrays of one device now, instead of at the first call."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """Return a block whose sends and receives begin at its end, in any order."""
+        return nullcontext()
 
     def agree(self, text: str, options: CallOptions) -> Pending:
         """End with CollectiveMismatchError on all ranks unless all pass the same text.
@@ -229,6 +248,10 @@ class DeviceBackend(ABC):
     def lost(self, rank: int) -> str | None:
         """Return why a rank of the group cannot be reached, or None if no reason is known."""
         return None
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank has certainly ended; a broken link alone does not show that."""
+        return False
 
     def broken(self) -> str | None:
         """Return why the group accepts no more calls, or None if it does."""

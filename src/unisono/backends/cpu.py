@@ -7,31 +7,23 @@ concatenation, so a schedule has one input and one output only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from unisono.backends import p2p, tuning
 from unisono.backends.agreement import agree, refuse
-from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
-from unisono.backends.blocks import (
-    Blocks,
-    Splits,
-    require_blocks,
-    require_stripes,
-    require_total,
-    split_sizes,
-)
-from unisono.backends.flat import Flat, apart, listed, many, one, striped
-from unisono.backends.neighbors import Links, Sizes
+from unisono.backends.api import CallOptions, CPUOptions, GroupSpec, Pending
+from unisono.backends.collectives import ArrayBackend, Operands
+from unisono.backends.flat import Flat
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, code_of, require_reducible
+from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
 from unisono.engines import (
     Communicator,
     Engine,
+    Prepared,
     Task,
     host_id,
     join_mpi,
@@ -39,10 +31,11 @@ from unisono.engines import (
 )
 from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError
+from unisono.schedules import Layout, Program, Schedule
 from unisono.schedules.tables import Shape, Table
 from unisono.stores import PrefixStore
-from unisono.transports import connect
+from unisono.transports import connect, has_ended
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
@@ -69,23 +62,23 @@ def _connect(spec: GroupSpec, options: CPUOptions, word: str) -> Communicator:
     return comm
 
 
-class Operands(NamedTuple):
-    """The memory of one call.
+class _Elsewhere:
+    """The engine of calls whose data a library moves, as `PreparedCalls` sees it."""
 
-    Attributes:
-        subject: The array that describes the call in an error.
-        input: INPUT of the program.
-        output: OUTPUT of the program.
-        results: The arrays that the caller gets as result.
-    """
+    shares_memory = False
+    ranks_per_host = 1
+    has_collectives = True
 
-    subject: Flat | None
-    input: Flat | None = None
-    output: Flat | None = None
-    results: Sequence[Any] = ()
+    def __init__(self, engine: Engine, library: str) -> None:
+        self.name = library
+        self._engine = engine
+
+    def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
+        """Return this rank's program."""
+        return self._engine.lower(schedule, layout, itemsize)
 
 
-class CPUBackend(DeviceBackend):
+class CPUBackend(ArrayBackend):
     """All operations on CPU memory, through an engine.
 
     Args:
@@ -130,173 +123,7 @@ class CPUBackend(DeviceBackend):
         if self.calls is not None:
             self.port.attach(self.calls)
 
-    # ---- collectives ----------------------------------------------------------------------
-
-    def broadcast(self, tensor: Any, root: int, options: CallOptions) -> Pending:
-        data = one(tensor, write=self.spec.rank != root)
-        spec = CallSpec("broadcast", "broadcast", data.count, root)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options)
-
-    def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
-        data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
-        spec = CallSpec("all_reduce", "all_reduce", data.count, op=op)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options)
-
-    def all_reduce_coalesced(
-        self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        private = op.op is RedOpType.PREMUL_SUM
-        data = many(tensors, write=True, name="tensors", private=private)
-        called = "all_reduce_coalesced"
-        spec = CallSpec("all_reduce", called, data.count, op=op, agreed=data.sizes)
-        return self._submit(spec, Operands(data, None, data, tensors), options)
-
-    def reduce(self, tensor: Any, root: int, op: ReduceOp, options: CallOptions) -> Pending:
-        is_root = self.spec.rank == root
-        private = op.op is RedOpType.PREMUL_SUM
-        data = one(tensor, write=is_root, private=private)
-        spec = CallSpec("reduce", "reduce", data.count, root, op)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options, result=is_root)
-
-    def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
-        data = one(tensor, write=False)
-        target = listed(outputs, write=True, name="tensor_list", like=data.dtype)
-        blocks = require_blocks(target.sizes, self.spec.rank, data.count, "tensor_list")
-        data = apart(data, target)
-        spec = CallSpec("all_gather", "all_gather", data.count, splits=blocks)
-        return self._submit(spec, Operands(data, data, target, outputs), options)
-
-    def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
-        data, target = self._pair(tensor, output, "output_tensor")
-        blocks = self._blocks(target, data, options, "output_tensor", "input_tensor")
-        spec = CallSpec("all_gather", "all_gather_into_tensor", data.count, splits=blocks)
-        return self._submit(spec, Operands(data, data, target, [output]), options)
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], options: CallOptions
-    ) -> Pending:
-        data = many(tensors, write=False, name="input_tensor_list")
-        flat = [t for row in outputs for t in row]
-        target = many(flat, write=True, name="output_tensor_lists", like=data.dtype)
-        if target.sizes != data.sizes * self.spec.size:
-            raise InvalidArgumentError(
-                f"output_tensor_lists hold {target.sizes} elements, expected {data.sizes} for "
-                f"each of {self.spec.size} ranks"
-            )
-        spec = CallSpec("all_gather", "all_gather_coalesced", data.count, agreed=data.sizes)
-        return self._submit(spec, Operands(data, apart(data, target), target, flat), options)
-
-    def all_gather_into_tensor_coalesced(
-        self, outputs: Sequence[Any], tensors: Sequence[Any], options: CallOptions
-    ) -> Pending:
-        data = many(tensors, write=False, name="inputs")
-        target = striped(outputs, self.spec.size, write=True, name="outputs", like=data.dtype)
-        require_stripes(self.spec.size, target, data, "outputs", "inputs")
-        called = "all_gather_into_tensor_coalesced"
-        spec = CallSpec("all_gather", called, data.count, agreed=data.sizes)
-        return self._submit(spec, Operands(data, data, target, outputs), options)
-
-    def gather(
-        self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
-    ) -> Pending:
-        data = one(tensor, write=False)
-        target, blocks = self._all_blocks(data, outputs, root, write=True, name="gather_list")
-        if target is not None:
-            data = apart(data, target)
-        spec = CallSpec("gather", "gather", data.count, root, splits=blocks)
-        return self._submit(spec, Operands(data, data, target, outputs or []), options)
-
-    def scatter(
-        self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
-    ) -> Pending:
-        target = one(output, write=True)
-        data, blocks = self._all_blocks(target, inputs, root, write=False, name="scatter_list")
-        if data is not None:
-            data = apart(data, target)
-        spec = CallSpec("scatter", "scatter", target.count, root, splits=blocks)
-        return self._submit(spec, Operands(target, data, target, [output]), options)
-
-    def reduce_scatter(
-        self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        target = one(output, write=True)
-        data = listed(inputs, write=False, name="input_list", like=target.dtype)
-        if op.op is RedOpType.PREMUL_SUM:
-            data.make_private()
-        blocks = require_blocks(data.sizes, self.spec.rank, target.count, "input_list")
-        data = apart(data, target)
-        spec = CallSpec("reduce_scatter", "reduce_scatter", target.count, op=op, splits=blocks)
-        return self._submit(spec, Operands(target, data, target, [output]), options)
-
-    def reduce_scatter_tensor(
-        self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        data, target = self._pair(tensor, output, "output")
-        blocks = self._blocks(data, target, options, "input", "output")
-        if op.op is RedOpType.PREMUL_SUM:
-            data.make_private()
-        called = "reduce_scatter_tensor"
-        spec = CallSpec("reduce_scatter", called, target.count, op=op, splits=blocks)
-        return self._submit(spec, Operands(target, data, target, [output]), options)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Sequence[Any], tensors: Sequence[Any], op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        target = many(outputs, write=True, name="outputs")
-        data = striped(tensors, self.spec.size, write=False, name="inputs", like=target.dtype)
-        require_stripes(self.spec.size, data, target, "inputs", "outputs")
-        called = "reduce_scatter_tensor_coalesced"
-        spec = CallSpec("reduce_scatter", called, target.count, op=op, agreed=target.sizes)
-        return self._submit(spec, Operands(target, data, target, outputs), options)
-
-    def all_to_all(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
-    ) -> Pending:
-        data = listed(inputs, write=False, name="input_tensor_list")
-        target = listed(outputs, write=True, name="output_tensor_list", like=data.dtype)
-        data = apart(data, target)
-        splits = Splits(data.sizes, target.sizes)
-        return self._exchange("all_to_all", Operands(data, data, target, outputs), splits, options)
-
-    def all_to_all_single(
-        self,
-        output: Any,
-        tensor: Any,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
-        options: CallOptions,
-    ) -> Pending:
-        data, target = self._pair(tensor, output, "output")
-        size = self.spec.size
-        ins = split_sizes(data.shape or (), input_splits, size, "input")
-        outs = split_sizes(target.shape or (), output_splits, size, "output")
-        operands = Operands(data, data, target, [output])
-        return self._exchange("all_to_all_single", operands, Splits(ins, outs), options)
-
-    def neighbor_all_to_all(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], links: Links, options: CallOptions
-    ) -> Pending:
-        data = target = like = None
-        if inputs:
-            data = listed(inputs, write=False, name="inputs", places=links.linked[0])
-            like = data.dtype
-        if outputs:
-            target = listed(outputs, write=True, name="outputs", like=like, places=links.linked[1])
-        if data is not None and target is not None:
-            data = apart(data, target)
-        subject = data or target
-        sent, received = (() if each is None else each.sizes for each in (data, target))
-        code = 0 if subject is None else code_of(subject.dtype)
-        called = "neighbor_all_to_all"
-        sizes = Sizes(links, code, sent, received)
-        spec = CallSpec(called, called, sum(sent), splits=sizes)
-        return self._submit(spec, Operands(subject, data, target, outputs), options)
-
-    def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
-        return self._prefix("scan", tensor, op, options, self.spec.rank + 1)
-
-    def exscan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
-        return self._prefix("exscan", tensor, op, options, self.spec.rank)
+    # ---- calls without arrays ------------------------------------------------------------
 
     def barrier(self, options: CallOptions) -> Pending:
         return self._submit(CallSpec("barrier", "barrier", 0), Operands(None), options)
@@ -361,6 +188,9 @@ class CPUBackend(DeviceBackend):
         down = self._comm.transport.down(self._comm.ranks[rank])
         return None if down is None else down.reason
 
+    def has_ended(self, rank: int) -> bool:
+        return has_ended(self._comm.transport, self._comm.ranks[rank])
+
     def broken(self) -> str | None:
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
@@ -403,7 +233,7 @@ class CPUBackend(DeviceBackend):
         """
         subject, input, output, outputs = operands
         op = spec.op
-        self._require_usable(options.label or spec.called)
+        self.require_usable(options.label or spec.called)
         dtype = NO_DTYPE if subject is None else subject.dtype
         if op is not None:
             require_reducible(dtype, op)
@@ -439,60 +269,28 @@ class CPUBackend(DeviceBackend):
             pending.wait_until(None)
         return pending
 
-    def _prefix(
-        self, name: str, tensor: Any, op: ReduceOp, options: CallOptions, members: int
-    ) -> Pending:
-        """Submit a reduction over the first `members` ranks."""
-        data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
-        spec = CallSpec(name, name, data.count, op=op)
-        operands = Operands(data, None, data, [tensor])
-        return self._submit(spec, operands, options, result=members > 0, members=members)
+    # ---- the control plane of another backend ---------------------------------------------
 
-    def _blocks(
-        self, whole: Flat, part: Flat, options: CallOptions, whole_name: str, part_name: str
-    ) -> Blocks | None:
-        """Return the sizes of the blocks of a tensor if they differ; check that they fit."""
-        size, rows = self.spec.size, options.split_sizes
-        if not rows:
-            require_total(size, whole, part.count, whole_name, part_name)
-            return None
-        sizes = split_sizes(whole.shape or (), rows, size, whole_name)
-        return require_blocks(sizes, self.spec.rank, part.count, whole_name)
+    @property
+    def comm(self) -> Communicator:
+        """The connected state behind the group."""
+        return self._comm
 
-    def _exchange(
-        self, called: str, operands: Operands, splits: Splits, options: CallOptions
-    ) -> Pending:
-        """Submit an all_to_all. Sizes may differ by rank; then the ranks compare them."""
-        sent, received = splits
-        if self.spec.size == 1 and sent != received:
-            raise InvalidArgumentError(
-                f"{called}: this rank sends {sent[0]} elements to itself, which expects "
-                f"{received[0]}"
-            )
-        count = sent[0] if splits.even else sum(sent) // self.spec.size
-        return self._submit(CallSpec("all_to_all", called, count, splits=splits), operands, options)
+    def calls_of(self, library: str) -> PreparedCalls:
+        """Return an empty table of calls whose data a library moves; programs have no steps."""
+        return PreparedCalls(self._comm, _Elsewhere(self._engine, library), moves_data=False)
 
-    def _all_blocks(
-        self, own: Flat, arrays: Sequence[Any] | None, root: int, *, write: bool, name: str
-    ) -> tuple[Flat | None, Blocks]:
-        """Return the arrays of all ranks (None except on the root), and the known sizes."""
-        if self.spec.rank != root or arrays is None:
-            return None, Blocks.own(own.count, self.spec.rank, self.spec.size)
-        blocks = listed(arrays, write=write, name=name, like=own.dtype)
-        require_blocks(blocks.sizes, self.spec.rank, own.count, name)
-        return blocks, Blocks.listed(blocks.sizes)
+    def check(self, prepared: Prepared, deadline: Deadline) -> Pending:
+        """Start to compare a call, with its sizes, on all ranks; move no data."""
+        pending = Pending(runs_here=self._engine.runs_here)
+        self._engine.submit(Task(prepared, None, None, deadline), pending, inline=False)
+        return pending
 
-    def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:
-        """Return input and output of a call, of one dtype; the input is copied if they overlap."""
-        data = one(tensor, write=False, name="input")
-        target = one(output, write=True, name=output_name)
-        if data.dtype != target.dtype:
-            raise InvalidArgumentError(
-                f"{output_name} has dtype {target.dtype}, the input has {data.dtype}"
-            )
-        return apart(data, target), target
+    def require_usable(self, called: str) -> None:
+        """Check that the group is not broken.
 
-    def _require_usable(self, called: str) -> None:
-        failure = self._comm.transport.failure(self._comm.context)
-        if failure is not None:
+        Raises:
+            CommunicationError: It is broken; has the reason.
+        """
+        if (failure := self._comm.transport.failure(self._comm.context)) is not None:
             raise already_broken_error(failure, self._comm, called)

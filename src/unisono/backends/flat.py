@@ -11,7 +11,7 @@ Both run when the turn of the call has come, because earlier calls may still wri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ def many(
         InvalidArgumentError: The list is empty, dtypes differ, or results would overwrite one
             another.
     """
-    views = _views(tensors, write, name, like)
+    views = views_of(tensors, write, name, like)
     arrays = [v.array for v in views]
     together = None if private or any(v.packed for v in views) else adjacent(arrays)
     data = Flat(arrays if together is None else together, views)
@@ -149,7 +149,7 @@ def listed(
     Raises:
         InvalidArgumentError: As `many`.
     """
-    views = _views(tensors, write, name, like, places)
+    views = views_of(tensors, write, name, like, places)
     return Flat([v.array for v in views], views)
 
 
@@ -190,20 +190,30 @@ def striped(
     Raises:
         InvalidArgumentError: As `many`.
     """
-    return _Striped(_views(tensors, write, name, like), blocks)
+    return _Striped(views_of(tensors, write, name, like), blocks)
 
 
-def _views(
+def views_of(
     tensors: Sequence[Any],
     write: bool,
     name: str,
     like: DType | None,
     places: Sequence[int] | None = None,
+    make: Callable[..., BufferView] = view,
 ) -> list[BufferView]:
-    """Return views of arrays of one dtype; check that they share no memory if they are written."""
+    """Return views of arrays of one dtype; check that they share no memory if they are written.
+
+    Args:
+        tensors: The arrays.
+        write: Whether the call writes into them.
+        name: Of the list, for errors.
+        like: The dtype that they must have; that of the first if None.
+        places: The places of the arrays in the caller's list, for errors; 0, 1, ... if None.
+        make: Makes a view; has the parameters of `base.buffers.view`.
+    """
     places = range(len(tensors)) if places is None else places
     views = [
-        view(t, write=write, name=f"{name}[{i}]", pack=False)
+        make(t, write=write, name=f"{name}[{i}]", pack=False)
         for i, t in zip(places, tensors, strict=True)
     ]
     if not views:

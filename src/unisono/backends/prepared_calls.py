@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,9 +33,9 @@ from unisono.backends.flat import Flat
 from unisono.backends.neighbors import Sizes, neighbor_exchange
 from unisono.base import config
 from unisono.base.types import ReduceOp, dtype_named
-from unisono.engines import Call, Communicator, Engine, Exchange, Prepared
+from unisono.engines import Call, Communicator, Exchange, Prepared
 from unisono.engines.api import NO_STEPS, Collective, fingerprint_of
-from unisono.schedules import Program, Topology, build, layout_for, select
+from unisono.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
 from unisono.schedules.tables import Table
 
 Array = np.ndarray[Any, Any]
@@ -88,6 +88,26 @@ class CallSpec(NamedTuple):
     agreed: tuple[object, ...] = ()
 
 
+def _compared_only(prepared: Prepared) -> Prepared:
+    """Return a call that moves no data, with the agreement and the sizes of another call."""
+    call, dtype, op, exchange = prepared.call, prepared.dtype, prepared.op, prepared.exchange
+    if exchange is not None:
+        exchange = exchange._replace(program=NO_STEPS, counts=None)
+    return Prepared(call, NO_STEPS, dtype, op, exchange, prepared.algorithm, prepared.count)
+
+
+class ProgramMaker(Protocol):
+    """The part of an engine that determines its programs; see `Engine`."""
+
+    name: str
+    shares_memory: bool
+    ranks_per_host: int
+    has_collectives: bool
+
+    def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
+        """Return this rank's program."""
+
+
 class PreparedCalls:
     """The prepared calls of one group, by what the call means; makes a call that is new.
 
@@ -98,19 +118,29 @@ class PreparedCalls:
         comm: The group.
         engine: Executes the programs.
         table: Measured choices, equal on all ranks; or None.
+        moves_data: Whether the engine moves the data. If not, the calls are only compared:
+            programs have no steps, and UNISONO_ALGO and UNISONO_DETERMINISTIC do not hold.
 
     Attributes:
         deterministic: Whether all calls reduce in the order of ranks.
     """
 
-    def __init__(self, comm: Communicator, engine: Engine, table: Table | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        engine: ProgramMaker,
+        table: Table | None = None,
+        *,
+        moves_data: bool = True,
+    ) -> None:
         self._comm = comm
         self._engine = engine
         self._table = table
         self._topology = Topology(comm.size, engine.shares_memory, engine.ranks_per_host)
         # Read once, as NCCL does, because a later change would have to happen on all ranks.
-        self._override = config.get("UNISONO_ALGO")
-        self.deterministic = config.get_flag("UNISONO_DETERMINISTIC")
+        self._override = config.get("UNISONO_ALGO") if moves_data else ""
+        self.deterministic = moves_data and config.get_flag("UNISONO_DETERMINISTIC")
+        self._moves_data = moves_data
         self._prepared: dict[tuple[object, ...], Prepared] = {}
 
     def get(self, spec: CallSpec, subject: Flat | None, options: CallOptions) -> Prepared:
@@ -136,7 +166,10 @@ class PreparedCalls:
                 self._prepared.clear()
             if label is not None:
                 spec = spec._replace(called=label, agreed=(*agreed, label))
-            prepared = self._prepared[key] = self._make(spec, subject, wish, ordered=ordered)
+            prepared = self._make(spec, subject, wish, ordered=ordered)
+            if not self._moves_data:
+                prepared = _compared_only(prepared)
+            self._prepared[key] = prepared
         return prepared
 
     def _make(

@@ -37,6 +37,15 @@ def _mpi(spec: GroupSpec, device: str) -> DeviceBackend:
     return CPUBackend(replace(spec, options=replace(options, engine="mpi")))
 
 
+def _nccl(spec: GroupSpec, device: str) -> DeviceBackend:
+    if device != "cuda":
+        raise UnsupportedError(f"backend 'nccl' serves device 'cuda' only, not {device!r}")
+    # Imported here, because most programs use no GPU.
+    from unisono.backends.nccl.backend import NCCLBackend
+
+    return NCCLBackend(spec)
+
+
 DEFAULT = "unisono"
 
 # "gloo" uses the same engine, so that a script needs no change but its import line.
@@ -44,6 +53,7 @@ _backends: dict[str, _Entry] = {
     "unisono": _Entry(_cpu, ("cpu",)),
     "gloo": _Entry(_cpu, ("cpu",)),
     "mpi": _Entry(_mpi, ("cpu",)),
+    "nccl": _Entry(_nccl, ("cuda",)),
 }
 _loaded: set[str] = set()
 

@@ -104,7 +104,7 @@ def device_of(obj: Any) -> str:
     if hasattr(obj, "__dlpack_device__"):
         code = int(obj.__dlpack_device__()[0])
         return _DLPACK_DEVICES.get(code, f"dlpack{code}")
-    return "cpu"
+    return "cuda" if hasattr(obj, "__cuda_array_interface__") else "cpu"
 
 
 def device_type(device: Any) -> str:
@@ -181,7 +181,7 @@ def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: st
             raise InvalidArgumentError(
                 f"{name} is read-only but the operation writes into it", hint=_PANDAS
             )
-        if not flags.c_contiguous and _overlaps_itself(array):
+        if not flags.c_contiguous and overlaps_itself(array):
             raise InvalidArgumentError(
                 f"{name} overlaps itself (shape {list(shape)}, strides {list(array.strides)}), so "
                 "it has no single place for a result"
@@ -209,8 +209,8 @@ def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: st
     return BufferView(flat, dtype, shape, owner, read, write_back if write else None, plain)
 
 
-def _overlaps_itself(array: Array) -> bool:
-    """Return whether two elements may share memory.
+def overlaps_itself(array: Array) -> bool:
+    """Return whether two elements may share memory; read none.
 
     They cannot if each stride is at least the extent of all dimensions with smaller strides.
     """

@@ -36,12 +36,19 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_INSECURE": Variable(
         "", "1: clients without a token (torch's) may use a store from other machines and users"
     ),
+    "UNISONO_CHECK": Variable(
+        "beside",
+        "before: a call on a GPU waits until all ranks were compared; beside: NCCL does not wait",
+    ),
     "UNISONO_CHANNELS": Variable(
         "1", "connections to each rank of another host, over which large messages are spread"
     ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
     "UNISONO_JOIN": Variable(
         "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
+    ),
+    "UNISONO_STORE": Variable(
+        "", "URL of the service in which env:// meets instead of MASTER_ADDR; set by `unisono run`"
     ),
     "UNISONO_LOG": Variable(
         "",

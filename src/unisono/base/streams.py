@@ -188,6 +188,15 @@ class Stream:
         """Return whether the calling thread is the thread of this stream."""
         return self._worker.is_here()
 
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Make this the current stream inside the block; see `stream`."""
+        token = stream_variable.set(None if self is _default else self)
+        try:
+            yield
+        finally:
+            stream_variable.reset(token)
+
     def _new_worker(self) -> Worker:
         return Worker(f"unisono-stream-{self.name}")
 
@@ -251,6 +260,10 @@ _default = _DefaultStream("default")
 stream_variable: ContextVar[Stream | None] = ContextVar("unisono_stream", default=None)
 """Holds the stream of the innermost `with stream(...)`, or None."""
 
+device_stream: ContextVar[Stream | None] = ContextVar("unisono_device_stream", default=None)
+"""Holds the stream of a GPU of the innermost `with stream(...)`, or None. Calls on CPU arrays do
+not wait for it."""
+
 explicit_stream = stream_variable.get
 """Return the stream of the innermost `with stream(...)`, or None; every call calls it."""
 
@@ -262,7 +275,7 @@ def default_stream() -> Stream:
 
 def current_stream() -> Stream:
     """Return the stream of calls that are made here."""
-    return stream_variable.get() or _default
+    return stream_variable.get() or device_stream.get() or _default
 
 
 @contextlib.contextmanager
@@ -271,11 +284,8 @@ def stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    token = stream_variable.set(None if stream is _default else stream)
-    try:
+    with stream.as_current():
         yield
-    finally:
-        stream_variable.reset(token)
 
 
 def on_host(call: Callable[P, R]) -> Callable[P, R]:

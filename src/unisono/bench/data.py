@@ -47,6 +47,14 @@ class Data:
         else:
             self.input = self.output = np.full(part, 1, self.dtype)
 
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        """Input and output, as libraries get them."""
+        return self.input, self.output
+
+    def end(self) -> None:
+        """Wait until the calls have ended; the arrays then have the results."""
+
     def fill_for_check(self) -> None:
         """Write this rank's pattern to the input, and a wrong value to the output."""
         self.output[:] = 99
@@ -126,3 +134,45 @@ class Data:
             divide = np.divide if wide.kind == "f" else np.floor_divide
             divide(total, self.plan.nprocs, out=total)
         return total.astype(self.dtype)
+
+
+class GPUData(Data):
+    """The arrays of a case on a GPU, as tensors of torch.
+
+    Args:
+        case: As for `Data`.
+        plan: As for `Data`.
+        rank: This rank.
+        torch: The module.
+    """
+
+    def __init__(self, case: Case, plan: BenchPlan, rank: int, torch: Any) -> None:
+        super().__init__(case, plan, rank)
+        self._torch = torch
+        result = torch.from_numpy(self.output).cuda()
+        given = result if self.input is self.output else torch.from_numpy(self.input).cuda()
+        self._tensors = given, result
+
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        return self._tensors
+
+    def end(self) -> None:
+        self._torch.cuda.synchronize()
+
+    def fill_for_check(self) -> None:
+        super().fill_for_check()
+        self._copy_to_gpu()
+
+    def fill_for_timing(self) -> None:
+        super().fill_for_timing()
+        self._copy_to_gpu()
+
+    def count_wrong(self) -> int:
+        self.output[:] = self._tensors[1].cpu().numpy()
+        return super().count_wrong()
+
+    def _copy_to_gpu(self) -> None:
+        for tensor, array in zip(self._tensors, (self.input, self.output), strict=True):
+            tensor.copy_(self._torch.from_numpy(array))
+        self._torch.cuda.synchronize()

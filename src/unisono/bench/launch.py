@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -29,8 +30,12 @@ from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 from unisono.testing.hosts import Host, Network, why_no_hosts
 
-_MODULES = {"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)}
-_EXTRAS = {"gloo": "torch", "mpi": "bench", "plot": "plot"}
+_MODULES = {
+    **{"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)},
+    **{"nccl": ("torch",), "cuda": ("torch", "nccl")},
+}
+_EXTRAS = {"gloo": "torch", "mpi": "bench", "plot": "plot", "nccl": "torch", "cuda": "nccl"}
+_FLAGS = {"plot": "--plot", "cuda": "--device cuda"}
 _POLL_S = 0.5
 _STOP_S = 10.0
 
@@ -39,7 +44,7 @@ def check_installed(feature: str) -> None:
     """Check that the packages and programs that a flag needs are installed.
 
     Args:
-        feature: "gloo", "mpi" or "plot".
+        feature: "gloo", "mpi", "nccl", "cuda" or "plot".
 
     Raises:
         InvalidArgumentError: Names the missing package or program and how to install it.
@@ -48,11 +53,13 @@ def check_installed(feature: str) -> None:
     if feature == "mpi" and _mpiexec() is None:
         missing.append("the program mpiexec")
     if missing:
-        flag = "--plot" if feature == "plot" else f"--peer {feature}"
+        flag = _FLAGS.get(feature, f"--peer {feature}")
         raise InvalidArgumentError(
             f"{flag} needs {' and '.join(missing)}, not found beside {sys.executable}",
             hint=f"pip install 'unisono[{_EXTRAS[feature]}]'",
         )
+    if feature == "cuda" and not importlib.import_module("torch").cuda.is_available():
+        raise InvalidArgumentError("--device cuda: torch finds no GPU here")
 
 
 def _mpiexec() -> str | None:

@@ -46,7 +46,7 @@ class Library(Protocol):
 
 @dataclass
 class _C10d:
-    """Libraries with c10d's functions: unisono, and torch.distributed with Gloo.
+    """Libraries with c10d's functions: unisono, and torch.distributed with Gloo or NCCL.
 
     Args:
         name: Name in the table.
@@ -68,7 +68,8 @@ class _C10d:
         case, plan, dist, extra = data.case, data.plan, self.dist, self.extra
         if plan.redop == "avg" and self.name != "unisono":
             raise UnsupportedError(f"{self.name} has no reduce op avg")
-        given, result = self.wrap(data.input), self.wrap(data.output)
+        whole_in, whole_out = data.arrays
+        given, result = self.wrap(whole_in), self.wrap(whole_out)
         op, root = getattr(self.reduce_ops, REDOPS[plan.redop]), plan.root
         match case.op:
             case "all_reduce":
@@ -84,9 +85,9 @@ class _C10d:
             case "all_to_all":
                 return partial(dist.all_to_all_single, result, given, **extra)
             case "gather":
-                return partial(dist.gather, given, self._parts(data.output, data), root, **extra)
+                return partial(dist.gather, given, self._parts(whole_out, data), root, **extra)
             case "scatter":
-                return partial(dist.scatter, result, self._parts(data.input, data), root, **extra)
+                return partial(dist.scatter, result, self._parts(whole_in, data), root, **extra)
             case "barrier":
                 return partial(dist.barrier, **extra)
         send, receive = partial(dist.send, given), partial(dist.recv, result)
@@ -192,13 +193,14 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Libr
     """
     if name == "unisono":
         return _open_unisono(rank, plan, store)
-    return _open_gloo(rank, plan, store) if name == "gloo" else _MPI()
+    return _MPI() if name == "mpi" else _open_torch(name, rank, plan, store)
 
 
 def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
     import unisono
 
     unisono.init_process_group(
+        "cpu:unisono,cuda:nccl" if plan.device == "cuda" else None,
         store=PrefixStore("unisono", store),
         rank=rank,
         world_size=plan.nprocs,
@@ -217,7 +219,7 @@ def unisono_library(algorithm: str | None) -> Library:
     return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, extra)
 
 
-def _open_gloo(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
+def _open_torch(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Library:
     # Import by name: the package must not depend on torch, which only this peer needs.
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
@@ -226,14 +228,15 @@ def _open_gloo(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
     torch.set_num_threads(1)
     client = dist.TCPStore(store.host, store.port, is_master=False, timeout=limit)
     dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore("gloo", client),
+        name,
+        store=dist.PrefixStore(name, client),
         rank=rank,
         world_size=plan.nprocs,
         timeout=limit,
     )
     versions = {"torch": str(torch.__version__)}
-    return _C10d("gloo", dist, torch.from_numpy, dist.ReduceOp, versions, {})
+    wrap = torch.from_numpy if name == "gloo" else lambda tensor: tensor
+    return _C10d(name, dist, wrap, dist.ReduceOp, versions, {})
 
 
 def mpi_rank(plan: BenchPlan) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.errors import InvalidArgumentError
 
-PEERS = ("gloo", "mpi")
+PEERS = ("gloo", "mpi", "nccl")
 
 REDOPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 """nccl-tests' name of a reduce op -> torch's."""
@@ -144,6 +144,7 @@ class BenchPlan:
         engine: Engine of unisono; None: that of UNISONO_ENGINE.
         algorithm: Algorithm of unisono; None: unisono selects it.
         peers: Libraries to compare with, of `PEERS`.
+        device: "cpu" or "cuda": where the arrays are.
     """
 
     ops: tuple[str, ...]
@@ -157,6 +158,7 @@ class BenchPlan:
     engine: str | None = None
     algorithm: str | None = None
     peers: tuple[str, ...] = ()
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check combinations of flags.
@@ -170,6 +172,16 @@ class BenchPlan:
             )
         if self.hosts and "mpi" in self.peers:
             raise InvalidArgumentError("--hosts goes with --peer gloo only; mpiexec knows one host")
+        on_gpu = self.device == "cuda"
+        if wrong := [peer for peer in self.peers if (peer == "nccl") != on_gpu]:
+            raise InvalidArgumentError(
+                f"--device {self.device} does not go with --peer {wrong[0]}; "
+                "--peer nccl needs --device cuda, the other peers --device cpu"
+            )
+        if on_gpu and (self.algorithm or self.engine or self.hosts):
+            raise InvalidArgumentError(
+                "--device cuda takes no --algorithm, --engine or --hosts: NCCL moves the data"
+            )
         if "sendrecv" in self.ops and self.nprocs < 2:
             raise InvalidArgumentError("sendrecv needs at least 2 ranks, got --nproc-per-node 1")
 

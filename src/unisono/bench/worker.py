@@ -12,6 +12,7 @@ spinning loses more than a library that sleeps.
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import unisono
-from unisono.bench.data import Data
+from unisono.bench.data import Data, GPUData
 from unisono.bench.libraries import Library, TimedCall, mpi_rank, open_library
 from unisono.bench.plan import OPS, BenchPlan, Case, cases
 from unisono.launcher.environment import LOOPBACK
@@ -55,6 +56,9 @@ def work(rank: int, plan: BenchPlan, port: int, host: str = LOOPBACK) -> None:
     os.dup2(null, 1)
     os.close(null)
     store = TCPStore(host, port, wait_for_workers=False, timeout=plan.loop.timeout_s)
+    if plan.device == "cuda":
+        torch = _torch()
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     libraries = [open_library(name, rank, plan, store) for name in ("unisono", *plan.peers)]
     ranks = _BenchRank(rank, plan, store, libraries)
     ranks.send("start", versions=ranks.versions(), group=repr(unisono.group.WORLD))
@@ -98,12 +102,13 @@ class _BenchRank:
     def measure(self, case: Case) -> dict[str, Any]:
         """Measure a case; return its row with times and wrong elements per library."""
         plan, op = self._plan, OPS[case.op]
-        data = Data(case, plan, self._rank)
+        on_gpu = plan.device == "cuda"
+        data = GPUData(case, plan, self._rank, _torch()) if on_gpu else Data(case, plan, self._rank)
         ready = [r for library in self._libraries if (r := self._prepare(library, data))]
         data.fill_for_timing()
         for library in ready:
-            library.iters = plan.loop.iters or self._calibrate(library.call)
-        times_us = self._times_us(ready) / op.messages
+            library.iters = plan.loop.iters or self._calibrate(library.call, data)
+        times_us = self._times_us(ready, data) / op.messages
         results: dict[str, Any] = {library.name: None for library in self._libraries}
         for i, library in enumerate(ready):
             results[library.name] = {
@@ -136,6 +141,7 @@ class _BenchRank:
         try:
             call = library.call(data)
             call()
+            data.end()
         except Exception as error:
             if own:
                 raise
@@ -162,16 +168,16 @@ class _BenchRank:
         unisono.all_reduce(slowest, unisono.ReduceOp.MAX)
         return float(slowest[0])
 
-    def _calibrate(self, call: TimedCall) -> int:
+    def _calibrate(self, call: TimedCall, data: Data) -> int:
         """Return the number of calls that take about `ROUND_S`, equal on all ranks."""
 
         def loop_s(iters: int) -> float:
             unisono.barrier()
-            return self._slowest_s(_timed_s(call, iters))
+            return self._slowest_s(_timed_s(call, iters, data))
 
         return calibrated(loop_s)
 
-    def _times_us(self, ready: list[_Ready]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def _times_us(self, ready: list[_Ready], data: Data) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return [rounds, libraries]: the time of one call on the slowest rank."""
         rounds, count = self._plan.loop.rounds, len(ready)
         own = np.zeros((rounds, count))
@@ -182,9 +188,9 @@ class _BenchRank:
                 for i in (i % count for i in range(turn, turn + count)):
                     library = ready[i]
                     unisono.barrier()
-                    _timed_s(library.call, self._plan.loop.warmup)
+                    _timed_s(library.call, self._plan.loop.warmup, data)
                     unisono.barrier()
-                    own[turn, i] = _timed_s(library.call, library.iters) / library.iters
+                    own[turn, i] = _timed_s(library.call, library.iters, data) / library.iters
         finally:
             gc.enable()
         unisono.all_reduce(own, unisono.ReduceOp.MAX)
@@ -208,10 +214,16 @@ def calibrated(loop_s: Callable[[int], float]) -> int:
         iters = min(MAX_ITERS, iters * max(2, min(20, round(ROUND_S / 2 / elapsed_s))))
 
 
-def _timed_s(call: TimedCall, iters: int) -> float:
+def _torch() -> Any:
+    # By name, because only benchmarks on a GPU need torch.
+    return importlib.import_module("torch")
+
+
+def _timed_s(call: TimedCall, iters: int, data: Data) -> float:
     start_s = time.perf_counter()
     for _ in itertools.repeat(None, iters):
         call()
+    data.end()
     return time.perf_counter() - start_s
 
 

@@ -17,7 +17,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from unisono.backends import Pending
-from unisono.base.buffers import view
+from unisono.base.buffers import device_of, view
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
 from unisono.errors import InvalidArgumentError
@@ -139,12 +139,18 @@ class _Recorder:
         """Return the kind, the arguments and the options of each call to make."""
         alike: dict[str, list[_Recorded]] = {}
         for call in self._calls:
-            dtype = view(call.tensors[0], write=False).dtype.name
+            dtype = _dtype_name(call.tensors[0])
             alike.setdefault(repr((dtype, call.op, call.how)), []).append(call)
         for calls in alike.values():
             kind, _, op, how = calls[0]
             columns = [list(column) for column in zip(*(c.tensors for c in calls), strict=True)]
             yield kind, columns if op is None else [*columns, op], how
+
+
+def _dtype_name(array: Any) -> str:
+    """Return the name of an array's dtype; of an array of a device as its library writes it."""
+    on_host = device_of(array) == "cpu"
+    return view(array, write=False).dtype.name if on_host else str(array.dtype)
 
 
 class _NotYet(Work):

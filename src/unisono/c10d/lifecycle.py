@@ -51,7 +51,8 @@ def init_process_group(
 
     Args:
         backend: "unisono" (the default), "gloo" (served by the same engine), "mpi" (collectives of
-            an MPI library), or one per device type: "cpu:unisono,cuda:nccl".
+            an MPI library), "nccl" (arrays of GPUs), or one per device type:
+            "cpu:unisono,cuda:nccl".
         init_method: URL: env://, tcp://host:port, file:///path.
         timeout: Of this call, and default of every later one. 1,800 s.
         world_size: Number of ranks; needed with `store`, or if the URL does not give it.
@@ -59,7 +60,8 @@ def init_process_group(
         store: Used instead of `init_method`.
         group_name: Accepted for torch's sake, and ignored as there.
         pg_options: Passed on to the backend.
-        device_id: Accepted for torch's sake; CPU ranks are bound to no device.
+        device_id: GPU of this rank: 0, "cuda:0" or a torch.device. The backend for it then
+            connects the ranks now, instead of at the first call. CPU ranks need no device.
 
     Raises:
         AlreadyInitializedError: There is a default group.
@@ -97,10 +99,21 @@ def init_process_group(
                 "default",
                 options=pg_options,
             )
+        bind(group, device_id)
     except BaseException:
         world.close()
         raise
-    _begin(world, group, Membership.of_founder(store, group, pg_options))
+    begin(world, group, Membership.of_founder(store, group, pg_options))
+
+
+def bind(group: ProcessGroup, device: Any) -> None:
+    """Connect the ranks of a group for a device; close the group if that fails."""
+    try:
+        for backend in group.backends.values() if device is not None else ():
+            backend.bind(device)
+    except BaseException:
+        group.close()
+        raise
 
 
 def _join(
@@ -124,10 +137,10 @@ def _join(
     except BaseException:
         world.close()
         raise
-    _begin(world, group, membership)
+    begin(world, group, membership)
 
 
-def _begin(world: World, group: ProcessGroup, membership: Membership) -> None:
+def begin(world: World, group: ProcessGroup, membership: Membership) -> None:
     """Make a group the default group of a world without groups."""
     world.default = group
     world.groups[group.key] = group
@@ -187,11 +200,11 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def install_hooks(world: World) -> None:
-    """Report an uncaught exception to the other ranks, and close the world at the exit."""
+    """Report an uncaught exception to the other ranks, and close the world at the exit; once."""
     group = world.default
     assert group is not None
     # If threads are the ranks, an uncaught exception does not reach sys.excepthook.
-    if group.size() == 1 or world is not process_world:
+    if group.size() == 1 or world is not process_world or world.has_hooks:
         return
 
     def report(text: str) -> None:
@@ -203,3 +216,4 @@ def install_hooks(world: World) -> None:
             world.close()
 
     world.on_close.append(at_exit(report, close))
+    world.has_hooks = True

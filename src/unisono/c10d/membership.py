@@ -44,6 +44,7 @@ def reconfigure(
             group is as before, and this process is in no later generation.
         StoreConnectionError: The store ended with the rank that served it; under `unisono run` the
             store outlives all ranks.
+        StoreTimeoutError: The store does not answer.
     """
     least = as_integer(min_size, "min_size")
     most = 0 if max_size is None else as_integer(max_size, "max_size")
@@ -66,14 +67,14 @@ def reconfigure(
         max_size=most,
         blamed=tuple(sorted(blamed)),
     )
+    membership.settle(old.store, wishes.deadline.remaining())
     before = membership.generation
     made = membership.next_group(wishes, old, old.timeout_s, str(old.config))
     world.replace_default(
         made, f"generation {before}, which generation {membership.generation} succeeded"
     )
     world.membership = membership
-    if old.size() == 1:
-        install_hooks(world)
+    install_hooks(world)
     return made
 
 

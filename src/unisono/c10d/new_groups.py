@@ -24,6 +24,7 @@ from unisono.backends import BackendConfig, GroupSpec
 from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.c10d.arguments import reporting_bad_arguments
+from unisono.c10d.lifecycle import bind
 from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.operations import as_integer
@@ -60,7 +61,7 @@ def new_group(
         pg_options: Passed on to the backend.
         use_local_synchronization: Other ranks neither call this nor count the group.
         group_desc: Name shown in errors.
-        device_id: Accepted for torch's sake.
+        device_id: As for init_process_group.
         sort_ranks: False keeps the order of `ranks`.
 
     Returns:
@@ -73,7 +74,7 @@ def new_group(
         CollectiveTimeoutError: A rank did not call.
     """
     default = require_group(None)
-    settings = _Settings(timeout, backend, pg_options, group_desc)
+    settings = _Settings(timeout, backend, pg_options, group_desc, device_id)
     if not use_local_synchronization:
         with reporting_bad_arguments(default, "new_group"):
             members = _check_members(ranks, default, sort_ranks)
@@ -99,6 +100,7 @@ class _Settings(NamedTuple):
     backend: str | None
     pg_options: Any
     group_desc: str | None
+    device_id: Any = None
 
 
 def _make_counted_group(
@@ -129,6 +131,7 @@ def _make_group(
         options=settings.pg_options,
     )
     group = ProcessGroup.from_spec(spec, settings.backend or str(parent.config), parent)
+    bind(group, settings.device_id)
     current().groups[key] = group
     return group
 

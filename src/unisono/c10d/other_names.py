@@ -68,7 +68,7 @@ class ProcessGroupNCCL(ProcessGroup):
     """A group on the backend "nccl", made like a ProcessGroupGloo.
 
     Raises:
-        InvalidArgumentError: No backend "nccl" is registered.
+        UnsupportedError: nccl4py is not installed.
 
     Source: torch.distributed.ProcessGroupNCCL (2.13).
     """

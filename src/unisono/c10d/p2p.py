@@ -5,6 +5,7 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -378,10 +379,13 @@ def batch_isend_irecv(
     works: list[Work] = []
     how = {} if timeout is None else {"timeout": timeout}
     try:
-        for op in p2p_op_list:
-            work = op.op(op.tensor, op.peer, op.group, op.tag, **how)
-            assert work is not None  # P2POp is for members
-            works.append(work)
+        with contextlib.ExitStack() as together:
+            for backend in p2p_op_list[0].group.backends.values():
+                together.enter_context(backend.together())
+            for op in p2p_op_list:
+                work = op.op(op.tensor, op.peer, op.group, op.tag, **how)
+                assert work is not None  # P2POp is for members
+                works.append(work)
     except BaseException:
         # A receive that is still waiting would take a later message.
         for work in works:

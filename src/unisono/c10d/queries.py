@@ -12,6 +12,7 @@ from unisono.base import config
 from unisono.base.buffers import device_type
 from unisono.base.types import ReduceOp, dtype_named, reduce_ops_of
 from unisono.c10d.backend_names import Backend
+from unisono.engines.choice import why_no_nccl
 from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
 from unisono.groups.operations import as_integer
@@ -132,8 +133,8 @@ def is_mpi_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Whether a backend named "nccl" is registered."""
-    return is_backend_available("nccl")
+    """Whether NCCL may be used: nccl4py is installed. Looks for no GPU."""
+    return not why_no_nccl()
 
 
 def is_ucc_available() -> bool:

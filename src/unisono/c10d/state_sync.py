@@ -22,6 +22,7 @@ from unisono.c10d.objects.functions import all_gather_object, broadcast_object_l
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
+    Context,
     InvalidArgumentError,
     UnsupportedError,
     UsageError,
@@ -30,6 +31,8 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import require_group
 
 _TAG = 0x53594E43
+_DEEPEST = 100
+"""Most levels of dicts and lists in a state; far below the depth at which Python gives up."""
 _LEAST = 64 * 1024
 """Bytes below which a survivor's part is not made smaller: a message costs more than it saves."""
 
@@ -82,7 +85,8 @@ def sync_state(state: dict[Any, Any], timeout: Timeout | None = None) -> None:
 
     Raises:
         ArgumentTypeError: `state` is not a dict.
-        InvalidArgumentError: The states have different structures. No array is changed.
+        InvalidArgumentError: The states have different structures, or a dict or list contains
+            itself. No array is changed.
         CollectiveError: No rank holds the state: the survivors ended before they sent it.
         CommunicationError: A rank was lost. The arrays of newcomers hold parts of the state, and
             they are newcomers again after the next `reconfigure`.
@@ -90,16 +94,32 @@ def sync_state(state: dict[Any, Any], timeout: Timeout | None = None) -> None:
     if not isinstance(state, dict):
         raise ArgumentTypeError(f"sync_state: state must be a dict, got {type(state).__name__}")
     membership, group = membership_of_world(), require_group(None)
-    sources = membership.sources
+    deadline = Deadline(group.timeout_s if timeout is None else timeout)
+    if copy_state(state, membership.sources, deadline):
+        membership.hold_state()
+
+
+def copy_state(state: dict[Any, Any], sources: tuple[int, ...], deadline: Deadline) -> bool:
+    """Copy the state of some ranks of the default group to the others, as `sync_state` does.
+
+    Args:
+        state: The state, equal on the sources.
+        sources: The ranks that hold it.
+        deadline: Of the whole call.
+
+    Returns:
+        Whether there was a rank to copy to.
+    """
+    group = require_group(None)
     newcomers = [rank for rank in range(group.size()) if rank not in sources]
     if not newcomers:
-        return
+        return False
     if not sources:
         raise CollectiveError(
-            f"sync_state: no rank of generation {membership.generation} holds the state",
+            f"sync_state: no rank of generation {membership_of_world().generation} holds the state",
+            context=Context(usable=True),
             hint="the ranks that held it were lost; start again from a checkpoint",
         )
-    deadline = Deadline(group.timeout_s if timeout is None else timeout)
     views = _prepare(group, state, sources[0], receives=group.rank() in newcomers, due=deadline)
     works = []
     for number, piece in _pieces(views, len(sources)):
@@ -115,15 +135,22 @@ def sync_state(state: dict[Any, Any], timeout: Timeout | None = None) -> None:
         each.unpack()
     # A newcomer may become a source only when all newcomers have the state.
     group.barrier(timeout=deadline.remaining(), _label="sync_state")
-    membership.hold_state()
+    return True
 
 
 def _prepare(
     group: ProcessGroup, state: dict[Any, Any], lead: int, *, receives: bool, due: Deadline
 ) -> list[BufferView]:
     """Compare the states; return the memory of all arrays in the same order on all ranks."""
-    box: list[Any] = [_described(state) if group.rank() == lead else None]
+    box: list[Any] = [None, ""]
+    if group.rank() == lead:
+        try:
+            box[0] = _described(state, "state")
+        except UsageError as error:
+            box[1] = error.what
     broadcast_object_list(box, src=lead, timeout=due.remaining())
+    if box[1]:
+        raise InvalidArgumentError(f"sync_state: rank {lead}: {box[1]}")
     views: list[BufferView] = []
     problem = ""
     try:
@@ -142,13 +169,16 @@ def _prepare(
     return views
 
 
-def _described(value: Any) -> Any:
-    """Return a state with slots in place of the arrays."""
+def _described(value: Any, path: str, parents: tuple[Any, ...] = ()) -> Any:
+    """Return a state with slots in place of the arrays; `parents` are what contains the value."""
+    if not isinstance(value, (dict, list)):
+        return _Slot.of(value) or value
+    if len(parents) > _DEEPEST or any(value is each for each in parents):
+        raise InvalidArgumentError(f"{path} contains itself, or is more than {_DEEPEST} deep")
+    inner = (*parents, value)
     if isinstance(value, dict):
-        return {key: _described(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_described(each) for each in value]
-    return _Slot.of(value) or value
+        return {key: _described(each, f"{path}[{key!r}]", inner) for key, each in value.items()}
+    return [_described(each, f"{path}[{i}]", inner) for i, each in enumerate(value)]
 
 
 def _merge(mine: Any, wanted: Any, path: str, views: list[BufferView], *, receives: bool) -> Any:

@@ -19,11 +19,16 @@ from typing import Self
 import numpy as np
 
 from unisono.base.types import ReduceOp
-from unisono.errors import CollectiveMismatchError, CommunicationError, StepAborted, UsageError
+from unisono.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    Context,
+    StepAborted,
+    UsageError,
+)
+from unisono.groups.membership_store import NO, YES, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current, require_group
-
-_YES, _NO = b"yes", b"no"
 
 
 class Step:
@@ -47,7 +52,8 @@ class Step:
         Raises:
             StepAborted: The step does not count on any rank.
             CollectiveMismatchError: Other ranks made another call.
-            StoreConnectionError: A rank was lost, and the store that decides with it.
+            StoreError: A rank was lost, and the store that decides does not answer. If the step
+                counts, `sync_state` fills the state of this rank after `reconfigure`.
             UsageError: The step is committed already.
         """
         if self.committed:
@@ -65,11 +71,22 @@ class Step:
         except CommunicationError as error:
             if not _ends_group(error):
                 raise
-            # The answer is the first proposal.
-            if group.store.compare_set(f"commit/{number}", b"", _YES if asked else _NO) == _NO:
+            if not self._ask(f"commit/{number}", YES if asked else NO):
                 raise
             changed[:] = True
         self.committed, self.changed = True, bool(changed[0])
+
+    def _ask(self, key: str, proposal: bytes) -> bool:
+        """Return whether the step counts: the first proposal of all ranks is the answer."""
+        group, membership = self._group, current().membership
+        if membership is None:
+            return first_proposal(group.store, key, proposal, group.timeout_s) == YES
+        membership.undecided = key, proposal
+        answer = first_proposal(group.store, key, proposal, group.timeout_s)
+        # A later generation deletes the answers of its predecessors.
+        is_late = membership.is_succeeded()
+        membership.undecided = None
+        return answer == YES and not is_late
 
     def __enter__(self) -> Self:
         return self
@@ -80,14 +97,22 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.committed or not isinstance(error, CommunicationError) or not _ends_group(error):
+        if self.committed or error is None:
             return
-        if all(each.broken() is None for each in self._group.backends.values()):
+        reasons = [each.broken() for each in self._group.backends.values()]
+        if isinstance(error, CommunicationError) and _ends_group(error):
+            what, context = error.what, error.context
+        elif type(error) is RuntimeError and (broken := list(filter(None, reasons))):
+            # torch's DistributedDataParallel raises a RuntimeError in place of the error of a call.
+            what, context = broken[0], Context()
+        else:
+            return
+        if not any(reasons):
             # A smaller group has lost a rank. The other ranks must leave the step, too.
             self._group.abort("a step was aborted")
         raise StepAborted(
-            f"the step does not count: {error.what}",
-            context=error.context,
+            f"the step does not count: {what}",
+            context=context,
             hint="call reconfigure(), sync_state() and repeat the step",
         ) from error
 

@@ -58,7 +58,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         choices=PEERS,
         default=[],
-        help="also measure gloo (torch.distributed) or mpi (mpi4py); may be given twice",
+        help="also measure gloo or nccl (torch.distributed), or mpi (mpi4py); may be repeated",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)"
     )
     parser.add_argument("--json", metavar="FILE", help="write all measurements to a file, as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="draw time and busbw over size")
@@ -132,7 +135,8 @@ def _bench(options: argparse.Namespace) -> int:
     from unisono.bench.report import Table, document
 
     plan = _plan(options)
-    for feature in (*plan.peers, *(["plot"] if options.plot else [])):
+    wanted = {"plot": bool(options.plot), "cuda": plan.device == "cuda"}
+    for feature in (*plan.peers, *(name for name, is_wanted in wanted.items() if is_wanted)):
         check_installed(feature)
     for path in filter(None, (options.json, options.plot)):
         check_writable(path)
@@ -190,4 +194,5 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
         engine=options.engine,
         algorithm=options.algorithm,
         peers=tuple(dict.fromkeys(options.peer)),
+        device=options.device,
     )

@@ -38,15 +38,17 @@ _CONF = {
 _ETCD_CONF = re.compile("protocol|key|(ssl_)?cert|ssl_cert_key|ca_?cert|etcd_prefix")
 
 
-def add_count_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add the flag for the number of workers on this node."""
+def add_count_flag(
+    parser: argparse.ArgumentParser, meaning: str, *, may_vary: bool = False
+) -> None:
+    """Add the flag for the number of workers on this node; `may_vary`: a pair, also MIN:MAX."""
     add_flag(
         parser,
         "-n",
         "--nproc-per-node",
-        type=workers_per_node,
-        default=1,
-        metavar="N|cpu|gpu|auto",
+        type=_workers if may_vary else workers_per_node,
+        default="1",
+        metavar="N|MIN:MAX|cpu|gpu|auto" if may_vary else "N|cpu|gpu|auto",
         help=meaning,
     )
 
@@ -140,6 +142,16 @@ def workers_per_node(text: str) -> int:
     return usable_cores()
 
 
+def _workers(text: str) -> tuple[int, int]:
+    """Return (MIN, MAX) for "MIN:MAX", and (0, N) for a number of workers."""
+    low, colon, high = text.rpartition(":")
+    most = workers_per_node(high)
+    least = workers_per_node(low) if colon else 0
+    if least > most:
+        raise argparse.ArgumentTypeError(f"needs MIN <= MAX, got {text!r}")
+    return least, most
+
+
 def _count_gpus() -> int:
     visible = environ().get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -188,6 +200,7 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
             max_nodes=high,
             max_restarts=options.max_restarts,
             replaces=options.restart == "worker",
+            durable=options.restart == "worker" and bool(meeting.service) and not single,
         ),
         "meeting": Meeting(timing=timing) if single else meeting,
         "run_id": options.rdzv_id or (None if single else "none"),

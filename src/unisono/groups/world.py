@@ -39,6 +39,8 @@ class World:
     Attributes:
         membership: The part of this process in the job. None without `init_process_group`, and
             after `shrink_group` of the default group.
+        lender: Lends the default group of torch.distributed if a call needs one; see
+            `unisono.torch.membership`.
     """
 
     def __init__(self) -> None:
@@ -47,8 +49,10 @@ class World:
         self.made = 0
         self.made_local: Counter[tuple[int, ...]] = Counter()
         self.on_close: list[Callable[[], None]] = []
+        self.has_hooks = False  # whether `at_exit` was called for this world
         self.passed: Counter[str] = Counter()  # how often each `breakpoint()` was reached
         self.membership: Membership | None = None
+        self.lender: Callable[[], None] | None = None
 
     @property
     def default(self) -> ProcessGroup | None:
@@ -75,6 +79,7 @@ class World:
         self.made_local.clear()
         self.membership = None
         callbacks, self.on_close = self.on_close, []
+        self.has_hooks = False
         for callback in callbacks:
             callback()
 
@@ -86,10 +91,11 @@ class World:
             why: The reason for errors of calls on the closed groups.
         """
         callbacks, self.on_close = self.on_close, []
+        has_hooks = self.has_hooks
         for old in self.groups.values():
             old.name += why and f" ({why})"
         self.close()
-        self.on_close = callbacks
+        self.on_close, self.has_hooks = callbacks, has_hooks
         self.default = self.groups[group.key] = group
         self.made = 1
 
@@ -149,8 +155,10 @@ def resolve(group: Group = None) -> ProcessGroup | None:
         ArgumentTypeError: Not a group.
     """
     if group is None:
-        default = current().default
-        if default is None:
+        world = current()
+        if world.default is None and world.lender is not None:
+            world.lender()
+        if (default := world.default) is None:
             raise NotInitializedError("the default process group has not been initialized")
         return default
     if isinstance(group, ProcessGroup):

@@ -11,7 +11,7 @@ from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedE
 from unisono.integrations import member
 from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
 from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import Ranks, T, collect
+from unisono.integrations.outcomes import OUTSIDE, Ranks, T, collect
 
 try:
     from distributed import Client, Future, wait
@@ -23,6 +23,9 @@ except ImportError as error:
 _FETCH_S = 5.0
 """How long a result may travel before the caller looks for lost workers. The time doubles with each
 attempt, because a large result may take longer."""
+
+_clients: dict[Meeting, str] = {}
+"""On the scheduler: the client of each meeting that is open."""
 
 _HINT = "is each worker idle? A rank takes one thread of its worker until the end of the call"
 
@@ -78,7 +81,7 @@ def run(
                 f"worker {address} is a thread: each rank needs a process of its own",
                 hint="start the cluster with processes=True",
             )
-    meeting = client.run_on_scheduler(_open, len(found), timeout, backend)
+    meeting = client.run_on_scheduler(_open, client.id, len(found), timeout, backend)
     call = _Tasks(client, meeting, found)
     try:
         start = Deadline(timeout)
@@ -86,7 +89,7 @@ def run(
         return collect(call, start, hint=_HINT)
     finally:
         client.cancel(list(call.pending), force=True)
-        call.at_store(close_meeting)
+        call.at_store(_close)
 
 
 class _Tasks(Ranks):
@@ -149,8 +152,7 @@ class _Tasks(Ranks):
         except KilledWorker as error:
             return Outcome(rank=rank, lost=str(error))
         except Exception as error:
-            # Raised outside the function, for instance when Dask unpickled it.
-            return member.failure(self.meeting, rank, error)
+            return member.failure(self.meeting, rank, error, OUTSIDE)
 
 
 def _rank(meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Outcome:
@@ -175,9 +177,22 @@ def _find(workers: Sequence[Any] | None, dask_scheduler: Any = None) -> list[tup
     return [(address, known[address].server_id) for address in addresses]
 
 
-def _open(size: int, timeout: Timeout, backend: str | None, dask_scheduler: Any = None) -> Meeting:
+def _open(
+    client: str, size: int, timeout: Timeout, backend: str | None, dask_scheduler: Any = None
+) -> Meeting:
+    """Serve a store on the scheduler, and close the stores of clients that have gone."""
+    for meeting, other in list(_clients.items()):
+        if other not in dask_scheduler.clients:
+            _close(meeting)
     host = get_address_host(dask_scheduler.address)
-    return open_meeting(host, size, timeout, backend, "cloudpickle")
+    meeting = open_meeting(host, size, timeout, backend, "cloudpickle")
+    _clients[meeting] = client
+    return meeting
+
+
+def _close(meeting: Meeting) -> None:
+    _clients.pop(meeting, None)
+    close_meeting(meeting)
 
 
 def _lost(workers: Sequence[tuple[str, str]], dask_scheduler: Any = None) -> set[int]:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from unisono.c10d.lifecycle import init_process_group
-from unisono.errors import NotInitializedError, PeerLostError, UnisonoError, UsageError
+from unisono.errors import Context, NotInitializedError, PeerLostError, UnisonoError, UsageError
 from unisono.groups.process_group import group_timeout_s
 from unisono.groups.world import process_world
 from unisono.integrations.meeting import JOINED, STARTED, Meeting, attend
@@ -72,13 +72,13 @@ def attempt(meeting: Meeting, rank: int, action: Callable[[], Any]) -> Outcome:
         return failure(meeting, rank, error)
 
 
-def failure(meeting: Meeting, rank: int, error: BaseException) -> Outcome:
-    """Return the outcome of a call that raised an error."""
+def failure(meeting: Meeting, rank: int, error: BaseException, place: str = "") -> Outcome:
+    """Return the outcome of a call that raised an error, by default in this process."""
     pickled = b""
     with contextlib.suppress(Exception):
         pickled = import_module(meeting.pickler).dumps(error)
     text = "".join(traceback.format_exception(error))
-    place = f"pid {os.getpid()}, host {platform.node()}"
+    place = place or f"pid {os.getpid()}, host {platform.node()}"
     return Outcome(rank=rank, text=text, error=pickled, place=place)
 
 
@@ -88,15 +88,15 @@ def _alone(meeting: Meeting, rank: int) -> Iterator[None]:
     with _lock:
         if _Process.busy is not None:
             token, other = _Process.busy
-            if token == meeting.token:
+            if token == meeting.token and other != rank:
                 raise UsageError(
                     f"ranks {other} and {rank} are threads of one process, {os.getpid()}: each "
                     "rank needs a process of its own",
                     hint="start workers that are processes, and give each rank its own worker",
                 )
             raise UsageError(
-                f"rank {rank} cannot join a group: process {os.getpid()} still runs a call as "
-                f"rank {other} of another group",
+                f"rank {rank} cannot start: process {os.getpid()} still runs an earlier call as "
+                f"rank {other}",
                 hint="wait for the end of that call, or choose other workers",
             )
         _Process.busy = meeting.token, rank
@@ -124,6 +124,7 @@ def join(meeting: Meeting, rank: int) -> None:
         if store.add(f"{STARTED}/{rank}", 1) > 1:
             raise PeerLostError(
                 f"rank {rank} starts a second time: the framework has lost a rank of this group",
+                context=Context(world_size=meeting.size, peers=(rank,)),
                 hint="catch the error of the call, and call it again for a new group",
             )
         store.set_timeout(meeting.timeout_s + _RANKS_LATER_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
@@ -10,9 +11,12 @@ from unisono.base.deadline import Deadline
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
 from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
 from unisono.integrations.member import Outcome
-from unisono.launcher.report import is_consequence
+from unisono.launcher.report import exception_line, is_consequence
 
 T = TypeVar("T")
+
+OUTSIDE = "outside of the function"
+"""The place of an error that the framework raised, for instance when it unpickled the arguments."""
 
 POLL_S = 0.5
 """How often the caller looks for lost ranks. Less costs the framework's scheduler time."""
@@ -127,11 +131,14 @@ def _peers(error: BaseException) -> tuple[int, ...]:
     return error.context.peers if isinstance(error, UnisonoError) else ()
 
 
-def _load(meeting: Meeting, outcome: Outcome) -> BaseException:
-    """Return the error of a rank; a WorkerFailedError if it cannot be pickled."""
-    try:
-        error: BaseException = import_module(meeting.pickler).loads(outcome.error)
-    except Exception:
-        rank = f"rank {outcome.rank} of {meeting.size}"
-        return WorkerFailedError(f"{rank} raised an error that cannot be pickled\n{outcome.text}")
-    return error
+def _load(meeting: Meeting, outcome: Outcome) -> Exception:
+    """Return the error of a rank; a WorkerFailedError if it cannot be unpickled here.
+
+    Also if it is no Exception: a SystemExit would end the caller, perhaps with the exit code 0.
+    """
+    with contextlib.suppress(Exception):
+        error = import_module(meeting.pickler).loads(outcome.error)
+        if isinstance(error, Exception):
+            return error
+    line = exception_line(outcome.text)
+    return WorkerFailedError(f"rank {outcome.rank} of {meeting.size} raised {line}\n{outcome.text}")

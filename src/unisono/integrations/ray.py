@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from unisono.base.deadline import Deadline, Timeout
-from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
+from unisono.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    InvalidArgumentError,
+    UnsupportedError,
+    UsageError,
+)
 from unisono.integrations import member
 from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
 from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import Ranks, collect
+from unisono.integrations.outcomes import OUTSIDE, Ranks, collect
 
 try:
     import ray
@@ -111,6 +118,7 @@ class Group:
         self._meeting = meeting
         self._names = names
         self._closed = False
+        self._runs = threading.Lock()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn(actor, *args)` in every actor at once and return the results, by rank.
@@ -125,20 +133,30 @@ class Group:
 
         Raises:
             PeerLostError: An actor died; names its rank.
+            UsageError: Another thread is in a call of `run`. Two calls might reach the actors in
+                different orders.
             Exception: The error of the rank that failed first. Its cause is a WorkerFailedError
                 that ends with the traceback.
         """
         if self._closed:
             raise ClosedError("the group of Ray actors is closed")
-        return collect(self._call(_run, fn, *args))
+        if not self._runs.acquire(blocking=False):
+            raise UsageError("run: another thread is in a call of run of this group")
+        try:
+            return collect(self._call(_run, fn, *args))
+        finally:
+            self._runs.release()
 
     def close(self) -> None:
         """Close the group in all actors; the actors live on. A second call does nothing."""
         if not self._closed:
             self._closed = True
-            refs = [actor.__ray_call__.remote(_leave, self._meeting) for actor in self._actors]
-            ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
-            close_meeting(self._meeting)
+            try:
+                if ray.is_initialized():  # Otherwise the calls would start another Ray.
+                    refs = [a.__ray_call__.remote(_leave, self._meeting) for a in self._actors]
+                    ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_S)
+            finally:
+                close_meeting(self._meeting)
 
     def __enter__(self) -> Group:
         return self
@@ -152,7 +170,9 @@ class Group:
     def _call(self, action: Callable[..., Outcome], *args: Any) -> _Calls:
         calls = _Calls(self._meeting, self._names)
         for rank, actor in enumerate(self._actors):
-            calls.pending[actor.__ray_call__.remote(action, self._meeting, rank, *args)] = rank
+            # A restarted actor must not repeat the call: it is no longer in the group.
+            call = actor.__ray_call__.options(max_task_retries=0)
+            calls.pending[call.remote(action, self._meeting, rank, *args)] = rank
         return calls
 
 
@@ -171,8 +191,7 @@ class _Calls(Ranks):
             try:
                 yield ray.get(ref)
             except RayTaskError as error:
-                # Raised outside the function, for instance when Ray unpickled it.
-                yield member.failure(self.meeting, rank, error.cause or error)
+                yield member.failure(self.meeting, rank, error.cause or error, OUTSIDE)
             except RayError as error:
                 yield Outcome(rank=rank, lost=str(error).partition("\n")[0])
 

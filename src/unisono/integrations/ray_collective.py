@@ -31,7 +31,8 @@ class CollectiveGroup(BaseGroup):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
-        key = f"unisono/{group_name}".encode()
+        # Two jobs of a cluster may have groups of one name, but not one namespace.
+        key = f"unisono/{ray.get_runtime_context().namespace}/{group_name}".encode()
         deadline = Deadline(_START_S)
         meeting = _announce(key, world_size) if rank == 0 else None
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from unisono.base.deadline import Deadline, Timeout
-from unisono.errors import ArgumentTypeError, LaunchError, UnisonoError
+from unisono.errors import ArgumentTypeError, ClosedError, LaunchError, UnisonoError
 from unisono.integrations import member
 from unisono.integrations.meeting import (
     FAILED,
@@ -23,7 +23,7 @@ from unisono.integrations.meeting import (
     posts,
 )
 from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import Ranks, collect
+from unisono.integrations.outcomes import OUTSIDE, Ranks, collect
 
 try:
     from py4j.protocol import Py4JError
@@ -36,10 +36,11 @@ except ImportError as error:
 _LOOK_S = 0.1
 """How often the caller looks for failures that ranks have posted before Spark reports the end."""
 
-_END_S = 1.0
+_END_S = 0.2
 """How long the caller waits for the end of a cancelled job, which Spark ends in its own time."""
 
 _CAUSE = re.compile(r"org\.apache\.spark\.[\w.]+: (.+?)(?:\. |$)", re.MULTILINE)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?: .*\n)+\S.*")
 _LOST_TASK = re.compile(r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully")
 
 
@@ -80,13 +81,15 @@ def run(
         )
     if not isinstance(size, int):
         raise ArgumentTypeError(f"size must be int, got {type(size).__name__}")
-    host = context.getConf().get("spark.driver.host") or "127.0.0.1"
-    meeting = open_meeting(host, size, timeout, backend, _pickler.__name__)
-    job = _Job(context, meeting, functools.partial(_task, meeting, fn, args))
+    if context._jsc is None:
+        raise ClosedError("the SparkContext is stopped")
     hint = (
         f"a barrier stage starts when Spark has a free slot for each of its {size} tasks; there "
         f"are {context.defaultParallelism} slots"
     )
+    host = context.getConf().get("spark.driver.host") or "127.0.0.1"
+    meeting = open_meeting(host, size, timeout, backend, _pickler.__name__)
+    job = _Job(context, meeting, functools.partial(_task, meeting, fn, args))
     try:
         return collect(job, Deadline(timeout), hint=hint)
     finally:
@@ -140,7 +143,7 @@ class _Job(Ranks):
         return [_pickler.loads(found[rank]) for rank in new]
 
     def _lost(self, error: Exception) -> list[Outcome]:
-        """Return which rank Spark reports as lost; none if another failure ended the job.
+        """Return which rank Spark reports as failed; none if another failure ended the job.
 
         Raises:
             Exception: The error if it is not Spark's.
@@ -150,7 +153,10 @@ class _Job(Ranks):
             raise error
         text = str(error)
         if task := _LOST_TASK.search(text):
-            return [Outcome(rank=int(task[1]), lost=_cause(text, task.end()))]
+            rank = int(task[1])
+            if raised := _TRACEBACK.search(text, task.end()):
+                return [Outcome(rank=rank, text=raised[0], place=OUTSIDE)]
+            return [Outcome(rank=rank, lost=_cause(text, task.end()))]
         if not self._seen:
             raise LaunchError(f"Spark ended the job: {_cause(text)}") from error
         return []

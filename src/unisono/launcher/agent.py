@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import select
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -38,11 +38,12 @@ from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
-from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerStore, WorkerWorld, job_prefix
+from unisono.rendezvous.dynamic import Answer, Changed, DynamicRendezvous
 from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop
 from unisono.rendezvous.services import open_service, service_host
 from unisono.rendezvous.state import Node
+from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, workers_url
 from unisono.stores import FileStore, HashStore, PrefixStore, Store
 
 Canceled = Callable[[], bool]
@@ -56,13 +57,19 @@ _PATIENCE_S = 5.0
 class _Orders:
     """The latest orders of the rendezvous to this agent.
 
+    Args:
+        rendezvous: The rendezvous.
+        notify: Function that shows a line of text.
+
     Attributes:
         end: The order to end, or None.
         stop: The order to stop the workers of the present world, or None.
     """
 
-    def __init__(self, rendezvous: DynamicRendezvous) -> None:
+    def __init__(self, rendezvous: DynamicRendezvous, notify: Callable[[str], None]) -> None:
         self._rendezvous = rendezvous
+        self._notify = notify
+        self._answers: deque[Answer] = deque()
         self._stop_at = Deadline(0.0)
         self.end: End | None = None
         self.stop: Stop | None = None
@@ -79,12 +86,25 @@ class _Orders:
                     self._stop_at = Deadline(SETTLE_S if order.unexplained else 0.0)
                 case End():
                     self.end, world = order, None
+                    if not order.at_once:
+                        self._notify(f"{order.reason}; the workers go on until they need it")
+                case Answer():
+                    self._answers.append(order)
+                case Changed(reason):
+                    self._notify(reason)
         return world
+
+    def answer(self) -> Answer | None:
+        """Take the oldest answer about a replacement; after the world's end each is a refusal."""
+        self.take()
+        if self._answers:
+            return self._answers.popleft()
+        return None if self.end is None and self.stop is None else Answer(granted=False)
 
     def stop_in_s(self) -> float:
         """Return in how many seconds the workers must be stopped; infinity without an order."""
         self.take()
-        if self.end is not None:
+        if self.end is not None and self.end.at_once:
             return 0.0
         return float("inf") if self.stop is None else self._stop_at.remaining()
 
@@ -125,8 +145,8 @@ class Agent:
         self._restarts = 0
         self._signum: int | None = None
         self._hurried = False
-        # The attempts, and the workers that were replaced while the others went on.
-        self._made = Counter(attempts=0, replacements=0)
+        # The attempts, and the replacements of this node, each with a log folder of its own.
+        self._made = 0
 
     def run(self) -> LaunchResult:
         """Take part in the job until it ends, or until a signal ends the part of this node.
@@ -145,7 +165,7 @@ class Agent:
             if resources.binding.report:
                 self.notify(resources.binding.report)
             self._rendezvous = self._join()
-            self._orders = _Orders(self._rendezvous)
+            self._orders = _Orders(self._rendezvous, self.notify)
             stack.callback(self._leave)
             stack.callback(resources.warm.close)
             return self._run_worlds(output)
@@ -195,6 +215,7 @@ class Agent:
                 port=spec.master_port,
                 token=self._token,
                 shared=meeting.share_port and not single,
+                service=workers_url(meeting.service, self._run_id) if spec.limits.durable else "",
             ),
             wake=self._resources.signals.wake,
         )
@@ -235,9 +256,8 @@ class Agent:
                 world.epoch,
                 original=not is_consequence(failure.text),
                 reason=failure.line_with_reason(),
-                replaced=self._made["replacements"],
             )
-            used = world.restarts + self._made["replacements"]
+            used = world.restarts + self._rendezvous.replaced
             if used < spec.limits.max_restarts:
                 self.notify(
                     f"{failure.line_with_reason()}; "
@@ -251,27 +271,27 @@ class Agent:
             one_gpu_each=spec.one_gpu_each,
             token=self._token,
         )
-        budget = spec.limits.max_restarts - world.restarts - self._made["replacements"]
+        job = self._rendezvous if spec.limits.replaces else None
         replacements = Replacements(
-            place, budget if spec.limits.replaces else 0, self._on_replacement
+            place, job, self._orders.answer, spec.limits.min_nprocs or spec.nprocs, self.notify
         )
         attempt = Attempt(
             self._resources,
             output,
             place,
-            self._made.total(),
+            self._made,
             stop_in_s=self._orders.stop_in_s,
             on_failure=on_failure,
             replacements=replacements,
         )
-        self._made["attempts"] += 1
         try:
             result = attempt.run()
         except LaunchError as error:
             self._rendezvous.leave(f"node {os.uname().nodename}: {error.what}", broken=True)
             raise
+        self._made += 1 + replacements.count
         if result.succeeded:
-            self._rendezvous.succeeded(world.epoch)
+            self._rendezvous.succeeded(world.epoch, idle=result.idle)
         elif self._orders.stop is not None and not failed and result.signum is None:
             self.notify(f"workers were stopped: {self._orders.stop.reason}")
         if result.signum is None:
@@ -280,12 +300,6 @@ class Agent:
             # the signal would then count as the failure.
             self._rendezvous.stopped()
         return result
-
-    def _on_replacement(self, failure: WorkerFailure) -> None:
-        self._made["replacements"] += 1
-        used = self._restarts + self._made["replacements"]
-        budget = self._resources.spec.limits.max_restarts
-        self.notify(f"{failure.line_with_reason()}; replacement {used} of {budget}")
 
     def _launch_result(self, result: AttemptResult | None) -> LaunchResult:
         end = self._orders.end
@@ -304,7 +318,7 @@ class Agent:
             left_s=result.left_s if result is not None and here else {},
             places=result.places if result is not None else {},
             signum=self._signum,
-            restarts=self._restarts + self._made["replacements"],
+            restarts=self._restarts + self._rendezvous.replaced,
             reason=end.reason if end is not None and failed else "",
         )
 
@@ -361,9 +375,9 @@ def open_shared(meeting: Meeting, canceled: Canceled) -> tuple[Store, str]:
     """
     # An agent that cannot reach the store for longer counts as lost for the others.
     read_timeout_s = max(1.0, meeting.timing.dead_after_s)
-    if isinstance(meeting.endpoint, str) and "://" in meeting.endpoint:
-        address = meeting.address or own_address(service_host(meeting.endpoint))
-        return open_service(meeting.endpoint, "", timeout=read_timeout_s), address
+    if meeting.service:
+        address = meeting.address or own_address(service_host(meeting.service))
+        return open_service(meeting.service, "", timeout=read_timeout_s), address
     if isinstance(meeting.endpoint, str):
         return FileStore(meeting.endpoint), meeting.address or os.uname().nodename
     host, port = meeting.endpoint

@@ -66,7 +66,8 @@ class AttemptResult:
         left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
         places: Where stopped ranks were when the first failure was known, as far as they answer.
         signum: The signal that ended the attempt, or None.
-        succeeded: Whether every worker ended with exit code 0, or its replacement did.
+        succeeded: Whether every worker ended with exit code 0, or the others go on without it.
+        idle: Whether no worker was ever taken in by the ranks of the job that it was to join.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -75,6 +76,7 @@ class AttemptResult:
     places: dict[int, str]
     signum: int | None
     succeeded: bool
+    idle: bool = False
 
 
 class Attempt:
@@ -90,7 +92,7 @@ class Attempt:
             at each wake-up.
         on_failure: Function that is called once with the first failure as soon as that is known;
             other workers may still be ending.
-        replacements: The rules for replacing single workers; None: no worker is replaced.
+        replacements: The rules for failures that do not end the attempt; None: each ends it.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Attempt:
         self._exits = ExitLog(self._error_text)
         self._signum: int | None = None
         self._oom = OomWatch()
-        self._replacements = replacements or Replacements(place, 0, lambda failure: None)
+        self._replacements = replacements or Replacements(place)
 
     def run(self) -> AttemptResult:
         """Start the workers and return when all of them have ended.
@@ -128,18 +130,21 @@ class Attempt:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._kill_and_reap)
                 for local_rank in range(self._resources.spec.nprocs):
-                    self._group.add(self._start(local_rank))
+                    self._group.add(worker := self._start(local_rank))
+                    if self._place.node.joined:
+                        self._replacements.newcomers.add(worker)
                 self._resources.warm.begin(wanted=self._may_follow())
                 self._show_status()
                 self._watch()
             workers = self._group.workers
             return AttemptResult(
-                failures=tuple(self._exits.failures()),
+                failures=tuple(self._exits.failures(stopped_by_signal=self._signum is not None)),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
                 places=self._exits.places,
                 signum=self._signum,
                 succeeded=all(worker.exit_code == 0 for worker in workers),
+                idle=not workers,
             )
 
     def _may_follow(self) -> bool:
@@ -191,7 +196,7 @@ class Attempt:
             for worker in group.running:
                 if worker.exit_fd is not None:
                     selector.register(worker.exit_fd, selectors.EVENT_READ)
-            while group.running:
+            while group.running or (self._replacements.asked and not group.stopping):
                 # Before any wait: an order to stop may have come with the order to start, and no
                 # wake-up will follow it.
                 if not group.stopping and self._stop_in_s() == 0.0:
@@ -205,13 +210,16 @@ class Attempt:
                     if worker.exit_fd is not None:
                         selector.unregister(worker.exit_fd)
                     resources.descendants.wait_if_exiting(2 * _KILL_TIMEOUT_S)
-                    new = self._on_exit(worker)
-                    if new is not None and new.exit_fd is not None:
-                        selector.register(new.exit_fd, selectors.EVENT_READ)
+                    self._on_exit(worker)
                     self._show_status()
+                self._on_answers(selector)
                 self._on_clock(selector)
                 if not group.stopping:
-                    resources.warm.look(group.workers, self._environment, self._new_worker)
+                    first_rank = self._place.first_rank
+                    running = {worker.rank - first_rank: worker for worker in group.workers}
+                    resources.warm.look(running, self._environment, self._new_worker)
+            for worker, failure in self._replacements.asked:
+                self._exits.add(worker.rank, worker.pid, failure.exit_code, failure.hint)
             # All workers have ended, so no further failure will explain the known failure.
             if not group.stopping and self._exits.known_in_s() < float("inf"):
                 self._fail()
@@ -241,10 +249,10 @@ class Attempt:
             # With the second signal the user ends the grace period.
             self._group.kill_now()
 
-    def _on_exit(self, worker: Worker) -> Worker | None:
-        """Record the end of a worker; return its replacement, if it gets one."""
+    def _on_exit(self, worker: Worker) -> None:
+        """Record the end of a worker, unless the others can go on."""
         if worker.stopped or worker.exit_code is None:
-            return None
+            return
         if worker.exit_code and not self._group.stopping:
             stderr, _ = self._error_sources[worker.rank]
             stderr.ended.wait(_TAIL_WAIT_S)
@@ -252,19 +260,48 @@ class Attempt:
         unexplained = self._exits.known_in_s() == float("inf")
         if worker.exit_code and unexplained and not self._group.stopping:
             failure = self._exits.failure(worker.rank, worker.pid, worker.exit_code, hint)
-            if self._replacements.may_replace(failure, self._group.running):
-                return self._replace(worker, failure)
+            if self._replacements.ask(worker, failure, self._group.running):
+                return
+            if self._does_without(worker, failure):
+                return
         self._exits.add(worker.rank, worker.pid, worker.exit_code, hint)
-        return None
+
+    def _on_answers(self, selector: selectors.BaseSelector) -> None:
+        """Replace the workers for which the job has a restart left."""
+        while not self._group.stopping and (found := self._replacements.answered()) is not None:
+            worker, failure, answer = found
+            if answer.granted:
+                self._replacements.notify(
+                    f"{failure.line_with_reason()}; "
+                    f"replacement {answer.used} of {self._place.max_restarts}"
+                )
+                new = self._replace(worker, failure)
+                if new.exit_fd is not None:
+                    selector.register(new.exit_fd, selectors.EVENT_READ)
+            elif not self._does_without(worker, failure):
+                self._exits.add(worker.rank, worker.pid, failure.exit_code, failure.hint)
+            self._show_status()
 
     def _replace(self, worker: Worker, failure: WorkerFailure) -> Worker:
         """Start a replacement, which waits until the other ranks take it in."""
         self._exits.replaced(failure)
-        self._replacements.begin(failure)
         new = self._start(worker.rank - self._place.first_rank, UNISONO_JOIN="1")
-        self._replacements.workers.append(new)
+        self._replacements.newcomers.add(new)
         self._group.replace(worker, new)
         return new
+
+    def _does_without(self, worker: Worker, failure: WorkerFailure) -> bool:
+        """Go on without a worker that failed, if enough others are left."""
+        group = self._group
+        if not self._replacements.may_do_without(worker, group.workers):
+            return False
+        self._exits.replaced(failure)
+        group.replace(worker, None)
+        self._replacements.notify(
+            f"{failure.line_with_reason()}; "
+            f"going on with {len(group.workers)} of {self._resources.spec.nprocs} workers"
+        )
+        return True
 
     def _on_clock(self, selector: selectors.BaseSelector) -> None:
         for worker in self._replacements.unneeded(self._group.running):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import LaunchError
-from unisono.rendezvous.dynamic import WorkerWorld
 from unisono.rendezvous.state import Node
+from unisono.rendezvous.worker_world import WorkerWorld
 
 LOOPBACK = "127.0.0.1"
 
@@ -111,6 +111,13 @@ def worker_environment(
     }
     if place.token:
         variables["UNISONO_TOKEN"] = place.token
+    # This launcher may itself be started by a newcomer of another job.
+    for name, text in (
+        ("UNISONO_JOIN", "1" * node.joined),
+        ("UNISONO_STORE", world.store_url),
+    ):
+        if text or inherited.get(name):
+            variables[name] = text
     defaults = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         # Makes a worker print its Python stack before SIGSEGV ends it.

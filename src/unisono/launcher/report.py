@@ -40,7 +40,7 @@ _LAST_LINES = 20
 
 _CONSEQUENCES = re.compile(
     r"(\w+\.)*(PeerLostError|PeerFailedError|CollectiveAbortedError|StoreConnectionError|"
-    r"ConnectionResetError|ConnectionAbortedError|BrokenPipeError|DistNetworkError)\b"
+    r"StepAborted|ConnectionResetError|ConnectionAbortedError|BrokenPipeError|DistNetworkError)\b"
     # Gloo raises a plain RuntimeError when a peer has closed its connection.
     r"|.*(Connection closed by peer|Connection reset by peer|Broken pipe)"
 )
@@ -242,12 +242,14 @@ class ExitLog:
         """Return in how many seconds the first failure is known; infinity without a failure."""
         return float("inf") if self._known is None else self._known.remaining()
 
-    def failures(self) -> list[WorkerFailure]:
+    def failures(self, *, stopped_by_signal: bool = False) -> list[WorkerFailure]:
         """Return the failures, the root cause first."""
         found = [replace(each, text=self._text_of(each.rank)) for each in self._failures]
         # Workers that do not call `reconfigure` end because of the replaced worker.
-        since_s = min((each.time_s for each in found), default=float("inf")) - _FOLLOWS_S
-        found += [each for each in self._replaced if each.time_s >= since_s]
+        # They may be on another node, whose report then stops the workers here.
+        if all(is_consequence(each.text) for each in found) and not stopped_by_signal:
+            since_s = min((each.time_s for each in found), default=time.time()) - _FOLLOWS_S
+            found += [each for each in self._replaced if each.time_s >= since_s]
         return root_cause_first(found)
 
 

@@ -43,6 +43,12 @@ class Meeting:
     address: str | None = None
     timing: Timing = field(default_factory=Timing)
 
+    @property
+    def service(self) -> str:
+        """The URL of the service in which the agents meet, or ""."""
+        is_url = isinstance(self.endpoint, str) and "://" in self.endpoint
+        return str(self.endpoint) if is_url else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:

@@ -10,7 +10,7 @@ import torch
 
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, NotInGroupError
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import resolve
+from unisono.groups.world import current, resolve
 from unisono.parallel.hooks import Hook
 from unisono.parallel.module_check import ModuleCheck
 from unisono.parallel.reducer import Reducer
@@ -36,13 +36,17 @@ class DistributedDataParallel(torch.nn.Module):
     result has the bits of torch's DistributedDataParallel on Gloo. With more ranks the order of
     sums differs, so the results differ by rounding.
 
+    On the default group the average is over the ranks that are there. After `reconfigure` the next
+    forward pass takes the new default group. In generations after the first, newcomers included,
+    the first forward pass makes the copies, not the constructor.
+
     Args:
         module: The module, on the CPU; the same on all ranks.
-        process_group: The group; the default group if None.
+        process_group: The group; the default group, also a later one, if None.
         bucket_cap_mb: MiB of gradients per message.
         broadcast_buffers: Copy rank 0's buffers to the other ranks before each forward pass that
             follows a pass with reduction.
-        init_sync: Copy rank 0's parameters and buffers at construction.
+        init_sync: Copy rank 0's parameters and buffers, see above.
         find_unused_parameters: Look in each forward pass for parameters that its outputs do not
             depend on. A parameter that no rank uses keeps its gradient. A parameter that some
             ranks use gets the average, in which the other ranks count as zero.
@@ -80,10 +84,14 @@ class DistributedDataParallel(torch.nn.Module):
         self.process_group = group
         self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
-        self._buffers_due = False
-        if init_sync:
-            self._copy_from_first([p for _, p in module.named_parameters()])
-            self._copy_from_first([b for _, b in module.named_buffers()])
+        self._follows = process_group is None
+        self._init_sync = self._copy_due = init_sync
+        membership = current().membership
+        # Survivors make no constructor, so a newcomer must make the calls of their forward pass.
+        later = self._follows and membership is not None and membership.generation > 1
+        self._buffers_due = later
+        if not later:
+            self._copy_model()
         cap_bytes = int(bucket_cap_mb * _MIB)
         caps_bytes = [min(_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes]
         self._reducer = Reducer(named, group, caps_bytes, find_unused_parameters)
@@ -96,6 +104,8 @@ class DistributedDataParallel(torch.nn.Module):
             UsageError: The last backward pass did not reach all parameters, or the module no longer
                 has the parameters with which it was wrapped. The text names them.
         """
+        self._follow()
+        self._copy_model()
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._reducer.require_finished()
@@ -130,6 +140,20 @@ class DistributedDataParallel(torch.nn.Module):
             UsageError: There is a hook already, or a backward pass is under way.
         """
         self._reducer.register_hook(state, hook)
+
+    def _follow(self) -> None:
+        """Use the default group that `reconfigure` has made, if the group before is closed."""
+        if not self._follows or self.process_group.backends or (made := current().default) is None:
+            return
+        self._reducer.regroup(made)
+        self.process_group = made
+        self._copy_due, self._buffers_due = self._init_sync, True
+
+    def _copy_model(self) -> None:
+        if self._copy_due:
+            self._copy_from_first([p for _, p in self.module.named_parameters()])
+            self._copy_from_first([b for _, b in self.module.named_buffers()])
+            self._copy_due = self._buffers_due = False
 
     def _copy_from_first(self, tensors: list[Any]) -> None:
         works = [self.process_group.broadcast(t.detach(), 0, async_op=True) for t in tensors]

@@ -112,6 +112,15 @@ class Reducer:
         # A hook makes several calls per bucket, or casts it: few large buckets are faster.
         self._fill_buckets(math.inf)
 
+    def regroup(self, group: ProcessGroup) -> None:
+        """Reduce over another group from now on; a pass that failed is forgotten."""
+        if isinstance(self._hook, functools.partial) and self._hook.args[0] is self._group:
+            self._hook = functools.partial(self._hook.func, group)
+        self._group = group
+        # New buckets, so that nothing that the old group still writes can reach the next pass.
+        self._fill_buckets(_ALONE_BYTES if self._hook is None else math.inf)
+        self._pass = _Pass()
+
     def prepare(self, outputs: Any) -> None:
         """Expect backward passes from `outputs`."""
         # Expect a pass now: a loss may depend only on a tensor that the module has kept.

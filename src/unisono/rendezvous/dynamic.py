@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
-from unisono.errors import RendezvousError, StoreError, UnisonoError
+from unisono.errors import StoreError, UnisonoError
 from unisono.rendezvous.endpoint import is_host_of
 from unisono.rendezvous.member import (
     Action,
@@ -31,95 +31,44 @@ from unisono.rendezvous.member import (
 from unisono.rendezvous.state import (
     Event,
     Failed,
+    Idle,
     Left,
     Limits,
     Lost,
     Node,
     Phase,
+    Replaced,
     State,
     Succeeded,
     dumps,
+    holders,
     loads,
 )
 from unisono.rendezvous.transitions import apply
+from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 
 _LOG = get_logger("rendezvous")
-_PREFIX = "unisono/rendezvous/"
 _STATE = "state"
 _IDLE_POLL_S = 0.03
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerWorld:
-    """The order to start the workers of a world.
+@dataclass(frozen=True)
+class Answer:
+    """The answer to `ask_to_replace`: whether a restart was left, and how many of them are used."""
 
-    Attributes:
-        epoch: The number of the world.
-        members: The nodes of the world by group rank.
-        group_rank: The group rank of this node.
-        restarts: Number of worlds that failed before.
-        master_addr: Address of the workers' store.
-        master_port: Port of the workers' store.
-    """
-
-    epoch: int = 1
-    members: tuple[Node, ...]
-    group_rank: int = 0
-    restarts: int = 0
-    master_addr: str
-    master_port: int
+    granted: bool
+    used: int = 0
 
 
-Order = WorkerWorld | Stop | End
+@dataclass(frozen=True)
+class Changed:
+    """Another node joined or left the running world."""
+
+    reason: str
 
 
-def job_prefix(run_id: str) -> str:
-    """Return the prefix of a job's keys in the store of its nodes."""
-    return f"{_PREFIX}{run_id}"
-
-
-class WorkerStore:
-    """The store of the workers, which is empty at the start of every world.
-
-    Args:
-        port: Port of the store; 0 for any.
-        token: Token of the store.
-        shared: Whether the workers use the server of the rendezvous store (`--master-port`). If
-            not, every world has a new server.
-    """
-
-    def __init__(self, *, port: int = 0, token: str = "", shared: bool = False) -> None:
-        self._port = port
-        self._token = token
-        self._shared = shared
-        self._server: TCPStore | None = None
-
-    def open(self, rendezvous_store: Store, address: str) -> tuple[str, int]:
-        """Close the server of the last world; return host and port of a store without keys.
-
-        Raises:
-            RendezvousError: The server cannot be started.
-        """
-        self.close()
-        if self._shared and isinstance(rendezvous_store, TCPStore):
-            for key in rendezvous_store.list_keys():
-                if not key.startswith(_PREFIX):
-                    rendezvous_store.delete_key(key)
-            return rendezvous_store.host, rendezvous_store.port
-        try:
-            self._server = TCPStore(
-                address, self._port, is_master=True, wait_for_workers=False, token=self._token
-            )
-        except StoreError as error:
-            raise RendezvousError(f"cannot open the workers' store: {error.what}") from error
-        return address, self._server.port
-
-    def close(self) -> None:
-        """Close the server, if there is one."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+Order = WorkerWorld | Stop | End | Answer | Changed
 
 
 class DynamicRendezvous:
@@ -170,13 +119,21 @@ class DynamicRendezvous:
         except queue.Empty:
             return None
 
-    def failed(self, epoch: int, *, original: bool, reason: str, replaced: int = 0) -> None:
+    def failed(self, epoch: int, *, original: bool, reason: str) -> None:
         """Report that workers failed; other workers of this node may still be ending."""
-        self._inbox.put(Failed(self._member.node.id, epoch, original, reason, replaced))
+        self._inbox.put(Failed(self._member.node.id, epoch, original, reason))
 
-    def succeeded(self, epoch: int) -> None:
-        """Report that all workers ended with exit code 0."""
-        self._inbox.put(Succeeded(self._member.node.id, epoch))
+    def ask_to_replace(self, epoch: int) -> None:
+        """Ask whether a worker may be replaced, which costs a restart; the order is an Answer."""
+        self._inbox.put(Replaced(self._member.node.id, epoch))
+
+    def idle(self, epoch: int, idle: bool) -> None:
+        """Report whether all workers of this node wait for other ranks to take them in."""
+        self._inbox.put(Idle(self._member.node.id, epoch, idle))
+
+    def succeeded(self, epoch: int, *, idle: bool = False) -> None:
+        """Report that all workers ended with exit code 0, or (`idle`) that none was taken in."""
+        self._inbox.put(Succeeded(self._member.node.id, epoch, idle))
 
     def stopped(self) -> None:
         """Report that no worker of this node runs any longer."""
@@ -201,7 +158,7 @@ class DynamicRendezvous:
             store.set(f"report/{epoch}/{self._member.node.id}", text)
             while True:
                 state = loads(store.get(_STATE))
-                keys = {node_id: f"report/{epoch}/{node_id}" for node_id in state.order}
+                keys = {node.id: f"report/{epoch}/{node.id}" for node in state.order}
                 there = [key for key in keys.values() if store.check([key])]
                 awaited = [keys[i] for i in state.present if i in keys and keys[i] not in there]
                 if not awaited or deadline.expired():
@@ -234,6 +191,21 @@ class DynamicRendezvous:
         state = self._state if serves else State()
         me = self._member.node.id
         return [node.host for node in (*state.members, *state.waiting) if node.id != me]
+
+    @property
+    def others_hold_state(self) -> bool:
+        """Whether workers of another node hold the state of the job."""
+        return bool(holders(self._state, without=self._member.node.id))
+
+    @property
+    def replaced(self) -> int:
+        """Number of workers of the job that were replaced while the others went on."""
+        return self._state.replaced
+
+    @property
+    def restart_left(self) -> bool:
+        """Whether a failure of a worker may cause a restart."""
+        return self._thread.is_alive() and self._state.restart_left
 
     @property
     def node_id(self) -> str:
@@ -274,7 +246,7 @@ class DynamicRendezvous:
         try:
             base, address = open_store(lambda: self._abandoned or self._has_event())
             self._store = store = PrefixStore(job_prefix(run_id), base, owns_store=True)
-            node = replace(self._member.node, address=address)
+            node = replace(self._member.node, address=address, serves=is_host_of(base))
             self._member = replace(self._member, node=node)
             store.compare_set(_STATE, b"", dumps(State()))
             while not self._leaving:
@@ -283,7 +255,8 @@ class DynamicRendezvous:
             self._serve_others(store)
             self._clean_up(store)
         except UnisonoError as error:
-            self._put_order(End(False, self._lost_store(error)))
+            patient = self._member.limits.replaces and self._member.running
+            self._put_order(End(False, self._lost_store(error), at_once=not patient))
         except Exception as error:
             _LOG.exception("the rendezvous failed")
             self._put_order(End(False, f"internal error in the rendezvous: {error!r}"))
@@ -317,7 +290,11 @@ class DynamicRendezvous:
         if event is None:
             self._member = stopped(self._member)
         else:
-            self._apply(store, event)
+            changed = self._apply(store, event)
+            if isinstance(event, Replaced):
+                self._state = loads(store.get(_STATE))
+                used = self._state.restarts + self._state.replaced
+                self._put_order(Answer(changed, used))
             mine = isinstance(event, Left | Lost) and event.node_id == self._member.node.id
             self._leaving = self._leaving or mine
 
@@ -325,7 +302,10 @@ class DynamicRendezvous:
         """Read the state and act on it, until no event of this node changes it."""
         self._beat(store)
         while True:
-            self._state = state = loads(store.get(_STATE))
+            before, self._state = self._state, loads(store.get(_STATE))
+            state = self._state
+            if state.phase is Phase.RUNNING and _others_changed(before, state):
+                self._put_order(Changed(state.reason))
             self._member, events, actions = decide(self._member, state, time.monotonic())
             changed = [self._apply(store, event) for event in events]
             for action in actions:
@@ -366,7 +346,7 @@ class DynamicRendezvous:
     def _execute(self, store: PrefixStore, action: Action, state: State) -> None:
         if isinstance(action, Start):
             self._pending = state
-            if state.members[0].id == self._member.node.id:
+            if self._group_rank(state) == 0:
                 here = self._member.node.address
                 address, port = self._worker_store.open(store.underlying_store, here)
                 store.set(f"master/{state.epoch}", f"{port} {address}")
@@ -384,18 +364,24 @@ class DynamicRendezvous:
         if state is None or not store.check([f"master/{state.epoch}"]):
             return
         port, _, address = store.get(f"master/{state.epoch}").decode().partition(" ")
-        ids = [node.id for node in state.members]
+        group_rank = self._group_rank(state)
         self._pending = None
         self._put_order(
             WorkerWorld(
                 epoch=state.epoch,
-                members=state.members,
-                group_rank=ids.index(self._member.node.id),
+                members=state.order,
+                group_rank=group_rank,
                 restarts=state.restarts,
                 master_addr=address,
                 master_port=int(port),
+                store_url=self._worker_store.url(state.epoch),
             )
         )
+
+    def _group_rank(self, state: State) -> int:
+        """Return the group rank of this node, which may have been in the same world before."""
+        me = self._member.node.id
+        return max(rank for rank, node in enumerate(state.order) if node.id == me)
 
     def _serve_others(self, store: PrefixStore) -> None:
         """Serve the store until no other node needs it."""
@@ -434,3 +420,9 @@ class DynamicRendezvous:
     def _put_order(self, order: Order) -> None:
         self._orders.put(order)
         self._wake()
+
+
+def _others_changed(before: State, after: State) -> bool:
+    """Return whether nodes joined or left a world without its end."""
+    same = before.phase is Phase.RUNNING and before.epoch == after.epoch
+    return same and [n.id for n in before.members] != [n.id for n in after.members]

@@ -12,6 +12,7 @@ from unisono.base.deadline import Deadline, Timeout
 from unisono.base.sockets import format_address
 from unisono.errors import Context, RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, LauncherPlace, find_place, job_of
+from unisono.rendezvous.services import open_launched
 from unisono.rendezvous.url import (
     check_port,
     host_and_port,
@@ -37,7 +38,8 @@ def env_handler(url: str, timeout: Timeout) -> _Met:
 
     `rank` and `world_size` in the URL's query take precedence over the variables. If RANK and
     WORLD_SIZE are not set, the variables of another launcher are used (mpiexec, srun, ...). The
-    ranks then meet without MASTER_ADDR and MASTER_PORT, too.
+    ranks then meet without MASTER_ADDR and MASTER_PORT, too. With UNISONO_STORE the store is in the
+    service of that URL.
 
     Raises:
         RendezvousError: A variable is missing or bad. The text names it and lists all four.
@@ -53,7 +55,10 @@ def env_handler(url: str, timeout: Timeout) -> _Met:
     rank = _from_query_or_variable(query, "rank", "RANK")
     world_size = _from_query_or_variable(query, "world_size", "WORLD_SIZE")
     rank, world_size = ranks_of(rank, world_size, "env:// rendezvous (RANK, WORLD_SIZE)")
-    store = _tcp_store(*master(), rank, world_size, timeout)
+    if url := config.get("UNISONO_STORE"):
+        store: Store = open_launched(url, timeout)
+    else:
+        store = _tcp_store(*master(), rank, world_size, timeout)
     yield from once("env://", store, rank, world_size)
 
 

@@ -37,6 +37,8 @@ def open_for_newcomer(url: str, timeout: Timeout) -> Store:
             f"a newcomer (UNISONO_JOIN=1) cannot join at {url!r}: it joins by env://, tcp://, "
             "file://, redis:// or etcd://"
         )
+    if parts.scheme == "env" and (launched := config.get("UNISONO_STORE")):
+        return services.open_launched(launched, timeout)
     host, port = master() if parts.scheme == "env" else host_and_port(url)
     store = TCPStore(host, port, timeout=timeout)
     prefix = attempt_prefix()

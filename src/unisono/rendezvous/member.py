@@ -74,10 +74,14 @@ class Stop:
 
 @dataclass(frozen=True)
 class End:
-    """Action: end the agent; `ok` is whether the job succeeded."""
+    """Action: end the agent; `ok` is whether the job succeeded.
+
+    `at_once` is False if workers that run may end by themselves before.
+    """
 
     ok: bool
     reason: str
+    at_once: bool = True
 
 
 Action = Start | Stop | End
@@ -195,7 +199,8 @@ def _while_idle(
         member, _, actions = _end(member, False, reason)
         return member, [Left(me, reason)], actions
     if me not in (node.id for node in (*state.members, *state.waiting)):
-        return member, [Join(member.node, member.limits)], []
+        # If the world went on without this node, the node may join the same world again.
+        return replace(member, epoch=0), [Join(member.node, member.limits)], []
     rival = rival_of(member.node, state)
     if rival is not None and member.beats.get(rival.id, (0, 0.0))[1] > since_s:
         # The rival is alive, so this node does not replace it.

@@ -30,6 +30,19 @@ SILENT_S = 1.0
 A larger value delays the survivors of a stopped rank. A smaller value excludes a rank that is busy.
 """
 
+BROKEN_S = 0.2
+"""How long a meeting waits for a rank on another host whose link broke: it may be alive.
+
+A larger value delays the survivors of a rank that ended. A smaller value excludes living ranks.
+"""
+
+AWAY_S = 30.0
+"""How long a meeting waits for ranks on other hosts without which it has no quorum.
+
+The links to them broke, but they may be alive. A larger value delays the error of a job whose other
+hosts ended. A smaller value ends a job whose links broke while ranks were computing.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -80,6 +93,7 @@ class State:
         waiting: Newcomers.
         lost: Members that ended or cannot be reached, and have not come.
         silent: Members that a time-out blames, and that have not come.
+        max_size: Size from which on the members admit no newcomer; 0: no limit.
     """
 
     world: int = 0
@@ -90,6 +104,7 @@ class State:
     waiting: tuple[Arrival, ...] = ()
     lost: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
+    max_size: int = 0
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -235,8 +250,8 @@ def _close(state: State, *, late: bool = False) -> State:
         return state
     order = {each: rank for rank, each in enumerate(state.ids)}
     survivors = sorted(state.came, key=lambda arrival: order[arrival.id])
-    most = min((each.max_size for each in state.came if each.max_size), default=None)
-    room = None if most is None else max(0, most - len(survivors))
+    most = min((each.max_size for each in state.came if each.max_size), default=0)
+    room = max(0, most - len(survivors)) if most else None
     admitted = state.waiting[:room]
     if len(survivors) + len(admitted) < max(each.min_size for each in state.came):
         return state
@@ -246,6 +261,7 @@ def _close(state: State, *, late: bool = False) -> State:
         members=tuple(each.member for each in (*survivors, *admitted)),
         agreed=tuple(each.id for each in survivors),
         waiting=state.waiting[len(admitted) :],
+        max_size=most,
     )
 
 
@@ -297,12 +313,20 @@ def next_event(
         now_s: The time.
         ended: Ids of processes that have certainly ended.
         unreachable: Ids of members to which the rank has no link any more. A member that has come
-            is alive nevertheless.
+            is alive nevertheless. The others may be alive, too. So the rank waits BROKEN_S, or
+            SILENT_S if it has no link at all, or AWAY_S if the quorum needs them.
         blamed: Ids of members that a time-out blames.
     """
-    came = _ids(state.came)
-    present = {*came, *_ids(state.waiting)}
-    lost = (set(ended) & present) | (({*ended, *unreachable} & set(state.ids)) - came)
+    came, members = _ids(state.came), set(state.ids)
+    lost = set(ended) & {*members, *came, *_ids(state.waiting)}
+    away = (set(unreachable) & members) - came - lost
+    linked = members - {mine.id, *ended, *unreachable}
+    # If this rank has no link any more, its own host may be the cause.
+    patience_s = BROKEN_S if linked else SILENT_S
+    if not state.has_quorum(members - lost - away - set(state.lost)):
+        patience_s = AWAY_S
+    if now_s - mine.began_s >= patience_s:
+        lost |= away
     if mine.generation and (new := lost - set(state.lost)):
         return Lost(_sorted(new), state.generation)
     if mine.generation and now_s - mine.began_s >= SILENT_S:

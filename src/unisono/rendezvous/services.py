@@ -10,10 +10,9 @@ from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.errors import RendezvousError
 from unisono.rendezvous.endpoint import parse_endpoint
-from unisono.rendezvous.handlers import once
 from unisono.rendezvous.launchers import job_of
 from unisono.rendezvous.url import parse_integer, parse_query, rank_and_size
-from unisono.stores import Store
+from unisono.stores import PrefixStore, Store
 
 _PREFIX = "unisono"
 _OURS = {"rank", "world_size", "run_id"}
@@ -38,11 +37,12 @@ def service_handler(url: str, timeout: Timeout) -> Iterator[tuple[Store, int, in
         RendezvousError: A part of the URL is missing or bad.
         StoreConnectionError: The service does not answer.
     """
-    scheme = urlsplit(url).scheme
-    rank, world_size = rank_and_size(url, f"{scheme}://")
+    scheme = f"{urlsplit(url).scheme}://"
+    rank, world_size = rank_and_size(url, scheme)
     run_id = parse_query(url).get("run_id") or job_of(config.environ())
     store = open_service(url, run_id, world_size=world_size, timeout=timeout)
-    yield from once(f"{scheme}://", store, rank, world_size)
+    yield store, rank, world_size
+    raise RendezvousError(f"{scheme} rendezvous yields once; it cannot meet again")
 
 
 def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeout) -> Store:
@@ -85,6 +85,20 @@ def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeou
     if others:
         raise RendezvousError(f"the URL {url!r} names several hosts, redis:// takes one")
     return RedisStore(host, port, prefix, **options)
+
+
+def open_launched(url: str, timeout: Timeout) -> Store:
+    """Open the workers' store at a URL that `unisono run` made; the agents delete its keys.
+
+    Raises:
+        RendezvousError: A part of the URL is bad. The text names it.
+        UnsupportedError: The service's client is not installed.
+        StoreConnectionError: The service does not answer.
+    """
+    part = unquote(parse_query(url).get("run_id", ""))
+    if urlsplit(url).scheme not in _OPTIONS:
+        raise RendezvousError(f"UNISONO_STORE expected {', '.join(SCHEMES)} as scheme, got {url!r}")
+    return PrefixStore(part, open_service(url, "", timeout=timeout), owns_store=True)
 
 
 def service_host(url: str) -> str:

@@ -40,13 +40,19 @@ class Limits:
         min_nodes: Least number of nodes of a world.
         max_nodes: Largest number of nodes of a world.
         max_restarts: Number of restarts that the job may have.
-        replaces: Whether a failed worker is replaced while the others go on (`--restart worker`).
+        replaces: Whether workers and nodes come and go while the others go on
+            (`--restart worker`).
+        durable: Whether the workers' store is in a service that outlives every node.
+        min_nprocs: With `replaces`: number of workers of a node without which the job fails if no
+            restart is left; 0: all of them.
     """
 
     min_nodes: int
     max_nodes: int
     max_restarts: int
     replaces: bool = False
+    durable: bool = False
+    min_nprocs: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,8 @@ class Node:
         nprocs: Number of its workers.
         role: Role of its workers (`--role`).
         node_rank: Group rank that it must get (`--node-rank`), or None.
+        serves: Whether its agent serves the store of the rendezvous.
+        joined: Whether it joined a running world.
     """
 
     id: str
@@ -68,6 +76,8 @@ class Node:
     nprocs: int
     role: str = "default"
     node_rank: int | None = None
+    serves: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +88,17 @@ class State:
         limits: Limits of the first node, which all others must have; None before the first node.
         epoch: Number of the current or last world; the first is 1.
         phase: Phase of the job.
-        members: RUNNING: nodes of the world, by group rank. JOINING: nodes that have joined.
+        members: RUNNING: nodes of the world, in the order of group ranks. JOINING: nodes that have
+            joined.
         expected: JOINING: members of the last world that have not joined yet. Their places are
             kept.
         waiting: Nodes for which there is no place now.
         succeeded: Members whose workers have all ended with exit code 0.
         left: Members that have left, or were lost, after their workers had succeeded.
-        order: Members of the last world, by group rank.
+        order: Members of the last world, by group rank, with nodes that left while it ran.
+        idle: Members no worker of which holds the state of the job: all wait for other ranks.
         restarts: Number of worlds that ended because a worker failed.
+        replaced: Number of workers that were replaced while the others went on.
         cause: Cause of the end of the last world.
         blamed: The node that reported the cause.
         reason: The cause in words.
@@ -99,8 +112,10 @@ class State:
     waiting: tuple[Node, ...] = ()
     succeeded: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
-    order: tuple[str, ...] = ()
+    order: tuple[Node, ...] = ()
+    idle: tuple[str, ...] = ()
     restarts: int = 0
+    replaced: int = 0
     cause: Cause = Cause.NONE
     blamed: str = ""
     reason: str = ""
@@ -109,6 +124,12 @@ class State:
     def over(self) -> bool:
         """Whether the job has ended, so that there is no further world."""
         return self.phase in (Phase.FINISHED, Phase.FAILED)
+
+    @property
+    def restart_left(self) -> bool:
+        """Whether a failure may cause a further restart or replacement."""
+        assert self.limits is not None
+        return self.restarts + self.replaced < self.limits.max_restarts
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -138,25 +159,38 @@ class LastCall:
 
 @dataclass(frozen=True)
 class Failed:
-    """Event: workers of a member failed; not `original` if only because a peer was lost.
-
-    `replaced` is the number of workers that the node has replaced. The limit of restarts counts
-    them, too.
-    """
+    """Event: workers of a member failed; not `original` if only because a peer was lost."""
 
     node_id: str
     epoch: int
     original: bool
     reason: str
-    replaced: int = 0
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Event: a member replaces a worker; void if no restart is left."""
+
+    node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Event: all workers of a member wait for other ranks, or (not `idle`) do so no longer."""
+
+    node_id: str
+    epoch: int
+    idle: bool
 
 
 @dataclass(frozen=True)
 class Succeeded:
-    """Event: all workers of a member ended with exit code 0."""
+    """Event: all workers of a member ended with exit code 0; `idle`: none ever held the state."""
 
     node_id: str
     epoch: int
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +209,14 @@ class Lost:
     reason: str
 
 
-Event = Join | LastCall | Failed | Succeeded | Left | Lost
+Event = Join | LastCall | Failed | Replaced | Idle | Succeeded | Left | Lost
+
+
+def holders(state: State, *, without: str = "") -> list[str]:
+    """Return the members of a running world whose workers hold the state of the job."""
+    others = {without, *state.idle, *state.succeeded}
+    running = state.members if state.phase is Phase.RUNNING else ()
+    return [node.id for node in running if node.id not in others]
 
 
 def rival_of(node: Node, state: State) -> Node | None:
@@ -207,9 +248,9 @@ def loads(text: bytes) -> State:
         return State()
     try:
         fields: dict[str, Any] = json.loads(text)
-        for name in ("members", "waiting"):
+        for name in ("members", "waiting", "order"):
             fields[name] = tuple(Node(**node) for node in fields[name])
-        for name in ("expected", "succeeded", "left", "order"):
+        for name in ("expected", "succeeded", "left", "idle"):
             fields[name] = tuple(fields[name])
         limits = fields["limits"]
         fields["limits"] = None if limits is None else Limits(**limits)

@@ -11,6 +11,9 @@ none is lost. Nothing here reads a clock or does I/O.
        +---------------------------+---------------------------------------> FAILED
          Failed, Lost, Left, Join
 
+With `Limits.replaces` the world goes on if a node joins or leaves and the limits allow that. The
+workers of the new node wait until the others take them in.
+
 A world is one epoch. It ends at most once, so it counts at most once against `max_restarts`. If
 several nodes report its end, the later events are ignored, because they name a past epoch.
 
@@ -29,6 +32,7 @@ from unisono.rendezvous.state import (
     Cause,
     Event,
     Failed,
+    Idle,
     Join,
     LastCall,
     Left,
@@ -36,6 +40,7 @@ from unisono.rendezvous.state import (
     Lost,
     Node,
     Phase,
+    Replaced,
     State,
     Succeeded,
     rank_taken,
@@ -62,6 +67,11 @@ def apply(state: State, event: Event) -> State:
                 after = _form(state)
         case Failed():
             after = _failed(state, event)
+        case Replaced():
+            granted = _is_current(state, event) and state.restart_left
+            after = replace(state, replaced=state.replaced + 1) if granted else state
+        case Idle():
+            after = _idle(state, event.node_id, event.idle) if _is_current(state, event) else state
         case Succeeded():
             after = _succeeded(state, event)
         case Left() | Lost():
@@ -84,10 +94,10 @@ def _join(state: State, event: Join) -> State:
     # In a later epoch the node may replace a lost node.
     if state.epoch == 0 and (rival := rival_of(node, state)) is not None:
         raise rank_taken(node, rival)
-    if state.phase is Phase.RUNNING and _has_room(state, node) and not state.succeeded:
+    if state.phase is Phase.RUNNING and _has_room(state, node) and not event.limits.replaces:
         reason = f"node {node.host} joined"
         state = _end_world(state, Cause.MEMBERSHIP, node.id, reason)
-    if state.phase is Phase.JOINING and _has_room(state, node):
+    if _has_room(state, node):
         return _form_if_complete(_admit(state, node))
     return replace(state, waiting=(*state.waiting, node))
 
@@ -95,13 +105,14 @@ def _join(state: State, event: Join) -> State:
 def _words(limits: Limits) -> str:
     nodes = f"--nnodes {limits.min_nodes}:{limits.max_nodes}"
     restart = " --restart worker" if limits.replaces else ""
-    return f"{nodes} --max-restarts {limits.max_restarts}{restart}"
+    workers = f" --nproc-per-node {limits.min_nprocs}:MAX" if limits.min_nprocs else ""
+    return f"{nodes} --max-restarts {limits.max_restarts}{restart}{workers}"
 
 
 def _has_room(state: State, node: Node) -> bool:
     """Return whether a node can be admitted without taking a place kept for another node."""
     assert state.limits is not None
-    if rival_of(node, state) is not None:
+    if rival_of(node, state) is not None or state.succeeded:
         return False
     if node.id in state.expected:
         return True
@@ -109,26 +120,41 @@ def _has_room(state: State, node: Node) -> bool:
 
 
 def _admit(state: State, node: Node) -> State:
-    return replace(
+    state = replace(
         state,
         members=(*state.members, node),
         expected=_without(state.expected, node.id),
     )
+    if state.phase is Phase.JOINING:
+        return state
+    return replace(
+        state,
+        order=(*state.order, replace(node, joined=True)),
+        idle=(*state.idle, node.id),
+        reason=f"node {node.host} joined",
+    )
+
+
+def _is_current(state: State, event: Failed | Replaced | Idle | Succeeded) -> bool:
+    """Return whether an event is of a member of the running world."""
+    running = state.phase is Phase.RUNNING and event.epoch == state.epoch
+    return running and state.is_member(event.node_id)
 
 
 def _failed(state: State, event: Failed) -> State:
-    if event.epoch != state.epoch or state.over or event.node_id not in state.order:
+    ids = [node.id for node in state.order]
+    if event.epoch != state.epoch or state.over or event.node_id not in ids:
         return state
     cause = Cause.FAILURE if event.original else Cause.CONSEQUENCE
     if state.phase is Phase.RUNNING:
-        state = _end_world(state, cause, event.node_id, event.reason)
-        if not event.original:
+        if not state.is_member(event.node_id):
             return state
-        return _form_if_complete(_count_restart(state, event.replaced))
+        state = _end_world(state, cause, event.node_id, event.reason)
+        return _form_if_complete(_count_restart(state)) if event.original else state
     if event.original and state.cause is Cause.CONSEQUENCE:
         # A node that only lost a peer reported first. This node reports the cause.
         known = replace(state, cause=cause, blamed=event.node_id, reason=event.reason)
-        return _form_if_complete(_count_restart(known, event.replaced))
+        return _form_if_complete(_count_restart(known))
     return state
 
 
@@ -139,9 +165,10 @@ def _end_world(state: State, cause: Cause, blamed: str, reason: str) -> State:
         phase=Phase.JOINING,
         members=(),
         expected=members,
-        order=members,
+        order=state.members,
         succeeded=(),
         left=(),
+        idle=(),
         cause=cause,
         blamed=blamed,
         reason=reason,
@@ -158,21 +185,34 @@ def _promote(state: State) -> State:
     return state
 
 
-def _count_restart(state: State, replaced: int = 0) -> State:
+def _count_restart(state: State) -> State:
     """Count the end of a world as a restart, or fail if no restart is left."""
-    assert state.limits is not None
-    if state.restarts + replaced >= state.limits.max_restarts:
+    if not state.restart_left:
         return replace(state, phase=Phase.FAILED)
     return replace(state, restarts=state.restarts + 1)
 
 
+def _idle(state: State, node_id: str, idle: bool) -> State:
+    others = _without(state.idle, node_id)
+    return replace(state, idle=(*others, node_id) if idle else others)
+
+
 def _succeeded(state: State, event: Succeeded) -> State:
-    stale = event.epoch != state.epoch or state.phase is not Phase.RUNNING
-    if stale or not state.is_member(event.node_id) or event.node_id in state.succeeded:
+    if not _is_current(state, event) or event.node_id in state.succeeded:
         return state
-    succeeded = (*state.succeeded, event.node_id)
-    done = len(succeeded) == len(state.members)
-    return replace(state, succeeded=succeeded, phase=Phase.FINISHED if done else state.phase)
+    state = replace(state, succeeded=(*state.succeeded, event.node_id))
+    return _finish_if_done(_idle(state, event.node_id, event.idle))
+
+
+def _finish_if_done(state: State) -> State:
+    """Finish the job if all members have succeeded."""
+    if len(state.succeeded) < len(state.members):
+        return state
+    if len(state.idle) < len(state.members):
+        return replace(state, phase=Phase.FINISHED)
+    # No worker of these nodes was ever taken in, so the job has not run to its end.
+    reason = "all nodes that held the state of the job left"
+    return _end_world(state, Cause.MEMBERSHIP, state.idle[0], reason)
 
 
 def _gone(state: State, event: Left | Lost) -> State:
@@ -182,7 +222,10 @@ def _gone(state: State, event: Left | Lost) -> State:
         if event.node_id in state.succeeded:
             # The world goes on without it. But no node must wait for it at the end of the job.
             return replace(state, left=(*state.left, event.node_id))
-        state = _end_world(state, Cause.MEMBERSHIP, event.node_id, event.reason)
+        if _goes_on_without(state, event):
+            state = replace(_idle(state, event.node_id, False), reason=event.reason)
+        else:
+            state = _end_world(state, Cause.MEMBERSHIP, event.node_id, event.reason)
     elif state.cause is Cause.CONSEQUENCE and event.node_id in state.expected:
         state = replace(state, cause=Cause.MEMBERSHIP, blamed=event.node_id, reason=event.reason)
     state = replace(
@@ -191,10 +234,25 @@ def _gone(state: State, event: Left | Lost) -> State:
         waiting=tuple(n for n in state.waiting if n.id != event.node_id),
         expected=_without(state.expected, event.node_id),
     )
-    if state.phase is not Phase.JOINING:
+    if state.over:
         return state
+    if state.phase is Phase.RUNNING:
+        # Without `replaces` the waiting nodes have a place in the next world at the earliest.
+        replaces = state.limits is not None and state.limits.replaces
+        return _finish_if_done(_promote(state)) if replaces else state
     state = _form_if_complete(_promote(state))
     return _fail_if_hopeless(state, event) if isinstance(event, Lost) else state
+
+
+def _goes_on_without(state: State, event: Left | Lost) -> bool:
+    """Return whether the workers of the other members go on without a member."""
+    assert state.limits is not None
+    enough = len(state.members) > state.limits.min_nodes
+    # The first agent serves the workers' store. It stays if it also serves the agents' store.
+    first = state.order[0]
+    stays = isinstance(event, Left) and first.serves
+    kept = state.limits.durable or event.node_id != first.id or stays
+    return state.limits.replaces and enough and kept
 
 
 def _fail_if_hopeless(state: State, event: Lost) -> State:
@@ -235,12 +293,13 @@ def _form(state: State) -> State:
         state = _count_restart(replace(state, cause=Cause.FAILURE))
         if state.over:
             return state
-    before = {node_id: i for i, node_id in enumerate(state.order)}
+    before = {node.id: i for i, node in enumerate(state.order)}
 
-    def place(item: tuple[int, Node]) -> tuple[int, int, int]:
+    def place(item: tuple[int, Node]) -> tuple[int, bool, int, int]:
         arrival, node = item
         fixed = len(state.members) if node.node_rank is None else node.node_rank
-        return fixed, before.get(node.id, len(before)), arrival
+        # The first node serves the workers' store, so the loss of one host costs both stores.
+        return fixed, not node.serves, before.get(node.id, len(before)), arrival
 
     members = tuple(node for _, node in sorted(enumerate(state.members), key=place))
     return replace(
@@ -249,7 +308,7 @@ def _form(state: State) -> State:
         phase=Phase.RUNNING,
         members=members,
         expected=(),
-        order=tuple(node.id for node in members),
+        order=members,
         succeeded=(),
         cause=Cause.NONE,
     )

@@ -79,8 +79,17 @@ class Store:
         """
         self._unsupported("compare_set")
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether every key has a value (or is a non-empty queue)."""
+    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
+        """Return whether every key has a value (or is a non-empty queue).
+
+        Args:
+            keys: The keys.
+            timeout: How long to wait for the answer of a TCP server. Other stores ignore it.
+                torch's `check` has no such argument.
+
+        Raises:
+            StoreTimeoutError: The server is connected, but does not answer.
+        """
         self._unsupported("check")
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:

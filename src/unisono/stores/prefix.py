@@ -75,9 +75,9 @@ class PrefixStore(Store):
         """Store `desired` if `key` holds `expected`; see Store.compare_set."""
         return self._below().compare_set(self._join(key), expected, desired)
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether every key has a value."""
-        return self._below().check(self._join_all(keys))
+    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
+        """Return whether every key has a value; see Store.check."""
+        return self._below().check(self._join_all(keys), timeout)
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Block until every key has a value."""

@@ -75,7 +75,7 @@ class TableStore(Store):
         """Return the values of all keys, waiting until each has one."""
         return self._get("multi_get", check_keys(keys), timeout)
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
         """Return whether every key has a value."""
         names = check_keys(keys)
         return self._ask(lambda table: not table.missing(names))

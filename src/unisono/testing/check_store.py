@@ -142,6 +142,7 @@ def _check_keys(store: Store) -> None:
     store.set("b/c", "2")
     equal("check of present keys", store.check(["a", "b/c"]), True)
     equal("check with a missing key", store.check(["a", "z"]), False)
+    equal("check with a time-out", store.check(["a"], 60.0), True)
     store.wait(["a", "b/c"])
     equal("list_keys", sorted(store.list_keys()), ["a", "b/c"])
     equal("num_keys", store.num_keys() - before, 2)

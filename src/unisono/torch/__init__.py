@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from unisono.torch.registration import register
 
 if TYPE_CHECKING:
+    from unisono.torch.membership import reconfigure as reconfigure
     from unisono.torch.process_group import ProcessGroup as ProcessGroup
     from unisono.torch.store import TorchStore as TorchStore
 
-__all__ = ["ProcessGroup", "TorchStore", "register"]
+__all__ = ["ProcessGroup", "TorchStore", "reconfigure", "register"]
 
-_HOMES = {"ProcessGroup": "process_group", "TorchStore": "store"}
+_HOMES = {"ProcessGroup": "process_group", "TorchStore": "store", "reconfigure": "membership"}
 
 register()
 

@@ -15,20 +15,18 @@ from torch._C._distributed_c10d import Backend
 
 from unisono.backends import GroupSpec
 from unisono.base.tracebacks import hide_own_frames
-from unisono.errors import ArgumentTypeError, UnisonoError, UnsupportedError
+from unisono.errors import ArgumentTypeError, UnsupportedError
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.groups.process_group import group_timeout_s
-from unisono.groups.world import at_exit
 from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
-from unisono.torch.errors import for_torch
 from unisono.torch.name import NAME
 from unisono.torch.operations import Operations
 from unisono.torch.store import TorchStore
 from unisono.trace import skip_folder
 
-__all__ = ["ProcessGroup", "create"]
+__all__ = ["ProcessGroup", "name_of", "sort_options"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
@@ -83,6 +81,8 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         # store. torch's name cannot be: with local synchronization it differs between ranks.
         self._made: Counter[tuple[int, ...]] = Counter()
         self._forget_exit: Callable[[], None] = lambda: None
+        # The store of the first default group of this process, in which `reconfigure` meets.
+        self._root = store
 
     # ---- identity -------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self, ranks: tuple[int, ...], store: Any, timeout: timedelta | None, options: Any
     ) -> ProcessGroup:
         """Return a group of some global ranks, this rank included, over this group's links."""
-        ours, theirs = _sort_options(options)
+        ours, theirs = sort_options(options)
         key = f"torch/{'-'.join(map(str, ranks))}/{self._made[ranks]}"
         self._made[ranks] += 1
         spec = GroupSpec(
@@ -255,7 +255,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             ranks.index(self.unisono.ranks[self.unisono.rank()]),
             len(ranks),
             ranks,
-            _name_of(ranks),
+            name_of(ranks),
             key,
             group_timeout_s(self.unisono.timeout_s if timeout is None else timeout),
             ours,
@@ -296,40 +296,12 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         raise TypeError("cannot pickle a process group: it belongs to this process")
 
 
-def _name_of(ranks: tuple[int, ...]) -> str:
+def name_of(ranks: tuple[int, ...]) -> str:
     """Return the name of a group in errors; torch's name is a number or a hash."""
     shown = ",".join(map(str, ranks[:8]))
     return f"ranks {shown}" if len(ranks) <= 8 else f"ranks {shown},... ({len(ranks)})"
 
 
-def _sort_options(options: Any) -> tuple[Any, Any]:
+def sort_options(options: Any) -> tuple[Any, Any]:
     """Return `pg_options` as (options for unisono, options for torch's own backends)."""
     return (None, options) if isinstance(options, Backend.Options) else (options, None)
-
-
-def create(options: Any, pg_options: Any) -> ProcessGroup:
-    """Return this rank's process group for torch's description of a new group.
-
-    A sub-group shares the links of torch's default group if that is a unisono group. No message is
-    sent then.
-    """
-    ranks = tuple(options.global_ranks_in_group)
-    try:
-        parent = c10d._get_default_group() if ranks else None
-        if isinstance(parent, ProcessGroup):
-            return parent.child(ranks, options.store, options.timeout, pg_options)
-        ours, theirs = _sort_options(pg_options)
-        group = UnisonoGroup(
-            TorchStore(options.store),
-            options.group_rank,
-            options.group_size,
-            timeout=options.timeout,
-            name=_name_of(ranks) if ranks else "default",
-            options=ours,
-        )
-    except UnisonoError as error:
-        raise for_torch(error) from error.__cause__
-    made = ProcessGroup(group, options.store, theirs)
-    if not ranks and made.size() > 1:
-        made._forget_exit = at_exit(group.report_failure, made.shutdown)
-    return made

@@ -33,6 +33,6 @@ def register() -> None:
 def _create(options: Any, pg_options: Any) -> Any:
     """Return this rank's process group; torch calls it on every member of a new group."""
     # Imported here, because most programs that import torch make no process group.
-    from unisono.torch.process_group import create
+    from unisono.torch.membership import create
 
     return create(options, pg_options)

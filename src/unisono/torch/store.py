@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,9 @@ __all__ = ["TorchStore"]
 
 # torch rounds time-outs to milliseconds, and zero means no limit.
 _LEAST = timedelta(milliseconds=1)
+
+# Up to this time-out a wait polls. A longer pause delays ranks, a shorter pause loads the store.
+_SHORT_S, _PAUSE_S = 0.1, 0.005
 
 
 class TorchStore(Store):
@@ -74,13 +78,22 @@ class TorchStore(Store):
             texts = [check_value(value).decode() for value in (expected, desired)]
             return bytes(self._store.compare_set(check_key(key), *texts))
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
+        # torch's own time-out of the store holds, because its `check` takes no other.
         with self._errors():
             return bool(self._store.check(check_keys(keys)))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         limit = self._deadline(timeout)
         wanted = check_keys(keys)
+        # torch prints a warning for each wait that times out, and short waits usually do.
+        if limit.remaining() <= _SHORT_S:
+            while not self.check(wanted):
+                if limit.expired():
+                    missing = [key for key in wanted if not self.check([key])]
+                    raise keys_timeout(self, "wait", wanted, missing, limit.timeout_s)
+                time.sleep(_PAUSE_S)
+            return
         try:
             with self._errors():
                 self._store.wait(wanted, max(timedelta(seconds=limit.remaining()), _LEAST))

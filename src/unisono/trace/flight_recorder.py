@@ -55,6 +55,7 @@ _STATES = {"queued": "scheduled", "completed": "completed"}
 _OUTCOMES = {"scheduled": "queued", "started": "running"}
 
 _COLUMNS = tuple(each.name for each in fields(TraceRecord))
+_TYPES: dict[str, Any] = {"int": int, "str": str, "int | None": int | None}
 
 # A ring that has lost records begins at a number of the call that differs by rank. So the first
 # entry is the first whose number is a multiple of this, which is mostly the same on all ranks.
@@ -281,17 +282,29 @@ def decode(content: bytes) -> RankRecords:
     try:
         is_json = content[:1] == b"{"
         dump = json.loads(content) if is_json else _Plain(io.BytesIO(content)).load()
-        return _foreign(dump) if "unisono" not in dump else _own(dump["unisono"])
+        found = _foreign(dump) if "unisono" not in dump else _own(dump["unisono"])
+        _check(found)
+        return found
     except InvalidArgumentError:
         raise
     except Exception as error:
         raise InvalidArgumentError(f"this is no file of a flight recorder: {error!r}") from error
 
 
+def _check(found: RankRecords) -> None:
+    """Raise TypeError if a value has another type than its attribute, as in a damaged file."""
+    parts: list[Any] = [found, *([found.origin] if found.origin else []), *found.groups]
+    for part in [*parts, *(record for group in found.groups for record in group.records)]:
+        for each in fields(part):
+            value = getattr(part, each.name)
+            if not isinstance(value, _TYPES.get(str(each.type), object)):
+                raise TypeError(f"{each.name} is {value!r:.50}, expected {each.type}")
+
+
 def _own(found: dict[str, Any]) -> RankRecords:
     groups = [
         GroupRecords(
-            *(group["key"], group["name"], tuple(group["ranks"])),
+            *(group["key"], group["name"], tuple(map(int, group["ranks"]))),
             [TraceRecord(**{name: each[name] for name in _COLUMNS}) for each in group["records"]],
         )
         for group in found["groups"]

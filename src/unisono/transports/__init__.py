@@ -4,7 +4,7 @@ May import `stores`, `base` and `errors`. A transport knows ranks, contexts and 
 group name, a collective or a dtype.
 """
 
-from unisono.transports.api import Transport
+from unisono.transports.api import Transport, has_ended
 from unisono.transports.connect import connect
 from unisono.transports.inproc import InprocTransport
 from unisono.transports.messages import CallStatus, Cancelled, Key, LinkDown, MessageMismatch
@@ -22,4 +22,5 @@ __all__ = [
     "Transfer",
     "Transport",
     "connect",
+    "has_ended",
 ]

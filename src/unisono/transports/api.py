@@ -248,7 +248,7 @@ class Transport(ABC):
         reason = first.reason
         if error.peer not in first.peers:
             reason = f"{reason} (then rank {error.peer} ended, too)"
-        kind = first.kind if first.kind in ("failed", "memory", "aborted") else "lost"
+        kind = first.kind if first.kind in ("failed", "internal", "memory", "aborted") else "lost"
         return Failure(kind, reason, first.peers, self.rank, first.table)
 
     def failure(self, context: int) -> Failure | None:
@@ -478,3 +478,11 @@ def _require_bytes(data: memoryview) -> None:
             f"a transport moves flat bytes, got format {data.format!r} of {data.ndim} dimensions",
             hint='use memoryview.cast("B")',
         )
+
+
+def has_ended(transport: Transport, peer: int) -> bool:
+    """Return whether a rank has certainly ended: it left, or its link inside a host broke."""
+    down, here = transport.down(peer), transport.hosts[transport.rank]
+    # Without a host id it is unknown which ranks are on this host.
+    near = bool(here) and transport.hosts[peer] == here
+    return down is not None and (near or down.reason == LEFT)

@@ -143,7 +143,8 @@ class Failure(Exception):
     """Why a context is broken; equal on all ranks that the failure reached.
 
     Attributes:
-        kind: "timeout", "lost", "failed", "memory" or "aborted".
+        kind: "timeout", "lost", "failed" (reported by the rank's program), "internal" (an error
+            inside a call), "memory" or "aborted".
         reason: The cause, as the end of a sentence.
         peers: Ranks to blame.
         by: The rank that detected the failure.

@@ -1,15 +1,27 @@
 """Own reduce ops of the MPI engine, which need no MPI, against the reference kernels."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
+from unisono.base.extension import extension
 from unisono.base.types import RedOpType, ReduceOp, dtype_named
-from unisono.engines import mpi_ops
 from unisono.engines.kernels import reduce_into
+
+pytestmark = pytest.mark.native
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EXTREMES = (RedOpType.MIN, RedOpType.MAX)
+INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF << 52}
 NAN = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}
+
+
+def combine(into, lower, dtype, op):
+    """Set `into = lower (op) into` by the function that MPI would call."""
+    kind = ctypes.CFUNCTYPE(None, *4 * [ctypes.c_void_p])
+    function = kind(extension.mpi_op(extension.dtype_codes()[dtype.name], op.value))
+    function(lower.ctypes.data, into.ctypes.data, ctypes.addressof(ctypes.c_int(into.size)), None)
 
 
 def awkward(name, random):
@@ -34,12 +46,12 @@ def test_minimum_and_maximum(name, op):
     a, b = awkward(name, random), awkward(name, random)[::-1].copy()
     bits = np.dtype(f"u{dtype.itemsize}")
     one, other, expected = a.copy(), b.copy(), a.copy()
-    mpi_ops._take_extreme(one, b, dtype, op)
-    mpi_ops._take_extreme(other, a, dtype, op)
+    combine(one, b, dtype, op)
+    combine(other, a, dtype, op)
     reduce_into(expected, b, dtype, ReduceOp(op))
     assert (one.view(bits) == other.view(bits)).all()
     sign = bits.type(1 << (8 * dtype.itemsize - 1))
-    infinity = bits.type(mpi_ops._INFINITY[name])
+    infinity = bits.type(INFINITY[name])
     nan = (expected.view(bits) & ~sign) > infinity
     assert (one.view(bits)[nan] == bits.type(NAN[name])).all()
     zero = (expected.view(bits) & ~sign) == 0
@@ -65,13 +77,13 @@ def test_sums_and_products(name, op):
         a, b = a.view(dtype.storage), b.view(dtype.storage)
     a, b = a.reshape(-1).copy(), b.reshape(-1).copy()
     into, expected = a.copy(), a.copy()
-    mpi_ops._combine(into, b, dtype, ReduceOp(op))
+    combine(into, b, dtype, op)
     reduce_into(expected, b, dtype, ReduceOp(op), swapped=True)
     bits = np.dtype(f"u{min(dtype.itemsize, 4)}")
     if dtype.kind == "f":
         # The bits of a NaN may come from either operand.
         sign = bits.type(1 << 15)
-        nan = (expected.view(bits) & ~sign) > mpi_ops._INFINITY[name]
-        assert ((into.view(bits)[nan] & ~sign) > mpi_ops._INFINITY[name]).all()
+        nan = (expected.view(bits) & ~sign) > INFINITY[name]
+        assert ((into.view(bits)[nan] & ~sign) > INFINITY[name]).all()
         into, expected = into[~nan], expected[~nan]
     assert (into.view(bits) == expected.view(bits)).all()

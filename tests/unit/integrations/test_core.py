@@ -178,6 +178,7 @@ def test_rank_that_starts_again_is_refused(meet):
     error = pickle.loads(take_part(meeting, 0, int).error)
     assert type(error) is PeerLostError
     assert error.what == "rank 0 starts a second time: the framework has lost a rank of this group"
+    assert error.context.peers == (0,)
 
 
 def test_start_ends_only_if_a_rank_waits(meet):
@@ -202,12 +203,17 @@ def test_second_rank_in_a_process_is_refused(meet):
     inside.wait(30)
     try:
         same, another = member.attempt(first, 1, int), member.attempt(other, 1, int)
+        again = member.attempt(first, 0, int)
     finally:
         done.set()
         thread.join()
     for outcome, text in [
         (same, f"ranks 0 and 1 are threads of one process, {os.getpid()}: each rank needs"),
-        (another, f"rank 1 cannot join a group: process {os.getpid()} still runs a call as rank 0"),
+        (
+            another,
+            f"rank 1 cannot start: process {os.getpid()} still runs an earlier call as rank 0",
+        ),
+        (again, f"rank 0 cannot start: process {os.getpid()} still runs an earlier call as rank 0"),
     ]:
         error = pickle.loads(outcome.error)
         assert isinstance(error, UsageError)
@@ -280,8 +286,24 @@ class Unpicklable(Exception):
 
 def test_error_that_cannot_be_pickled_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(outcomes, "SETTLE_S", 0.01)
-    with pytest.raises(WorkerFailedError, match="rank 0 of 3 raised an error that cannot be pick"):
+    with pytest.raises(WorkerFailedError, match=r"rank 0 of 3 raised .*Unpicklable: text\n"):
         collect(Known(meeting_of(3), [failed(0, Unpicklable("text"))]))
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+def test_end_of_a_rank_does_not_end_the_caller(error, monkeypatch):
+    monkeypatch.setattr(outcomes, "SETTLE_S", 0.01)
+    with pytest.raises(WorkerFailedError, match=f"rank 1 of 3 raised {type(error).__name__}"):
+        collect(Known(meeting_of(3), [failed(1, error)]))
+
+
+def test_error_outside_of_the_function_has_no_process(monkeypatch):
+    """The process in which the framework raised it may be the caller's."""
+    monkeypatch.setattr(outcomes, "SETTLE_S", 0.01)
+    outcome = member.failure(meeting_of(3), 1, ValueError("x"), outcomes.OUTSIDE)
+    with pytest.raises(ValueError, match="x") as caught:
+        collect(Known(meeting_of(3), [outcome]))
+    assert caught.value.__notes__[0] == "raised on rank 1 of 3 (place 1, outside of the function)"
 
 
 @pytest.mark.parametrize(

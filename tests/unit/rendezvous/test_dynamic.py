@@ -11,11 +11,12 @@ from tests.support.ports import free_port
 from tests.support.together import on_threads
 from unisono.errors import RendezvousError
 from unisono.rendezvous import endpoint
-from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerWorld
+from unisono.rendezvous.dynamic import DynamicRendezvous
 from unisono.rendezvous.endpoint import is_local, open_endpoint, own_address, parse_endpoint
 from unisono.rendezvous.member import End, Stop, Timing
 from unisono.rendezvous.state import Join, Limits, Lost, Node, Phase, State, dumps, loads
 from unisono.rendezvous.transitions import apply
+from unisono.rendezvous.worker_world import WorkerWorld
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
 LIMIT_S = 90.0
@@ -121,7 +122,7 @@ def test_a_world_that_ends_before_its_workers_can_start(agents, open_store):
     with store:
         while (text := store.get("state")) and loads(text).phase is not Phase.RUNNING:
             pass
-        assert loads(text).order == ("first", agent.name)
+        assert [node.id for node in loads(text).order] == ["first", agent.name]
         # Its heartbeat shows that the agent has read the state of this world.
         seen = store.add(f"beat/{agent.name}", 0)
         while store.add(f"beat/{agent.name}", 0) < seen + 2:

@@ -7,6 +7,8 @@ import pytest
 
 from unisono.errors import RendezvousError
 from unisono.rendezvous.membership import (
+    AWAY_S,
+    BROKEN_S,
     SILENT_S,
     Arrival,
     Attendance,
@@ -61,6 +63,8 @@ def test_newcomers_come_last_in_their_order_and_up_to_the_limit():
     state = after(come(1, size=2), come(0, size=2, max_size=4), state=state)
     assert state.ids == ids(0, 1, "y", "x")
     assert [each.id for each in state.waiting] == ["z"]
+    # The newcomers, too, know the limit.
+    assert state.max_size == 4
     # The newcomers count for the quorum when all are connected.
     assert state.agreed == ids(0, 1)
     assert apply(state, Connected(2)).agreed == state.ids
@@ -228,14 +232,55 @@ def attendance(who, generation=1, timeout_s=10.0):
     return Attendance(id=ids(who)[0], generation=generation, began_s=100.0, timeout_s=timeout_s)
 
 
-def test_a_lost_rank_is_reported_at_once_and_only_once():
+def test_a_lost_rank_is_reported_soon_and_only_once():
     state, mine = after(come(0), come(1)), attendance(0)
-    event = next_event(mine, state, 100.0, unreachable=ids(1, 2))
+    assert next_event(mine, state, 100.0, unreachable=ids(1, 2)) is None
+    soon_s = 100.0 + BROKEN_S
+    event = next_event(mine, state, soon_s, unreachable=ids(1, 2))
     # A rank that came is alive, even if the link to it is broken.
     assert event == Lost(ids(2), 1)
-    assert next_event(mine, apply(state, event), 100.0, unreachable=ids(1, 2)) is None
+    assert next_event(mine, apply(state, event), soon_s, unreachable=ids(1, 2)) is None
     event = next_event(mine, state, 100.0, ended=ids(1))
     assert event == Lost(ids(1), 1)
+
+
+def test_a_rank_without_links_waits_for_ranks_that_may_be_alive():
+    mine, all_others = attendance(0, timeout_s=100.0), ids(1, 2, 3)
+    alone, pair = after(come(0)), after(come(0), come(1))
+
+    def reports(state, late_s, away=all_others, **facts):
+        return next_event(mine, state, 100.0 + late_s, unreachable=away, **facts)
+
+    # Without them there is no quorum.
+    assert reports(alone, AWAY_S - 0.1) is None
+    assert reports(alone, AWAY_S) == Lost(all_others, 1)
+    # Two of four with the lowest rank are a quorum; but the own host may be the cause.
+    assert reports(pair, SILENT_S - 0.1) is None
+    assert reports(pair, SILENT_S) == Lost(ids(2, 3), 1)
+    # A link to another rank shows that it is not.
+    assert reports(alone, BROKEN_S, away=ids(3)) == Lost(ids(3), 1)
+    # A process that has ended does not come any more.
+    assert reports(alone, 0.0, ended=ids(2)) == Lost(ids(2), 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_ranks_that_lose_all_links_at_once_stay_together(size):
+    draw = random.Random(size)
+    for _ in range(50):
+        # When each rank comes, in tenths of a second.
+        begins = {each: draw.randrange(int(10 * SILENT_S)) / 10 for each in ids(*range(size))}
+        state, waits, now = State(), {}, 0.0
+        while state.generation < 2:
+            for who in draw.sample(sorted(begins), size):
+                if begins[who] <= now and who not in waits:
+                    waits[who] = Attendance(id=who, generation=1, began_s=now, timeout_s=60.0)
+                    state = apply(state, come(who, size=size))
+                elif who in waits and state.generation == 1:
+                    others = [each for each in begins if each != who]
+                    event = next_event(waits[who], state, now, unreachable=others)
+                    state = apply(state, event) if event else state
+            now += 0.1
+        assert state.ids == ids(*range(size))
 
 
 def test_a_blamed_rank_has_time_to_come():

@@ -10,6 +10,7 @@ from tests.support.ports import free_port
 from tests.support.together import on_threads
 from unisono.errors import RendezvousError, StoreError
 from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
+from unisono.rendezvous.joining import open_for_newcomer
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -127,6 +128,15 @@ def test_bad_variable_is_named(environment, change, text):
     environment(**{**good, **change})
     with pytest.raises(RendezvousError, match=text):
         meet("env://")
+
+
+@pytest.mark.parametrize("role", ["founder", "newcomer"])
+def test_a_service_must_have_a_known_scheme(environment, monkeypatch, role):
+    environment(RANK="0", WORLD_SIZE="1")
+    monkeypatch.setenv("UNISONO_STORE", "tcp://h:1")
+    text = "UNISONO_STORE expected redis, rediss, etcd, etcds as scheme, got 'tcp://h:1'"
+    with pytest.raises(RendezvousError, match=text):
+        meet("env://") if role == "founder" else open_for_newcomer("env://", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.support import services
 from tests.support.nodes import CONF, Job
 from tests.support.services import KINDS
 from unisono.errors import StoreError, StoreTimeoutError
-from unisono.groups.membership import Document
+from unisono.groups.membership_store import Document
 from unisono.groups.world import current
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous

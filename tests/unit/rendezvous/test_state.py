@@ -13,22 +13,36 @@ from unisono.rendezvous.member import End, Member, decide, observe
 from unisono.rendezvous.state import (
     Cause,
     Failed,
+    Idle,
     Join,
     LastCall,
     Left,
     Limits,
     Lost,
     Phase,
+    Replaced,
     State,
     Succeeded,
     dumps,
+    holders,
     loads,
 )
 from unisono.rendezvous.transitions import apply
 
 
-def limits(low, high=None, restarts=0):
-    return Limits(min_nodes=low, max_nodes=high or low, max_restarts=restarts)
+def limits(low, high=None, restarts=0, replaces=False, durable=False):
+    return Limits(
+        min_nodes=low,
+        max_nodes=high or low,
+        max_restarts=restarts,
+        replaces=replaces,
+        durable=durable,
+    )
+
+
+def elastic(low, high, restarts=0, durable=True):
+    """The limits of a world whose nodes come and go."""
+    return limits(low, high, restarts, replaces=True, durable=durable)
 
 
 def joined(limits, count):
@@ -122,6 +136,65 @@ def test_spare_node_waits_and_takes_a_place_that_becomes_free():
     assert [n.id for n in failed.waiting] == ["n2"]
     state = apply(apply(state, Lost("n0", "lost")), Join(node(1), rules))
     assert (state.phase, ids(state)) == (Phase.RUNNING, ["n1", "n2"])
+
+
+def test_nodes_come_and_go_in_a_running_world():
+    rules = elastic(1, 3, restarts=2)
+    state = apply(joined(rules, 2), LastCall(0))
+    state = apply(state, Join(node(2), rules))
+    assert (state.phase, state.epoch, ids(state)) == (Phase.RUNNING, 1, ["n0", "n1", "n2"])
+    assert (holders(state), [n.joined for n in state.order]) == (["n0", "n1"], [False, False, True])
+    assert holders(apply(state, Idle("n2", 1, False)), without="n0") == ["n1", "n2"]
+    waits = apply(state, Join(node(3), rules))
+    state = apply(waits, Lost("n0", "node h0 was lost"))
+    # The spare node gets the place, and a number that no node had before.
+    assert (state.epoch, ids(state)) == (1, ["n1", "n2", "n3"])
+    assert [n.id for n in state.order] == ["n0", "n1", "n2", "n3"]
+    # What a node reports that was lost no longer counts; it may come back.
+    assert apply(state, Failed("n0", 1, True, "boom")) is state
+    state = apply(apply(state, Left("n2", "left")), Join(node(0), rules))
+    assert [n.id for n in state.order] == ["n0", "n1", "n2", "n3", "n0"]
+    for number in (1, 3, 0):
+        assert state.phase is Phase.RUNNING
+        state = apply(state, Succeeded(f"n{number}", 1))
+    assert state.phase is Phase.FINISHED
+
+
+def test_a_world_ends_with_too_few_nodes_or_without_its_store():
+    rules = elastic(2, 3)
+    state = apply(joined(rules, 3), Left("n0", "left"))
+    assert (state.phase, state.reason) == (Phase.RUNNING, "left")
+    assert apply(state, Left("n1", "left")).phase is Phase.JOINING
+    rules = elastic(1, 3, durable=False)
+    state = joined(rules, 3)
+    assert apply(state, Lost("n1", "lost")).phase is Phase.RUNNING
+    assert apply(state, Lost("n0", "lost")).phase is Phase.JOINING
+    assert apply(state, Left("n0", "left")).phase is Phase.JOINING
+    serving = replace(node(5), serves=True)
+    state = apply(apply(joined(rules, 2), Join(serving, rules)), Join(node(6), rules))
+    # The workers' store is on the host of the agents' store, whose agent stays if it leaves.
+    assert ids(state) == ["n5", "n0", "n1"]
+    assert apply(state, Left("n5", "left")).phase is Phase.RUNNING
+    assert apply(state, Lost("n5", "lost")).phase is Phase.JOINING
+
+
+def test_nodes_that_were_never_taken_in_do_not_finish_a_job():
+    rules = elastic(1, 3)
+    state = apply(apply(joined(rules, 1), LastCall(0)), Join(node(1), rules))
+    done = apply(apply(state, Succeeded("n0", 1)), Succeeded("n1", 1, idle=True))
+    assert done.phase is Phase.FINISHED
+    state = apply(apply(state, Left("n0", "left")), Succeeded("n1", 1, idle=True))
+    assert (state.phase, state.cause, state.restarts) == (Phase.JOINING, Cause.MEMBERSHIP, 0)
+    assert apply(state, Join(node(1), rules)).epoch == 2
+
+
+def test_restarts_and_replacements_of_all_nodes_are_counted_together():
+    rules = elastic(2, 2, restarts=2)
+    state = apply(joined(rules, 2), Replaced("n0", 1))
+    state = apply(state, Replaced("n1", 1))
+    assert state.replaced == 2
+    assert apply(state, Replaced("n0", 1)) is state
+    assert apply(state, Failed("n0", 1, True, "boom")).phase is Phase.FAILED
 
 
 def test_clean_leave_never_closes_the_rendezvous():
@@ -252,7 +325,12 @@ def test_foreign_documents_are_refused(text):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "rules", [limits(1), limits(2), limits(1, 2), limits(2, restarts=1), limits(1, 2, 1)], ids=str
+    "rules",
+    [
+        *(limits(1), limits(2), limits(1, 2), limits(2, restarts=1), limits(1, 2, 1)),
+        *(elastic(1, 2, restarts=1), elastic(1, 2, durable=False)),
+    ],
+    ids=str,
 )
 def test_every_sequence_of_events_of_two_nodes(rules):
     """All documents that any order of events can lead to obey the invariants of Cluster.check."""
@@ -268,13 +346,17 @@ def test_every_sequence_of_events_of_two_nodes(rules):
             for epoch in epochs:
                 events += [Failed(n.id, epoch, original, "boom") for original in (True, False)]
                 events.append(Succeeded(n.id, epoch))
+                if rules.replaces:
+                    events += [Idle(n.id, epoch, idle) for idle in (True, False)]
+                    events += [Succeeded(n.id, epoch, True), Replaced(n.id, epoch)]
         for event in events:
             cluster.state = state
             cluster.worlds = {}
             cluster.reported_failures = set(range(1, state.epoch + 1))
             cluster.apply(event)
             after = cluster.state
-            if after.epoch <= 3 and after not in seen:
+            small = after.epoch <= (1 if rules.replaces else 3) and len(after.order) <= 3
+            if small and after not in seen:
                 seen.add(after)
                 frontier.append(after)
     phases = {Phase.JOINING, Phase.RUNNING, Phase.FINISHED, Phase.FAILED}
@@ -286,17 +368,19 @@ def test_every_sequence_of_events_of_two_nodes(rules):
 
 
 # Turns count twice, because all else waits for them.
-AGENTS = ["turn", "turn", "obey", "succeed", "fail", "suffer", "crash", "leave", "beat"]
+AGENTS = ["turn", "turn", "obey", "succeed", "fail", "suffer", "crash", "leave", "beat", "replace"]
 STEPS = st.one_of(
     *(st.tuples(st.just(what), st.integers(0, 5)) for what in AGENTS),
     st.tuples(st.just("add"), st.just(0)),
     st.tuples(st.just("time"), st.integers(1, 40)),
 )
 RULES = st.builds(
-    lambda low, more, restarts: limits(low, low + more, restarts),
+    lambda low, more, restarts, *coming: limits(low, low + more, restarts, *coming),
     st.integers(1, 3),
     st.integers(0, 2),
     st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
 )
 
 

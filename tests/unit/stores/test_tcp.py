@@ -357,6 +357,9 @@ def test_stopped_server_is_a_timeout_not_a_hang(server_process):
             client.set("k", "v")
         with pytest.raises(StoreTimeoutError):
             client.wait(["k"], 0.05)
+        client.set_timeout(60)
+        with pytest.raises(StoreTimeoutError, match=r"within (0\.2 s|50 ms)"):
+            client.check(["k"], 0.05)
         process.send_signal(signal.SIGCONT)
         client.set_timeout(20)
         assert client.add("n", 1) == 1

@@ -1,5 +1,6 @@
 """`unisono trace FILES`: the verdict on files, of unisono and of NCCL."""
 
+import os
 import pickle
 from dataclasses import replace
 
@@ -10,7 +11,14 @@ from tests.support.dumps import DEFAULT, HALF, entry, open_entry
 from unisono.cli.main import main
 from unisono.errors import InvalidArgumentError
 from unisono.trace.analysis import findings_of, report
-from unisono.trace.flight_recorder import GroupRecords, Origin, RankRecords, decode, encode
+from unisono.trace.flight_recorder import (
+    GroupRecords,
+    Origin,
+    RankRecords,
+    decode,
+    encode,
+    encode_short,
+)
 from unisono.trace.joined import by_rank, join
 from unisono.trace.records import TraceRecord
 
@@ -248,6 +256,49 @@ def test_files_without_a_world(tmp_path, capsys, names, text):
                 file.truncate((1 << 29) + 1 if "large" in path else None)
     assert main(["trace", *paths]) == 1
     assert text.format(*paths) in capsys.readouterr().err
+
+
+def damaged(**values):
+    group = GroupRecords("0", "default", (0, 1), [record(1, **values)])
+    return encode_short(RankRecords(0, [group], Origin("h", 1, "c", 0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (damaged(enqueued_ns="\x1b[2J"), "enqueued_ns is '\\\\x1b[2J', expected int"),
+        (damaged(peer=1.5), "peer is 1.5, expected int | None"),
+        (
+            damaged().replace(b'"ranks": [0, 1]', b'"ranks": [0, {}]'),
+            "int() argument must be a string",
+        ),
+        (damaged().replace(b'"rank": 0', b'"rank": "0"'), "rank is '0', expected int | None"),
+        (damaged().replace(b'"pid": 1', b'"pid": []'), "pid is [], expected int"),
+    ],
+)
+def test_damaged_file_is_named(tmp_path, capsys, content, text):
+    (tmp_path / "trace_rank_0").write_bytes(content)
+    assert main(["trace", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert f"cannot read {tmp_path / 'trace_rank_0'}: this is no file of a flight rec" in error
+    assert text in error
+
+
+def test_named_pipe_in_a_folder_is_left_out(tmp_path, capsys):
+    """An open of the pipe would wait for a writer."""
+    (tmp_path / "trace_rank_0").write_bytes(damaged())
+    os.mkfifo(tmp_path / "pipe_1")
+    (tmp_path / "folder").mkdir()
+    assert main(["trace", str(tmp_path)]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith("the 1 calls match")
+    assert error.splitlines() == [
+        f"trace: {tmp_path / name} is no regular file: left out" for name in ("folder", "pipe_1")
+    ]
+    assert main(["trace", str(tmp_path / "pipe_1")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"trace: {tmp_path / 'pipe_1'} is no regular file: left out\n")
+    assert "there are no records" in error
 
 
 def test_empty_folder(tmp_path, capsys):

@@ -1,7 +1,8 @@
 """Find the ranks of running jobs, and ask each rank for its state.
 
 A rank of this host is found through /proc: the name of its receiving thread has the port on which
-it listens. The rank answers because the kernel reports that the client is of the same user. Its
+it listens. The rank answers because the kernel reports that the client is of the same user. The
+client asks it because the kernel reports the same of the listening socket. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
 On a host without a rank, the job's store has the addresses, and the job's token opens the ranks.
 A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.base.stacks`.
@@ -28,15 +29,16 @@ from unisono.base.where import place_of
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.stores import TCPStore
 from unisono.transports.connect import VIEWERS
-from unisono.transports.tcp.address import TCPAddress, proof_of_viewer
+from unisono.transports.tcp.address import TCPAddress
 from unisono.transports.tcp.status import THREAD
-from unisono.transports.tcp.wire import ACCEPT, INSPECT, Hello
+from unisono.transports.tcp.viewer import NO_KEY, key_of, opened, question
+from unisono.transports.tcp.wire import INSPECT
 
 State = dict[str, Any]
 """What a rank answers; see `transports.tcp.status.state_of`."""
 
 Endpoint = tuple[str, int, bytes]
-"""Address, port, and the token to show."""
+"""Address, port, and the key; see `transports.tcp.viewer`."""
 
 # How long a rank has for its answer. A stopped rank keeps `top` waiting for all of it.
 _ANSWER_S = 0.7
@@ -101,11 +103,11 @@ def _in_store(where: str, token: str) -> list[Endpoint]:
     with closing(TCPStore(host, port, timeout=_STORE_S, token=token)) as store:
         keys = [key for key in store.list_keys() if key.rpartition("/")[2] == VIEWERS]
         lines = [line for text in store.multi_get(keys) for line in text.decode().splitlines()]
+    if not token:
+        return []  # A process of any user may serve such a store, and make its key.
     elsewhere = TCPAddress((), 0, b"")
     shown = [TCPAddress.unpack(line).seen_from(elsewhere) for line in lines]
-    return [
-        (host, each.port, proof_of_viewer(token, each)) for each in shown for host in each.hosts
-    ]
+    return [(host, each.port, key_of(token, each)) for each in shown for host in each.hosts]
 
 
 def _by_rank(states: Iterable[State | None]) -> dict[tuple[str, int], State]:
@@ -118,7 +120,8 @@ def _ask(endpoint: Endpoint) -> State | None:
     with contextlib.suppress(ValueError):
         if answer is not None:
             state: State = json.loads(answer.data)
-            state["endpoint"] = endpoint
+            mine = TCPAddress.unpack(state["addresses"][state["rank"]])
+            state["endpoint"] = (*endpoint[:2], mine.token)
             return state
     return None
 
@@ -134,24 +137,26 @@ class Answer(NamedTuple):
 def exchange(endpoint: Endpoint, channel: int, within_s: float) -> Answer | None:
     """Ask a rank and return its answer; None if it refuses, or does not answer in time.
 
+    None also if another process answers, which has not the key.
+
     Args:
         endpoint: Of the rank.
         channel: INSPECT, RECORDS or CLOCK of `transports.tcp.wire`.
         within_s: How long the connection, and then the answer, may take.
     """
-    host, port, token = endpoint
+    host, port, key = endpoint
+    hello = question(channel, key)
     chunks: list[bytes] = []
     nbytes = 0
     with contextlib.suppress(OSError), socket.create_connection((host, port), within_s) as sock:
         asked_ns, deadline = time.monotonic_ns(), time.monotonic() + within_s
-        sock.sendall(Hello(0, 0, 0, channel, token).pack())
+        sock.sendall(hello.pack())
         while (left_s := deadline - time.monotonic()) > 0:
             sock.settimeout(left_s)
             if not (chunk := sock.recv(1 << 16)):
-                data = b"".join(chunks)
-                if not data.startswith(ACCEPT):
-                    return None
-                return Answer(data[1:], asked_ns, time.monotonic_ns())
+                got_ns = time.monotonic_ns()
+                data = opened(hello, key, b"".join(chunks))
+                return None if data is None else Answer(data, asked_ns, got_ns)
             chunks.append(chunk)
             nbytes += len(chunk)
             if nbytes > _MOST_BYTES:
@@ -212,17 +217,17 @@ def _listening(pids: Iterable[int]) -> Iterator[Endpoint]:
                 network = os.stat(f"/proc/{pid}/ns/net").st_ino
                 if network not in tables:
                     tables[network] = _listeners(pid)
-                yield tables[network][port], port, bytes(16)
+                yield tables[network][port], port, NO_KEY
 
 
 def _listeners(pid: int) -> dict[int, str]:
-    """Return an address for each port with a listening socket in the network of a process."""
+    """Return an address for each port on which this user listens in the network of a process."""
     found: dict[int, str] = {}
     for name, family in _TABLES:
         for line in read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
-            _, local, _, state, *_ = line.split(None, 4)
+            _, local, _, state, _, _, _, user, *_ = line.split(None, 8)
             digits, _, port = local.partition(":")
-            if state == _LISTENS:
+            if state == _LISTENS and int(user) == os.geteuid():
                 found.setdefault(int(port, 16), _address(digits, family))
     return found
 

@@ -118,7 +118,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run(options: argparse.Namespace) -> int:
     terminal = sys.stdout.isatty()
-    several = options.nproc_per_node > 1 or ":" in options.command
+    least, most = options.nproc_per_node
+    several = most > 1 or ":" in options.command
     logs = log_options(options, None)
     # Python writes whole lines to a terminal. Elsewhere a crash would lose buffered output.
     unbuffered = not terminal or logs.stdout(1 + several, terminal) != "inherited"
@@ -127,6 +128,8 @@ def _run(options: argparse.Namespace) -> int:
     through = not terminal or logs.stdout(len(commands), terminal) != "inherited"
     shown = through and not options.dry_run
     status = make_status_line(len(commands)) if shown else None
+    nodes = node_options(options)
+    nodes["limits"] = replace(nodes["limits"], min_nprocs=least)
     spec = LaunchSpec(
         commands=commands,
         grace_s=options.grace,
@@ -135,7 +138,7 @@ def _run(options: argparse.Namespace) -> int:
         signals=options.signals_to_handle,
         one_gpu_each=options.virtual_local_rank,
         warm=len(commands) if options.warm is None else options.warm,
-        **node_options(options),
+        **nodes,
     )
     if options.dry_run:
         print(describe(spec))

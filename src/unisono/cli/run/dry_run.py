@@ -11,8 +11,8 @@ from unisono.launcher.environment import Place, worker_environment
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
-from unisono.rendezvous.dynamic import WorkerWorld
 from unisono.rendezvous.state import Node
+from unisono.rendezvous.worker_world import WorkerWorld
 
 _DECIDED_LATER = ("RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK")
 

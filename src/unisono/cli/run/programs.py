@@ -17,7 +17,12 @@ _LOCAL_RANK = "${local_rank}"
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that each program of a command line may have, and the program itself."""
-    add_count_flag(parser, "workers on this node (1)")
+    add_count_flag(
+        parser,
+        "workers on this node (1); MIN:MAX with --restart worker: start MAX, and go on with MIN if "
+        "workers fail and no restart is left",
+        may_vary=True,
+    )
     kind = parser.add_mutually_exclusive_group()
     add_flag(kind, "-m", "--module", action="store_true", help="run a module, as `python -m` does")
     add_flag(kind, "--no-python", action="store_true", help="run any program, not a script")
@@ -61,7 +66,10 @@ def worker_commands(
     commands: list[Sequence[str]] = []
     for program, its_parser in programs:
         command = _command(program, its_parser, unbuffered)
-        for _ in range(program.nproc_per_node):
+        least, most = program.nproc_per_node
+        if least and (others or options.restart != "worker"):
+            parser.error("--nproc-per-node MIN:MAX needs --restart worker and one program")
+        for _ in range(most):
             local_rank = str(len(commands))
             commands.append([word.replace(_LOCAL_RANK, local_rank) for word in command])
     return commands

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from unisono.base.host import reason_of
 from unisono.cli.look.ask import Endpoint, exchange
+from unisono.cli.look.command import plain
 from unisono.cli.look.verdict import Job
 from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.trace.clocks import Trip
@@ -32,15 +34,19 @@ _THREADS = 16
 def read_files(paths: Sequence[str]) -> list[RankRecords]:
     """Return the records in files, and in all files of folders.
 
-    The rank in a file of another library is the number at the end of the file's name.
+    A path that is no regular file is left out, with a line on standard error, because a named pipe
+    would block. The rank in a file of another library is the number at the end of the file's name.
 
     Raises:
         InvalidArgumentError: A file cannot be read, has another format, or has no rank.
     """
     found = []
     for path in map(Path, paths):
-        inside = sorted(path.iterdir()) if path.is_dir() else [path]
-        found += [_read(each) for each in inside if not each.name.startswith(".")]
+        inside = sorted(path.glob("[!.]*")) if path.is_dir() else [path]
+        special = [each for each in inside if each.exists() and not each.is_file()]
+        for each in special:
+            print(plain(f"trace: {each} is no regular file: left out"), file=sys.stderr)
+        found += [_read(each) for each in inside if each not in special]
     return found
 
 

@@ -1,65 +1,97 @@
-"""Replacements of single workers, while the others keep their state (`--restart worker`).
+"""Workers that come and go while the others keep their state (`--restart worker`).
 
-A replacement has the place of the worker that failed, and UNISONO_JOIN=1. Its `init_process_group`
-waits until the other ranks call `reconfigure`. If they end instead, the replacement has no job.
+A *newcomer* is a worker with UNISONO_JOIN=1: the replacement of a worker that failed, or a worker
+of a node that joined a running job. Its `init_process_group` waits until the other ranks call
+`reconfigure`. If they end instead, the newcomer has no job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from unisono.base.deadline import Deadline
-from unisono.errors import StoreError
+from unisono.base.process_identity import Life, life_of
+from unisono.errors import UnisonoError
 from unisono.launcher.environment import Place
 from unisono.launcher.report import WorkerFailure, is_consequence
 from unisono.launcher.workers.worker import Worker
-from unisono.rendezvous.membership import loads
-from unisono.stores import TCPStore
+from unisono.rendezvous.dynamic import Answer, DynamicRendezvous
+from unisono.rendezvous.membership import State, loads
+from unisono.rendezvous.services import open_launched
+from unisono.stores import PrefixStore, Store, TCPStore
 
 _LOOK_S = 1.0
 _STORE_S = 2.0
+_DOCUMENT = "unisono/membership/document"
 
 
 class Replacements:
-    """The replacements of one attempt.
+    """The newcomers of one attempt, and the failures that do not end it.
 
     Args:
         place: The place of the node's workers.
-        budget: Largest number of replacements; 0 if a failure restarts all workers.
-        on_replacement: Function that is called with the failure before a replacement starts.
+        rendezvous: This node's part in the job; None: each failure ends the attempt.
+        answer: Function that takes the oldest answer of the job to `ask`; None if it is not there.
+        least: Number of workers of this node that must run or have ended with exit code 0.
+        notify: Function that shows a line of text.
 
     Attributes:
-        workers: The replacements.
+        newcomers: The newcomers that no rank has taken in, as far as known.
         count: Number of replacements, also if one could not be started.
+        asked: The failures for which `answered` will return an answer.
+        notify: See above.
     """
 
     def __init__(
-        self, place: Place, budget: int, on_replacement: Callable[[WorkerFailure], None]
+        self,
+        place: Place,
+        rendezvous: DynamicRendezvous | None = None,
+        answer: Callable[[], Answer | None] = lambda: None,
+        least: int = 0,
+        notify: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.workers: list[Worker] = []
+        self.newcomers: set[Worker] = set()
         self.count = 0
+        self.asked: deque[tuple[Worker, WorkerFailure]] = deque()
+        self.notify = notify
         self._place = place
-        self._budget = budget
-        self._on_replacement = on_replacement
+        self._rendezvous = rendezvous
+        self._answer = answer
+        self._least = least
+        self._idle = place.node.joined
         self._next = Deadline(_LOOK_S)
 
-    def may_replace(self, failure: WorkerFailure, running: Sequence[Worker]) -> bool:
-        """Return whether a worker that failed may get a replacement.
+    def ask(self, worker: Worker, failure: WorkerFailure, running: Sequence[Worker]) -> bool:
+        """Ask the job for a replacement; return False if it would be of no use.
 
-        A worker of the first world must keep the state of the job. A failure that only reports the
-        loss of another worker shows that the script does not call `reconfigure`.
+        A worker must keep the state of the job. A failure that only reports the loss of another
+        worker shows that the script does not call `reconfigure`.
         """
-        others = [worker for worker in running if worker not in self.workers]
-        return self.count < self._budget and bool(others) and not is_consequence(failure.text)
+        if is_consequence(failure.text) or not self._is_held(running):
+            return False
+        assert self._rendezvous is not None
+        self.asked.append((worker, failure))
+        self._rendezvous.ask_to_replace(self._place.world.epoch)
+        return True
 
-    def begin(self, failure: WorkerFailure) -> None:
-        """Count the next replacement."""
-        self.count += 1
-        self._on_replacement(failure)
+    def answered(self) -> tuple[Worker, WorkerFailure, Answer] | None:
+        """Return the oldest failure of `asked` with its answer; None if there is no answer."""
+        if not self.asked or (answer := self._answer()) is None:
+            return None
+        self.count += answer.granted
+        return *self.asked.popleft(), answer
+
+    def may_do_without(self, failed: Worker, workers: Sequence[Worker]) -> bool:
+        """Return whether the others go on without a worker that no restart is left for."""
+        rest = [each for each in workers if each is not failed and not each.exit_code]
+        if self._rendezvous is None or len(rest) < self._least or self._rendezvous.restart_left:
+            return False
+        return any(each.exit_code == 0 for each in rest) or self._is_held(rest)
 
     def look_in_s(self, running: Sequence[Worker]) -> float:
         """Return in how many seconds to call `unneeded`; infinity if that is not needed."""
-        only = running and all(worker in self.workers for worker in running)
+        only = running and (self._idle or self.newcomers.issuperset(running))
         return self._next.remaining() if only else float("inf")
 
     def unneeded(self, running: Sequence[Worker]) -> list[Worker]:
@@ -67,18 +99,48 @@ class Replacements:
         if self.look_in_s(running) > 0.0:
             return []
         self._next = Deadline(_LOOK_S)
-        waiting = self._waiting()
-        return list(running) if all(worker.pid in waiting for worker in running) else []
+        assert self._rendezvous is not None
+        # Read before the document: these ranks may take a newcomer in as long as they run.
+        others = self._rendezvous.others_hold_state
+        waiting = _processes(each.member.user for each in self._read().waiting)
+        idle = self.newcomers.issuperset(running)
+        if idle is not self._idle:
+            self._idle = idle
+            self._rendezvous.idle(self._place.world.epoch, idle)
+        all_wait = idle and waiting.issuperset(worker.pid for worker in running)
+        return list(running) if all_wait and not others else []
 
-    def _waiting(self) -> set[int]:
-        """Return the process numbers of the newcomers that no rank has admitted."""
-        world = self._place.world
-        key = f"worker/attempt_{world.restarts}/unisono/membership/document"
+    def _is_held(self, running: Sequence[Worker]) -> bool:
+        """Whether a rank of the job has its state, so that newcomers can get it."""
+        if self._rendezvous is None:
+            return False
+        if running and self.newcomers.issuperset(running):
+            self._read()
+        here = not self.newcomers.issuperset(running)
+        return here or self._rendezvous.others_hold_state
+
+    def _read(self) -> State:
+        """Read the document of the ranks; forget the newcomers that ranks have taken in."""
         try:
-            with TCPStore(
-                world.master_addr, world.master_port, timeout=_STORE_S, token=self._place.token
-            ) as store:
-                text = store.get(key) if store.check([key]) else b""
-        except StoreError:
-            return set()
-        return {int(each.member.user.rpartition("~")[2]) for each in loads(text).waiting}
+            with _open(self._place) as store:
+                state = loads(store.get(_DOCUMENT) if store.check([_DOCUMENT]) else b"")
+        except UnisonoError:
+            return State()
+        taken = _processes(each.user for each in state.members)
+        self.newcomers = {worker for worker in self.newcomers if worker.pid not in taken}
+        return state
+
+
+def _open(place: Place) -> Store:
+    """Open the workers' store."""
+    world = place.world
+    if world.store_url:
+        return open_launched(world.store_url, _STORE_S)
+    store = TCPStore(world.master_addr, world.master_port, timeout=_STORE_S, token=place.token)
+    return PrefixStore(f"worker/attempt_{world.restarts}", store, owns_store=True)
+
+
+def _processes(users: Iterable[str]) -> set[int]:
+    """Return the numbers of the living processes of this machine among users."""
+    alive = (user for user in users if user and life_of(user) is Life.ALIVE)
+    return {int(user.rpartition("~")[2]) for user in alive}

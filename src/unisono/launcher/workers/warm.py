@@ -59,7 +59,7 @@ class WarmWorkers:
 
     def look(
         self,
-        running: Sequence[Worker],
+        running: Mapping[int, Worker],
         environment: Callable[[int], dict[str, str]],
         start: Callable[[int, Mapping[str, str], Sequence[int]], Worker],
     ) -> None:
@@ -73,7 +73,7 @@ class WarmWorkers:
         """
         if self._next is None or not self._next.expired():
             return
-        missing = [rank for rank in self._candidates if rank not in self._waiting]
+        missing = [rank for rank in self._candidates if rank in running.keys() - self._waiting]
         for local_rank in missing:
             if folder := _torch_of(running[local_rank].pid):
                 # Imported late, because it imports the modules of Python's compiler.

@@ -198,7 +198,7 @@ class ServiceStore(Store):
             raise keys_timeout(self, operation, keys, missing, deadline.timeout_s)
         return [value for value in found if value is not None]
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
         """Return whether every key has a value."""
         self._check_open()
         return not self._missing(check_keys(keys))

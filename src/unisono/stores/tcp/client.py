@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base import config
-from unisono.base.deadline import Deadline, Timeout
+from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.log import get_logger
 from unisono.base.sockets import format_address, listen, listen_on_fd
 from unisono.errors import (
@@ -182,9 +182,9 @@ class TCPStore(Store):
             self._call(Op.COMPARE_SET, _wire_key(key), check_value(expected), check_value(desired))
         )
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether every key has a value."""
-        return bool(self._call(Op.CHECK, _wire_keys(keys)) == READY)
+    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
+        """Return whether every key has a value; see Store.check."""
+        return bool(self._call(Op.CHECK, _wire_keys(keys), timeout=timeout) == READY)
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Block until every key has a value."""
@@ -265,10 +265,11 @@ class TCPStore(Store):
         super().close()
         self._finalizer()
 
-    def _call(self, op: Op, *args: Any) -> Any:
+    def _call(self, op: Op, *args: Any, timeout: Timeout | None = None) -> Any:
         """Make one request that the server answers at once."""
         self._check_open()
-        return self._pool.ask(_patience(self._timeout_s), (op, *args))[0]
+        timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
+        return self._pool.ask(_patience(timeout_s), (op, *args))[0]
 
     def _fetch(
         self, operation: str, request: tuple[Op, Any], keys: list[str], timeout: Timeout | None

@@ -97,9 +97,9 @@ def _prove(sock: socket.socket, address: str, token: bytes, deadline: Deadline) 
         answer += _receive(sock, NONCE_BYTES + PROOF_BYTES, deadline)
     if not answer:
         raise HandshakeError(
-            f"what listens at {address} hung up when this client offered to prove its token; "
-            "torch's TCPStore server does so, for it knows no tokens",
-            hint="unset UNISONO_TOKEN for this process, or pass token=''",
+            f"what listens at {address} hung up when this client offered to prove its token: it "
+            "is ending, or it is torch's TCPStore server, which knows no tokens",
+            hint="if it is torch's, unset UNISONO_TOKEN for this process, or pass token=''",
         )
     if answer == bytes([Answer.NO_TOKEN_HERE]) and is_local(sock) and not is_foreign(sock):
         # A process of this user could read the token anyway; see `Gate`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hmac
 import ipaddress
 import socket
 import struct
@@ -51,7 +50,7 @@ class TCPAddress(NamedTuple):
         return cls(tuple(hosts.split(",")), int(port), bytes.fromhex(token))
 
     def without_token(self) -> TCPAddress:
-        """Return the address with a digest in place of the token, for `proof_of_viewer`."""
+        """Return the address with a digest in place of the token, for `viewer.key_of`."""
         return self._replace(token=blake2b(self.token, digest_size=16).digest())
 
     def seen_from(self, other: TCPAddress) -> TCPAddress:
@@ -62,16 +61,6 @@ class TCPAddress(NamedTuple):
         """
         far = tuple(host for host in self.hosts if not is_loopback(host))
         return self if self.hosts == other.hosts or not far else self._replace(hosts=far)
-
-
-def proof_of_viewer(job_token: str, address: TCPAddress) -> bytes:
-    """Return what a client shows to a rank in place of the rank's token: it knows the job's token.
-
-    Args:
-        job_token: UNISONO_TOKEN; not empty.
-        address: Without its token.
-    """
-    return hmac.digest(job_token.encode(), b"unisono top" + address.token, "sha256")[:16]
 
 
 def is_loopback(host: str) -> bool:

@@ -2,8 +2,8 @@
 
 The client connects to the socket on which the rank listens for ranks. The thread that receives
 answers, so the rank may be in any call. The answer has the tokens of all ranks, so that the client
-can ask the ranks of other hosts. A client gets an answer if it shows this rank's token, or is a
-local process of the same user. Such a process could read the memory of this process anyway.
+can ask the ranks of other hosts. A client gets an answer if it proves that it has a key. A local
+process of the same user needs none, because it could read the memory of this process anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from unisono.stores.tcp.peer_uid import user_of_peer
 from unisono.trace.flight_recorder import encode_short
 from unisono.trace.snapshot import live_records
 from unisono.transports.tcp.io_loop import WRITE, Loop
-from unisono.transports.tcp.wire import ACCEPT, CLOCK, CLOCK_TIME, RECORDS, REFUSE
+from unisono.transports.tcp.viewer import NO_KEY, sealed
+from unisono.transports.tcp.wire import CLOCK, CLOCK_TIME, RECORDS, REFUSE, Hello
 
 if TYPE_CHECKING:
     from unisono.transports.api import Transport
@@ -51,15 +52,17 @@ def show_port(port: int) -> None:
 
 
 class Client(NamedTuple):
-    """A connection of a client, and whether it has shown the token of the rank.
+    """A connection of a client.
 
     Attributes:
-        channel: INSPECT, RECORDS or CLOCK.
+        sock: The connection.
+        hello: The question; its channel is INSPECT, RECORDS or CLOCK.
+        key: The key of which the client has shown a proof, or NO_KEY.
     """
 
     sock: socket.socket
-    channel: int
-    has_token: bool
+    hello: Hello
+    key: bytes
 
 
 def answer_client(
@@ -68,8 +71,9 @@ def answer_client(
     """Send what a client asks for, if it may have it, and hang up; on the I/O thread."""
     answer = REFUSE
     try:
-        if client.has_token or user_of_peer(client.sock) == os.geteuid():
-            answer = ACCEPT + _answer(transport, client.channel, addresses)
+        if client.key != NO_KEY or user_of_peer(client.sock) == os.geteuid():
+            data = _answer(transport, client.hello.channel, addresses)
+            answer = sealed(client.hello, client.key, data)
     except Exception as error:
         # For example, the addresses are not known before the ranks have met. An exception would end
         # the I/O thread, and with it the job.

@@ -32,12 +32,13 @@ from unisono.base.host import reason_of
 from unisono.base.log import get_logger
 from unisono.transports.api import Transport
 from unisono.transports.messages import Key, Kind, LinkDown
-from unisono.transports.tcp.address import TCPAddress, listen, proof_of_viewer, silence_on
+from unisono.transports.tcp.address import TCPAddress, listen, silence_on
 from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greetings
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import Link
 from unisono.transports.tcp.status import Client, answer_client, show_port
+from unisono.transports.tcp.viewer import key_of, key_shown
 from unisono.transports.tcp.wire import ACCEPT, CLOCK, INSPECT, RECORDS, REFUSE, Hello
 from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
@@ -240,8 +241,7 @@ class TCPTransport(Transport):
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
         if channel in (INSPECT, RECORDS, CLOCK):
-            may_look = self._has_token(hello) or self._has_proof(hello)
-            client = Client(sock, channel, may_look)
+            client = Client(sock, hello, key_shown(hello, self._viewer_keys()))
             answer_client(self, self._loop, client, self._dials.addresses)
             return
         known = self._knows(hello)
@@ -281,10 +281,10 @@ class TCPTransport(Transport):
     def _has_token(self, hello: Hello) -> bool:
         return hmac.compare_digest(hello.token, TCPAddress.unpack(self.address).token)
 
-    def _has_proof(self, hello: Hello) -> bool:
+    def _viewer_keys(self) -> list[bytes]:
+        """Return the keys that open this rank for a viewer."""
         job_token, mine = config.get("UNISONO_TOKEN"), TCPAddress.unpack(self.address)
-        expected = proof_of_viewer(job_token, mine.without_token())
-        return bool(job_token) and hmac.compare_digest(hello.token, expected)
+        return [mine.token, *([key_of(job_token, mine.without_token())] if job_token else [])]
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Accept the connection of a rank."""

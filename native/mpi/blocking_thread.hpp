@@ -1,0 +1,52 @@
+// A thread for calls that block in MPI, so that the wait for such a call has an end.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "core/fork_guard.hpp"
+#include "mpi/call.hpp"
+
+namespace unisono {
+
+class BlockingThread {
+ public:
+  BlockingThread() = default;
+  // If a call does not return, its thread stays.
+  ~BlockingThread() { close(); }
+  BlockingThread(const BlockingThread&) = delete;
+  BlockingThread& operator=(const BlockingThread&) = delete;
+
+  // Begin a call; the last call must have returned. Throws std::system_error without a thread.
+  void begin(const MPICall& call);
+  // Wait until the call has returned. False: the time-out came first.
+  bool wait(int64_t timeout_ns) const;
+  // Whether a call has not returned.
+  bool is_busy() const {
+    // acquire: pairs with the thread's store
+    return state_->ended.load(std::memory_order_acquire) != state_->begun.load();
+  }
+  // The error code of the last call, which has returned.
+  int error() const { return state_->error; }
+  // End the thread after its call.
+  void close();
+
+ private:
+  // The thread shares the state, because it may outlive the owner.
+  struct State {
+    std::atomic<uint64_t> begun{0};
+    std::atomic<uint64_t> ended{0};
+    std::atomic<bool> is_closed{false};
+    MPICall call;
+    int error = 0;
+  };
+  static void serve(const std::shared_ptr<State>& state);
+
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::thread thread_;
+  const ForkGuard fork_guard_;
+};
+
+}  // namespace unisono

@@ -1,0 +1,155 @@
+#include "mpi/group.hpp"
+
+#include <algorithm>
+#include <ctime>
+#include <system_error>
+
+#include <sched.h>
+
+#include "core/clock.hpp"
+
+namespace unisono {
+
+namespace {
+
+// How long a call waits before the caller looks for lost ranks. Longer: they are detected later.
+// While data move, the caller's wait for the interpreter lock would slow them down.
+constexpr int64_t kLookNs = 5'000'000;
+constexpr int64_t kMovingLookNs = 20'000'000;
+
+// A rank that gives up a call keeps its arrays this long; see `_SETTLED_S` in mpi_engine.py.
+constexpr int64_t kSettledNs = 50'000'000;
+
+// Tests between two looks at the clock. A test takes 0.05 to 0.2 us, and moves data.
+constexpr int kTests = 64;
+
+// How long a wait only tests. Then each look yields the core. After the second limit a wait for a
+// late rank sleeps, because that rank needs the core more. Data move only in tests.
+constexpr int64_t kTestNs = 200'000;
+constexpr int64_t kYieldNs = 5'000'000;
+constexpr int64_t kMostSleepNs = 1'000'000;
+
+// MPI_Status has up to 32 bytes.
+constexpr size_t kStatusBytes = 128;
+
+void sleep_for(int64_t ns) {
+  const timespec time{0, static_cast<long>(ns)};
+  nanosleep(&time, nullptr);
+}
+
+}  // namespace
+
+MPIGroup::MPIGroup(std::uintptr_t test, const MPICall& agreement, bool is_crowded)
+    : test_(reinterpret_cast<int (*)(void*, int*, void*)>(test)),
+      is_crowded_(is_crowded),
+      agreement_(agreement) {
+  agreement_.set(agreement_.output_at, agreed_.data());
+  agreement_.set(agreement_.request_at, request_.data());
+}
+
+Status MPIGroup::run(const MPICall& data, const Buffers& buffers, AgreementWords words,
+                     Idler* idler) {
+  data_ = data;
+  data_.set(data_.input_at, buffers.input);
+  data_.set(data_.output_at, buffers.output);
+  data_.set(data_.request_at, request_.data());
+  counts_ = words.fingerprint != 0;
+  Status status{};
+  if (counts_) {
+    ++begun_;
+    started_ns_ = now_ns();
+    agreed_ = {words.fingerprint, ~words.fingerprint, words.even, ~words.even};
+    status = begin(Stage::agreeing, agreement_);
+  } else {
+    status = begin(Stage::moving, data_);
+  }
+  return status.is_ok() ? go_on(idler) : status;
+}
+
+Status MPIGroup::go_on(Idler* idler) {
+  if (stage_ == Stage::agreeing) {
+    Status status = wait(idler);
+    if (status.is_ok()) status = compare();
+    if (status.is_ok() && data_.function != 0) status = begin(Stage::moving, data_);
+    if (!status.is_ok()) return status;
+  }
+  if (stage_ == Stage::moving) {
+    if (const Status status = wait(idler); !status.is_ok()) return status;
+    stage_ = Stage::arrived;
+    if (now_ns() - started_ns_ > kSettledNs) return {Code::waiting};
+  }
+  if (stage_ == Stage::arrived) {
+    stage_ = Stage::idle;
+    if (counts_) finished_.store(begun_, std::memory_order_relaxed);
+  }
+  return {};
+}
+
+Status MPIGroup::begin(Stage stage, const MPICall& call) {
+  stage_ = stage;
+  blocks_ = call.blocks();
+  began_ns_ = 0;
+  if (blocks_) {
+    try {
+      thread_.begin(call);
+    } catch (const std::system_error&) {
+      stage_ = Stage::idle;
+      return {Code::no_memory};
+    }
+    return {};
+  }
+  const int error = call.make();
+  return error == 0 ? Status{} : failed(error);
+}
+
+Status MPIGroup::failed(int error) {
+  stage_ = Stage::idle;
+  return {Code::library, error};
+}
+
+// The ranks have reduced the words and their complements with MIN. So a word is equal on all ranks
+// if its least value is the complement of its least complement.
+Status MPIGroup::compare() {
+  stage_ = Stage::idle;
+  if (agreed_[0] != ~agreed_[1]) return {Code::mismatch};
+  // 0 is the word of sizes that are not even, even if all ranks have it.
+  if (agreed_[2] == 0 || agreed_[2] != ~agreed_[3]) return {Code::uneven};
+  return {};
+}
+
+int64_t MPIGroup::look_ns() const { return is_moving() ? kMovingLookNs : kLookNs; }
+
+Status MPIGroup::wait(Idler* idler) {
+  if (!blocks_) return poll(idler);
+  if (idler != nullptr) idler->idle();
+  if (!thread_.wait(look_ns())) return {Code::waiting};
+  return thread_.error() == 0 ? Status{} : failed(thread_.error());
+}
+
+Status MPIGroup::poll(Idler* idler) {
+  int64_t end_ns = 0;
+  for (int tests = 1;; ++tests) {
+    int is_done = 0;
+    alignas(16) std::array<char, kStatusBytes> status;
+    if (const int error = test_(request_.data(), &is_done, status.data()); error != 0) {
+      return failed(error);
+    }
+    if (is_done != 0) return {};
+    if (tests % kTests != 0) continue;
+    const int64_t now = now_ns();
+    if (end_ns == 0) {
+      end_ns = now + look_ns();
+      if (began_ns_ == 0) began_ns_ = now;
+      if (idler != nullptr) idler->idle();
+    }
+    if (now >= end_ns) return {Code::waiting};
+    const int64_t waited_ns = now - began_ns_;
+    if (waited_ns > kYieldNs && !is_moving()) {
+      sleep_for(std::min(waited_ns / 50, kMostSleepNs));
+    } else if (is_crowded_ || waited_ns > kTestNs) {
+      sched_yield();
+    }
+  }
+}
+
+}  // namespace unisono

@@ -1,0 +1,99 @@
+// The calls of a group whose data an MPI library moves: an agreement of all ranks, then a collective
+// of the library.
+//
+// MPI has no time-outs, and cannot take an array back. So the agreement is an all_reduce of 4 numbers
+// in memory of this object, and MPI gets an array only when all ranks have come. A call whose wait is
+// long returns Code::waiting. The caller then looks for lost ranks, aborts and the deadline, and goes
+// on with the same call.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "core/program.hpp"
+#include "mpi/blocking_thread.hpp"
+#include "mpi/call.hpp"
+
+namespace unisono {
+
+class MPIGroup {
+ public:
+  // `test`: the address of MPI_Test. `agreement`: MPI_Iallreduce of 4 numbers, MIN.
+  // `is_crowded`: there are more ranks than cores on this host.
+  MPIGroup(std::uintptr_t test, const MPICall& agreement, bool is_crowded);
+  MPIGroup(const MPIGroup&) = delete;
+  MPIGroup& operator=(const MPIGroup&) = delete;
+
+  // Agree on `words` (fingerprint 0: the ranks have agreed already), then make the call `data`, if
+  // there is one. Code::waiting: call go_on().
+  Status run(const MPICall& data, const Buffers& buffers, AgreementWords words, Idler* idler);
+  // Wait for the call for another moment.
+  Status go_on(Idler* idler = nullptr);
+
+  // Whether the data of a call that took long are there. Then the caller must find out whether a
+  // rank has given up the call before it goes on.
+  bool has_arrived() const { return stage_ == Stage::arrived; }
+  // Whether MPI has the caller's arrays.
+  bool is_moving() const { return stage_ == Stage::moving; }
+  // Whether a call blocks in MPI.
+  bool is_blocked() const { return thread_.is_busy(); }
+  // The number of calls that have ended here.
+  int64_t finished() const { return finished_.load(std::memory_order_relaxed); }
+
+  // No call of C++ begins any more.
+  void abort() { is_aborted_.store(true, std::memory_order_relaxed); }
+  bool is_aborted() const { return is_aborted_.load(std::memory_order_relaxed); }
+  void close() { thread_.close(); }
+
+ private:
+  enum class Stage { idle, agreeing, moving, arrived };
+
+  Status begin(Stage stage, const MPICall& call);
+  int64_t look_ns() const;
+  Status wait(Idler* idler);
+  Status poll(Idler* idler);
+  Status compare();
+  Status failed(int error);
+
+  int (*const test_)(void*, int*, void*);
+  const bool is_crowded_;
+  MPICall agreement_;
+  // The fingerprint, then the word of the sizes, each followed by its complement. MPI may write them
+  // and read `data_` also after a time-out.
+  std::array<uint64_t, 4> agreed_{};
+  MPICall data_;
+  std::array<uint64_t, 2> request_{};  // an int or a pointer
+  Stage stage_ = Stage::idle;
+  bool blocks_ = false;
+  bool counts_ = false;     // whether the call counts as finished when its data are there
+  int64_t began_ns_ = 0;    // the first look at the clock in this stage; 0: not yet
+  int64_t started_ns_ = 0;  // before the agreement
+  int64_t begun_ = 0;
+  std::atomic<int64_t> finished_{0};
+  std::atomic<bool> is_aborted_{false};
+  BlockingThread thread_;
+};
+
+// One kind of call of such a group.
+class MPIRunner final : public Runner {
+ public:
+  MPIRunner(std::shared_ptr<MPIGroup> group, const MPICall& call)
+      : group_(std::move(group)), call_(call) {}
+
+  // Ignores the program and the time-out.
+  Status run(const Program& /*program*/, const Buffers& buffers, ReduceFn /*reduce*/,
+             AgreementWords words, int64_t /*timeout_ns*/, Idler* idler = nullptr) override {
+    return group_->run(call_, buffers, words, idler);
+  }
+  void abort() override { group_->abort(); }
+  bool is_aborted() const override { return group_->is_aborted(); }
+
+ private:
+  std::shared_ptr<MPIGroup> group_;
+  MPICall call_;
+};
+
+}  // namespace unisono

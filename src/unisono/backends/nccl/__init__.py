@@ -1,0 +1,14 @@
+"""The backend for GPUs: NCCL moves the data, a CPU group beside it checks every call.
+
+    backend    the operations: argument checks, agreement, order on the stream
+    kernels    one collective as calls of NCCL, by addresses
+    flat       arrays of a GPU as flat memory
+    arrays     what only an array library can do: torch and CuPy
+    link       the communicator: start, error, abort, end
+    calls      the calls under way, and the thread that watches them
+    streams    `Stream` and `Event` over streams of a GPU
+    gpu        streams, events and memory of one GPU
+    library    nccl4py and cuda-core, imported on first use
+
+Only this package imports nccl4py, cuda-core and CuPy. It has not run on a GPU yet.
+"""

@@ -1,0 +1,190 @@
+"""The calls under way on a group's stream, and the thread that watches them.
+
+A call has ended when its kernels have ended and the control group has compared it on all ranks. The
+oldest call decides: kernels run in the order of the calls. Its comparison names ranks that differ,
+are late or are lost. If the comparison is done and kernels still run, the watcher looks further:
+for a rank that was lost since, an error of NCCL, the deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono.backends.api import Pending
+from unisono.base.deadline import Deadline
+from unisono.base.worker import Worker
+
+# The watcher's pause: short while calls end one after another, longer while one call runs.
+_SHORT_S, _LONG_S = 0.0005, 0.01
+_IDLE_S = 0.1
+
+
+class GPUCall(Pending):
+    """The end of one call on the stream.
+
+    Args:
+        text: The call, for errors.
+        outputs: The arrays that hold the result.
+        seen: The comparison of the call on all ranks.
+        deadline: Of the call.
+        kept: Memory that the kernels use.
+
+    Attributes:
+        end: Event after the kernels; None until they are enqueued.
+        follow: Makes the current stream wait for `end`.
+        late: The reason, if the kernels do not end in time.
+        verify: Called when `seen` has ended; raises its error, or another that it shows.
+    """
+
+    __slots__ = ("calls", "end", "follow", "kept", "late", "limit", "seen", "text", "verify")
+
+    def __init__(
+        self,
+        text: str,
+        outputs: Sequence[Any],
+        seen: Pending,
+        deadline: Deadline,
+        kept: list[Any],
+    ) -> None:
+        super().__init__(outputs)
+        self.text = text
+        self.seen = seen
+        self.limit = deadline
+        self.kept = kept
+        self.end: Any = None
+        self.calls: Calls | None = None
+        self.follow: Callable[[], None] = lambda: None
+        self.late = "every rank entered it, but the data did not arrive in time"
+        self.verify: Callable[[], None] = self._raise_error
+
+    def _raise_error(self) -> None:
+        if self.seen.error is not None:
+            raise self.seen.error
+
+    def done(self) -> bool:
+        if not self._done and self.calls is not None:
+            self.calls.look()
+        return self._done
+
+    def wait_until(self, deadline: Deadline | None) -> bool:
+        pause_s = 2e-5
+        while not self.done():
+            if deadline is not None and deadline.expired():
+                return False
+            super().wait_until(Deadline(pause_s))
+            pause_s = min(2 * pause_s, _SHORT_S)
+        return True
+
+    def enqueue_wait(self) -> bool:
+        if self._done or self.end is None:
+            return False
+        self.follow()
+        return True
+
+
+class Calls:
+    """The calls of one group that have not ended, oldest first.
+
+    Args:
+        name: Of the group.
+        trouble: Returns the error of a call whose kernels do not end, or None; called as
+            trouble(call).
+        stop: Stops all kernels because of an error; returns the error of the calls that ran.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        trouble: Callable[[GPUCall], BaseException | None],
+        stop: Callable[[BaseException], BaseException],
+    ) -> None:
+        self._name = name
+        self._trouble = trouble
+        self._stop = stop
+        self._queue: deque[GPUCall] = deque()
+        self._changed = threading.Condition()
+        # Reentrant, because a callback may look again.
+        self._looking = threading.RLock()
+        self._worker = Worker(f"unisono-nccl-{name}")
+
+    def add(self, call: GPUCall) -> None:
+        """Watch a call whose kernels are enqueued."""
+        call.calls = self
+        with self._changed:
+            self._queue.append(call)
+            self._changed.notify_all()
+            self._worker.start(self._run)
+
+    def look(self) -> None:
+        """End the calls that have ended; a broken call ends all."""
+        if not self._looking.acquire(blocking=False):
+            # Another thread looks, and may be in a callback that waits for this thread.
+            return
+        try:
+            while self._queue:
+                call = self._queue[0]
+                error = self._error_of(call)
+                if error is not None:
+                    self.fail(error)
+                elif not self._ended(call):
+                    return
+                else:
+                    self._queue.popleft()
+                    call.kept.clear()
+                    call.finish()
+        finally:
+            self._looking.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the kernels, and end all calls with an error."""
+        with self._looking:
+            final = self._stop(error)
+            while self._queue:
+                self._queue.popleft().finish(final)
+
+    def drain(self, limit: Deadline) -> bool:
+        """Wait until all calls have ended; False at the limit."""
+        while self._queue:
+            self.look()
+            if limit.expired():
+                return False
+            time.sleep(_SHORT_S)
+        return True
+
+    def join(self) -> None:
+        """Wait until the watcher has ended; no call may be under way."""
+        self._worker.join()
+
+    def _ended(self, call: GPUCall) -> bool:
+        return call.seen.done() and bool(call.end.is_done)
+
+    def _error_of(self, call: GPUCall) -> BaseException | None:
+        seen = call.seen
+        if not seen.done():
+            if seen.deadline is not None and seen.deadline.expired():
+                seen.expire()
+            return None
+        try:
+            call.verify()
+            return None if call.end.is_done else self._trouble(call)
+        except Exception as error:
+            return error
+
+    def _run(self) -> None:
+        pause_s = _SHORT_S
+        while True:
+            with self._changed:
+                if not self._queue and not self._changed.wait_for(lambda: self._queue, _IDLE_S):
+                    self._worker = Worker(f"unisono-nccl-{self._name}")
+                    return
+                head = self._queue[0] if self._queue else None
+            self.look()
+            with self._changed:
+                same = bool(self._queue) and self._queue[0] is head
+                pause_s = min(2 * pause_s, _LONG_S) if same else _SHORT_S
+                if same:
+                    self._changed.wait(pause_s)

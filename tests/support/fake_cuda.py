@@ -1,0 +1,595 @@
+"""A fake GPU for tests: cuda.core, the driver's copy, CuPy and NCCL, over memory of the host.
+
+Streams are threads that run kernels in order, so results appear late, as on a GPU. Kernels of NCCL
+meet over a store, also between processes. As with NCCL, a kernel whose peers do not come waits
+until its communicator is aborted, and so does a kernel whose peers made another call.
+
+    with fake_cuda.installed():
+        x = fake_cuda.array([1.0, 2.0])      # on the current GPU
+        ...
+        x.get()                              # waits for the current stream, as CuPy does
+"""
+
+import contextlib
+import ctypes
+import itertools
+import sys
+import threading
+import time
+import types
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+from tests.support.oracle import trunc_div
+from unisono.backends.nccl import library
+from unisono.base.streams import Event as HostEvent
+from unisono.base.streams import Stream as HostStream
+from unisono.errors import UnisonoError
+from unisono.stores import TCPStore
+
+# ---- streams, events, devices -------------------------------------------------------------------
+
+_numbers = itertools.count(1000)
+_streams = {}
+_local = threading.local()
+_lock = threading.Lock()
+failing = {}
+"""Name of a function of NCCL -> what it raises when it is called next, by rank."""
+
+
+class Stream:
+    """A stream of cuda.core, by its handle; equal handles are one queue."""
+
+    def __init__(self, handle=None):
+        self.handle = next(_numbers) if handle is None else handle
+
+    @property
+    def queue(self):
+        # The default stream of each GPU, which in tests is each rank.
+        key = self.handle or ("default", current_device())
+        with _lock:
+            return _streams.setdefault(key, HostStream(f"fake-{key}"))
+
+    @classmethod
+    def from_handle(cls, handle):
+        return cls(handle)
+
+    def put(self, work, *arguments):
+        self.queue.submit(work, *arguments)
+
+    def record(self):
+        event = Event()
+        event.host.record(self.queue)
+        return event
+
+    def wait(self, event):
+        self.queue.wait_event(event.host)
+
+    def sync(self):
+        self.queue.synchronize(60)
+
+
+class Event:
+    def __init__(self):
+        self.host = HostEvent()
+
+    @property
+    def is_done(self):
+        return self.host.query()
+
+    def sync(self):
+        self.host.synchronize(60)
+
+
+def current_device():
+    return getattr(_local, "device", 0)
+
+
+def set_device(index):
+    """Make a GPU current in this thread, as torch.cuda.set_device does."""
+    _local.device = index
+
+
+uuids = {}
+"""Index of a GPU -> its name, where it is not GPU-<index>."""
+
+
+class Device:
+    capability = (9, 0)
+
+    def __init__(self, device_id=None):
+        self.device_id = current_device() if device_id is None else device_id
+        self.uuid = uuids.get(self.device_id, f"GPU-{self.device_id}")
+
+    @property
+    def compute_capability(self):
+        return self.capability
+
+    def set_current(self):
+        set_device(self.device_id)
+
+    def create_stream(self, options=None):
+        return Stream()
+
+    def allocate(self, size, *, stream):
+        memory = np.full(size, 0xAB, np.uint8)
+        return SimpleNamespace(handle=memory.ctypes.data, memory=memory)
+
+
+def at(address, nbytes):
+    """Return memory at an address as bytes; keeps nothing alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def copy_async(target, source, nbytes, stream):
+    Stream(stream).put(lambda: np.copyto(at(target, nbytes), at(source, nbytes)))
+    return (0,)
+
+
+# ---- CuPy ---------------------------------------------------------------------------------------
+
+
+def _current_stream():
+    return getattr(_local, "stream", None) or Stream(0)
+
+
+class _Device:
+    """cupy.cuda.Device."""
+
+    def __init__(self, index):
+        self.id = index
+
+    def __enter__(self):
+        self._before = current_device()
+        set_device(self.id)
+
+    def __exit__(self, *error):
+        set_device(self._before)
+
+
+class ExternalStream(Stream):
+    """cupy.cuda.ExternalStream."""
+
+    def __init__(self, handle, index=-1):
+        super().__init__(handle)
+
+    @property
+    def ptr(self):
+        return self.handle
+
+    def __enter__(self):
+        self._before = getattr(_local, "stream", None)
+        _local.stream = self
+
+    def __exit__(self, *error):
+        _local.stream = self._before
+
+
+class Array:
+    """cupy.ndarray: values that only a stream may read and write."""
+
+    def __init__(self, host, device=None):
+        self.host = host
+        self.device = _Device(current_device() if device is None else device)
+
+    shape = property(lambda self: self.host.shape)
+    strides = property(lambda self: self.host.strides)
+    dtype = property(lambda self: self.host.dtype)
+    size = property(lambda self: self.host.size)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.host.__array_interface__["data"][0])
+
+    def __dlpack_device__(self):
+        return (2, self.device.id)
+
+    def __getitem__(self, key):
+        return Array(self.host[key], self.device.id)
+
+    def reshape(self, *shape):
+        return Array(self.host.reshape(*shape), self.device.id)
+
+    def __setitem__(self, key, value):
+        given = value.host if isinstance(value, Array) else value
+        _current_stream().put(lambda: self.host.__setitem__(key, given))
+
+    def get(self):
+        """Return a copy on the host, after the work of the current stream."""
+        made = []
+        stream = _current_stream()
+        stream.put(lambda: made.append(self.host.copy()))
+        stream.sync()
+        return made[0]
+
+    def _later(self, other, function):
+        """Return a new array that the stream fills with function(self, other)."""
+        given = other.host if isinstance(other, Array) else other
+        example = function(np.ones(1, self.dtype), np.ones(1, getattr(given, "dtype", self.dtype)))
+        made = Array(np.zeros(self.shape, example.dtype), self.device.id)
+        _current_stream().put(lambda: np.copyto(made.host, function(self.host, given)))
+        return made
+
+    def __lt__(self, other):
+        return self._later(other, np.less)
+
+    def __ne__(self, other):
+        return self._later(other, np.not_equal)
+
+    def __and__(self, other):
+        return self._later(other, np.bitwise_and)
+
+    def __mod__(self, other):
+        return self._later(other, np.remainder)
+
+    __hash__ = None
+
+
+def array(values, dtype=None, device=None):
+    """Return a new array of a GPU, the current one by default."""
+    return Array(np.array(values, dtype), device)
+
+
+def _ufunc(name):
+    ufunc = getattr(np, name)
+
+    def call(x, y, out, **how):
+        other = y.host if isinstance(y, Array) else y
+
+        def work():
+            with np.errstate(all="ignore"):
+                np.copyto(out.host, ufunc(x.host, other), casting="unsafe")
+
+        _current_stream().put(work)
+
+    return call
+
+
+def _asarray(obj):
+    facts = obj.__cuda_array_interface__
+    dtype = np.dtype(facts["typestr"])
+    count = int(np.prod(facts["shape"], dtype=int))
+    memory = at(facts["data"][0], count * dtype.itemsize).view(dtype).reshape(facts["shape"])
+    return Array(memory)
+
+
+def _cupy():
+    cupy = types.ModuleType("cupy")
+    cupy.ndarray = Array
+    cupy.empty = lambda count, dtype: array(np.full(count, 0xAB, np.uint8).astype(dtype))
+    cupy.asarray = _asarray
+    names = ("add", "multiply", "minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor")
+    for name in (*names, "divide", "floor_divide"):
+        setattr(cupy, name, _ufunc(name))
+    cupy.cuda = SimpleNamespace(
+        Device=_Device,
+        ExternalStream=ExternalStream,
+        get_current_stream=lambda index: ExternalStream(_current_stream().handle),
+    )
+    return cupy
+
+
+# ---- NCCL ---------------------------------------------------------------------------------------
+
+_NUMPY = {
+    **{0: np.int8, 1: np.uint8, 2: np.int32, 3: np.uint32, 4: np.int64, 5: np.uint64},
+    **{6: np.float16, 7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16},
+    **{10: ml_dtypes.float8_e4m3fn, 11: ml_dtypes.float8_e5m2},
+}
+_UFUNCS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum, 4: np.add}
+_servers = {}
+
+
+_alive = {}
+
+
+class Communicator:
+    """nccl.core.Communicator."""
+
+    @classmethod
+    def init(cls, nranks, rank, unique_id, config):
+        assert config.blocking is False
+        _raise_planned("init", rank)
+        made = cls()
+        host, port, made.key = bytes(unique_id).rstrip(b"\0").decode().split(" ")
+        made.store = TCPStore(host, int(port), wait_for_workers=False, timeout=60)
+        made.size, made.rank, made.device = nranks, rank, current_device()
+        made.calls, made.messages, made.ops = 0, {}, []
+        made.aborted = threading.Event()
+        made.status, made.ptr = 0, next(_numbers)
+        made.busy_until = time.monotonic() + 0.002
+        _alive[made.ptr] = made
+        made.store.set(f"{made.key}/init/{rank}", b"1")
+        return made
+
+    def get_async_error(self):
+        if not self.ptr:
+            raise ValueError("Cannot get async error: Communicator not initialized")
+        if self.status:
+            return self.status
+        if self.busy_until and time.monotonic() < self.busy_until:
+            return library.IN_PROGRESS
+        if self.busy_until and not all(
+            self.store.check([f"{self.key}/init/{rank}"]) for rank in range(self.size)
+        ):
+            return library.IN_PROGRESS
+        self.busy_until = 0
+        return 0
+
+    def get_last_error(self):
+        return "the cable was cut"
+
+    def create_pre_mul_sum(self, scalar, datatype):
+        self.ops.append((_NUMPY[int(datatype)], scalar))
+        number = 100 + len(self.ops) - 1
+
+        class Op:
+            def __int__(self):
+                return number
+
+        return Op()
+
+    def abort(self):
+        self.aborted.set()
+        self._free()
+
+    def finalize(self):
+        pass
+
+    def destroy(self):
+        self._free()
+
+    def _free(self):
+        if _alive.pop(self.ptr, None) is not None:
+            self.ptr = 0
+            self.aborted.set()
+            self.store.close()
+        if not _alive:
+            # The last communicator of this process: no kernel needs the servers any more.
+            stop_servers()
+
+    # ---- kernels
+
+    def meet(self, key, value):
+        """Publish this rank's part of a kernel; return those of all ranks, None after an abort."""
+        self._put(f"{key}/{self.rank}", value)
+        return self._get_all([f"{key}/{rank}" for rank in range(self.size)])
+
+    def _put(self, key, value):
+        with contextlib.suppress(UnisonoError):
+            self.store.set(f"{self.key}/{key}", value)
+
+    def _get_all(self, keys):
+        keys = [f"{self.key}/{key}" for key in keys]
+        while not self.aborted.is_set():
+            try:
+                if self.store.check(keys):
+                    return self.store.multi_get(keys)
+            except UnisonoError:
+                # The process that served it has died. A kernel of NCCL would wait on.
+                self.aborted.wait(60)
+            time.sleep(0.0005)
+        return None
+
+    def hang(self):
+        self.aborted.wait(60)
+
+    def collective(self, head, source, target, count, dtype, compute, stream, *, gives=True):
+        """Enqueue a kernel; compute(parts) returns what goes to `target`."""
+        self.calls += 1
+        key, kind = f"coll/{self.calls}", np.dtype(_NUMPY[dtype])
+        word = repr((*head, count, dtype)).encode()
+
+        def kernel():
+            mine = at(source, count * kind.itemsize).tobytes() if gives else b""
+            parts = self.meet(key, word + b"\0" + mine)
+            if parts is None:
+                return
+            split = [part.partition(b"\0")[::2] for part in parts]
+            if any(each != word for each, _ in split):
+                self.hang()
+                return
+            with np.errstate(all="ignore"):
+                result = compute([np.frombuffer(data, kind) for _, data in split])
+            if result is not None and not self.aborted.is_set():
+                at(target, result.nbytes)[:] = result.view(np.uint8)
+
+        Stream(stream).put(kernel)
+
+    def reduced(self, op):
+        """Return a function of all parts that returns the reduction."""
+
+        def reduce(parts):
+            if op >= 100:
+                kind, scalar = self.ops[op - 100]
+                parts = [part * scalar.view(kind)[0] for part in parts]
+            total = parts[0].copy()
+            for part in parts[1:]:
+                total = _UFUNCS[min(op, 4) if op < 100 else 0](total, part)
+            if op == 4 and total.dtype.kind in "iu":
+                total = np.array([trunc_div(int(x), self.size) for x in total], total.dtype)
+            elif op == 4:
+                total = (total / self.size).astype(total.dtype)
+            return total
+
+        return reduce
+
+
+def _raise_planned(name, rank):
+    error = failing.pop((name, rank), None)
+    if error is not None:
+        raise error
+
+
+def stop_servers():
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+class UniqueId:
+    def __init__(self, data):
+        self._data = data
+
+    def __bytes__(self):
+        return self._data
+
+    from_bytes = classmethod(lambda cls, data: cls(bytes(data)))
+
+
+def get_unique_id():
+    with _lock:
+        if "server" not in _servers:
+            _servers["server"] = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        server = _servers["server"]
+    name = f"127.0.0.1 {server.port} {next(_numbers)}-{time.monotonic_ns()}"
+    return UniqueId(name.encode().ljust(128, b"\0"))
+
+
+def group_start():
+    _local.depth = getattr(_local, "depth", 0) + 1
+    if _local.depth == 1:
+        _local.pending = []
+
+
+def group_end():
+    _local.depth -= 1
+    if _local.depth == 0:
+        pending, _local.pending = _local.pending, []
+        _launch(pending)
+
+
+def _launch(messages):
+    """Run all messages of a launch in one kernel: sends first, so that no order deadlocks."""
+    if not messages:
+        return
+    comm, stream = messages[0][1], messages[0][-1]
+
+    def kernel():
+        for kind, comm, address, nbytes, key, _ in messages:
+            if kind == "send":
+                comm._put(key, at(address, nbytes).tobytes() if nbytes else b"")
+        for kind, comm, address, nbytes, key, _ in messages:
+            if kind == "recv":
+                parts = comm._get_all([key])
+                if parts is None:
+                    return
+                if len(parts[0]) > nbytes:
+                    comm.hang()
+                    return
+                at(address, nbytes)[: len(parts[0])] = np.frombuffer(parts[0], np.uint8)
+
+    assert all(message[1] is comm and message[-1] == stream for message in messages)
+    Stream(stream).put(kernel)
+
+
+def _message(kind, address, count, dtype, peer, comm, stream):
+    _raise_planned(kind, comm.rank)
+    pair = (comm.rank, peer) if kind == "send" else (peer, comm.rank)
+    number = comm.messages[kind, pair] = comm.messages.get((kind, pair), 0) + 1
+    key = f"p2p/{pair[0]}-{pair[1]}/{number}"
+    nbytes = count * np.dtype(_NUMPY[dtype]).itemsize
+    message = (kind, comm, address, nbytes, key, stream)
+    if getattr(_local, "depth", 0):
+        _local.pending.append(message)
+    else:
+        _launch([message])
+
+
+def _all_reduce(source, target, count, dtype, op, comm, stream):
+    _raise_planned("all_reduce", comm.rank)
+    word = "premul" if op >= 100 else op
+    if op >= 100:
+        # Each rank scales its own contribution.
+        kind, scalar = comm.ops[op - 100]
+        total = comm.reduced(0)
+        scale = scalar.view(kind)[0]
+        given, unscaled = np.empty(count, kind), source
+
+        def multiply():
+            np.multiply(at(unscaled, given.nbytes).view(kind), scale, out=given)
+
+        Stream(stream).put(multiply)
+        source, compute = given.ctypes.data, lambda parts: (total(parts), given)[0]
+    else:
+        compute = comm.reduced(op)
+    comm.collective(("all_reduce", word), source, target, count, dtype, compute, stream)
+
+
+def _broadcast(source, target, count, dtype, root, comm, stream):
+    comm.collective(
+        ("broadcast", root), source, target, count, dtype, lambda parts: parts[root], stream,
+        gives=comm.rank == root,
+    )  # fmt: skip
+
+
+def _reduce(source, target, count, dtype, op, root, comm, stream):
+    compute = comm.reduced(op)
+    mine = comm.rank == root
+    comm.collective(
+        ("reduce", root), source, target, count, dtype,
+        lambda parts: compute(parts) if mine else None, stream,
+    )  # fmt: skip
+
+
+def _all_gather(source, target, count, dtype, comm, stream):
+    comm.collective(("all_gather",), source, target, count, dtype, np.concatenate, stream)
+
+
+def _reduce_scatter(source, target, count, dtype, op, comm, stream):
+    compute, p, me = comm.reduced(op), comm.size, comm.rank
+    comm.collective(
+        ("reduce_scatter",), source, target, count * p, dtype,
+        lambda parts: compute([part.reshape(p, -1)[me] for part in parts]), stream,
+    )  # fmt: skip
+
+
+def _modules():
+    nccl, cuda = types.ModuleType("nccl"), types.ModuleType("cuda")
+    core = types.ModuleType("nccl.core")
+    core.__version__ = "0.6.0"
+    core.Communicator, core.UniqueId, core.get_unique_id = Communicator, UniqueId, get_unique_id
+    core.NCCLConfig = SimpleNamespace
+    core.NcclDataType = int
+    core.group_start, core.group_end = group_start, group_end
+    calls = types.ModuleType("nccl.bindings.nccl")
+    calls.Comm = _alive.__getitem__
+    calls.all_reduce, calls.broadcast, calls.reduce = _all_reduce, _broadcast, _reduce
+    calls.all_gather, calls.reduce_scatter = _all_gather, _reduce_scatter
+    calls.send = lambda *arguments: _message("send", *arguments)
+    calls.recv = lambda *arguments: _message("recv", *arguments)
+    cuda_core = types.ModuleType("cuda.core")
+    cuda_core.Device, cuda_core.Stream = Device, Stream
+    cuda_core.StreamOptions = SimpleNamespace
+    driver = types.ModuleType("cuda.bindings.driver")
+    driver.cuMemcpyDtoDAsync = copy_async
+    made = {
+        "nccl": nccl, "nccl.core": core, "nccl.bindings": types.ModuleType("nccl.bindings"),
+        "nccl.bindings.nccl": calls, "cuda": cuda, "cuda.core": cuda_core,
+        "cuda.bindings": types.ModuleType("cuda.bindings"), "cuda.bindings.driver": driver,
+        "cupy": _cupy(),
+    }  # fmt: skip
+    for name, module in made.items():
+        module.__spec__ = ModuleSpec(name, None)
+    return made
+
+
+@contextlib.contextmanager
+def installed():
+    """Replace the libraries inside the block."""
+    before = {name: sys.modules.get(name) for name in _modules()}
+    sys.modules.update(_modules())
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+        failing.clear()
+        uuids.clear()
+        _streams.clear()
+        stop_servers()

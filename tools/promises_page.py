@@ -1,0 +1,88 @@
+"""Write docs/reference/promises.md: the promises that each engine keeps, from a run of each engine.
+
+Run from the repository root: `make docs`. A test fails when the page is out of date. Without an MPI
+library the column of the MPI engine stays as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PAGE = Path("docs/reference/promises.md")
+NAMES = {"native": "native engine", "reference": "reference engine", "mpi": "MPI engine"}
+
+HEAD = """\
+# Promises of each engine
+
+Written by `tools/promises_page.py` from a run of each engine; do not edit.
+
+`tests/support/promises.py` makes each case happen on 3 processes. The column of MPI is the same
+for MPICH, Intel MPI and Open MPI.
+
+"""
+
+MPI = """
+## Weaker on MPI
+
+- After a time-out, a loss or an abort in the data of a call MPI may still read and write the arrays
+  of that call. The error of a time-out adds that. No other rank gets numbers from such an array:
+  after a call of more than 50 ms a rank asks the others whether they have given up.
+- From 256 KiB on a call blocks a thread in MPI. After such an error that thread may stay there, and
+  use a core. The process then ends without `MPI_Finalize`, because that would hang.
+- A killed rank: MPICH and Intel MPI without mpiexec go on. Open MPI goes on under
+  `mpiexec --with-ft ulfm`. Other launchers usually end all ranks.
+- On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed
+  meanwhile, the read fails. MPICH takes that as fatal whatever its error handler is, and ends the
+  reading process with exit status 143. `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the
+  shrunk group may wait until its time-out.
+- A library has room for some 2,000 live groups (MPICH: 2,045). The next group fails on all ranks.
+- Sums and products of NaNs may differ between ranks in the NaN's bits.
+- MPI makes progress while Python computes only if the interpreter switches threads.
+
+All tests of groups that pass on the native engine pass on MPI at 2, 3 and 4 ranks, except:
+
+"""
+
+
+def main() -> None:
+    """Run the engines and write the page."""
+    sys.path.insert(0, str(Path().resolve()))
+    from tests.support.promises import ENGINES, column
+    from unisono.engines.mpi_library import why_absent
+
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    known = columns(text)
+    found = {
+        engine: known[engine] if engine == "mpi" and why_absent() else column(engine)
+        for engine in ENGINES
+    }
+    PAGE.write_text(page(found), encoding="utf-8")
+
+
+def page(found: dict[str, dict[str, str]]) -> str:
+    """Return the page's text for the columns of all engines."""
+    from tests.support.mpi_bodies import OTHERWISE
+
+    lines = ["| promise |" + "".join(f" {NAMES[engine]} |" for engine in found)]
+    lines.append("|---" * (len(found) + 1) + "|")
+    for promise in next(iter(found.values())):
+        cells = "".join(f" {cells[promise]} |" for cells in found.values())
+        lines.append(f"| {promise} |{cells}")
+    rest = [f"- `{name}`: {why}" for name, why in OTHERWISE.items()]
+    return HEAD + "\n".join(lines) + "\n" + MPI + "\n".join(rest) + "\n"
+
+
+def columns(text: str) -> dict[str, dict[str, str]]:
+    """Return the columns of a page, by engine."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    names = {title: engine for engine, title in NAMES.items()}
+    return {
+        names[title]: {row[0]: row[at] for row in rows[1:]}
+        for at, title in enumerate(rows[0] if rows else [])
+        if at
+    }
+
+
+if __name__ == "__main__":
+    main()
