@@ -26,7 +26,7 @@ class Channels(Network):
     Args:
         network: The network of the ranks.
         channels: Channels per rank.
-        spec: What one channel can send at most, as a link of its own.
+        spec: The link of each channel to its rank: the most that a channel can send.
     """
 
     flips = False
