@@ -109,10 +109,12 @@ def file_ways(world: World, nbytes: int) -> dict[str, Way]:
     x, path = np.full(nbytes, rank, np.uint8), f"{world.folder}/file"
 
     def by_mpi() -> None:
-        file = MPI.File.Open(comm, path, MPI.MODE_CREATE | MPI.MODE_WRONLY)
+        file = MPI.File.Open(comm, path + ".new", MPI.MODE_CREATE | MPI.MODE_WRONLY)
         file.Write_at_all(rank * nbytes, x)
         file.Sync()
         file.Close()
+        if rank == 0:
+            os.replace(path + ".new", path)
 
     def by_unisono() -> None:
         with dist.open_file(path, "w") as file:

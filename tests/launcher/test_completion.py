@@ -87,7 +87,8 @@ def questions():
     yield ["unisono", "run", "--fold", "al"], {"always"}
     for option in ("--error-json", "--dry-run"):
         yield ["unisono", "run", option, "tr"], {"train.py", "trial.py"}
-    yield ["unisono", "run", "-n", "2", "trai"], {"train.py"}
+    for option in ("-n", "--nnodes"):
+        yield ["unisono", "run", option, "2", "trai"], {"train.py"}
     yield ["unisono", "run", "train.py", "ot"], {"other.txt"}
     yield ["unisono", "run", "--log-dir", ""], {"sub"}
 

@@ -5,7 +5,6 @@ Without a GPU, torch and nccl4py these tests are skipped.
 
 import os
 import signal
-import threading
 import time
 
 import numpy as np
@@ -140,14 +139,14 @@ def test_a_mismatch_is_named_on_all_ranks():
 
 
 def struck(rank, group, how):
+    """Rank 1 is killed or stopped between two calls; the others name it."""
     import torch
 
-    x = torch.ones(1 << 20, device="cuda")
+    x, pids = torch.ones(1 << 20, device="cuda"), [None] * 3
     group.all_reduce(x)
     torch.cuda.synchronize()
+    dist.all_gather_object(pids, os.getpid())
     if rank == 1:
-        if how == signal.SIGSTOP:
-            threading.Timer(8, os.kill, (os.getpid(), signal.SIGCONT)).start()
         os.kill(os.getpid(), how)
 
     def calls():
@@ -156,11 +155,14 @@ def struck(rank, group, how):
 
     with pytest.raises(UnisonoError) as caught:
         calls()
+    if rank == 0 and how == signal.SIGSTOP:
+        os.kill(pids[1], signal.SIGCONT)
     return caught.value.what
 
 
-def test_a_killed_rank_is_named():
-    texts = on_ranks(3, struck, signal.SIGKILL, dead=(1,))
+@pytest.mark.parametrize(("how", "dead"), [(signal.SIGKILL, (1,)), (signal.SIGSTOP, ())])
+def test_a_killed_or_stopped_rank_is_named(how, dead):
+    texts = on_ranks(3, struck, how, dead=dead)
     assert all("rank 1" in texts[rank] for rank in (0, 2))
 
 

@@ -278,12 +278,15 @@ def test_ways_of_a_call():
 
 SCRIPT = """
 import sys
+import time
 import numpy as np
 if "early" in sys.argv:
     from mpi4py import MPI
 import unisono as dist
 dist.init_process_group("mpi", timeout=60)
 from mpi4py import MPI
+# Rank 1 is late. It then holds its interpreter lock in MPI, where it waits for rank 0.
+time.sleep(0.2 * dist.get_rank())
 x = np.ones(2)
 dist.all_reduce(x)
 y = MPI.COMM_WORLD.allreduce(1)

@@ -397,7 +397,9 @@ def test_what_nccl_cannot_do_is_refused():
             dist.all_reduce(x, deterministic=True)
         with pytest.raises(UnsupportedError, match="NCCL has no messages from a rank to itself"):
             dist.isend(x, rank)
-        with pytest.raises(UnsupportedError, match="NCCL has no partial=True"):
+        with pytest.raises(
+            UnsupportedError, match=r"NCCL takes no shorter messages \(partial=True\)"
+        ):
             dist.recv(x, 1 - rank, partial=True)
         with pytest.raises(UnsupportedError, match="has no recv_any_source"):
             dist.recv(x)
@@ -620,8 +622,11 @@ def lives(rank, rounds):
     dist.barrier()
 
 
-def test_groups_start_and_end_many_times():
-    on_gpus(2, partial(lives, rounds=12), "unisono")
+@pytest.mark.parametrize(
+    "rounds", [9, pytest.param(200, marks=pytest.mark.whole("200 groups, 20 s"))]
+)
+def test_groups_start_and_end_many_times(rounds):
+    on_gpus(2, partial(lives, rounds=rounds), "unisono")
     assert not fake_cuda._alive
 
 
@@ -725,3 +730,48 @@ def test_libraries_and_their_state(monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     with pytest.raises(UnsupportedError, match="backend 'nccl' needs nccl4py and the libraries"):
         on_gpus(1, lambda rank: None)
+
+
+def test_tensors_of_torch_as_flat_memory():
+    """What needs no GPU of the adapter of torch, on tensors of the CPU."""
+    torch = pytest.importorskip("torch")
+
+    class OnHost(arrays._Torch):
+        def index(self, x):
+            return 0
+
+    library = OnHost(torch)
+    x = torch.arange(12.0).reshape(3, 4).requires_grad_()
+    view = arrays.GPUView(library, x[:, 1], x, write=True, name="x")
+    assert (view.packed, view.count, view.dtype.name) == (True, 3, "float32")
+    view.pack()
+    flat = fake_cuda.at(arrays.address_of(view.array), 12).view(np.float32)
+    assert flat.tolist() == [1, 5, 9]
+    flat[:] = [7, 8, 9]
+    view.unpack()
+    assert x[:, 1].tolist() == [7, 8, 9]
+    z = torch.tensor([1 + 2j, 3j])
+    view = arrays.GPUView(library, z.conj(), z, write=False, name="z")
+    view.pack()
+    assert np.array_equal(
+        fake_cuda.at(arrays.address_of(view.array), 16).view(np.complex64), [1 - 2j, -3j]
+    )
+    plain = arrays.GPUView(
+        library, torch.zeros(2, 3, dtype=torch.bfloat16), None, write=True, name=""
+    )
+    assert (plain.packed, plain.shape, plain.nbytes) == (False, (2, 3), 12)
+    for op, result in zip(
+        (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX,
+         dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR),
+        (9, 18, 3, 6, 2, 7, 5), strict=True,
+    ):  # fmt: skip
+        total = torch.tensor([3], dtype=torch.int16)
+        library.reduce(op.op, total, torch.tensor([6], dtype=torch.int16))
+        assert total.tolist() == [result], op
+    halves = torch.tensor([-3, 3], dtype=torch.int16)
+    library.divide(halves, 2)
+    assert halves.tolist() == [-1, 1]
+    numbers = torch.tensor([3.0])
+    library.divide(numbers, 2)
+    library.scale(numbers, 4.0)
+    assert numbers.tolist() == [6]

@@ -43,6 +43,9 @@ class PrintCompletion(argparse.Action):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif action.metavar == "DIR":
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+            if isinstance(action.metavar, str):
+                # In zsh a colon ends the name of a value, and shtab does not escape it.
+                action.metavar = action.metavar.replace(":", "-")
         print(shtab.complete(parser, shell=str(values)))
         parser.exit()
 

@@ -301,20 +301,19 @@ class MPIEngine(QueueEngine):
         """Check that no rank has given up a call whose data have arrived.
 
         That rank may have written into its arrays before MPI read them. Its failure, which is on
-        its way here, comes before the answer. A rank that ended without one has done its part.
+        its way here, comes before the answer. A rank that ended without one has done its part. A
+        rank that has ended the call may be in C code that holds its interpreter lock, and even
+        waits for this rank. So the wait for answers ends.
         """
         comm = self.comm
-        deadline = Deadline(max(task.deadline.remaining(), _REASON_S))
         question = comm.transport.inquire(comm.context, task.seq, comm.others)
-        has_answers = False
+        limit, has_answers = Deadline(_REASON_S), False
         try:
-            while not has_answers:
+            while not has_answers and not limit.expired():
                 has_answers = question.wait_until(Deadline(_LOOK_S))
                 failure = comm.transport.failure(comm.context)
                 if failure is not None and failure.ends(Kind.COLLECTIVE, task.seq):
                     raise failure
-                if not has_answers and deadline.expired():
-                    raise Expired
         finally:
             comm.transport.close_question(question)
 

@@ -158,9 +158,10 @@ class NCCLBackend(ArrayBackend):
         """
         self._require_usable(op)
         sends, rank = op == "send", self.spec.ranks[peer]
-        if peer == self.spec.rank or options.partial:
-            what = "partial=True" if options.partial else "messages from a rank to itself"
-            raise UnsupportedError(f"{op}: NCCL has no {what}")
+        if peer == self.spec.rank:
+            raise UnsupportedError(f"{op}: NCCL has no messages from a rank to itself")
+        if options.partial:
+            raise UnsupportedError(f"{op}: NCCL takes no shorter messages (partial=True)")
         data = flat.one(tensor, write=not sends)
         kernels = self._connected(index_of([data]), options.deadline, "send or recv")
         role, shape = "dst" if sends else "src", ", ".join(map(str, data.shape or ()))
