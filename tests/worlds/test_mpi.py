@@ -256,8 +256,9 @@ def ways_of_a_call(rank):
     mpi_calls._BLOCKING_BYTES, mpi_calls._MOST = before, 0
     try:
         mpi_calls.address("MPI_Allreduce_c")
-    except UnsupportedError:  # Open MPI 5
-        assert found.is_openmpi
+    except UnsupportedError as error:
+        assert " has no function MPI_Allreduce_c, which this call needs" in error.what
+        assert found.is_openmpi  # Open MPI 5
     else:
         every_collective(large, rank, p)
     mpi_calls._MOST = most
@@ -350,6 +351,12 @@ def test_reasons_without_mpi(monkeypatch):
     with monkeypatch.context() as changed:
         changed.setenv("OMPI_COMM_WORLD_RANK", "0")
         with pytest.raises(UnsupportedError, match="started this process, but mpi4py loads"):
+            fresh()
+    with monkeypatch.context() as changed:
+        changed.setattr(mpi_library, "_engine", None)
+        with pytest.raises(
+            UnsupportedError, match="MPI cannot be used: the C\\+\\+ engine is missing"
+        ):
             fresh()
     assert dist.is_mpi_available()
 
