@@ -119,7 +119,7 @@ def dask():
                 if len(there) == SIZE:
                     return there
                 try:
-                    client.wait_for_workers(SIZE, timeout=20)
+                    client.wait_for_workers(SIZE, timeout=60)
                 except TimeoutError:
                     cluster.scale(len(cluster.worker_spec) + 1)
 
