@@ -254,11 +254,11 @@ def ways_of_a_call(rank):
     every_collective(blocking, rank, p)
     mpi_calls.library = lambda: found
     mpi_calls._BLOCKING_BYTES, mpi_calls._MOST = before, 0
-    try:
-        mpi_calls.address("MPI_Allreduce_c")
-    except UnsupportedError as error:
-        assert " has no function MPI_Allreduce_c, which this call needs" in error.what
-        assert found.is_openmpi  # Open MPI 5
+    if found.is_openmpi:  # Open MPI 5 lacks the functions for large counts.
+        with pytest.raises(
+            UnsupportedError, match=r"has no function MPI_\w+_c, which this call needs"
+        ):
+            mpi_calls.address("MPI_Allreduce_c")
     else:
         every_collective(large, rank, p)
     mpi_calls._MOST = most
