@@ -254,6 +254,10 @@ def ways_of_a_call(rank):
     mpi_calls.library = lambda: found._replace(is_openmpi=True)
     every_collective(blocking, rank, p)
     mpi_calls.library = lambda: found
+    native = blocking.backends["cpu"]._engine._native_group
+    dist.destroy_process_group(blocking)
+    # Otherwise the process would end without MPI_Finalize if this group had broken.
+    assert not native.is_blocked()
     mpi_calls._BLOCKING_BYTES, mpi_calls._MOST = before, 0
     try:
         mpi_calls.address("MPI_Allreduce_c")
