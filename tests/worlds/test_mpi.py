@@ -266,6 +266,13 @@ def ways_of_a_call(rank):
     else:
         every_collective(large, rank, p)
     mpi_calls._MOST = most
+    # A library that has only the other functions: programs move what is too large for them.
+    few = dist.new_group()
+    few.backends["cpu"]._engine.most_moved = 0
+    every_collective(few, rank, p)
+    prepared = few.backends["cpu"]._prepared_calls._prepared.values()
+    moved = [each for each in prepared if each.exchange is None and each.what is not None]
+    assert {each.what.kind for each in moved if not each.what.reduces} <= {"barrier"}
     # C++ runs a call that is repeated, and its number shows it.
     calls, x = dist.group.WORLD.backends["cpu"].calls, np.ones(4)
     dist.all_reduce(x)

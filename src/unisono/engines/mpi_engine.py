@@ -26,7 +26,7 @@ from unisono.base.types import dtype_named
 from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired, status_of_code
-from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes
+from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes, most_moved
 from unisono.engines.mpi_library import Helper, library, note_broken, process
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.native_queue import QueueEngine
@@ -89,6 +89,7 @@ class MPIEngine(QueueEngine):
         super().__init__(comm)
         found = library()
         self.over = found.name
+        self.most_moved = most_moved()
         self._MPI = found.MPI
         self._mpi_comm: Any = None
         self._maker: Any = None
