@@ -28,8 +28,10 @@ MPI = """
 - After a time-out, a loss or an abort in the data of a call MPI may still read and write the arrays
   of that call. The error of a time-out adds that. No other rank gets numbers from such an array:
   after a call of more than 50 ms a rank asks the others whether they have given up.
-- From 256 KiB on a call blocks a thread in MPI. After such an error that thread may stay there, and
-  use a core. The process then ends without `MPI_Finalize`, because that would hang.
+- On Open MPI a call of 128 KiB or more blocks a thread in MPI. After such an error that thread may
+  stay there, and use a core. The process then ends without `MPI_Finalize`, because that would hang.
+- Open MPI 5 counts in 32 bits. More than 2,147,483,647 elements are moved by the links. If only the
+  sizes of lists or splits are that large, the call raises, and the group is broken.
 - A killed rank: MPICH and Intel MPI without mpiexec go on. Open MPI goes on under
   `mpiexec --enable-recovery`. Other launchers usually end all ranks.
 - On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed

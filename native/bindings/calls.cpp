@@ -216,6 +216,9 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
     status =
       job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns, &unlocker);
   }
+  // Here, because Python would run the handlers before the first line of code that can handle an
+  // exception of theirs.
+  if (status.code == Code::waiting && PyErr_CheckSignals() != 0) status = {Code::interrupted};
   if (status.is_ok() && !job.program.is_checked) what.remember_checked(job.buffers);
   return status;
 }

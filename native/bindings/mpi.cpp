@@ -61,6 +61,7 @@ void bind_mpi(nb::module_& m) {
     .def("go_on", &unisono::go_on,
          "Wait for the call that returned WAITING; return (code, MPI's error).")
     .def("is_moving", &MPIGroup::is_moving, "Whether MPI has the arrays of the call.")
+    .def("is_under_way", &MPIGroup::is_under_way, "Whether MPI has memory of a call.")
     .def("has_arrived", &MPIGroup::has_arrived,
          "Whether the data are there, and go_on() ends a call that took long.")
     .def("is_blocked", &MPIGroup::is_blocked, "Whether a call blocks in MPI.")

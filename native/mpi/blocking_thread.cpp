@@ -54,10 +54,11 @@ void BlockingThread::serve(const std::shared_ptr<State>& state) {
   while (true) {
     const uint64_t ended = state->ended.load();
     while (state->begun.load() == ended) futex_wait(state->begun, ended, kForeverNs);
-    if (state->is_closed) return;
+    if (state->is_closed) break;
     state->error = state->call.make();
     change_and_wake(state->ended);
   }
+  state->is_over = true;
 }
 
 }  // namespace unisono

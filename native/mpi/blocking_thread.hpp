@@ -26,7 +26,9 @@ class BlockingThread {
   // Whether a call has not returned.
   bool is_busy() const {
     // acquire: pairs with the thread's store
-    return state_->ended.load(std::memory_order_acquire) != state_->begun.load();
+    const uint64_t ended = state_->ended.load(std::memory_order_acquire);
+    // close() begins what is no call.
+    return ended != state_->begun.load() && !state_->is_over;
   }
   // The error code of the last call, which has returned.
   int error() const { return state_->error; }
@@ -39,6 +41,7 @@ class BlockingThread {
     std::atomic<uint64_t> begun{0};
     std::atomic<uint64_t> ended{0};
     std::atomic<bool> is_closed{false};
+    std::atomic<bool> is_over{false};  // the thread makes no call any more
     MPICall call;
     int error = 0;
   };

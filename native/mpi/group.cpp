@@ -49,6 +49,8 @@ MPIGroup::MPIGroup(std::uintptr_t test, const MPICall& agreement, bool is_crowde
 
 Status MPIGroup::run(const MPICall& data, const Buffers& buffers, AgreementWords words,
                      Idler* idler) {
+  // The caller left the last call, for which MPI still uses the memory of this object.
+  if (stage_ != Stage::idle) return {Code::closed};
   data_ = data;
   data_.set(data_.input_at, buffers.input);
   data_.set(data_.output_at, buffers.output);

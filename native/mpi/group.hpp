@@ -38,6 +38,8 @@ class MPIGroup {
   bool has_arrived() const { return stage_ == Stage::arrived; }
   // Whether MPI has the caller's arrays.
   bool is_moving() const { return stage_ == Stage::moving; }
+  // Whether MPI has memory of a call.
+  bool is_under_way() const { return stage_ == Stage::agreeing || stage_ == Stage::moving; }
   // Whether a call blocks in MPI.
   bool is_blocked() const { return thread_.is_busy(); }
   // The number of calls that have ended here.

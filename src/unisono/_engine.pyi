@@ -402,6 +402,9 @@ class MPIGroup:
     def is_moving(self) -> bool:
         """Whether MPI has the arrays of the call."""
 
+    def is_under_way(self) -> bool:
+        """Whether MPI has memory of a call."""
+
     def has_arrived(self) -> bool:
         """Whether the data are there, and go_on() ends a call that took long."""
 

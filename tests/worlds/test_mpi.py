@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
 from unisono.base.deadline import Deadline
 from unisono.engines import join_mpi, mpi_calls, mpi_library
-from unisono.engines.mpi_engine import MPIEngine
+from unisono.engines.mpi_engine import MPIEngine, _unfinished
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
 from unisono.stores import HashStore
@@ -253,6 +254,10 @@ def ways_of_a_call(rank):
     mpi_calls.library = lambda: found._replace(is_openmpi=True)
     every_collective(blocking, rank, p)
     mpi_calls.library = lambda: found
+    native = blocking.backends["cpu"]._engine._native_group
+    dist.destroy_process_group(blocking)
+    # Otherwise the process would end without MPI_Finalize if this group had broken.
+    assert not native.is_blocked()
     mpi_calls._BLOCKING_BYTES, mpi_calls._MOST = before, 0
     if found.is_openmpi:  # Open MPI 5 lacks the functions for large counts.
         with pytest.raises(
@@ -262,6 +267,13 @@ def ways_of_a_call(rank):
     else:
         every_collective(large, rank, p)
     mpi_calls._MOST = most
+    # A library that has only the other functions: programs move what is too large for them.
+    few = dist.new_group()
+    few.backends["cpu"]._engine.most_moved = 0
+    every_collective(few, rank, p)
+    prepared = few.backends["cpu"]._prepared_calls._prepared.values()
+    moved = [each for each in prepared if each.exchange is None and each.what is not None]
+    assert {each.what.kind for each in moved if not each.what.reduces} <= {"barrier"}
     # C++ runs a call that is repeated, and its number shows it.
     calls, x = dist.group.WORLD.backends["cpu"].calls, np.ones(4)
     dist.all_reduce(x)
@@ -474,6 +486,48 @@ def fail_in(rank, what, count):
     if what == "stop" and rank == 0:
         os.kill(int(end.get("pid")), signal.SIGKILL)
     return *ended, took_s
+
+
+class SignalError(Exception):
+    pass
+
+
+def interrupt_a_wait(rank, names):
+    """Rank 0 leaves a call through a signal handler while C++ waits for rank 1.
+
+    MPI still has the call. A later call must not take its place.
+    """
+    for name in names:
+        group = dist.new_group(timeout=30)
+        engine, call, end = group.backends["cpu"]._engine, getattr(group, name), group.store
+        for _ in range(3):
+            call(np.ones(4))
+
+        def handle(*_, engine=engine):
+            # The timer may fire before MPI has the call.
+            if engine._native_group.is_under_way():
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                raise SignalError
+
+        if rank == 0:
+            signal.signal(signal.SIGALRM, handle)
+            signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+            # The error of the group names it if Python has made the call.
+            with pytest.raises((SignalError, UnisonoError)):
+                call(np.ones(4))
+            assert any(engine in kept for kept in _unfinished)
+            kind, text, _ = attempt(partial(call, np.full(4, 100.0)))
+            end.set(name, "")
+        else:
+            end.wait([name], 60)
+            kind, text, _ = attempt(partial(call, np.ones(4)))
+        assert kind == "CollectiveAbortedError" or "SignalError" in text, (name, kind, text)
+        dist.destroy_process_group(group)
+
+
+def test_a_signal_handler_ends_a_wait():
+    """In a call of C++, and in a call that passes through Python."""
+    run(interrupt_a_wait, 2, ranks="processes", engine="mpi", args=(("all_reduce", "exscan"),))
 
 
 EXPECTED = {

@@ -71,6 +71,7 @@ class _Elsewhere:
 
     def __init__(self, engine: Engine, library: str) -> None:
         self.name = library
+        self.most_moved = engine.most_moved
         self._engine = engine
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:

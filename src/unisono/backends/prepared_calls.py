@@ -107,6 +107,7 @@ class ProgramMaker(Protocol):
     shares_memory: bool
     ranks_per_host: int
     has_collectives: bool
+    most_moved: int
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
         """Return this rank's program."""
@@ -201,6 +202,10 @@ class PreparedCalls:
         )  # fmt: skip
         what = None
         too_many = op is not None and whole > _MOST_REDUCED * itemsize
+        if op is None and (splits is None or blocks is not None):
+            # Elements of a size that MPI does not know are moved as bytes.
+            unit = 1 if dtype.kind == "x" else itemsize
+            too_many = (nbytes if blocks is None else whole) > self._engine.most_moved * unit
         by_program = ordered or wish or self._override or too_many
         if self._engine.has_collectives and size > 1 and not by_program:
             algorithm, pipeline = self._engine.name, 1

@@ -49,6 +49,15 @@ def address(name: str) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+def most_moved() -> int:
+    """Return the largest count of the library; Open MPI 5 has no functions with the suffix _c."""
+    try:
+        address("MPI_Bcast_c")
+    except UnsupportedError:
+        return _MOST
+    return 2**63 - 1
+
+
 def handle(of: Any) -> int:
     """Return the handle of an object of mpi4py, as a signed integer."""
     value = int(library().MPI._handleof(of))

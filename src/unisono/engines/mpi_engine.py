@@ -26,7 +26,7 @@ from unisono.base.types import dtype_named
 from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired, status_of_code
-from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes
+from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes, most_moved
 from unisono.engines.mpi_library import Helper, library, note_broken, process
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.native_queue import QueueEngine
@@ -89,6 +89,7 @@ class MPIEngine(QueueEngine):
         super().__init__(comm)
         found = library()
         self.over = found.name
+        self.most_moved = most_moved()
         self._MPI = found.MPI
         self._mpi_comm: Any = None
         self._maker: Any = None
@@ -144,9 +145,20 @@ class MPIEngine(QueueEngine):
         # `prepare` returns no other calls.
         assert task.prepared.what is not None
         arrays = cast(Arrays, (task.input, task.output))
-        native = task.prepared.native
-        if self._wait(task, native, arrays, code, peer, note=_WRITES) == _engine.UNEVEN:
+        try:
+            code = self._wait(task, code, peer, note=_WRITES)
+        except BaseException:
+            self.keep_memory(task.prepared, arrays)
+            raise
+        if code == _engine.UNEVEN:
             self._collect_uneven(task, task.prepared.what, arrays)
+
+    def keep_memory(self, *memory: object) -> None:
+        group = self._native_group
+        if group.is_under_way():
+            _unfinished.append((self, *memory))
+        if group.is_moving():
+            time.sleep(_SETTLED_S)
 
     def finished(self) -> int:
         group = self._native_group
@@ -257,36 +269,31 @@ class MPIEngine(QueueEngine):
 
     def _run_in_cpp(self, task: Task, native: Any, arrays: Arrays, note: str = "") -> int:
         """Run a call in C++; return OK or UNEVEN."""
-        status = self.calls.run(native, *arrays, task.deadline.remaining())
-        return self._wait(task, native, arrays, *status, note=note)
+        try:
+            # A signal handler may raise as soon as C++ returns.
+            status = self.calls.run(native, *arrays, task.deadline.remaining())
+            return self._wait(task, *status, note=note)
+        except BaseException:
+            self.keep_memory(native, arrays)
+            raise
 
-    def _wait(
-        self, task: Task, native: Any, arrays: Arrays, code: int, error: int, *, note: str
-    ) -> int:
+    def _wait(self, task: Task, code: int, error: int, *, note: str) -> int:
         """Wait for the rest of a call that C++ has begun; return OK or UNEVEN.
 
         Args:
             task: Has the deadline.
-            native: The call.
-            arrays: Its memory.
-            code: Its status.
+            code: Status of the call.
             error: MPI's error, if that is the status.
             note: The effect of a time-out if MPI has the arrays.
         """
         if code == _engine.WAITING:
             group, watch = self._native_group, _Watch(self.comm, task)
-            try:
-                while code == _engine.WAITING:
-                    if group.has_arrived():
-                        self._confirm(task)
-                    else:
-                        watch.look(note if group.is_moving() else "")
-                    code, error = group.go_on()
-            except BaseException:
-                _unfinished.append((self, native, arrays, task))
-                if group.is_moving():
-                    time.sleep(_SETTLED_S)
-                raise
+            while code == _engine.WAITING:
+                if group.has_arrived():
+                    self._confirm(task)
+                else:
+                    watch.look(note if group.is_moving() else "")
+                code, error = group.go_on()
             watch.close()
         if code == _engine.MISMATCH:
             with Run(self.comm, task) as run:

@@ -130,6 +130,10 @@ class QueueEngine(OrderedEngine):
     def continue_task(self, task: Task, code: int, peer: int) -> None:
         """Continue a task whose program has ended with this status; raises as `perform` does."""
 
+    def keep_memory(self, *memory: object) -> None:
+        """Keep the memory of a call that ends with an exception, if it is still in use."""
+        return None
+
     def last_queued(self) -> CallStatus | None:
         """Return the last queued call that has begun, or None if it is unknown."""
         begun = self._turn.begun
@@ -163,6 +167,7 @@ class QueueEngine(OrderedEngine):
         """
         seq, record = numbers
         if raised is not None:
+            self.keep_memory(prepared, memory)
             self._end_record(record, raised)
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
