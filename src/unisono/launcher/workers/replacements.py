@@ -2,7 +2,8 @@
 
 A *newcomer* is a worker with UNISONO_JOIN=1: the replacement of a worker that failed, or a worker
 of a node that joined a running job. Its `init_process_group` waits until the other ranks call
-`reconfigure`. If they end instead, the newcomer has no job.
+`reconfigure`. If they end instead, the newcomer has no job. If a worker fails before it has met the
+others, they wait for its rank. So its replacement is no newcomer, and takes that rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from unisono.stores import PrefixStore, Store, TCPStore
 _LOOK_S = 1.0
 _STORE_S = 2.0
 _DOCUMENT = "unisono/membership/document"
+# Keys of torch's default group begin with it.
+_TORCH = "default_pg/0//cpu//"
 
 
 class Replacements:
@@ -82,10 +85,27 @@ class Replacements:
         self.count += answer.granted
         return *self.asked.popleft(), answer
 
+    def has_met(self, worker: Worker) -> bool:
+        """Return whether a worker is or was a rank, or a newcomer; not if the others wait for it.
+
+        A worker that never calls `init_process_group` has not met the others, either.
+        """
+        if self._place.node.joined or worker in self.newcomers:
+            return True
+        key = f"cpu/rank/{worker.rank}"
+        try:
+            found = _get(self._place, f"default_pg/0/{key}", f"{_TORCH}{key}")
+        except UnisonoError:
+            return True
+        # The number of its worlds, then its process while it meets the others.
+        return found.isdigit() and int(found) > 0
+
     def may_do_without(self, failed: Worker, workers: Sequence[Worker]) -> bool:
         """Return whether the others go on without a worker that no restart is left for."""
         rest = [each for each in workers if each is not failed and not each.exit_code]
         if self._rendezvous is None or len(rest) < self._least or self._rendezvous.restart_left:
+            return False
+        if not self.has_met(failed):
             return False
         return any(each.exit_code == 0 for each in rest) or self._is_held(rest)
 
@@ -122,8 +142,7 @@ class Replacements:
     def _read(self) -> State:
         """Read the document of the ranks; forget the newcomers that ranks have taken in."""
         try:
-            with _open(self._place) as store:
-                state = loads(store.get(_DOCUMENT) if store.check([_DOCUMENT]) else b"")
+            state = loads(_get(self._place, _DOCUMENT, f"{_TORCH}{_DOCUMENT}"))
         except UnisonoError:
             return State()
         taken = _processes(each.user for each in state.members)
@@ -138,6 +157,16 @@ def _open(place: Place) -> Store:
         return open_launched(world.store_url, _STORE_S)
     store = TCPStore(world.master_addr, world.master_port, timeout=_STORE_S, token=place.token)
     return PrefixStore(f"worker/attempt_{world.restarts}", store, owns_store=True)
+
+
+def _get(place: Place, key: str, torch_key: str) -> bytes:
+    """Return the value of a key of unisono's or torch's ranks in the workers' store, or b""."""
+    with _open(place) as store:
+        if store.check([key]):
+            return store.get(key)
+        # A service has no keys of torch: its groups meet at the first node.
+        server = store.underlying_store if isinstance(store, PrefixStore) else store
+        return server.get(torch_key) if server.check([torch_key]) else b""
 
 
 def _processes(users: Iterable[str]) -> set[int]:
