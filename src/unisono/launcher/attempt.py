@@ -285,7 +285,7 @@ class Attempt:
     def _replace(self, worker: Worker, failure: WorkerFailure) -> Worker:
         """Start a replacement, which waits until the other ranks take it in, if they have met."""
         self._exits.replaced(failure)
-        joins = self._replacements.has_met(worker)
+        joins = self._replacements.has_met(worker.rank)
         variables = {"UNISONO_JOIN": "1"} if joins else {}
         new = self._start(worker.rank - self._place.first_rank, **variables)
         if joins:
