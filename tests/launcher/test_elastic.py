@@ -224,6 +224,24 @@ def test_nodes_that_wait_begin_anew_if_all_others_leave(job_of):
     assert (second.ended(), first.ended()) == (0, 128 + signal.SIGTERM)
 
 
+def test_the_others_begin_anew_if_a_node_is_lost_before_the_ranks_met(job_of):
+    stays_away = """
+if os.environ["GROUP_RANK"] == "1":
+    print("is away", flush=True)
+    time.sleep(300)
+dist.init"""
+    job = job_of(GOES_ON.replace("dist.init", stays_away.lstrip("\n"), 1))
+    words, options = flags(1, "last_call_timeout=60")
+    first = job.node(*words, nproc=2, **options)
+    second = add(job)
+    second.lines(1, "is away")
+    os.kill(second.inner(), signal.SIGKILL)
+    assert sizes(by_rank(first.next_ups(2))) == full(2)
+    first.told("before the ranks met")
+    job.stop()
+    assert first.ended() == 0
+
+
 def test_replacements_on_all_nodes_have_one_budget(job_of):
     job = job_of()
     first, _ = begin(job, "--max-restarts=2")
