@@ -296,7 +296,26 @@ def test_two_backends_and_an_eager_start():
 # ---- faults -------------------------------------------------------------------------------------
 
 
+def mismatch_at_first(rank):
+    x = fake_cuda.array(np.ones(4 if rank == 1 else 3))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        dist.all_reduce(x)
+    assert caught.value.context.usable
+    x = fake_cuda.array([2.0])
+    dist.all_reduce(x)
+    assert x.get().tolist() == [6]
+    return caught.value.what
+
+
+def test_a_mismatch_of_the_first_call_changes_nothing():
+    for what in on_gpus(3, mismatch_at_first):
+        assert "rank 1 called all_reduce(float64[4], SUM)" in what
+
+
 def mismatch(rank):
+    x = fake_cuda.array([1.0])
+    dist.all_reduce(x)
+    assert x.get().tolist() == [3]
     x = fake_cuda.array(np.ones(4 if rank == 1 else 3))
     work = dist.all_reduce(x, async_op=True)
     with pytest.raises(CollectiveMismatchError) as caught:
@@ -408,11 +427,12 @@ def test_what_nccl_cannot_do_is_refused():
             dist.recv(x, 1 - rank, partial=True)
         with pytest.raises(UnsupportedError, match="has no recv_any_source"):
             dist.recv(x)
+        dist.all_reduce(x)
         y = fake_cuda.Array(np.ones(1), device=7)
         with pytest.raises(InvalidArgumentError, match="is on GPU 7, but group 'default' uses"):
             dist.all_reduce(y)
         dist.all_reduce(x)
-        assert x.get().tolist() == [2]
+        assert x.get().tolist() == [4]
 
     on_gpus(2, body)
 

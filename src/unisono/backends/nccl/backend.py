@@ -115,9 +115,9 @@ class NCCLBackend(ArrayBackend):
         if not memory:
             # A rank without neighbours takes part in the comparison only.
             return self.control.check(self._prepared.get(spec, subject, options), options.deadline)
-        kernels = self._connected(index_of(memory), options.deadline, called)
+        gpu = self._gpu(index_of(memory))
         if spec.op is not None:
-            require_reducible_on(dtype, spec.op, spec.collective, kernels.link.gpu)
+            require_reducible_on(dtype, spec.op, spec.collective, gpu)
         if options.deterministic or options.algorithm:
             raise UnsupportedError(
                 f"{called}: NCCL chooses algorithm and order itself",
@@ -135,8 +135,11 @@ class NCCLBackend(ArrayBackend):
         with self._lock:
             prepared = self._prepared.get(spec, subject, options)
             seen = self.control.check(prepared, options.deadline)
-            if self._before and seen.wait_until(None) and seen.error is not None:
+            # The host waits for the other ranks in the first call anyway, to connect.
+            before = self._before or self._kernels is None
+            if before and seen.wait_until(None) and seen.error is not None:
                 return seen
+            kernels = self._connected(gpu, options.deadline, called)
             call = GPUCall(prepared.call.text, operands.results, seen, options.deadline, [])
             self._enqueue(call, memory, target if result else None, run)
         return self._returned(call, options)
@@ -167,7 +170,9 @@ class NCCLBackend(ArrayBackend):
         if options.partial:
             raise UnsupportedError(f"{op}: NCCL takes no shorter messages (partial=True)")
         data = flat.one(tensor, write=not sends)
-        kernels = self._connected(index_of([data]), options.deadline, "send or recv")
+        kernels = self._connected(
+            self._gpu(index_of([data])), options.deadline, "send or recv, the first call on a GPU"
+        )
         role, shape = "dst" if sends else "src", ", ".join(map(str, data.shape or ()))
         text = f"{op}({data.dtype}[{shape}], {role}={rank}, tag={'any' if tag == ANY_TAG else tag})"
         mine = np.array([code_of(data.dtype), data.count, tag], np.int64)
@@ -297,14 +302,26 @@ class NCCLBackend(ArrayBackend):
             call.enqueue_wait()
         return call
 
-    def _connected(self, index: int, deadline: Deadline, called: str) -> Kernels:
+    def _gpu(self, index: int) -> GPU:
+        """Return the GPU of a call's arrays, which must be that of the communicator."""
+        if self._kernels is None:
+            return GPU(self._libraries, index)
+        gpu = self._kernels.link.gpu
+        if gpu.index != index:
+            raise InvalidArgumentError(
+                f"the array is on GPU {index}, but group '{self.spec.name}' uses GPU {gpu.index} "
+                "on this rank"
+            )
+        return gpu
+
+    def _connected(self, gpu: GPU, deadline: Deadline, called: str) -> Kernels:
         """Return the calls of the communicator, which the first call makes."""
         with self._lock:
             if self._kernels is None:
                 try:
                     link = Link(
                         self._libraries,
-                        GPU(self._libraries, index),
+                        gpu,
                         self.spec,
                         self.control,
                         deadline,
@@ -321,19 +338,15 @@ class NCCLBackend(ArrayBackend):
                         context=self._where(called),
                     ) from error
                 self._kernels = Kernels(self._libraries, link, self.spec.rank, self.spec.size)
-        bound = self._kernels.link.gpu.index
-        if bound != index:
-            raise InvalidArgumentError(
-                f"the array is on GPU {index}, but group '{self.spec.name}' uses GPU {bound} on "
-                "this rank"
-            )
+        self._gpu(gpu.index)
         return self._kernels
 
     def bind(self, device: Any) -> None:
         number = str(device).rpartition(":")[2]
         if not number.isdecimal():
             raise InvalidArgumentError(f"device_id={device!r} names no GPU, such as 0 or 'cuda:0'")
-        self._connected(int(number), Deadline(self.spec.timeout_s), "init_process_group")
+        gpu = self._gpu(int(number))
+        self._connected(gpu, Deadline(self.spec.timeout_s), "init_process_group")
 
     # ---- errors ---------------------------------------------------------------------------
 

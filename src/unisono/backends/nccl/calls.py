@@ -17,6 +17,7 @@ from typing import Any
 from unisono.backends.api import Pending
 from unisono.base.deadline import Deadline
 from unisono.base.worker import Worker
+from unisono.errors import UnisonoError
 
 # The watcher's pause: short while calls end one after another, longer while one call runs.
 _SHORT_S, _LONG_S = 0.0005, 0.01
@@ -50,7 +51,8 @@ class GPUCall(Pending):
         deadline: Deadline,
         kept: list[Any],
     ) -> None:
-        super().__init__(outputs)
+        # A callback on the watcher's thread must not wait there for another call.
+        super().__init__(outputs, runs_here=self._is_watched_here)
         self.text = text
         self.seen = seen
         self.limit = deadline
@@ -64,6 +66,9 @@ class GPUCall(Pending):
     def _raise_error(self) -> None:
         if self.seen.error is not None:
             raise self.seen.error
+
+    def _is_watched_here(self) -> bool:
+        return self.calls is not None and self.calls.runs_here()
 
     def done(self) -> bool:
         if not self._done and self.calls is not None:
@@ -159,6 +164,10 @@ class Calls:
             time.sleep(_SHORT_S)
         return True
 
+    def runs_here(self) -> bool:
+        """Return whether the calling thread is the watcher."""
+        return self._worker.is_here()
+
     def join(self) -> None:
         """Wait until the watcher has ended; no call may be under way."""
         self._worker.join()
@@ -177,7 +186,14 @@ class Calls:
         call.verify()
         if call.end is not None and call.end.is_done:
             return True
-        self._require_progress(call)
+        try:
+            self._require_progress(call)
+        except UnisonoError:
+            # A rank may have ended this call and found the reason in a later one.
+            for later in tuple(self._queue):
+                if later.seen.done():
+                    later.verify()
+            raise
         return False
 
     def _run(self) -> None:

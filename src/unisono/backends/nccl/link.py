@@ -61,7 +61,7 @@ class Link:
         spec: The group.
         control: CPU group of the same ranks.
         deadline: Of the start.
-        called: The call that starts it, for errors.
+        called: The call that starts it, for errors; equal on all ranks.
         broken: Raises the error of the group if it is broken or a rank is lost.
 
     Attributes:
@@ -85,7 +85,7 @@ class Link:
         # Around each use of the communicator, which an abort in another thread frees.
         self._lock = threading.RLock()
         self._freed = False
-        options = CallOptions(False, deadline, label=f"{called}, the first call on a GPU")
+        options = CallOptions(False, deadline, label=called)
         self._check_gpus(control, options)
         uid = self._publish_uid(control, options)
         nccl = libraries.nccl
