@@ -87,10 +87,10 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["switch", "hosts", "ring", "pods"])
+@pytest.mark.parametrize("kind", ["switch", "hosts", "ring", "torus", "pods"])
 def test_stages_know_when_they_are_exact(kind):
     exact = 0
-    for schedule, nbytes, local in cases(0, (2, 4, 6, 9)):
+    for schedule, nbytes, local in cases(0, (2, 4, 6, 10 if kind == "torus" else 9)):
         network = NETWORKS[kind](schedule.world_size, local)
         expected, found = (
             simulate(schedule, nbytes, network, COSTS, method=method)
