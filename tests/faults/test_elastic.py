@@ -11,6 +11,7 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import outcome, ranks_of
 from tests.faults.test_membership import keys, newcomer
+from tests.support.calls import wait_until
 from unisono.base.process_identity import new_user
 from unisono.c10d import steps
 from unisono.errors import (
@@ -117,9 +118,8 @@ def play(body, size, **variables):
         processes, shared = stack.enter_context(ranks_of(body, size, **variables))
         keys(shared, "ready", [each for each in range(size) if each != 1])
         late = stack.enter_context(newcomer(body, shared, 9, **variables))
-        deadline, job = time.monotonic() + 60, PrefixStore("worker/attempt_0", shared)
-        while not Document(job).read().waiting and time.monotonic() < deadline:
-            time.sleep(0.01)
+        job = Document(PrefixStore("worker/attempt_0", shared))
+        assert wait_until(lambda: job.read().waiting)
         shared.set("worker/attempt_0/default_pg/0/waits", "yes")
         found = [outcome(each) for each in (*processes, late)]
     assert [code for _, code, _ in found] == [0, -signal.SIGKILL] + [0] * (size - 1), found

@@ -43,7 +43,7 @@ def gpu():
         yield
 
 
-def on_gpus(size, body, backend="nccl", *, timeout=LIMIT_S, **how):
+def on_gpus(size, body, backend="nccl", *, timeout=LIMIT_S, device_id=lambda rank: None, **how):
     """Run body(rank) on threads, each with a GPU of its own; return the results."""
     store = dist.HashStore()
 
@@ -51,7 +51,13 @@ def on_gpus(size, body, backend="nccl", *, timeout=LIMIT_S, **how):
         fake_cuda.set_device(rank)
         with use(World()):
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout, **how
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device_id(rank),
+                **how,
             )
             try:
                 return body(rank)
@@ -266,6 +272,7 @@ def test_groups_objects_and_barriers():
 def test_two_backends_and_an_eager_start():
     def body(rank):
         group = dist.group.WORLD
+        assert len(fake_cuda._alive) >= 1  # before a call
         assert [b.name for b in group.backends.values()] == ["unisono", "nccl"]
         assert group.backends["cuda"].control is not group.backends["cpu"]
         x, y = fake_cuda.array([1.0]), np.array([1.0])
@@ -275,22 +282,7 @@ def test_two_backends_and_an_eager_start():
         shown = repr(group)
         assert "cuda=nccl state=experimental check=beside" in shown
 
-    store = dist.HashStore()
-
-    def rank_thread(rank):
-        fake_cuda.set_device(rank)
-        with use(World()):
-            dist.init_process_group(
-                "cpu:unisono,cuda:nccl", store=store, rank=rank, world_size=2, timeout=LIMIT_S,
-                device_id=f"cuda:{rank}",
-            )  # fmt: skip
-            try:
-                assert len(fake_cuda._alive) >= 1
-                body(rank)
-            finally:
-                dist.destroy_process_group()
-
-    on_threads(*(partial(rank_thread, rank) for rank in range(2)))
+    on_gpus(2, body, "cpu:unisono,cuda:nccl", device_id=lambda rank: f"cuda:{rank}")
 
 
 # ---- faults -------------------------------------------------------------------------------------
@@ -752,7 +744,7 @@ def test_wrong_gpus_and_devices_are_named():
 
     on_gpus(2, body)
     with pytest.raises(InvalidArgumentError) as caught:
-        on_gpus(1, lambda rank: None, device_id="cuda")
+        on_gpus(1, lambda rank: None, device_id=lambda rank: "cuda")
     assert caught.value.what == "device_id='cuda' names no GPU, such as 0 or 'cuda:0'"
     with pytest.raises(UnsupportedError) as caught:
         on_gpus(1, lambda rank: None, "cpu:nccl")
