@@ -47,7 +47,7 @@ HANG_S = 15.0
 # By fault: the error of the other ranks, and its text; {} is the rank to blame.
 ERRORS = {
     "stop": ("CollectiveTimeoutError", "rank"),
-    "late": ("CollectiveTimeoutError", r"ranks? .*\b{}\b.* never entered it"),
+    "late": ("CollectiveTimeoutError", r"ranks? .*\b{}\b.* (never entered|had not entered) it"),
     "abort": ("CollectiveAbortedError", r"abort\(\) was called on rank {}\b"),
     "mismatch": ("CollectiveMismatchError", r"rank {} called all_reduce"),
     "kill": ("PeerLostError", r"rank {} was lost"),
