@@ -247,7 +247,8 @@ class ElasticSampler:
     def share(self, step: int, group: ProcessGroup | None = None) -> Share:
         """Return this rank's part of a batch: every p-th sample, for p ranks.
 
-        A rank for which no sample is left gets the first sample, with weight 0.
+        A rank for which no sample is left gets the first sample, with weight 0. Call it inside the
+        block of `ElasticJob.step`, because the ranks can change before the block.
 
         Raises:
             InvalidArgumentError: `step` is negative.
