@@ -3,8 +3,8 @@
 Run from the repository root: `python benchmarks/scale.py [--cases N]`. It needs no second process
 and no measurement; the times of Summit are published. Nothing here is a test.
 
-1. Summit, 64 MiB. The latencies are those of 8 bytes; one bandwidth between hosts per algorithm is
-   fitted on 96, 192 and 384 GPUs. The other points are predictions.
+1. Summit, 64 MiB, in parts with other constants (`PARTS`). In each part one constant is fitted on
+   some points. The other points are predictions.
 2. Stages against events, on random schedules, networks and sizes where ranks share links.
 """
 
@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.schedules import available, build
 from unisono.schedules.ir import COLLECTIVES, ROOTED
@@ -29,7 +29,43 @@ PUBLISHED_MS = {
     "ring": (6.97, 7.50, 10.28, 18.2, 19.3, 22.1, 32.6, 45.7, 77.3),
     "node_tree": (6.68, 8.18, 8.70, 8.83, 9.42, 9.81, 11.3, 10.7, 10.55),
 }
-FITTED = 3
+
+
+class Part(NamedTuple):
+    """Constants for some numbers of GPUs.
+
+    Attributes:
+        name: In words.
+        first: The least number of GPUs.
+        values: Constants that differ from those of 8 bytes, in microseconds.
+        fitted: The constant that is fitted: "gbps", of all links, or "latency_us".
+        on: The numbers of GPUs on which it is fitted.
+    """
+
+    name: str
+    first: int
+    values: dict[str, float]
+    fitted: str
+    on: tuple[int, ...]
+
+
+# Simple: NCCL's latencies (2.30, tuning.cc). LL: those of 8 bytes. A rack of Summit has 18 hosts.
+PARTS = {
+    "ring": (
+        Part(
+            "Simple", 96, {"inside_us": 3.4, "latency_us": 14.0, "start_us": 8.4},
+            "gbps", (96, 192, 384),
+        ),
+        Part(
+            "LL", 768, {"inside_us": 0.6, "latency_us": 2.216, "start_us": 6.6}, "gbps", (768,)
+        ),
+        Part("LL, farther hosts", 6144, {}, "latency_us", (6144,)),
+    ),
+    "node_tree": (
+        Part("one rack", 96, {}, "gbps", (96,)),
+        Part("several racks", 192, {}, "gbps", (192, 384)),
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -46,32 +82,48 @@ def summit(most: int) -> None:
     """Print published and simulated times of 64 MiB."""
     net = machine("summit", SUMMIT.read_text(encoding="utf-8"))
     for algorithm, published in PUBLISHED_MS.items():
-        gbps = fit(net, algorithm)
-        print(f"{algorithm}, 64 MiB: {gbps:.2f} GB/s between hosts, fitted on {GPUS[:FITTED]}")
-        for gpus, ms in zip(GPUS, published, strict=True):
-            if gpus <= most:
-                simulated = time_ms(net, algorithm, gpus, gbps)
-                off = 100 * (simulated / ms - 1)
-                print(f"  {gpus:6} GPUs: {simulated:7.2f} ms, published {ms:6.2f} ms, {off:+.0f} %")
+        points = dict(zip(GPUS, published, strict=True))
+        values = net.of(algorithm)
+        ends = [part.first for part in PARTS[algorithm][1:]] + [most + 1]
+        for part, end in zip(PARTS[algorithm], ends, strict=True):
+            if part.first > most:
+                continue
+            values |= part.values
+            values |= fit(values, algorithm, part, points)
+            print(f"{algorithm}, {part.name}: {part.fitted} {values[part.fitted]:.2f}")
+            for gpus in (gpus for gpus in GPUS if part.first <= gpus < end):
+                ms = time_ms(values, algorithm, gpus)
+                off = 100 * (ms / points[gpus] - 1)
+                how = "fitted" if gpus in part.on else "predicted"
+                print(
+                    f"  {gpus:6}: {ms:6.2f} ms, {points[gpus]:6.2f} published, {off:+.0f} % {how}"
+                )
 
 
-def fit(net: Machine, algorithm: str) -> float:
-    """Return the bandwidth for which the geometric mean of the fitted points is right."""
-    low, high = 0.5, 100.0
-    points = list(zip(GPUS[:FITTED], PUBLISHED_MS[algorithm][:FITTED], strict=True))
-    for _ in range(24):
+def fit(
+    values: dict[str, Any], algorithm: str, part: Part, points: dict[int, float]
+) -> dict[str, float]:
+    """Return the constant for which the geometric mean of the fitted points is right."""
+    low, high = (1.0, 100.0)
+    for _ in range(12):
         middle = math.sqrt(low * high)
-        ratio = 1.0
-        for gpus, ms in points:
-            ratio *= time_ms(net, algorithm, gpus, middle) / ms
-        low, high = (middle, high) if ratio > 1 else (low, middle)
-    return math.sqrt(low * high)
+        trial = values | constant(part, middle)
+        ratio = math.prod(time_ms(trial, algorithm, gpus) / points[gpus] for gpus in part.on)
+        slow = ratio > 1
+        low, high = (middle, high) if slow == (part.fitted == "gbps") else (low, middle)
+    return constant(part, math.sqrt(low * high))
 
 
-def time_ms(net: Machine, algorithm: str, gpus: int, gbps: float) -> float:
-    """Return the time of all_reduce of 64 MiB; trees have 128 pieces, as 512 KiB are one piece."""
-    net.values["gbps"] = gbps
-    depth = 128 if algorithm == "node_tree" else 1
+def constant(part: Part, value: float) -> dict[str, float]:
+    """Return the values of a part's constant; links inside and between hosts are equally fast."""
+    keys = ("gbps", "inside_gbps") if part.fitted == "gbps" else (part.fitted,)
+    return dict.fromkeys(keys, value)
+
+
+def time_ms(values: dict[str, Any], algorithm: str, gpus: int) -> float:
+    """Return the time of all_reduce of 64 MiB; trees have pieces of 2 MiB, as NCCL's chunks."""
+    net = Machine("summit", values, {}, {})
+    depth = 32 if algorithm == "node_tree" else 1
     schedule = build("all_reduce", algorithm, gpus, pipeline=depth, local=6)
     network, costs = net.network(algorithm, gpus), net.costs(algorithm)
     result = simulate(schedule, 64 << 20, network, costs, itemsize=4, padded=True, contended=False)

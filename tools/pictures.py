@@ -1,4 +1,4 @@
-"""Draw docs/pictures: the messages of the algorithms, and the time of a call.
+"""Draw docs/pictures: the messages of algorithms, as pictures and pages, and the time of a call.
 
 Run from the repository root: `make docs`. A test fails when a picture is out of date. The
 algorithms are drawn from the schedules that the engines run, the speeds from benchmarks/results.
@@ -17,7 +17,8 @@ from unisono.schedules.ir import ROOTED
 from unisono.simulate import machine
 from unisono.simulate.diagrams import COLOURS, diagram
 from unisono.simulate.drawing import PALE, Line, Picture
-from unisono.simulate.timeline import in_rounds, in_time
+from unisono.simulate.pages import page
+from unisono.simulate.timeline import Timeline, in_rounds, in_time
 
 FOLDER = Path("docs/pictures")
 RESULTS = Path("benchmarks/results/2-ranks.json")
@@ -36,6 +37,9 @@ DRAWN = {
 }
 # Simulated runs of all_reduce of 1 MiB: 16 ranks on 4 hosts that share a network interface.
 RUNS = ("halving_doubling", "two_level")
+# Pages that step through an algorithm, beside its picture.
+STEPPED = ("ring", "halving_doubling", "double_tree", "two_level")
+TEMPLATE = Path("src/unisono/simulate/shipped/page.html")
 NETWORK = Path("src/unisono/simulate/shipped/fat-tree.toml")
 OPS = ("all_reduce", "all_gather", "all_to_all", "sendrecv")
 
@@ -54,10 +58,13 @@ def main() -> None:
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """Yield (file name, SVG text) of every picture."""
+    """Yield (file name, text) of every picture and page."""
     for collective, algorithms in DRAWN.items():
         for algorithm in algorithms:
             yield f"{collective}-{algorithm}.svg", lanes(collective, algorithm)
+    template = TEMPLATE.read_text(encoding="utf-8")
+    for algorithm in STEPPED:
+        yield f"all_reduce-{algorithm}.html", page(timeline("all_reduce", algorithm), template)
     for algorithm in RUNS:
         yield f"run-{algorithm}.svg", run(algorithm)
     yield "speed.svg", speed(json.loads(RESULTS.read_text(encoding="utf-8")))
@@ -65,9 +72,14 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 def lanes(collective: str, algorithm: str) -> str:
     """Return the picture of a schedule: a line per rank, time to the right, arrows."""
+    return diagram(timeline(collective, algorithm)).svg()
+
+
+def timeline(collective: str, algorithm: str) -> Timeline:
+    """Return the messages of a schedule, in rounds."""
     options = {"local": RANKS // 2} if algorithm == "two_level" else {}
     root = 0 if collective in ROOTED else -1
-    return diagram(in_rounds(build(collective, algorithm, RANKS, root, **options))).svg()
+    return in_rounds(build(collective, algorithm, RANKS, root, **options))
 
 
 def run(algorithm: str) -> str:

@@ -103,8 +103,9 @@ def life(_, folder, seed, ways):
     assert "engine=mpi" in repr(dist.group.WORLD)
     for each in plan(seed, ways):
         faulthandler.dump_traceback_later(4 * HANG_S, exit=True)
-        Rank(folder, me, each).run()
-        if "engine=mpi" not in repr(dist.group.WORLD):
+        rank = Rank(folder, me, each)
+        rank.run()
+        if rank.left_mpi:
             break
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
@@ -118,6 +119,7 @@ class Rank:
         self.folder, self.me, self.this = folder, me, this
         self.is_victim = this.alive[this.victim] == me
         self.random = np.random.default_rng((this.number, this.moment))
+        self.left_mpi = False
 
     def run(self):
         """Let the fault happen, record how the call ended, and meet the other ranks again."""
@@ -129,6 +131,12 @@ class Rank:
         record = {"number": this.number, "kind": "", "text": "", "peers": []}
         try:
             self.calls()
+        except UnsupportedError as error:
+            # On all ranks: a fault of an earlier round came while MPI made a group.
+            if "MPI can make no group any more" not in error.what:
+                raise
+            self.leave_mpi()
+            return
         except UnisonoError as error:
             record |= {"kind": type(error).__name__, "text": error.what}
             record |= {"peers": error.context.peers, "ended_s": time.monotonic()}
@@ -150,10 +158,10 @@ class Rank:
             dist.shrink_group([self.this.victim])
         except UnsupportedError as error:
             # The rank was killed while MPI made the group.
-            if "because a rank ended while MPI made one" not in error.what:
+            if "while MPI made one" not in error.what:
                 raise
             dist.shrink_group([self.this.victim], pg_options=CPUOptions(engine="auto"))
-            self.mark("left MPI")
+            self.leave_mpi()
         record["shrink_s"] = time.monotonic() - began_s
         self.group = dist.group.WORLD
         self.call(10_001, BIG)
@@ -171,6 +179,10 @@ class Rank:
         dist.destroy_process_group(self.group)
         self.group = dist.group.WORLD
         self.call(10_002, BIG)
+
+    def leave_mpi(self):
+        self.left_mpi = True
+        self.mark("left MPI")
 
     def mark(self, what):
         (self.folder / f"{self.this.number} {what} {self.me}").write_text(repr(time.monotonic()))

@@ -11,9 +11,18 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import outcome, ranks_of
 from tests.faults.test_membership import keys, newcomer
+from tests.support.calls import wait_until
 from unisono.base.process_identity import new_user
-from unisono.errors import ArgumentTypeError, CollectiveError, InvalidArgumentError, PeerLostError
+from unisono.c10d import steps
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveError,
+    InvalidArgumentError,
+    PeerLostError,
+    StoreTimeoutError,
+)
 from unisono.groups.membership import Document
+from unisono.groups.membership_store import first_proposal
 from unisono.groups.world import current
 from unisono.parallel import ElasticJob
 from unisono.rendezvous.membership import Arrival, Join, Member
@@ -109,9 +118,8 @@ def play(body, size, **variables):
         processes, shared = stack.enter_context(ranks_of(body, size, **variables))
         keys(shared, "ready", [each for each in range(size) if each != 1])
         late = stack.enter_context(newcomer(body, shared, 9, **variables))
-        deadline, job = time.monotonic() + 60, PrefixStore("worker/attempt_0", shared)
-        while not Document(job).read().waiting and time.monotonic() < deadline:
-            time.sleep(0.01)
+        job = Document(PrefixStore("worker/attempt_0", shared))
+        assert wait_until(lambda: job.read().waiting)
         shared.set("worker/attempt_0/default_pg/0/waits", "yes")
         found = [outcome(each) for each in (*processes, late)]
     assert [code for _, code, _ in found] == [0, -signal.SIGKILL] + [0] * (size - 1), found
@@ -278,6 +286,38 @@ def look_before_the_commit(rank):
 
 def test_a_commit_reports_the_change_that_the_program_has_seen():
     assert run(look_before_the_commit, 2) == [True, True]
+
+
+def miss_the_answer_of_the_store(rank, counts, without_answer):
+    """Rank 2 leaves in the commit of step 1. The store gives rank 0 no answer then."""
+    group, state = dist.group.WORLD, {"model": np.zeros(4), "numbers": []}
+    job = ElasticJob(state)
+    while job.global_step < 3:
+        with job.step() as s:
+            if rank == 0 and job.global_step == 1:
+                without_answer.append(group.store)
+            if rank == 2 and job.global_step == 1:
+                if counts:
+                    group.all_reduce(np.zeros(1, np.int64), dist.ReduceOp.MAX, _label="commit")
+                dist.destroy_process_group()
+                return None
+            s.commit()
+            state["model"] += 1
+            state["numbers"].append(job.global_step)
+    return dist.get_world_size(), state["model"].tolist(), state["numbers"]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_rank_that_got_no_answer_from_the_store_is_filled_if_the_step_counts(monkeypatch, counts):
+    def answer(store, *question):
+        if store in without_answer:
+            raise StoreTimeoutError("the store server did not answer")
+        return first_proposal(store, *question)
+
+    monkeypatch.setattr(steps, "first_proposal", answer)
+    without_answer = []
+    found = run(miss_the_answer_of_the_store, 3, args=(counts, without_answer))
+    assert found == [(2, [3.0] * 4, [0, 1, 2])] * 2 + [None]
 
 
 def communicate_after_the_commit(rank):

@@ -295,12 +295,3 @@ def test_numbers_are_right_over_a_bad_wire(network, delay_s, loss, channels):
     first, second = network.hosts[:2]
     with netns.bad_wire(first, second, delay_s=delay_s, loss=loss, seed=1):
         compute([first, second], MASTER_ADDR="10.78.0.1", UNISONO_CHANNELS=str(channels))
-
-
-@pytest.mark.parametrize("netem", ["delay 5ms", "delay 2ms 1ms loss 2%"])
-def test_numbers_are_right_under_netem(netem):
-    with netns.Network(2) as network:
-        for host in network.hosts:
-            if (why_not := netns.disturb(host, *netem.split())) is not None:
-                pytest.skip(f"{why_not}; the tests with a bad wire of our own do the same")
-        compute(network.hosts, MASTER_ADDR=network.hosts[0].v4)

@@ -5,11 +5,9 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
@@ -17,8 +15,9 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.faults.scripts import _PROLOGUE, SRC, outcome, ranks_of, started
+from tests.faults.scripts import SRC, outcome, ranks_of, started
 from tests.support.ports import free_port
+from tests.support.programs import python
 from unisono.c10d import lifecycle, steps
 from unisono.c10d.steps import Step
 from unisono.errors import (
@@ -89,32 +88,15 @@ def script(body):
 @contextlib.contextmanager
 def newcomer(body, store, number, **variables):
     """Start a process that joins the job of a store."""
-    path = os.pathsep.join([SRC, str(Path(__file__).parents[2])])
-    env = dict(os.environ) | {
-        "PYTHONPATH": path,
-        "RANK": "0",
-        "WORLD_SIZE": "1",
+    where = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "UNISONO_JOIN": "1",
         "NUMBER": str(number),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROLOGUE + body],
-        env=env | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with started([[]], body, where | variables) as [process]:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            stream.close()
 
 
 COUNT = """
@@ -335,17 +317,9 @@ told()
 dist.barrier()
 """
     )
-    gone = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from unisono.base.process_identity import new_user; print(new_user())",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=dict(os.environ) | {"PYTHONPATH": SRC},
-    ).stdout.strip()
+    name = "from unisono.base.process_identity import new_user; print(new_user())"
+    env = dict(os.environ) | {"PYTHONPATH": SRC}
+    gone = python("-c", name, check=True, env=env).stdout.strip()
     for far, group in (("1", "default:generation-3"), ("0", "default:generation-2")):
         with ranks_of(f"gone_user = {gone!r}\n" + body, 2, FAR=far) as (processes, _):
             found = [outcome(each) for each in processes]

@@ -104,11 +104,14 @@ def ray():
 
 
 @contextmanager
-def dask():
+def dask_workers():
+    import dask.config
     from distributed import Client, LocalCluster
 
     import unisono.dask
 
+    # On a busy machine a worker takes longer than the 15 s after which Dask would close it.
+    dask.config.set({"distributed.deploy.lost-worker-timeout": "300s"})
     how = {"n_workers": SIZE, "threads_per_worker": 1, "dashboard_address": None}
     with LocalCluster(**how, silence_logs=logging.CRITICAL) as cluster, Client(cluster) as client:
 
@@ -119,7 +122,7 @@ def dask():
                 if len(there) == SIZE:
                     return there
                 try:
-                    client.wait_for_workers(SIZE, timeout=20)
+                    client.wait_for_workers(SIZE, timeout=60)
                 except TimeoutError:
                     cluster.scale(len(cluster.worker_spec) + 1)
 
@@ -205,7 +208,7 @@ def main(name, rounds=100, seed=1):
     """Play the rounds."""
     source = random.Random(int(seed))
     failed = 0
-    with {"ray": ray, "dask": dask, "spark": spark}[name]() as (attack, check):
+    with {"ray": ray, "dask": dask_workers, "spark": spark}[name]() as (attack, check):
         check()
         for number in range(int(rounds)):
             line = play(attack, check, source)

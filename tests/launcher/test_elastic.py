@@ -49,30 +49,6 @@ print("ended", env["RANK"], int(state["steps"][0]), flush=True)
 GOES_ON = SCRIPT.replace("LOST", "")
 
 
-@pytest.fixture(scope="module")
-def hosts():
-    """As many hosts as a test has agents; none where there can be only this one."""
-    if netns.why_not() is not None:
-        yield []
-        return
-    with netns.Network(4) as network:
-        yield network.hosts
-
-
-@pytest.fixture
-def job_of(tmp_path, hosts):
-    """Return a function that makes a job, whose workers run until the file `stop` appears."""
-    jobs = []
-
-    def make(script=GOES_ON, hosts=hosts):
-        jobs.append(Job(tmp_path / "job", script, hosts))
-        return jobs[-1]
-
-    yield make
-    for each in jobs:
-        each.close()
-
-
 def flags(serves, conf):
     return ["--restart=worker"], {"nnodes": "1:2", "conf": f"{LOSING},is_host={serves},{conf}"}
 
@@ -120,7 +96,7 @@ def pids(ups):
 
 
 def test_nodes_join_and_leave_while_the_other_workers_go_on(job_of):
-    job = job_of()
+    job = job_of(GOES_ON)
     first, ups = begin(job)
     assert sizes(ups) == full(2)
     second = add(job)
@@ -149,7 +125,7 @@ def test_nodes_join_and_leave_while_the_other_workers_go_on(job_of):
 
 
 def test_the_node_that_serves_the_store_leaves_and_the_others_go_on(job_of):
-    job = job_of()
+    job = job_of(GOES_ON)
     first, _ = begin(job, nproc=1)
     second = add(job, nproc=2)
     ups = world_of(3, (first, 1), (second, 2))
@@ -224,8 +200,26 @@ def test_nodes_that_wait_begin_anew_if_all_others_leave(job_of):
     assert (second.ended(), first.ended()) == (0, 128 + signal.SIGTERM)
 
 
+def test_the_others_begin_anew_if_a_node_is_lost_before_the_ranks_met(job_of):
+    stays_away = """
+if os.environ["GROUP_RANK"] == "1":
+    print("is away", flush=True)
+    time.sleep(300)
+dist.init"""
+    job = job_of(GOES_ON.replace("dist.init", stays_away.lstrip("\n"), 1))
+    words, options = flags(1, "last_call_timeout=60")
+    first = job.node(*words, nproc=2, **options)
+    second = add(job)
+    second.lines(1, "is away")
+    os.kill(second.inner(), signal.SIGKILL)
+    assert sizes(by_rank(first.next_ups(2))) == full(2)
+    first.told("before the ranks met")
+    job.stop()
+    assert first.ended() == 0
+
+
 def test_replacements_on_all_nodes_have_one_budget(job_of):
-    job = job_of()
+    job = job_of(GOES_ON)
     first, _ = begin(job, "--max-restarts=2")
     second = add(job, "--max-restarts=2")
     ups = world_of(3, (first, 2), (second, 1))
@@ -259,7 +253,7 @@ def test_a_script_that_does_not_reconfigure_ends_with_the_cause(job_of):
 
 @pytest.mark.whole("waits for missing heartbeats, twice")
 def test_a_node_whose_agent_stood_still_joins_again(job_of):
-    job = job_of()
+    job = job_of(GOES_ON)
     first, _ = begin(job)
     second = add(job)
     *both, old = world_of(3, (first, 2), (second, 1))
@@ -281,7 +275,7 @@ def test_a_node_whose_agent_stood_still_joins_again(job_of):
 def test_the_others_go_on_without_a_host_that_is_cut_off(job_of):
     with netns.Network(2) as network:
         # A request to a store behind a dead link takes the whole time-out.
-        job = job_of(GOES_ON.replace("timeout=120", "timeout=15"), network.hosts)
+        job = job_of(GOES_ON.replace("timeout=120", "timeout=15"), hosts=network.hosts)
         first, _ = begin(job)
         second = add(job)
         ups = world_of(3, (first, 2), (second, 1))

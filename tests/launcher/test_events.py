@@ -12,35 +12,10 @@ import sys
 
 import pytest
 
-from tests.support import netns
 from tests.support.launches import gone
 from tests.support.nodes import CONF, LOSING, PATIENT, REDUCING, WORKER, Job, by_rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    """As many hosts as a test has agents; none where there can be only this one."""
-    if netns.why_not() is not None:
-        yield []
-        return
-    with netns.Network(4) as network:
-        yield network.hosts
-
-
-@pytest.fixture
-def job_of(tmp_path, hosts):
-    """Return a function that makes a job, whose workers run until the file `stop` appears."""
-    jobs = []
-
-    def make(script=WORKER, name="job", **if_on_hosts):
-        jobs.append(Job(tmp_path / name, script, hosts, **if_on_hosts if hosts else {}))
-        return jobs[-1]
-
-    yield make
-    for each in jobs:
-        each.close()
 
 
 @pytest.fixture

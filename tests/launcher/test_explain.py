@@ -1,5 +1,9 @@
 """`unisono explain`: the algorithm of a call, the reason, and the times of the others."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import unisono
@@ -147,3 +151,18 @@ def test_mpi_has_collectives_of_its_own(capsys, monkeypatch):
 def test_bad_words_are_refused(capsys, words, expected):
     assert main(["explain", *words]) == 1
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_reader_that_has_left_ends_a_command_without_a_word(both):
+    """As in `unisono explain ... | head`: the code is that of other programs, 128 + SIGPIPE."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "unisono", "explain", "all_reduce", "1M", "-p", "4"]
+    try:
+        ended = subprocess.run(
+            command, stdout=pipe, stderr=pipe if both else subprocess.PIPE, timeout=120
+        )
+    finally:
+        os.close(pipe)
+    assert (ended.returncode, ended.stderr or b"") == (141, b"")

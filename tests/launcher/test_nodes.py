@@ -146,9 +146,6 @@ def test_environment_gives_defaults(monkeypatch):
     assert parse("--max-restarts=4")["limits"].max_restarts == 4
     with pytest.raises(InvalidArgumentError, match="--standalone is for one node"):
         parse("--nnodes=2")
-    monkeypatch.setenv("PET_STANDALONE", "yes")
-    with pytest.raises(InvalidArgumentError, match="PET_STANDALONE must be 0 or 1; got 'yes'"):
-        parse()
 
 
 def test_bad_value_in_the_environment(monkeypatch):

@@ -130,6 +130,81 @@ def test_a_replacement_ends_with_the_job_that_does_not_need_it(launches):
     assert "replacement 1 of 3" in err
 
 
+ALONE_WITH_TORCH = """
+import os, signal, sys
+import torch
+import torch.distributed as torch_dist
+import unisono
+import unisono.torch
+from unisono.errors import StepAborted
+torch_dist.init_process_group("unisono")
+x, me = torch.zeros(1), int(os.environ["RANK"])
+unisono.sync_state({"x": x})
+try:
+    for step in range(20):
+        if step == 10 and me == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with unisono.step() as s:
+            torch_dist.all_reduce(torch.ones(1))
+            s.commit()
+except StepAborted:
+    print("alone", me, flush=True)
+    sys.exit(0)
+"""
+
+
+@pytest.mark.whole("imports torch 4 times")
+def test_a_replacement_of_torch_ends_with_the_job_that_does_not_need_it(launches):
+    pytest.importorskip("torch")
+    words = ["-n3", "--restart", "worker", "--max-restarts", "3"]
+    code, out, err = launches.run(*words, script=ALONE_WITH_TORCH)
+    assert code == 0, err
+    assert sorted(rows(out, "alone")) == [["0"], ["2"]]
+    assert "replacement 1 of 3" in err
+
+
+ENDS_EARLY = """
+import os, pathlib, signal, threading, time
+import numpy as np
+import unisono as dist
+me, mark = int(os.environ["RANK"]), pathlib.Path("MARK")
+
+def die():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if me == 1 and not mark.exists():
+    threading.Timer(DELAY, die).start() if DELAY else die()
+while me == 2 and not mark.exists():
+    time.sleep(0.01)
+dist.init_process_group(timeout=120)
+x = np.ones(1)
+dist.all_reduce(x)
+print("ended", me, os.environ.get("UNISONO_JOIN", "0"), int(x[0]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0, 0.5])
+def test_the_others_wait_for_the_rank_of_a_worker_that_fails_before_they_meet(
+    launches, tmp_path, delay
+):
+    """The second time the worker is killed inside init_process_group."""
+    script = ENDS_EARLY.replace("MARK", str(tmp_path / "mark")).replace("DELAY", str(delay))
+    words = ["-n3", "--restart", "worker", "--max-restarts", "1"]
+    code, out, err = launches.run(*words, script=script)
+    assert code == 0, err
+    assert re.search(r"rank 1 .* was killed by SIGKILL; replacement 1 of 1", err)
+    assert sorted(rows(out, "ended")) == [["0", "0", "3"], ["1", "0", "3"], ["2", "0", "3"]]
+
+
+def test_without_a_budget_a_worker_that_fails_before_they_meet_ends_the_launch(launches, tmp_path):
+    """The others must not go on with fewer workers: they would wait for its rank."""
+    script = ENDS_EARLY.replace("MARK", str(tmp_path / "mark")).replace("DELAY", "0")
+    code, _, err = launches.run("--nproc-per-node=2:3", "--restart=worker", script=script)
+    assert code == 137
+    assert re.search(r"first failure: rank 1 .* was killed by SIGKILL", err)
+
+
 FAILING_IN_TURN = """
 import os, signal
 import numpy as np

@@ -7,13 +7,13 @@ import select
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import unisono
+from tests.support.calls import wait_until
 from tests.support.launches import LIMIT_S, RUN, children, environment
 from tests.support.programs import python
 from unisono.cli.main import main
@@ -420,11 +420,8 @@ os._exit(0)
 """
     launch = launches.start(script=script)
     launch.follow(1)
-    deadline = time.monotonic() + LIMIT_S
     # Orphans that end do not pile up as zombies.
-    while len(children(launch.inner())) > 1:
-        assert time.monotonic() < deadline, children(launch.inner())
-        time.sleep(0.01)
+    assert wait_until(lambda: len(children(launch.inner())) == 1, LIMIT_S)
     assert launch.finish()[::2] == (0, "")
     assert launch.survivors(0.1) == 0
 
@@ -437,16 +434,10 @@ def test_stop_and_go_on(launches):
     def states():
         return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in both]
 
-    def wait_for(*expected):
-        deadline = time.monotonic() + LIMIT_S
-        while not all(state in expected for state in states()):
-            assert time.monotonic() < deadline, states()
-            time.sleep(0.01)
-
     launch.send_signal(signal.SIGTSTP)
-    wait_for("T")
+    assert wait_until(lambda: set(states()) == {"T"}, LIMIT_S), states()
     launch.send_signal(signal.SIGCONT)
-    wait_for("S", "R")
+    assert wait_until(lambda: set(states()) <= {"S", "R"}, LIMIT_S), states()
 
 
 def test_killed_outer_launcher_ends_an_inner_launch(launches, tmp_path):

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import frozen
 from tests.support.ports import free_port
 from unisono import errors
 from unisono.backends import CPUOptions, registry
@@ -63,10 +64,6 @@ LAUNCH = importlib.import_module("unisono.launcher.launch")
 
 def x(count=2):
     return np.ones(count)
-
-
-def frozen():
-    return np.frombuffer(bytes(16))
 
 
 def coalesced(**how):
@@ -533,6 +530,8 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
         lambda: build("broadcast", "linear", 2, 0, 2),
     "all_reduce (ring): count is -1, expected 0 or more elements":
         lambda: layout_for(build("all_reduce", "ring", 2), -1),
+    "all_reduce (ring) takes no in_splits":
+        lambda: layout_for(build("all_reduce", "ring", 2), 4, [2, 2]),
     "all_to_all (pairwise) needs out_splits as well when splits are given":
         lambda: exchange_layout("pairwise", [1, 1]),
     "all_to_all (pairwise): in_splits has 1 entries, expected one per rank: 2":

@@ -1,7 +1,6 @@
 """Every public name has one home, can be imported, and is documented."""
 
 import ast
-import importlib.util
 import inspect
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import unisono
 import unisono.errors
 import unisono.lowlevel
 import unisono.testing
+from tests.support.tools import tool
 
 TIERS = (unisono, unisono.lowlevel, unisono.testing, unisono.errors)
 PUBLIC = [(tier, name) for tier in TIERS for name in tier.__all__]
@@ -31,11 +31,7 @@ def test_type_checkers_and_the_interpreter_see_the_same_names():
 def test_stub_is_up_to_date():
     pytest.importorskip("ruff")
     stub = Path(unisono.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-    path = Path(__file__).parents[2] / "tools/stub.py"
-    spec = importlib.util.spec_from_file_location("tools_stub", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.text() == stub, "run `make docs`"
+    assert tool("stub").text() == stub, "run `make docs`"
 
 
 def test_each_public_name_has_one_home():

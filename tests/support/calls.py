@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.lowlevel import dispatcher
 
 
 def f32(count=4):
     return np.full(count, 1.5, np.float32)
+
+
+def frozen():
+    """Return an array that no call may write."""
+    return np.frombuffer(bytes(16), np.float32)
 
 
 def blocks(count=4, number=None):
@@ -45,6 +51,26 @@ def fails(error, *texts):
         yield caught
     for text in texts:
         assert text in caught.value.what, (text, caught.value.what)
+
+
+@contextmanager
+def operations_of(group=None):
+    """Yield a list that gets the name of each operation that a group, or any group, runs."""
+    names = []
+
+    def wrapper(schema, device, kernel):
+        def run(called, *arguments):
+            if group in (None, called):
+                names.append(schema.name)
+            return kernel(called, *arguments)
+
+        return run
+
+    remove = dispatcher.register_wrapper(wrapper)
+    try:
+        yield names
+    finally:
+        remove()
 
 
 def check_usable(group=None):

@@ -2,7 +2,10 @@
 
 Streams are threads that run kernels in order, so results appear late, as on a GPU. Kernels of NCCL
 meet over a store, also between processes. As with NCCL, a kernel whose peers do not come waits
-until its communicator is aborted, and so does a kernel whose peers made another call.
+until its communicator is aborted, and so does a kernel whose peers made another call. A send waits
+for its receive. The first call of a kind is in progress until all its ranks have made it. What a
+GPU would answer with a crash or with garbage is an error of the test: a call on the wrong GPU, of a
+communicator that is freed or still busy. Memory has other values once it is freed.
 
     with fake_cuda.installed():
         x = fake_cuda.array([1.0, 2.0])      # on the current GPU
@@ -17,6 +20,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
@@ -36,6 +40,8 @@ _numbers = itertools.count(1000)
 _streams = {}
 _local = threading.local()
 _lock = threading.Lock()
+misuses = []
+"""What would crash a process with a GPU."""
 failing = {}
 """Name of a function of NCCL -> what it raises when it is called next, by rank."""
 
@@ -85,7 +91,7 @@ class Event:
 
 
 def current_device():
-    return getattr(_local, "device", 0)
+    return getattr(_local, "device", None) or 0
 
 
 def set_device(index):
@@ -95,6 +101,10 @@ def set_device(index):
 
 uuids = {}
 """Index of a GPU -> its name, where it is not GPU-<index>."""
+
+
+class Buffer:
+    """Memory that is freed with the object."""
 
 
 class Device:
@@ -116,7 +126,24 @@ class Device:
 
     def allocate(self, size, *, stream):
         memory = np.full(size, 0xAB, np.uint8)
-        return SimpleNamespace(handle=memory.ctypes.data, memory=memory)
+        _allocated.append(memory)
+        made = Buffer()
+        made.handle = memory.ctypes.data
+        weakref.finalize(made, memory.fill, 0xDD)
+        return made
+
+
+_allocated = []
+"""All memory of `Device.allocate`, alive so that a late kernel reads freed values."""
+
+
+def get_context():
+    return 0, getattr(_local, "device", None)
+
+
+def set_context(context):
+    _local.device = context
+    return (0,)
 
 
 def at(address, nbytes):
@@ -300,29 +327,59 @@ class Communicator:
         made.calls, made.messages, made.ops = 0, {}, []
         made.aborted = threading.Event()
         made.status, made.ptr = 0, next(_numbers)
-        made.busy_until = time.monotonic() + 0.002
+        made.connected, made.awaited, made.ready = set(), [], []
         _alive[made.ptr] = made
-        made.store.set(f"{made.key}/init/{rank}", b"1")
+        made.connect("init", range(nranks))
         return made
+
+    def connect(self, name, ranks):
+        """Begin to connect ranks, once for each name; they are when all have begun."""
+        if name in self.connected:
+            return
+        self.connected.add(name)
+        self._put(f"connect/{name}/{self.rank}", b"1")
+        self.awaited += [f"{self.key}/connect/{name}/{rank}" for rank in ranks]
+
+    def launch(self, names, submit):
+        """Enqueue kernels as soon as the ranks are connected."""
+        self.require_valid()
+        for name, ranks in names:
+            self.connect(name, ranks)
+        if self.awaited:
+            self.ready.append(submit)
+        else:
+            submit()
+
+    def require_valid(self):
+        if not self.ptr:
+            self.misuse("is freed")
+        if current_device() != self.device:
+            self.misuse(f"is of GPU {self.device}, but GPU {current_device()} is current")
+        if self.awaited and not self.ready:
+            self.misuse("is busy")
+
+    def misuse(self, why):
+        misuses.append(f"the communicator of rank {self.rank} {why}")
+        raise RuntimeError(misuses[-1])
 
     def get_async_error(self):
         if not self.ptr:
             raise ValueError("Cannot get async error: Communicator not initialized")
         if self.status:
             return self.status
-        if self.busy_until and time.monotonic() < self.busy_until:
-            return library.IN_PROGRESS
-        if self.busy_until and not all(
-            self.store.check([f"{self.key}/init/{rank}"]) for rank in range(self.size)
-        ):
-            return library.IN_PROGRESS
-        self.busy_until = 0
+        if self.awaited:
+            if not self.store.check(self.awaited):
+                return library.IN_PROGRESS
+            self.awaited = []
+            while self.ready:
+                self.ready.pop(0)()
         return 0
 
     def get_last_error(self):
         return "the cable was cut"
 
     def create_pre_mul_sum(self, scalar, datatype):
+        self.require_valid()
         self.ops.append((_NUMPY[int(datatype)], scalar))
         number = 100 + len(self.ops) - 1
 
@@ -333,11 +390,13 @@ class Communicator:
         return Op()
 
     def abort(self):
+        if not self.ptr:
+            misuses.append("a communicator is aborted twice")
         self.aborted.set()
         self._free()
 
     def finalize(self):
-        pass
+        self.require_valid()
 
     def destroy(self):
         self._free()
@@ -377,15 +436,19 @@ class Communicator:
     def hang(self):
         self.aborted.wait(60)
 
-    def collective(self, head, source, target, count, dtype, compute, stream, *, gives=True):
+    def collective(self, head, source, target, count, dtype, compute, stream, *, gives=True, op=0):
         """Enqueue a kernel; compute(parts) returns what goes to `target`."""
+        self.require_valid()
         self.calls += 1
         key, kind = f"coll/{self.calls}", np.dtype(_NUMPY[dtype])
-        word = repr((*head, count, dtype)).encode()
+        word = repr((*head, min(op, 100), count, dtype)).encode()
 
         def kernel():
-            mine = at(source, count * kind.itemsize).tobytes() if gives else b""
-            parts = self.meet(key, word + b"\0" + mine)
+            mine = at(source, count * kind.itemsize) if gives else np.empty(0, np.uint8)
+            if op >= 100:
+                # Each rank scales its own contribution.
+                mine = mine.view(kind) * self.ops[op - 100][1].view(kind)[0]
+            parts = self.meet(key, word + b"\0" + mine.tobytes())
             if parts is None:
                 return
             split = [part.partition(b"\0")[::2] for part in parts]
@@ -397,15 +460,15 @@ class Communicator:
             if result is not None and not self.aborted.is_set():
                 at(target, result.nbytes)[:] = result.view(np.uint8)
 
-        Stream(stream).put(kernel)
+        def submit():
+            self.launch([("collective", range(self.size))], lambda: Stream(stream).put(kernel))
+
+        _in_group(submit)
 
     def reduced(self, op):
         """Return a function of all parts that returns the reduction."""
 
         def reduce(parts):
-            if op >= 100:
-                kind, scalar = self.ops[op - 100]
-                parts = [part * scalar.view(kind)[0] for part in parts]
             total = parts[0].copy()
             for part in parts[1:]:
                 total = _UFUNCS[min(op, 4) if op < 100 else 0](total, part)
@@ -458,7 +521,17 @@ def group_end():
     _local.depth -= 1
     if _local.depth == 0:
         pending, _local.pending = _local.pending, []
-        _launch(pending)
+        for submit in [each for each in pending if callable(each)]:
+            submit()
+        _launch([each for each in pending if not callable(each)])
+
+
+def _in_group(submit):
+    """Call a function at the end of the group; nothing is enqueued before."""
+    if getattr(_local, "depth", 0):
+        _local.pending.append(submit)
+    else:
+        submit()
 
 
 def _launch(messages):
@@ -476,17 +549,22 @@ def _launch(messages):
                 parts = comm._get_all([key])
                 if parts is None:
                     return
-                if len(parts[0]) > nbytes:
+                if len(parts[0]) != nbytes:
                     comm.hang()
                     return
-                at(address, nbytes)[: len(parts[0])] = np.frombuffer(parts[0], np.uint8)
+                at(address, nbytes)[:] = np.frombuffer(parts[0], np.uint8)
+                comm._put(f"{key}/taken", b"1")
+        comm._get_all([f"{each[4]}/taken" for each in messages if each[0] == "send"])
 
     assert all(message[1] is comm and message[-1] == stream for message in messages)
-    Stream(stream).put(kernel)
+    pairs = {tuple(sorted(map(int, each[4].split("/")[1].split("-")))) for each in messages}
+    names = [(f"{low}-{high}", (low, high)) for low, high in sorted(pairs)]
+    comm.launch(names, lambda: Stream(stream).put(kernel))
 
 
 def _message(kind, address, count, dtype, peer, comm, stream):
     _raise_planned(kind, comm.rank)
+    comm.require_valid()
     pair = (comm.rank, peer) if kind == "send" else (peer, comm.rank)
     number = comm.messages[kind, pair] = comm.messages.get((kind, pair), 0) + 1
     key = f"p2p/{pair[0]}-{pair[1]}/{number}"
@@ -500,22 +578,8 @@ def _message(kind, address, count, dtype, peer, comm, stream):
 
 def _all_reduce(source, target, count, dtype, op, comm, stream):
     _raise_planned("all_reduce", comm.rank)
-    word = "premul" if op >= 100 else op
-    if op >= 100:
-        # Each rank scales its own contribution.
-        kind, scalar = comm.ops[op - 100]
-        total = comm.reduced(0)
-        scale = scalar.view(kind)[0]
-        given, unscaled = np.empty(count, kind), source
-
-        def multiply():
-            np.multiply(at(unscaled, given.nbytes).view(kind), scale, out=given)
-
-        Stream(stream).put(multiply)
-        source, compute = given.ctypes.data, lambda parts: (total(parts), given)[0]
-    else:
-        compute = comm.reduced(op)
-    comm.collective(("all_reduce", word), source, target, count, dtype, compute, stream)
+    compute = comm.reduced(op)
+    comm.collective(("all_reduce",), source, target, count, dtype, compute, stream, op=op)
 
 
 def _broadcast(source, target, count, dtype, root, comm, stream):
@@ -530,7 +594,7 @@ def _reduce(source, target, count, dtype, op, root, comm, stream):
     mine = comm.rank == root
     comm.collective(
         ("reduce", root), source, target, count, dtype,
-        lambda parts: compute(parts) if mine else None, stream,
+        lambda parts: compute(parts) if mine else None, stream, op=op,
     )  # fmt: skip
 
 
@@ -542,7 +606,7 @@ def _reduce_scatter(source, target, count, dtype, op, comm, stream):
     compute, p, me = comm.reduced(op), comm.size, comm.rank
     comm.collective(
         ("reduce_scatter",), source, target, count * p, dtype,
-        lambda parts: compute([part.reshape(p, -1)[me] for part in parts]), stream,
+        lambda parts: compute([part.reshape(p, -1)[me] for part in parts]), stream, op=op,
     )  # fmt: skip
 
 
@@ -565,6 +629,7 @@ def _modules():
     cuda_core.StreamOptions = SimpleNamespace
     driver = types.ModuleType("cuda.bindings.driver")
     driver.cuMemcpyDtoDAsync = copy_async
+    driver.cuCtxGetCurrent, driver.cuCtxSetCurrent = get_context, set_context
     made = {
         "nccl": nccl, "nccl.core": core, "nccl.bindings": types.ModuleType("nccl.bindings"),
         "nccl.bindings.nccl": calls, "cuda": cuda, "cuda.core": cuda_core,
@@ -592,4 +657,8 @@ def installed():
         failing.clear()
         uuids.clear()
         _streams.clear()
+        _allocated.clear()
         stop_servers()
+        found = misuses.copy()
+        misuses.clear()
+    assert not found

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from unisono.testing import hosts
 from unisono.testing.hosts import why_no_hosts as why_not
 
-__all__ = ["TOKEN", "Host", "Network", "bad_wire", "disturb", "why_not"]
+__all__ = ["TOKEN", "Host", "Network", "bad_wire", "why_not"]
 
 WIRE = str(Path(__file__).with_name("wire.py"))
 # Without it a store serves its own host only.
@@ -29,19 +28,6 @@ class Network(hosts.Network):
     """A network of such hosts."""
 
     make_host = Host
-
-
-def disturb(host, *netem):
-    """Treat what a host sends as tc-netem(8) says; returns why the kernel cannot, or None."""
-    if shutil.which("tc") is None:
-        return "not installed: tc (iproute2 has it)"
-    try:
-        host.run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", *netem)
-    except subprocess.CalledProcessError as error:
-        if "qdisc kind is unknown" not in error.stderr:
-            raise
-        return "this kernel has no netem"
-    return None
 
 
 @contextlib.contextmanager

@@ -55,6 +55,10 @@ def check_groups(old):
     if rank in (0, size - 1):
         torch_dist.all_reduce(x, group=pair)
         assert x.item() == 2
+    # The members of a group of Gloo find each other in torch's store of the default group.
+    gloo = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    torch_dist.all_reduce(x := torch.ones(1), group=gloo)
+    assert x.item() == size
     torch_dist.barrier()
     if old is not None:
         with pytest.raises(ClosedError):
@@ -95,8 +99,9 @@ def train(number, port, link):
                 time.sleep(0.01)
             is_new = True
         if is_new and step < STEPS:
-            old = torch_dist.group.WORLD
+            old, hook = torch_dist.group.WORLD, sys.excepthook
             assert unisono.torch.reconfigure() is torch_dist.group.WORLD
+            assert sys.excepthook is hook
     link.send((torch_dist.get_rank(), old.unisono.name if old else "", history))
     torch_dist.destroy_process_group()
     assert not unisono.is_initialized()

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 import unisono as dist
 from tests.support import dumps
+from tests.support.calls import wait_until
 from tests.support.dumps import DEFAULT, HALF
 from unisono.cli.trace.gather import read_files
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
@@ -52,14 +52,6 @@ def common_folder(rank):
             shutil.rmtree(folder[0])
 
 
-def written(path):
-    """Wait for a file."""
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.ranks(3, kind="processes")
 def test_torchs_analyser_finds_the_mismatch_and_the_missing_rank(rank):
     with common_folder(rank) as folder:
@@ -75,7 +67,7 @@ def test_torchs_analyser_finds_the_mismatch_and_the_missing_rank(rank):
             with pytest.raises(CollectiveTimeoutError):
                 dist.broadcast(x, 0, group=late)
         # Rank 2 is in no call, and learns of the failure in the background.
-        written(folder / f"trace_rank_{rank}")
+        assert wait_until((folder / f"trace_rank_{rank}").exists)
         dist.barrier()
         if rank == 0:
             done = subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 
 import unisono as dist
 from tests.support.operations import COLLECTIVES, Operations
-from unisono.errors import InvalidArgumentError, NotInitializedError, UnisonoError
+from unisono.errors import InvalidArgumentError, NotInitializedError
 
 NOT_A_MEMBER = -100
 
@@ -71,8 +71,6 @@ def test_a_rank_outside_the_group(rank):
     for call in (dist.get_backend, dist.get_backend_config, dist.get_process_group_ranks):
         with pytest.raises(InvalidArgumentError, match="does not belong to the given group"):
             call(group)
-    with pytest.raises(InvalidArgumentError, match="P2POp on a rank that does not belong"):
-        dist.P2POp(dist.isend, x, 0, group)
 
 
 @pytest.mark.ranks(4, kind="both")
@@ -126,8 +124,6 @@ def test_queries(rank):
         for call in (lambda: dist.get_group_rank(group, 1), lambda: dist.get_global_rank(group, 2)):
             with pytest.raises(InvalidArgumentError):
                 call()
-    with pytest.raises(UnisonoError, match="default process group twice"):
-        dist.init_process_group()
 
 
 def gather_ranks(group):
@@ -161,10 +157,6 @@ def test_groups(rank):
     assert (x == 4).all()
     assert (y == 2).all()
     dist.destroy_process_group(mine)
-    with pytest.raises(UnisonoError, match="which was destroyed"):
-        dist.all_reduce(x, group=mine)
-    with pytest.raises(InvalidArgumentError, match="is not a group of this world"):
-        dist.destroy_process_group(mine)
     dist.barrier()
 
 

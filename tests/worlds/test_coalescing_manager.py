@@ -4,33 +4,10 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import operations_of
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
-from unisono.lowlevel import dispatcher
 
 SIZES = pytest.mark.ranks(1, 3, kind="both")
-
-
-class Calls:
-    """Counts what this group sends to its backend."""
-
-    def __init__(self, group=None):
-        self.group = group or dist.group.WORLD
-        self.seen = []
-
-    def __enter__(self):
-        def wrapper(schema, device, kernel):
-            def counted(group, *arguments):
-                if group is self.group:
-                    self.seen.append(schema.name)
-                return kernel(group, *arguments)
-
-            return counted
-
-        self.remove = dispatcher.register_wrapper(wrapper)
-        return self.seen
-
-    def __exit__(self, *error):
-        self.remove()
 
 
 # Processes: a wrapper sees the calls of all threads of its process.
@@ -39,7 +16,7 @@ def test_one_message_for_each_dtype(rank):
     p = dist.get_world_size()
     for async_ops in (False, True):
         arrays = [np.full(n, rank + n, float) for n in (3, 0, 70_000)] + [np.full((2, 2), rank).T]
-        with Calls() as seen:
+        with operations_of(dist.group.WORLD) as seen:
             with dist._coalescing_manager(async_ops=async_ops) as manager:
                 for x in arrays:
                     assert dist.all_reduce(x) is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import operations_of
 from tests.support.operations import COLLECTIVES, Operations
 from tests.support.torch_signatures import calls, overloads
 from tests.worlds.test_dispatch import BoxArray, ThroughCPU, in_own_worlds
@@ -243,14 +244,8 @@ def value_for(parameter, x, out):
 @pytest.fixture
 def asked():
     """The names of the operations that groups run during a test."""
-    names = []
-
-    def wrap(schema, device, kernel):
-        return lambda *arguments: names.append(schema.name) or kernel(*arguments)
-
-    remove = dispatcher.register_wrapper(wrap)
-    yield names
-    remove()
+    with operations_of() as names:
+        yield names
 
 
 # What makes a message complete in a world of one.

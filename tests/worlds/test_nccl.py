@@ -21,6 +21,7 @@ from unisono.backends.nccl.gpu import GPU
 from unisono.backends.nccl.library import load
 from unisono.errors import (
     ArgumentTypeError,
+    ClosedError,
     CollectiveAbortedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -42,7 +43,7 @@ def gpu():
         yield
 
 
-def on_gpus(size, body, backend="nccl", *, timeout=LIMIT_S, **how):
+def on_gpus(size, body, backend="nccl", *, timeout=LIMIT_S, device_id=lambda rank: None, **how):
     """Run body(rank) on threads, each with a GPU of its own; return the results."""
     store = dist.HashStore()
 
@@ -50,7 +51,13 @@ def on_gpus(size, body, backend="nccl", *, timeout=LIMIT_S, **how):
         fake_cuda.set_device(rank)
         with use(World()):
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout, **how
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device_id(rank),
+                **how,
             )
             try:
                 return body(rank)
@@ -152,13 +159,18 @@ class Numba:
         self.__cuda_array_interface__ = facts | {"data": (facts["data"][0], readonly)}
 
 
-def test_arrays_of_other_libraries_are_taken_over():
+def test_arrays_of_other_libraries_are_taken_over(monkeypatch):
     def body(rank):
         x = Numba([rank + 1.0, 5.0])
         dist.all_reduce(x, async_op=True).wait(LIMIT_S)
         assert x.host.tolist() == [3, 10]
         with pytest.raises(InvalidArgumentError, match="tensor is read-only"):
             dist.all_reduce(Numba([1.0], readonly=True))
+        with monkeypatch.context() as patch:
+            # CuPy and torch copy an array that is on another GPU.
+            patch.setattr(sys.modules["cupy"], "asarray", lambda x: fake_cuda.array(x.host))
+            with pytest.raises(InvalidArgumentError, match=rf"x is not on the current GPU {rank}"):
+                arrays.view(Numba([1.0]), write=True, name="x")
 
     on_gpus(2, body)
 
@@ -201,9 +213,8 @@ def test_a_message_that_does_not_fit_is_named(sent, tag, got):
             dist.send(fake_cuda.array(sent), 1, tag=tag)
             return ""
         x = fake_cuda.array([0.0, 0.0])
-        work = dist.irecv(x, 0)
         with pytest.raises(CollectiveMismatchError) as caught:
-            work.wait(LIMIT_S)
+            dist.irecv(x, 0).wait(LIMIT_S)
         return caught.value.what
 
     assert on_gpus(2, body)[1] == (
@@ -261,6 +272,7 @@ def test_groups_objects_and_barriers():
 def test_two_backends_and_an_eager_start():
     def body(rank):
         group = dist.group.WORLD
+        assert len(fake_cuda._alive) >= 1  # before a call
         assert [b.name for b in group.backends.values()] == ["unisono", "nccl"]
         assert group.backends["cuda"].control is not group.backends["cpu"]
         x, y = fake_cuda.array([1.0]), np.array([1.0])
@@ -270,28 +282,32 @@ def test_two_backends_and_an_eager_start():
         shown = repr(group)
         assert "cuda=nccl state=experimental check=beside" in shown
 
-    store = dist.HashStore()
-
-    def rank_thread(rank):
-        fake_cuda.set_device(rank)
-        with use(World()):
-            dist.init_process_group(
-                "cpu:unisono,cuda:nccl", store=store, rank=rank, world_size=2, timeout=LIMIT_S,
-                device_id=f"cuda:{rank}",
-            )  # fmt: skip
-            try:
-                assert len(fake_cuda._alive) >= 1
-                body(rank)
-            finally:
-                dist.destroy_process_group()
-
-    on_threads(*(partial(rank_thread, rank) for rank in range(2)))
+    on_gpus(2, body, "cpu:unisono,cuda:nccl", device_id=lambda rank: f"cuda:{rank}")
 
 
 # ---- faults -------------------------------------------------------------------------------------
 
 
+def mismatch_at_first(rank):
+    x = fake_cuda.array(np.ones(4 if rank == 1 else 3))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        dist.all_reduce(x)
+    assert caught.value.context.usable
+    x = fake_cuda.array([2.0])
+    dist.all_reduce(x)
+    assert x.get().tolist() == [6]
+    return caught.value.what
+
+
+def test_a_mismatch_of_the_first_call_changes_nothing():
+    for what in on_gpus(3, mismatch_at_first):
+        assert "rank 1 called all_reduce(float64[4], SUM)" in what
+
+
 def mismatch(rank):
+    x = fake_cuda.array([1.0])
+    dist.all_reduce(x)
+    assert x.get().tolist() == [3]
     x = fake_cuda.array(np.ones(4 if rank == 1 else 3))
     work = dist.all_reduce(x, async_op=True)
     with pytest.raises(CollectiveMismatchError) as caught:
@@ -403,11 +419,12 @@ def test_what_nccl_cannot_do_is_refused():
             dist.recv(x, 1 - rank, partial=True)
         with pytest.raises(UnsupportedError, match="has no recv_any_source"):
             dist.recv(x)
+        dist.all_reduce(x)
         y = fake_cuda.Array(np.ones(1), device=7)
         with pytest.raises(InvalidArgumentError, match="is on GPU 7, but group 'default' uses"):
             dist.all_reduce(y)
         dist.all_reduce(x)
-        assert x.get().tolist() == [2]
+        assert x.get().tolist() == [4]
 
     on_gpus(2, body)
 
@@ -510,6 +527,81 @@ def test_a_late_rank_is_named_by_all():
     for what in on_gpus(3, body)[:2]:
         assert "rank 2 never entered it" in what
         assert "timed out after 0.5 s" in what
+
+
+def test_a_rank_that_is_late_while_nccl_connects_is_named():
+    """NCCL connects ranks in the first call of a kind; the host then waits in the call."""
+    late = threading.Barrier(3)
+
+    def body(rank):
+        texts = []
+        if rank != 2:
+            begun_s = time.monotonic()
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.all_reduce(fake_cuda.array([1.0]), timeout=0.5)
+            texts = [caught.value.what]
+            assert time.monotonic() - begun_s < LIMIT_S / 2
+        late.wait(LIMIT_S)
+        return texts
+
+    store = dist.HashStore()
+
+    def rank_thread(rank):
+        fake_cuda.set_device(rank)
+        with use(World()):
+            dist.init_process_group(
+                "nccl", store=store, rank=rank, world_size=3, timeout=LIMIT_S, device_id=rank
+            )
+            try:
+                return body(rank)
+            finally:
+                dist.destroy_process_group()
+
+    for texts in on_threads(*(partial(rank_thread, rank) for rank in range(3)))[:2]:
+        assert "in group 'default' timed out after 0.5 s" in texts[0]
+        assert "rank 2 never entered it" in texts[0]
+
+
+def test_a_communicator_that_was_aborted_is_not_used():
+    def body(rank):
+        dist.all_reduce(fake_cuda.array([1.0]))
+        link = dist.group.WORLD.backends["cuda"]._kernels.link
+        assert link.state() is None
+        assert link.abort()
+        assert link.abort()
+        with pytest.raises(ClosedError):
+            link.state()
+        with pytest.raises(UnisonoError):
+            dist.all_reduce(fake_cuda.array([1.0]))
+
+    on_gpus(2, body)
+
+
+def test_a_callback_makes_calls_while_the_caller_does():
+    def body(rank):
+        x, y = fake_cuda.array([1.0]), fake_cuda.array([1.0])
+        futures = []
+        for _ in range(5):
+            work = dist.all_reduce(x, async_op=True)
+            futures.append(work.get_future().then(lambda _: dist.get_world_size()))
+            assert work.wait(LIMIT_S)
+        assert [future.wait(LIMIT_S) for future in futures] == [2] * 5
+        dist.all_reduce(y, async_op=True).get_future().then(lambda _: dist.barrier()).wait(LIMIT_S)
+        assert x.get().tolist() == [32]
+
+    on_gpus(2, body)
+
+
+def test_the_context_of_a_thread_is_left_as_it_was():
+    gpu, seen = GPU(load(), 3), []
+
+    def without_a_context():
+        with gpu.current():
+            seen.append(fake_cuda.get_context()[1])
+        seen.append(fake_cuda.get_context()[1])
+
+    on_threads(without_a_context)
+    assert seen == [3, None]
 
 
 def test_a_kernel_that_does_not_end_is_stopped_at_the_deadline():
@@ -652,7 +744,7 @@ def test_wrong_gpus_and_devices_are_named():
 
     on_gpus(2, body)
     with pytest.raises(InvalidArgumentError) as caught:
-        on_gpus(1, lambda rank: None, device_id="cuda")
+        on_gpus(1, lambda rank: None, device_id=lambda rank: "cuda")
     assert caught.value.what == "device_id='cuda' names no GPU, such as 0 or 'cuda:0'"
     with pytest.raises(UnsupportedError) as caught:
         on_gpus(1, lambda rank: None, "cpu:nccl")
@@ -668,6 +760,8 @@ def test_float8_needs_a_new_gpu(monkeypatch, capability):
         out = fake_cuda.array(np.zeros(2, x.dtype))
         dist.all_gather_into_tensor(out, x)
         assert out.get().astype(float).tolist() == [1, 2]
+        with pytest.raises(UnsupportedError, match="float8_e5m2"):
+            dist.scan(x)
         if capability < (9, 0):
             with pytest.raises(UnsupportedError) as caught:
                 dist.all_reduce(x)
@@ -768,9 +862,24 @@ def test_tensors_of_torch_as_flat_memory():
         total = torch.tensor([3], dtype=torch.int16)
         library.reduce(op.op, total, torch.tensor([6], dtype=torch.int16))
         assert total.tolist() == [result], op
-    halves = torch.tensor([-3, 3], dtype=torch.int16)
-    library.divide(halves, 2)
-    assert halves.tolist() == [-1, 1]
+    for dtype in ("uint16", "uint32", "uint64"):
+        kind = getattr(torch, dtype)
+        top = np.iinfo(dtype).max
+        for op, ufunc in ((dist.ReduceOp.SUM, np.add), (dist.ReduceOp.MIN, np.minimum),
+                          (dist.ReduceOp.MAX, np.maximum), (dist.ReduceOp.PRODUCT, np.multiply),
+                          (dist.ReduceOp.BXOR, np.bitwise_xor)):  # fmt: skip
+            mine, other = (np.array(x, dtype) for x in ([1, top, top - 5], [top, 2, top - 1]))
+            total = torch.from_numpy(mine.copy())
+            library.reduce(op.op, total, torch.from_numpy(other.copy()))
+            assert np.array_equal(total.numpy(), ufunc(mine, other)), (dtype, op)
+            assert total.dtype is kind
+    for dtype in (torch.int16, torch.int64):
+        halves = torch.tensor([-3, 3], dtype=dtype)
+        library.divide(halves, 2)
+        assert halves.tolist() == [-1, 1]
+    thirds = torch.from_numpy(np.array([65535, 7], np.uint16))
+    library.divide(thirds, 3)
+    assert thirds.numpy().tolist() == [21845, 2]
     numbers = torch.tensor([3.0])
     library.divide(numbers, 2)
     library.scale(numbers, 4.0)

@@ -52,3 +52,5 @@ def test_types_and_names():
         assert hasattr(cuda.Device, name)
     assert hasattr(cuda.Event, "is_done")
     assert "dstDevice, srcDevice" in driver.cuMemcpyDtoDAsync.__doc__
+    assert callable(driver.cuCtxGetCurrent)
+    assert callable(driver.cuCtxSetCurrent)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.calls import fails
+from tests.support.calls import fails, operations_of
 from tests.support.operations import COLLECTIVES, Operations
 from unisono.errors import (
     CollectiveAbortedError,
@@ -20,7 +20,6 @@ from unisono.errors import (
     InvalidArgumentError,
     UsageError,
 )
-from unisono.groups.dispatch import dispatcher
 
 pytestmark = [pytest.mark.sweep(1), pytest.mark.native]
 
@@ -171,26 +170,13 @@ def test_abort_ends_a_repeated_call(rank):
 
 @pytest.mark.ranks(2, kind="both")
 def test_a_wrapper_is_never_passed_by(rank):
-    seen, x = [], np.zeros(2)
+    x = np.zeros(2)
     for _ in range(2):
         dist.all_reduce(x)
-
-    def wrapper(schema, device, kernel):
-        def run(group, *arguments):
-            if group is mine:
-                seen.append(schema.name)
-            return kernel(group, *arguments)
-
-        return run
-
-    mine = dist.group.WORLD
-    remove = dispatcher.register_wrapper(wrapper)
-    try:
+    with operations_of(dist.group.WORLD) as seen:
         dist.all_reduce(x)
         dist.barrier()
-    finally:
         dist.group.WORLD.store.barrier("wrapped", dist.get_world_size(), 30.0)
-        remove()
     dist.all_reduce(x)
     assert seen == ["all_reduce", "barrier"]
 

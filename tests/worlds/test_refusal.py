@@ -3,7 +3,7 @@
 import pytest
 
 import unisono as dist
-from tests.support.calls import blocks, check_usable, f32, fails, finish, later
+from tests.support.calls import blocks, check_usable, f32, fails, finish, frozen, later
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -12,12 +12,6 @@ from unisono.errors import (
 )
 
 MAX, BAND = dist.ReduceOp.MAX, dist.ReduceOp.BAND
-
-
-def frozen():
-    x = f32()
-    x.flags.writeable = False
-    return x
 
 
 def each(value):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.calls import fails
+from tests.support.calls import fails, frozen
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -22,12 +22,6 @@ def gated(name="compute"):
     stream, is_open = dist.Stream(name), threading.Event()
     stream.submit(lambda: is_open.wait(60))
     return stream, is_open.set
-
-
-def frozen():
-    x = np.ones(2)
-    x.flags.writeable = False
-    return x
 
 
 @pytest.mark.sweep(1)

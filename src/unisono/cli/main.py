@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,12 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_closed_streams()
     try:
-        return _main(argv)
-    except UnisonoError as error:
-        # It may have words of a file or of a job.
-        lines = [look.plain(line) for line in str(error).split("\n")]
-        print("unisono: error:", "\n".join(lines), file=sys.stderr)
-        return 1
+        try:
+            return _main(argv)
+        except UnisonoError as error:
+            # It may have words of a file or of a job.
+            lines = [look.plain(line) for line in str(error).split("\n")]
+            print("unisono: error:", "\n".join(lines), file=sys.stderr)
+            return 1
+        finally:
+            # At exit Python would report a closed pipe in words of its own.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output has left (`| head`).
+        _discard_output()
+        return 128 + signal.SIGPIPE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,6 +88,20 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     like = difflib.get_close_matches(name, starts, n=1, cutoff=0.75)
     hint = "".join(f" (is {starts[start]} meant?)" for start in like)
     return f"unrecognized arguments: {word}{hint}"
+
+
+def _discard_output() -> None:
+    """Replace each standard stream whose reader has left by /dev/null.
+
+    Otherwise Python would write the rest of its buffer to the stream at exit, and fail again.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
 
 
 def _open_closed_streams() -> None:

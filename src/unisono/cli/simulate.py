@@ -161,8 +161,9 @@ def row_of(
             write_text(options.goal, to_goal(program))
         done = loggops.run(program, net.loggops())
         return row | {"time_us": max(done.finish_ps) / 1e6, "exact": True, "method": "LogGOPS"}
+    schedule, network = net.in_channels(schedule, local)
     result = simulate(
-        schedule, nbytes, net.network(name, p), net.costs(name), itemsize=options.itemsize,
+        schedule, nbytes, network, net.costs(name), itemsize=options.itemsize,
         padded=net.values["padded"], contended=net.values["model"] == "links",
     )  # fmt: skip
     busiest = [[link, ps / 1e6] for link, ps in result.busiest(5)]

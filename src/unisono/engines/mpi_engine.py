@@ -308,20 +308,22 @@ class MPIEngine(QueueEngine):
         """Check that no rank has given up a call whose data have arrived.
 
         That rank may have written into its arrays before MPI read them. Its failure, which is on
-        its way here, comes before the answer. A rank that has ended the call may be in C code that
-        holds its interpreter lock, and even waits for this rank. So the wait for answers ends.
+        its way here, comes before the answer. The failure of a later call counts, too: it may be
+        the reason for which another rank gave up this call. A rank that ended without a failure
+        has done its part. A rank that has ended the call may be in C code that holds its
+        interpreter lock, and even waits for this rank. So the wait for answers ends.
         """
         comm = self.comm
-        watch = _Watch(comm, task, Deadline(max(task.deadline.remaining(), _REASON_S)))
         question = comm.transport.inquire(comm.context, task.seq, comm.others)
-        limit = Deadline(_REASON_S)
+        limit, has_answers = Deadline(_REASON_S), False
         try:
-            while not question.wait_until(Deadline(_LOOK_S)) and not limit.expired():
-                watch.look()
-            watch.look()
+            while not has_answers and not limit.expired():
+                has_answers = question.wait_until(Deadline(_LOOK_S))
+                failure = comm.transport.failure(comm.context)
+                if failure is not None:
+                    raise failure
         finally:
             comm.transport.close_question(question)
-        watch.close()
 
     def _raise_error(self, task: Task, error: Exception) -> NoReturn:
         # A lost rank often shows as an error of MPI first.
@@ -400,11 +402,11 @@ class MPIEngine(QueueEngine):
 class _Watch:
     """The other ends of a wait in MPI: the deadline, a lost rank, and an abort."""
 
-    def __init__(self, comm: Communicator, task: Task, deadline: Deadline | None = None) -> None:
+    def __init__(self, comm: Communicator, task: Task) -> None:
         self._comm = comm
         self._seq = task.seq
-        self._deadline = deadline or task.deadline
-        self._late = self._deadline.earlier(LATE_S)
+        self._deadline = task.deadline
+        self._late = task.deadline.earlier(LATE_S)
         self._asked: Question | None = None
         self._left_s = 0.0
 

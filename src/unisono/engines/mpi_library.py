@@ -228,7 +228,9 @@ class _Process:
         for done, has_died in self.making:
             while not done.wait_until(Deadline(0.05)):
                 if has_died() or deadline.expired():
-                    return "MPI can make no group any more, because a rank ended while MPI made one"
+                    return (
+                        "MPI can make no group any more: a rank left while MPI made one"
+                    )
         self.making.clear()
         return ""
 

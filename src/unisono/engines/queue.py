@@ -21,7 +21,7 @@ from unisono.engines.errors import (
     broken_group_error,
     to_failure,
 )
-from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
+from unisono.errors import ClosedError, CollectiveMismatchError, UnsupportedError, UsageError
 from unisono.trace import GroupTrace, open_calls, write_after_failure
 from unisono.transports import LinkDown
 from unisono.transports.messages import CallStatus, Failure
@@ -293,7 +293,8 @@ class OrderedEngine(Engine):
             perform(task)
             if task.finish is not None:
                 task.finish()
-        except CollectiveMismatchError as error:
+        except (CollectiveMismatchError, UnsupportedError) as error:
+            # All ranks raise it in this call.
             self._finished = call.seq
             return error
         except Exception as error:

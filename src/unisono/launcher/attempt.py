@@ -283,10 +283,13 @@ class Attempt:
             self._show_status()
 
     def _replace(self, worker: Worker, failure: WorkerFailure) -> Worker:
-        """Start a replacement, which waits until the other ranks take it in."""
+        """Start a replacement, which waits until the other ranks take it in, if they have met."""
         self._exits.replaced(failure)
-        new = self._start(worker.rank - self._place.first_rank, UNISONO_JOIN="1")
-        self._replacements.newcomers.add(new)
+        joins = self._replacements.has_met(worker.rank)
+        variables = {"UNISONO_JOIN": "1"} if joins else {}
+        new = self._start(worker.rank - self._place.first_rank, **variables)
+        if joins:
+            self._replacements.newcomers.add(new)
         self._group.replace(worker, new)
         return new
 

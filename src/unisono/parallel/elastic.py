@@ -23,6 +23,7 @@ from unisono.errors import (
     InvalidArgumentError,
     PeerError,
     StepAborted,
+    StoreError,
 )
 from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup
@@ -92,7 +93,8 @@ class ElasticJob:
 
         If a rank is lost before the commit, the block ends, and a warning is logged. On no rank the
         step counts. Buffers of modules are as before the block, gradients are cleared. The caller
-        begins the step again by its loop.
+        begins the step again by its loop. If the store gives no answer to the commit, the block
+        ends in the same way. If the other ranks have counted the step, this rank gets their state.
 
         Raises:
             RendezvousError: See `reconfigure`.
@@ -106,8 +108,10 @@ class ElasticJob:
         try:
             with one:
                 yield one
-        except _LOST as error:
-            if one.committed:
+        except (*_LOST, StoreError) as error:
+            # `reconfigure` asks again if the store gave a commit no answer.
+            lost = isinstance(error, _LOST) or membership_of_world().undecided
+            if one.committed or not lost:
                 raise
             self._must_meet = True
             undo()
@@ -129,10 +133,12 @@ class ElasticJob:
                 _log.warning("the ranks meet again: %s", error.what)
 
     def _share_state(self) -> None:
-        group = require_group(None)
+        group, membership = require_group(None), membership_of_world()
         deadline = Deadline(group.timeout_s if self._timeout is None else self._timeout)
         held = np.zeros(group.size(), np.int32)
         content: dict[Any, Any] = {}
+        # False if a step counts for which this rank got no answer from the store.
+        self._holds_state = self._holds_state and membership.me.current
         with step() as one:
             held[group.rank()] = self._holds_state
             group.all_reduce(held)
@@ -143,7 +149,7 @@ class ElasticJob:
             one.commit()
         if not self._holds_state:
             self._load(content)
-            membership_of_world().hold_state()
+            membership.hold_state()
         self._holds_state, self._group, self._must_meet = True, group, one.changed
 
     def _described(self) -> dict[Any, Any]:

@@ -40,6 +40,7 @@ from unisono.rendezvous.state import (
     Replaced,
     State,
     Succeeded,
+    Unmet,
     dumps,
     holders,
     loads,
@@ -131,6 +132,10 @@ class DynamicRendezvous:
         """Report whether all workers of this node wait for other ranks to take them in."""
         self._inbox.put(Idle(self._member.node.id, epoch, idle))
 
+    def cannot_meet(self, epoch: int) -> None:
+        """Report that workers wait in `init_process_group` for those of a node that is gone."""
+        self._inbox.put(Unmet(self._member.node.id, epoch))
+
     def succeeded(self, epoch: int, *, idle: bool = False) -> None:
         """Report that all workers ended with exit code 0, or (`idle`) that none was taken in."""
         self._inbox.put(Succeeded(self._member.node.id, epoch, idle))
@@ -196,6 +201,11 @@ class DynamicRendezvous:
     def others_hold_state(self) -> bool:
         """Whether workers of another node hold the state of the job."""
         return bool(holders(self._state, without=self._member.node.id))
+
+    @property
+    def has_lost_founders(self) -> bool:
+        """Whether a node with which the running world began is gone."""
+        return bool(self._state.gone)
 
     @property
     def replaced(self) -> int:

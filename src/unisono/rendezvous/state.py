@@ -137,6 +137,12 @@ class State:
         nodes = (*(node.id for node in (*self.members, *self.waiting)), *self.expected)
         return tuple(node_id for node_id in nodes if node_id not in self.left)
 
+    @property
+    def gone(self) -> tuple[Node, ...]:
+        """The nodes with which the running world began, and that are members no more."""
+        founders = self.order if self.phase is Phase.RUNNING else ()
+        return tuple(n for n in founders if not n.joined and not self.is_member(n.id))
+
     def is_member(self, node_id: str) -> bool:
         """Return whether a node belongs to the current world, or to the world that is forming."""
         return any(node.id == node_id for node in self.members)
@@ -185,6 +191,14 @@ class Idle:
 
 
 @dataclass(frozen=True)
+class Unmet:
+    """Event: workers of a member wait for those of a node that left before all ranks met."""
+
+    node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Succeeded:
     """Event: all workers of a member ended with exit code 0; `idle`: none ever held the state."""
 
@@ -209,7 +223,7 @@ class Lost:
     reason: str
 
 
-Event = Join | LastCall | Failed | Replaced | Idle | Succeeded | Left | Lost
+Event = Join | LastCall | Failed | Replaced | Idle | Unmet | Succeeded | Left | Lost
 
 
 def holders(state: State, *, without: str = "") -> list[str]:

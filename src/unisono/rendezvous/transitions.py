@@ -43,6 +43,7 @@ from unisono.rendezvous.state import (
     Replaced,
     State,
     Succeeded,
+    Unmet,
     rank_taken,
     rival_of,
 )
@@ -72,6 +73,11 @@ def apply(state: State, event: Event) -> State:
             after = replace(state, replaced=state.replaced + 1) if granted else state
         case Idle():
             after = _idle(state, event.node_id, event.idle) if _is_current(state, event) else state
+        case Unmet():
+            after = state
+            if _is_current(state, event) and (gone := state.gone):
+                reason = f"node {gone[0].host} was lost or left before the ranks met"
+                after = _end_world(state, Cause.MEMBERSHIP, gone[0].id, reason)
         case Succeeded():
             after = _succeeded(state, event)
         case Left() | Lost():
@@ -135,7 +141,7 @@ def _admit(state: State, node: Node) -> State:
     )
 
 
-def _is_current(state: State, event: Failed | Replaced | Idle | Succeeded) -> bool:
+def _is_current(state: State, event: Failed | Replaced | Idle | Unmet | Succeeded) -> bool:
     """Return whether an event is of a member of the running world."""
     running = state.phase is Phase.RUNNING and event.epoch == state.epoch
     return running and state.is_member(event.node_id)

@@ -9,6 +9,7 @@ busy, without contention in the network (`loggops`). Large worlds are evaluated 
 (`stages`), or by following a few ranks (`images`).
 """
 
+from unisono.simulate.channels import Channels, in_channels
 from unisono.simulate.costs import Costs
 from unisono.simulate.evaluate import simulate
 from unisono.simulate.goal import from_goal, to_goal
@@ -20,7 +21,7 @@ from unisono.simulate.switches import nvls, sharp
 from unisono.simulate.traffic import Traffic
 
 __all__ = [
-    "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult", "Machine",
-    "Network", "Pods", "Program", "Result", "Switch", "Torus", "Traffic", "from_goal", "machine",
-    "nvls", "program_of", "sharp", "simulate", "to_goal",
+    "Channels", "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult",
+    "Machine", "Network", "Pods", "Program", "Result", "Switch", "Torus", "Traffic", "from_goal",
+    "in_channels", "machine", "nvls", "program_of", "sharp", "simulate", "to_goal",
 ]  # fmt: skip

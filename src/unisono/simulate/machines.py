@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import InvalidArgumentError, UnknownNameError
+from unisono.schedules.ir import Schedule
+from unisono.simulate.channels import Channels, in_channels
 from unisono.simulate.costs import Costs
 from unisono.simulate.loggops import LogGOPS
 from unisono.simulate.networks import FullyConnected, Hosts, LinkSpec, Network, Pods, Switch, Torus
@@ -20,6 +22,7 @@ _CHOICES = {
 _KEYS: dict[str, Any] = {
     "about": "", "source": "", "model": "links", "topology": "hosts",
     "ranks_per_host": 1, "interfaces": 1, "width": 0,
+    "channels": 1, "channel_gbps": float("inf"),
     "inside_us": 0.0, "inside_gbps": float("inf"), "latency_us": 0.0, "gbps": float("inf"),
     "pod_hosts": 0, "pod_us": 0.0, "oversubscription": 1.0, "dragonfly": False,
     "cut_through": True, "whole_ns": False, "padded": False,
@@ -75,6 +78,15 @@ class Machine:
             size, v["ranks_per_host"], LinkSpec(_ps(v["inside_us"]), v["inside_gbps"]), spec,
             interfaces=v["interfaces"], pods=pods, cut_through=cut,
         )  # fmt: skip
+
+    def in_channels(self, schedule: Schedule, local: int) -> tuple[Schedule, Network]:
+        """Return a schedule and its network, with the channels of the machine if it has any."""
+        v = self.of(schedule.algorithm)
+        network = self.network(schedule.algorithm, schedule.world_size)
+        if (channels := v["channels"]) == 1 and v["channel_gbps"] == float("inf"):
+            return schedule, network
+        spec = LinkSpec(0, v["channel_gbps"])
+        return in_channels(schedule, channels, local), Channels(network, channels, spec)
 
     def costs(self, algorithm: str) -> Costs:
         """Return what ranks do besides waiting."""

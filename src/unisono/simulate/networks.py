@@ -233,7 +233,9 @@ class Torus(Network):
             return links
         place, up = _shorter_way(y, to_y, self.height)
         column = np.where(up, 2 * self.size, 3 * self.size) + place * self.width + to_x[:, None]
-        return np.concatenate([links, np.where(place < 0, -1, column)], axis=1)
+        # A message that leaves its row early, or crosses no link of it, goes on along its column.
+        column = np.where(place < 0, _SKIP, column)
+        return _packed(np.concatenate([np.where(links < 0, _SKIP, links), column], axis=1))
 
 
 def _shorter_way(start: IntArray, end: IntArray, length: int) -> tuple[IntArray, BoolArray]:

@@ -6,6 +6,7 @@ and `membership_changed` of unisono work in a program for torch.distributed.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,9 @@ from unisono.torch.store import TorchStore
 
 __all__ = ["create", "reconfigure"]
 
+# More groups than a program makes in one generation: torch numbers them.
+_GROUPS = 1_000_000
+
 
 @dataclass(frozen=True)
 class _Successor:
@@ -34,12 +38,10 @@ class _Successor:
 
     Attributes:
         group: The unisono group.
-        root: The torch store of the first default group, in which the members meet.
         options: The user's `pg_options` for other devices.
     """
 
     group: UnisonoGroup
-    root: Any
     options: Any
 
 
@@ -54,9 +56,8 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
         parent = c10d._get_default_group() if ranks else None
         if isinstance(parent, ProcessGroup):
             return parent.child(ranks, options.store, options.timeout, pg_options)
-        root = options.store
         if isinstance(pg_options, _Successor):
-            group, root, ours, theirs = pg_options.group, pg_options.root, None, pg_options.options
+            group, ours, theirs = pg_options.group, None, pg_options.options
         else:
             ours, theirs = sort_options(pg_options)
             group = _first_group(options, ranks, ours)
@@ -64,9 +65,20 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
         raise for_torch(error) from error.__cause__
     made = ProcessGroup(group, options.store, theirs)
     if not ranks:
-        made._root = root
         _lend(made, ours)
+        _rename(made, group)
     return made
+
+
+def _rename(made: ProcessGroup, group: UnisonoGroup) -> None:
+    """Give torch's later groups other keys than those of the generations before.
+
+    The store of a newcomer is that of its `init_process_group`, so survivors cannot have another.
+    """
+    found = current().membership
+    if found is not None and found.generation > 1 and current().default is group:
+        made._store = torch_dist.PrefixStore(group.key, made._root)
+        c10d._world.group_count = found.generation * _GROUPS
 
 
 def _first_group(options: Any, ranks: tuple[int, ...], ours: Any) -> UnisonoGroup:
@@ -148,7 +160,9 @@ def reconfigure(
             hint='call torch.distributed.init_process_group("unisono") first, and '
             "unisono.init_process_group() not at all",
         )
-    world, backend = current(), c10d._world.pg_map[old][0]
+    world, (backend, store) = current(), c10d._world.pg_map[old]
+    # torch puts the same prefix before it again.
+    store = store.underlying_store
     # Calls of other groups that are under way on other ranks must end, too.
     for each in c10d._world.pg_map:
         if isinstance(each, ProcessGroup):
@@ -158,14 +172,17 @@ def reconfigure(
     except UnisonoError as error:
         raise for_torch(error) from error.__cause__
     torch_dist.destroy_process_group()
+    hook = sys.excepthook
     torch_dist.init_process_group(
         backend,
-        store=torch_dist.PrefixStore(group.key, old._root),
+        store=store,
         rank=group.rank(),
         world_size=group.size(),
         timeout=timedelta(seconds=group.timeout_s),
-        pg_options=_Successor(group, old._root, old._options),
+        pg_options=_Successor(group, old._options),
     )
+    # torch adds a hook in each call, so each line of a traceback would get one more prefix.
+    sys.excepthook = hook
     made = torch_dist.group.WORLD
     assert isinstance(made, ProcessGroup)
     return made

@@ -63,12 +63,6 @@ def test_ranks_meet(scheme, environment, tmp_path):
         store.close()
 
 
-def test_arguments_stand_in_for_the_query(tmp_path):
-    store, rank, world_size = meet(f"file://{tmp_path}/store", 1, 2)
-    assert (rank, world_size) == (1, 2)
-    store.close()
-
-
 def test_agent_store_has_only_clients(environment, monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True) as agent:
         environment(

@@ -23,6 +23,7 @@ from unisono.rendezvous.state import (
     Replaced,
     State,
     Succeeded,
+    Unmet,
     dumps,
     holders,
     loads,
@@ -158,6 +159,28 @@ def test_nodes_come_and_go_in_a_running_world():
         assert state.phase is Phase.RUNNING
         state = apply(state, Succeeded(f"n{number}", 1))
     assert state.phase is Phase.FINISHED
+
+
+def test_a_world_ends_if_a_node_leaves_before_the_ranks_met():
+    rules = elastic(1, 3)
+    state = apply(apply(joined(rules, 2), LastCall(0)), Join(node(2), rules))
+    assert apply(state, Unmet("n0", 1)) is state, "no rank is missing"
+    state = apply(state, Lost("n1", "node h1 was lost"))
+    assert [n.id for n in state.gone] == ["n1"]
+    # A node that joined later has no rank for which the others wait.
+    assert apply(state, Lost("n2", "node h2 was lost")).gone == state.gone
+    assert apply(state, Unmet("n1", 1)) is apply(state, Unmet("n0", 0)) is state
+    state = apply(state, Unmet("n0", 1))
+    assert (state.phase, state.cause, state.restarts) == (Phase.JOINING, Cause.MEMBERSHIP, 0)
+    assert state.reason.endswith(" was lost or left before the ranks met")
+    for number in (0, 2):
+        state = apply(state, Join(node(number), rules))
+    assert (state.phase, state.epoch, ids(state), state.gone) == (
+        Phase.RUNNING,
+        2,
+        ["n0", "n2"],
+        (),
+    )
 
 
 def test_a_world_ends_with_too_few_nodes_or_without_its_store():
@@ -349,6 +372,7 @@ def test_every_sequence_of_events_of_two_nodes(rules):
                 if rules.replaces:
                     events += [Idle(n.id, epoch, idle) for idle in (True, False)]
                     events += [Succeeded(n.id, epoch, True), Replaced(n.id, epoch)]
+                    events.append(Unmet(n.id, epoch))
         for event in events:
             cluster.state = state
             cluster.worlds = {}

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import Buf
 from unisono.schedules.layout import buffer_bounds, layout_for
 from unisono.schedules.registry import build
@@ -43,17 +42,3 @@ def test_all_to_all_has_its_own_splits_on_both_sides():
 def test_a_barrier_is_empty():
     schedule = build("barrier", "linear", 3)
     assert buffer_bounds(schedule, 0, layout_for(schedule, 0))[Buf.OUTPUT].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("collective", "algorithm", "arguments", "words"),
-    [
-        ("all_reduce", "ring", (4, [1, 1, 2]), ["takes no in_splits"]),
-        ("all_gather", "ring", (4, [1, 1, 2]), ["takes no in_splits"]),
-    ],
-)
-def test_bad_layouts_are_named(collective, algorithm, arguments, words):
-    with pytest.raises(InvalidArgumentError) as caught:
-        layout_for(build(collective, algorithm, 3), *arguments)
-    for word in words:
-        assert word in caught.value.what

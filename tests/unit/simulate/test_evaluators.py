@@ -87,10 +87,10 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["switch", "hosts", "ring", "pods"])
+@pytest.mark.parametrize("kind", ["switch", "hosts", "ring", "torus", "pods"])
 def test_stages_know_when_they_are_exact(kind):
     exact = 0
-    for schedule, nbytes, local in cases(0, (2, 4, 6, 9)):
+    for schedule, nbytes, local in cases(0, (2, 4, 6, 10 if kind == "torus" else 9)):
         network = NETWORKS[kind](schedule.world_size, local)
         expected, found = (
             simulate(schedule, nbytes, network, COSTS, method=method)
@@ -104,52 +104,50 @@ def test_stages_know_when_they_are_exact(kind):
     assert exact > 60
 
 
-@pytest.mark.parametrize("kind", ["hosts", "ring", "torus", "equal pods"])
-def test_a_few_ranks_stand_for_all(kind):
-    followed = set()
-    for schedule, nbytes, local in cases(1, (4, 6, 8, 12)):
+def compare_images(kind, sizes, costs, run, run_all, **options):
+    """Compare the runs of a few ranks and of all; return (what was compared, algorithms)."""
+    compared, followed = [], set()
+    for schedule, nbytes, local in cases(1, sizes):
         size = schedule.world_size
-        traffic = Traffic(schedule, nbytes * size * 3)
+        traffic = Traffic(schedule, nbytes * size * 3, work=costs.works)
         network = NETWORKS[kind](size, local)
-        found = images.find_images([traffic], network)
+        found = images.find_images([traffic], network, **options)
         if found is None:
             continue
-        result = images.run([traffic], network, COSTS, found)
+        result, expected = run([traffic], network, costs, found), run_all(traffic, network, costs)
         assert result is not None
-        expected = stages.run([traffic], network, COSTS, contended=False)
+        compared.append((result, expected))
         followed.add((schedule.algorithm, found.flips))
-        assert result.finish_ps.tolist() == expected.finish_ps.tolist()
-        assert sum(result.causes_ps.values()) == result.last_ps
+        assert result.finish_ps.tolist() == expected.finish_ps.tolist(), (schedule, nbytes, local)
         assert (result.messages, result.nbytes) == (expected.messages, expected.nbytes)
     assert {("ring", False), ("linear", False)} <= followed
     if kind == "hosts":
         assert {("pairwise", True), ("two_level", False)} <= followed
+    return compared, followed
+
+
+@pytest.mark.parametrize("kind", ["hosts", "ring", "torus", "equal pods"])
+def test_a_few_ranks_stand_for_all(kind):
+    def run_all(traffic, network, costs):
+        return stages.run([traffic], network, costs, contended=False)
+
+    for result, _ in compare_images(kind, (4, 6, 8, 12), COSTS, images.run, run_all)[0]:
+        assert sum(result.causes_ps.values()) == result.last_ps
 
 
 @pytest.mark.parametrize("unordered", [False, True])
 @pytest.mark.parametrize("kind", ["hosts", "ring", "torus", "equal pods", "dragonfly", "full"])
 def test_a_few_ranks_stand_for_all_where_links_are_shared(kind, unordered):
-    followed = set()
+    def run_all(traffic, network, costs):
+        return links.run(traffic.all_rows(), network, costs)
+
     costs = Costs(310, start_ps=40) if unordered else COSTS
-    for schedule, nbytes, local in cases(1, (4, 8, 12)):
-        size = schedule.world_size
-        traffic = Traffic(schedule, nbytes * size * 3, work=costs.works)
-        network = NETWORKS[kind](size, local)
-        found = images.find_images([traffic], network, unordered=unordered)
-        if found is None:
-            continue
-        result = images.run_shared([traffic], network, costs, found)
-        assert result is not None
-        expected = links.run(traffic.all_rows(), network, costs)
-        followed.add((schedule.algorithm, found.flips))
-        assert result.finish_ps.tolist() == expected.finish_ps.tolist(), (schedule, nbytes, local)
+    how = (4, 8, 12), costs, images.run_shared, run_all
+    compared, followed = compare_images(kind, *how, unordered=unordered)
+    for result, expected in compared:
         assert result.link_busy_ps.tolist() == expected.link_busy_ps.tolist()
         assert result.causes_ps == expected.causes_ps
-        assert (result.messages, result.nbytes) == (expected.messages, expected.nbytes)
-    assert {("ring", False), ("linear", False)} <= followed
     assert (("rank_order", False) in followed) == unordered
-    if kind == "hosts":
-        assert {("pairwise", True), ("two_level", False)} <= followed
 
 
 def test_the_order_of_receives_counts_if_they_take_time():

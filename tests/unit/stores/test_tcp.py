@@ -119,13 +119,7 @@ def test_hosts(host):
         assert str(master.port) in repr(client)
 
 
-def test_loopback_server_is_not_reachable_from_outside():
-    listeners = listen("127.0.0.1", 0) + listen("localhost", 0)
-    try:
-        assert {sock.getsockname()[0] for sock in listeners} <= {"127.0.0.1", "::1"}
-    finally:
-        for sock in listeners:
-            sock.close()
+def test_loopback_addresses():
     assert not is_loopback("node1")
     assert not is_loopback("10.0.0.1")
     assert is_loopback("127.0.1.1")

@@ -3,12 +3,12 @@
 import os
 import pickle
 import signal
-import time
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import wait_until
 from unisono.errors import InvalidArgumentError
 from unisono.trace.flight_recorder import (
     GroupRecords,
@@ -86,10 +86,7 @@ def test_a_file_is_written_at_a_signal(tmp_path, monkeypatch):
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         os.kill(os.getpid(), signal.SIGUSR2)
-        deadline = time.monotonic() + 60
-        while "trace_rank_0" not in os.listdir(tmp_path):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert wait_until((tmp_path / "trace_rank_0").exists)
     finally:
         signal.signal(signal.SIGUSR2, before)
         dist.destroy_process_group()

@@ -128,14 +128,29 @@ class _Torch:
         return flat.view(getattr(self._torch, dtype.name))
 
     def reduce(self, op: RedOpType, into: Any, other: Any) -> None:
-        getattr(self._torch, _UFUNCS[op])(into, other, out=into)
+        # torch computes with signed integers only. They have the same sums, products and bits,
+        # and with the top bit flipped the same order.
+        torch, ufunc, flip = self._torch, getattr(self._torch, _UFUNCS[op]), 0
+        if str(into.dtype) in ("torch.uint16", "torch.uint32", "torch.uint64"):
+            signed = getattr(torch, str(into.dtype).removeprefix("torch.u"))
+            into, other = into.view(signed), other.view(signed)
+            if op in (RedOpType.MIN, RedOpType.MAX):
+                flip = torch.iinfo(signed).min
+                into.bitwise_xor_(flip)
+                other = torch.bitwise_xor(other, flip)
+        ufunc(into, other, out=into)
+        if flip:
+            into.bitwise_xor_(flip)
 
     def scale(self, x: Any, by: float) -> None:
         x.mul_(by)
 
     def divide(self, x: Any, by: int) -> None:
-        whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
-        x.copy_(self._torch.div(x, by, rounding_mode="trunc" if whole else None))
+        if x.dtype.is_floating_point or x.dtype.is_complex:
+            x.div_(by)
+        else:
+            wide = x.long() if x.element_size() < 8 else x
+            x.copy_(self._torch.div(wide, by, rounding_mode="trunc"))
 
 
 class _CuPy:
@@ -214,16 +229,24 @@ def taken_over(obj: Any, *, write: bool, name: str) -> tuple[ArrayLibrary, Any]:
     # Arrays of JAX, which have DLPack only, must not be changed.
     if write and (interface is None or interface["data"][1]):
         raise InvalidArgumentError(f"{name} is read-only but the operation writes into it")
+    library: ArrayLibrary
     if cupy is None and torch is not None:
         made = torch.from_dlpack(obj) if interface is None else torch.as_tensor(obj, device="cuda")
-        return _Torch(torch), made
-    try:
-        cupy = importlib.import_module("cupy")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{name} is a {type(obj).__name__}, which takes CuPy or torch to read: {error}"
-        ) from error
-    return _CuPy(cupy), cupy.from_dlpack(obj) if interface is None else cupy.asarray(obj)
+        library = _Torch(torch)
+    else:
+        try:
+            cupy = importlib.import_module("cupy")
+        except ImportError as error:
+            raise UnsupportedError(
+                f"{name} is a {type(obj).__name__}, which takes CuPy or torch to read: {error}"
+            ) from error
+        made = cupy.from_dlpack(obj) if interface is None else cupy.asarray(obj)
+        library = _CuPy(cupy)
+    address = address_of(library.shadow(made))
+    if interface is not None and 0 not in made.shape and address != interface["data"][0]:
+        # Both libraries copy an array of another GPU; a result would go to the copy.
+        raise InvalidArgumentError(f"{name} is not on the current GPU {library.index(made)}")
+    return library, made
 
 
 class GPUView(BufferView):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ class NCCLBackend(ArrayBackend):
         self.control: CPUBackend = control
         self.trace = control.trace
         self._prepared = control.calls_of(self.name)
-        self._calls = Calls(spec.name, self._trouble, self._stop)
+        self._calls = Calls(spec.name, self._require_progress, self._stop)
         self._lock = threading.RLock()
         self._kernels: Kernels | None = None
         self._error: UnisonoError | None = None
@@ -114,27 +115,33 @@ class NCCLBackend(ArrayBackend):
         if not memory:
             # A rank without neighbours takes part in the comparison only.
             return self.control.check(self._prepared.get(spec, subject, options), options.deadline)
-        kernels = self._connected(index_of(memory), options.deadline, called)
+        gpu = self._gpu(index_of(memory))
         if spec.op is not None:
-            require_reducible_on(dtype, spec.op, kernels.link.gpu)
+            require_reducible_on(dtype, spec.op, spec.collective, gpu)
         if options.deterministic or options.algorithm:
             raise UnsupportedError(
                 f"{called}: NCCL chooses algorithm and order itself",
                 hint="use arrays in CPU memory for algorithm= and deterministic=",
             )
-        prepared = self._prepared.get(spec, subject, options)
-        seen = self.control.check(prepared, options.deadline)
-        if self._before and seen.wait_until(None) and seen.error is not None:
-            return seen
         source, target = (each if isinstance(each, GPUFlat) else None for each in operands[1:3])
 
         def run() -> list[Any]:
             given, into = ([] if each is None else each.pieces() for each in (source, target))
-            moved = Memory(dtype, given, into, memory[0].library, options.deadline)
+            check = partial(self._calls.has_ended, call)
+            moved = Memory(dtype, given, into, memory[0].library, check)
             return kernels.run(spec, moved, members)
 
-        call = GPUCall(prepared.call.text, operands.results, seen, options.deadline, [])
-        self._enqueue(call, memory, target if result else None, run)
+        # One lock: calls of several threads must have one order for the comparison and NCCL.
+        with self._lock:
+            prepared = self._prepared.get(spec, subject, options)
+            seen = self.control.check(prepared, options.deadline)
+            # The host waits for the other ranks in the first call anyway, to connect.
+            before = self._before or self._kernels is None
+            if before and seen.wait_until(None) and seen.error is not None:
+                return seen
+            kernels = self._connected(gpu, options.deadline, called)
+            call = GPUCall(prepared.call.text, operands.results, seen, options.deadline, [])
+            self._enqueue(call, memory, target if result else None, run)
         return self._returned(call, options)
 
     def barrier(self, options: CallOptions) -> Pending:
@@ -163,13 +170,14 @@ class NCCLBackend(ArrayBackend):
         if options.partial:
             raise UnsupportedError(f"{op}: NCCL takes no shorter messages (partial=True)")
         data = flat.one(tensor, write=not sends)
-        kernels = self._connected(index_of([data]), options.deadline, "send or recv")
+        kernels = self._connected(
+            self._gpu(index_of([data])), options.deadline, "send or recv, the first call on a GPU"
+        )
         role, shape = "dst" if sends else "src", ", ".join(map(str, data.shape or ()))
         text = f"{op}({data.dtype}[{shape}], {role}={rank}, tag={'any' if tag == ANY_TAG else tag})"
         mine = np.array([code_of(data.dtype), data.count, tag], np.int64)
         note = mine if sends else np.zeros(3, np.int64)
         how = options._replace(async_op=True)
-        seen = getattr(self.control, op)(note, peer, _NOTE, how)
 
         def run() -> list[Any]:
             messages = [(piece, peer) for piece in data.pieces()]
@@ -197,23 +205,26 @@ class NCCLBackend(ArrayBackend):
                     hint="NCCL's messages between two ranks have the order of the calls",
                 )
 
-        call = GPUCall(text, [tensor], seen, options.deadline, [note, mine])
-        call.verify, call.late = verify, f"rank {rank} did not match it"
-        if not sends:
-            call.source, call.count = rank, data.count
-        self._enqueue(call, [data], None if sends else data, run)
+        with self._lock:
+            seen = getattr(self.control, op)(note, peer, _NOTE, how)
+            call = GPUCall(text, [tensor], seen, options.deadline, [note, mine])
+            call.verify, call.late = verify, f"rank {rank} did not match it"
+            if not sends:
+                call.source, call.count = rank, data.count
+            self._enqueue(call, [data], None if sends else data, run)
         return self._returned(call, options)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        batch: list[Callable[[], None]] = []
-        self._batch = batch
-        try:
-            yield
-        finally:
-            self._batch = None
-            if batch:
-                with self._lock:
+        # Calls of other threads must not join the batch.
+        with self._lock:
+            batch: list[Callable[[], None]] = []
+            self._batch = batch
+            try:
+                yield
+            finally:
+                self._batch = None
+                if batch:
                     assert self._kernels is not None
                     with self._kernels.launch():
                         for begin in batch[::2]:
@@ -234,6 +245,8 @@ class NCCLBackend(ArrayBackend):
         run: Callable[[], list[Any]],
     ) -> None:
         """Enqueue the kernels of a call behind the current stream, and watch the call.
+
+        The caller holds the lock: no call of NCCL may follow before the last has settled.
 
         Args:
             call: Gets the event of its end.
@@ -260,7 +273,7 @@ class NCCLBackend(ArrayBackend):
                 call.kept += run()
 
         def end() -> None:
-            link.settle(call.limit, call.text)
+            link.settle(partial(self._calls.has_ended, call))
             if written is not None:
                 with written.library.on(index, int(link.stream.handle)):
                     written.end()
@@ -270,7 +283,7 @@ class NCCLBackend(ArrayBackend):
         def guarded(step: Callable[[], None]) -> Callable[[], None]:
             def call_it() -> None:
                 try:
-                    with self._lock, link.gpu.current():
+                    with link.gpu.current():
                         step()
                 except Exception as error:
                     raise self._failed_here(call, error) from error
@@ -281,24 +294,34 @@ class NCCLBackend(ArrayBackend):
         if self._batch is not None:
             self._batch.extend(steps)
             return
-        # One lock around both, because no call of NCCL may follow before the last has settled.
-        with self._lock:
-            for step in steps:
-                step()
+        for step in steps:
+            step()
 
     def _returned(self, call: GPUCall, options: CallOptions) -> GPUCall:
         if not options.async_op and self._batch is None:
             call.enqueue_wait()
         return call
 
-    def _connected(self, index: int, deadline: Deadline, called: str) -> Kernels:
+    def _gpu(self, index: int) -> GPU:
+        """Return the GPU of a call's arrays, which must be that of the communicator."""
+        if self._kernels is None:
+            return GPU(self._libraries, index)
+        gpu = self._kernels.link.gpu
+        if gpu.index != index:
+            raise InvalidArgumentError(
+                f"the array is on GPU {index}, but group '{self.spec.name}' uses GPU {gpu.index} "
+                "on this rank"
+            )
+        return gpu
+
+    def _connected(self, gpu: GPU, deadline: Deadline, called: str) -> Kernels:
         """Return the calls of the communicator, which the first call makes."""
         with self._lock:
             if self._kernels is None:
                 try:
                     link = Link(
                         self._libraries,
-                        GPU(self._libraries, index),
+                        gpu,
                         self.spec,
                         self.control,
                         deadline,
@@ -315,19 +338,15 @@ class NCCLBackend(ArrayBackend):
                         context=self._where(called),
                     ) from error
                 self._kernels = Kernels(self._libraries, link, self.spec.rank, self.spec.size)
-        bound = self._kernels.link.gpu.index
-        if bound != index:
-            raise InvalidArgumentError(
-                f"the array is on GPU {index}, but group '{self.spec.name}' uses GPU {bound} on "
-                "this rank"
-            )
+        self._gpu(gpu.index)
         return self._kernels
 
     def bind(self, device: Any) -> None:
         number = str(device).rpartition(":")[2]
         if not number.isdecimal():
             raise InvalidArgumentError(f"device_id={device!r} names no GPU, such as 0 or 'cuda:0'")
-        self._connected(int(number), Deadline(self.spec.timeout_s), "init_process_group")
+        gpu = self._gpu(int(number))
+        self._connected(gpu, Deadline(self.spec.timeout_s), "init_process_group")
 
     # ---- errors ---------------------------------------------------------------------------
 
@@ -347,21 +366,18 @@ class NCCLBackend(ArrayBackend):
             )
         self.control.require_usable(called)
 
-    def _trouble(self, call: GPUCall) -> BaseException | None:
-        """Return why the kernels of a call do not end although all ranks have made the call."""
+    def _require_progress(self, call: GPUCall) -> None:
+        """Raise the reason if kernels of a call that all ranks have made cannot end."""
         assert self._kernels is not None
-        try:
-            self._kernels.link.state()
-            self._raise_trouble(call.text.partition("(")[0])
-        except UnisonoError as error:
-            return error
+        self._kernels.link.state()
+        op = call.text.partition("(")[0]
+        self._raise_trouble(op)
         if call.limit.expired():
-            return CollectiveTimeoutError(
+            raise CollectiveTimeoutError(
                 f"{call.text} in group '{self.spec.name}' timed out after {call.limit} on rank "
                 f"{self._me}: {call.late}",
-                context=self._where(call.text.partition("(")[0]),
+                context=self._where(op),
             )
-        return None
 
     def _raise_trouble(self, called: str) -> None:
         """Raise the error of the group if it is broken, or a rank is lost."""
@@ -401,11 +417,9 @@ class NCCLBackend(ArrayBackend):
             )
         return error
 
-    def _failed_here(self, call: GPUCall, error: Exception) -> UnisonoError:
+    def _failed_here(self, call: GPUCall, error: Exception) -> BaseException:
         """Break the group because its kernels could not be enqueued here; return the error."""
-        named = self._named(error, call.text)
-        self._calls.fail(named)
-        return named
+        return self._calls.fail(self._named(error, call.text))
 
     def _named(self, error: BaseException, text: str) -> UnisonoError:
         """Return an error of ours for an error of a library."""

@@ -17,6 +17,7 @@ from typing import Any
 from unisono.backends.api import Pending
 from unisono.base.deadline import Deadline
 from unisono.base.worker import Worker
+from unisono.errors import UnisonoError
 
 # The watcher's pause: short while calls end one after another, longer while one call runs.
 _SHORT_S, _LONG_S = 0.0005, 0.01
@@ -50,7 +51,8 @@ class GPUCall(Pending):
         deadline: Deadline,
         kept: list[Any],
     ) -> None:
-        super().__init__(outputs)
+        # A callback on the watcher's thread must not wait there for another call.
+        super().__init__(outputs, runs_here=self._is_watched_here)
         self.text = text
         self.seen = seen
         self.limit = deadline
@@ -64,6 +66,9 @@ class GPUCall(Pending):
     def _raise_error(self) -> None:
         if self.seen.error is not None:
             raise self.seen.error
+
+    def _is_watched_here(self) -> bool:
+        return self.calls is not None and self.calls.runs_here()
 
     def done(self) -> bool:
         if not self._done and self.calls is not None:
@@ -91,23 +96,23 @@ class Calls:
 
     Args:
         name: Of the group.
-        trouble: Returns the error of a call whose kernels do not end, or None; called as
-            trouble(call).
+        require_progress: Raises the reason if the kernels of a call that all ranks have made
+            cannot end; called as require_progress(call).
         stop: Stops all kernels because of an error; returns the error of the calls that ran.
     """
 
     def __init__(
         self,
         name: str,
-        trouble: Callable[[GPUCall], BaseException | None],
+        require_progress: Callable[[GPUCall], None],
         stop: Callable[[BaseException], BaseException],
     ) -> None:
         self._name = name
-        self._trouble = trouble
+        self._require_progress = require_progress
         self._stop = stop
         self._queue: deque[GPUCall] = deque()
         self._changed = threading.Condition()
-        # Reentrant, because a callback may look again.
+        # Reentrant, because a handler of a signal may look again.
         self._looking = threading.RLock()
         self._worker = Worker(f"unisono-nccl-{name}")
 
@@ -122,29 +127,33 @@ class Calls:
     def look(self) -> None:
         """End the calls that have ended; a broken call ends all."""
         if not self._looking.acquire(blocking=False):
-            # Another thread looks, and may be in a callback that waits for this thread.
+            # Another thread looks, and may be in an abort.
             return
+        ended: list[GPUCall] = []
+        problem = None
         try:
-            while self._queue:
-                call = self._queue[0]
-                error = self._error_of(call)
-                if error is not None:
-                    self.fail(error)
-                elif not self._ended(call):
-                    return
-                else:
-                    self._queue.popleft()
-                    call.kept.clear()
-                    call.finish()
+            while self._queue and self.has_ended(self._queue[0]):
+                ended.append(self._queue.popleft())
+        except Exception as error:
+            problem = error
         finally:
             self._looking.release()
+        # Outside the lock, because callbacks make calls.
+        for call in ended:
+            call.kept.clear()
+            call.finish()
+        if problem is not None:
+            self.fail(problem)
 
-    def fail(self, error: BaseException) -> None:
-        """Stop the kernels, and end all calls with an error."""
+    def fail(self, error: BaseException) -> BaseException:
+        """Stop the kernels, and end all calls with an error; return that error."""
         with self._looking:
             final = self._stop(error)
-            while self._queue:
-                self._queue.popleft().finish(final)
+            failed = list(self._queue)
+            self._queue.clear()
+        for call in failed:
+            call.finish(final)
+        return final
 
     def drain(self, limit: Deadline) -> bool:
         """Wait until all calls have ended; False at the limit."""
@@ -155,24 +164,37 @@ class Calls:
             time.sleep(_SHORT_S)
         return True
 
+    def runs_here(self) -> bool:
+        """Return whether the calling thread is the watcher."""
+        return self._worker.is_here()
+
     def join(self) -> None:
         """Wait until the watcher has ended; no call may be under way."""
         self._worker.join()
 
-    def _ended(self, call: GPUCall) -> bool:
-        return call.seen.done() and bool(call.end.is_done)
+    def has_ended(self, call: GPUCall) -> bool:
+        """Return whether a call has ended on the GPU and was compared on all ranks.
 
-    def _error_of(self, call: GPUCall) -> BaseException | None:
+        Raises:
+            UnisonoError: The call differs or cannot end; has the ranks to blame.
+        """
         seen = call.seen
         if not seen.done():
             if seen.deadline is not None and seen.deadline.expired():
                 seen.expire()
-            return None
+            return False
+        call.verify()
+        if call.end is not None and call.end.is_done:
+            return True
         try:
-            call.verify()
-            return None if call.end.is_done else self._trouble(call)
-        except Exception as error:
-            return error
+            self._require_progress(call)
+        except UnisonoError:
+            # A rank may have ended this call and found the reason in a later one.
+            for later in tuple(self._queue):
+                if later.seen.done():
+                    later.verify()
+            raise
+        return False
 
     def _run(self) -> None:
         pause_s = _SHORT_S

@@ -40,13 +40,13 @@ class GPU:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make it the current GPU of the calling thread inside the block."""
-        before = self._cuda.Device()
+        # By contexts: a thread without one would get one on GPU 0, which takes memory there.
+        _, before = self._driver.cuCtxGetCurrent()
         self._device.set_current()
         try:
             yield
         finally:
-            if before.device_id != self.index:
-                before.set_current()
+            self._driver.cuCtxSetCurrent(before)
 
     def make_stream(self) -> Any:
         """Return a new stream of high priority."""

@@ -7,7 +7,7 @@ complex products, scans) move the contributions, and the array library reduces t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from unisono.backends.nccl.library import BYTES, DTYPES, Libraries, reduction_of
 from unisono.backends.nccl.link import Link
 from unisono.backends.neighbors import Sizes
 from unisono.backends.prepared_calls import CallSpec
-from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
 from unisono.errors import UnsupportedError
 
 _ARITHMETIC = (RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX)
+_SCANS = ("scan", "exscan")
 
 Message = tuple[Piece, int]
 
@@ -36,23 +36,24 @@ class Memory(NamedTuple):
         source: The input; empty without one.
         target: The output; empty without one.
         library: For reductions that NCCL lacks.
-        deadline: Of the call.
+        check: For `Link.settle`.
     """
 
     dtype: DType
     source: list[Piece]
     target: list[Piece]
     library: ArrayLibrary
-    deadline: Deadline
+    check: Callable[[], object]
 
 
-def require_reducible_on(dtype: DType, op: ReduceOp, gpu: GPU) -> None:
+def require_reducible_on(dtype: DType, op: ReduceOp, collective: str, gpu: GPU) -> None:
     """Check that NCCL, or the array library, has a reduction.
 
     Raises:
         UnsupportedError: It has not. A float8 needs compute capability 9.0.
     """
-    if dtype.kind != "x" or dtype.name not in DTYPES or op.op not in _ARITHMETIC:
+    by_nccl = op.op in _ARITHMETIC and collective not in _SCANS
+    if dtype.kind != "x" or dtype.name not in DTYPES or not by_nccl:
         require_reducible(dtype, op)
     elif not gpu.has_float8:
         raise UnsupportedError(
@@ -96,11 +97,12 @@ class Kernels:
     @contextmanager
     def launch(self) -> Iterator[None]:
         """Make the calls of the block one launch."""
-        self._nccl.group_start()
-        try:
-            yield
-        finally:
-            self._nccl.group_end()
+        with self.link.held():
+            self._nccl.group_start()
+            try:
+                yield
+            finally:
+                self._nccl.group_end()
 
     def run(self, spec: CallSpec, memory: Memory, members: int | None) -> list[Any]:
         """Enqueue a collective; return what must stay alive until its end."""
@@ -109,7 +111,7 @@ class Kernels:
             self._move(spec, memory)
             return []
         reduction = reduction_of(memory.dtype, op)
-        if reduction is None or spec.collective in ("scan", "exscan"):
+        if reduction is None or spec.collective in _SCANS:
             return self._reduce_here(spec, memory, members)
         dtype, width = reduction.dtype, reduction.width
         number = self.link.op_of(reduction, memory.dtype, op.factor)
@@ -258,7 +260,7 @@ class Kernels:
                 if self._rank in self._needs(spec, rank)
             ]
             self.exchange(sends, zip(rows, needed, strict=True), itemsize)
-            self.link.settle(memory.deadline, spec.called)
+            self.link.settle(memory.check)
             if not needed or not target.elements:
                 continue
             total = library.at(*rows[0], dtype, gpu.index)

@@ -7,10 +7,10 @@ own calls it, and the caller waits for a limited time.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -25,7 +25,13 @@ from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.text import name_ranks
 from unisono.base.types import DType
-from unisono.errors import CollectiveTimeoutError, CommunicationError, Context, UsageError
+from unisono.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    Context,
+    UsageError,
+)
 
 _log = get_logger("backends.nccl")
 
@@ -55,7 +61,7 @@ class Link:
         spec: The group.
         control: CPU group of the same ranks.
         deadline: Of the start.
-        called: The call that starts it, for errors.
+        called: The call that starts it, for errors; equal on all ranks.
         broken: Raises the error of the group if it is broken or a rank is lost.
 
     Attributes:
@@ -75,20 +81,33 @@ class Link:
         self.gpu = gpu
         self._libraries = libraries
         self._spec = spec
-        self._broken = broken
         self._ops: dict[tuple[float, int], Any] = {}
-        options = CallOptions(False, deadline, label=f"{called}, the first call on a GPU")
+        # Around each use of the communicator, which an abort in another thread frees.
+        self._lock = threading.RLock()
+        self._freed = False
+        options = CallOptions(False, deadline, label=called)
         self._check_gpus(control, options)
         uid = self._publish_uid(control, options)
         nccl = libraries.nccl
         with gpu.current():
             self.stream = gpu.make_stream()
-            wanted = nccl.NCCLConfig(blocking=False, comm_name=spec.name)
+            # Without comm_name: NCCL keeps its address, and nccl4py frees the text too early.
+            wanted = nccl.NCCLConfig(blocking=False)
             self._comm = nccl.Communicator.init(
                 spec.size, spec.rank, nccl.UniqueId.from_bytes(uid), wanted
             )
+
+        def check() -> None:
+            broken()
+            if deadline.expired():
+                raise CollectiveTimeoutError(
+                    f"{called} in group '{spec.name}' timed out after {deadline} on rank "
+                    f"{spec.ranks[spec.rank]}: NCCL did not connect the ranks in time",
+                    context=Context(group=spec.name, op=called, usable=False),
+                )
+
         try:
-            self.settle(deadline, called)
+            self.settle(check)
         except BaseException:
             self.abort()
             raise
@@ -121,24 +140,31 @@ class Link:
         _raise_error(control.broadcast(uid, 0, options))
         return uid.tobytes()
 
-    def settle(self, deadline: Deadline, called: str) -> None:
-        """Wait until NCCL has taken the last call; most calls are taken at once.
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the communicator from being freed inside the block.
 
         Raises:
-            CollectiveTimeoutError: The deadline passed.
-            CommunicationError: NCCL failed, a rank is lost, or the group is broken.
+            ClosedError: It was aborted, or has ended.
         """
-        for turn in itertools.count():
-            if self.state() is None:
-                return
-            if turn % 100 == 99:
-                self._broken()
-            if deadline.expired():
-                raise CollectiveTimeoutError(
-                    f"{called} in group '{self._spec.name}' timed out after {deadline} on rank "
-                    f"{self._spec.ranks[self._spec.rank]}: NCCL did not connect the ranks in time",
-                    context=Context(group=self._spec.name, op=called, usable=False),
-                )
+        with self._lock:
+            if self._freed:
+                raise ClosedError(f"group '{self._spec.name}' was destroyed")
+            yield
+
+    def settle(self, check: Callable[[], object]) -> None:
+        """Wait until NCCL has taken the last call; most calls are taken at once.
+
+        The first call of a kind connects ranks: NCCL takes it when the other ranks make it, too.
+
+        Args:
+            check: Raises the reason to give up; called while NCCL works.
+
+        Raises:
+            CommunicationError: NCCL failed.
+        """
+        while self.state() == "busy":
+            check()
             time.sleep(_POLL_S)
 
     def state(self) -> str | None:
@@ -147,16 +173,17 @@ class Link:
         Raises:
             CommunicationError: NCCL failed; has NCCL's text.
         """
-        code = int(self._comm.get_async_error())
-        if code == 0:
-            return None
-        if code == IN_PROGRESS:
-            return "busy"
-        raise CommunicationError(
-            f"NCCL failed in group '{self._spec.name}' on rank "
-            f"{self._spec.ranks[self._spec.rank]} with status {code}: "
-            f"{self._comm.get_last_error()}"
-        )
+        with self.held():
+            code = int(self._comm.get_async_error())
+            if code == 0:
+                return None
+            if code == IN_PROGRESS:
+                return "busy"
+            raise CommunicationError(
+                f"NCCL failed in group '{self._spec.name}' on rank "
+                f"{self._spec.ranks[self._spec.rank]} with status {code}: "
+                f"{self._comm.get_last_error()}"
+            )
 
     def op_of(self, reduction: Reduction, dtype: DType, factor: float | None) -> int:
         """Return the number of a reduce op; with a factor, of one that multiplies first."""
@@ -166,7 +193,8 @@ class Link:
         if made is None:
             kind = self._libraries.nccl.NcclDataType(reduction.dtype)
             element = _bits_of(factor, dtype).real
-            made = self._comm.create_pre_mul_sum(np.ascontiguousarray(element), kind)
+            with self.held():
+                made = self._comm.create_pre_mul_sum(np.ascontiguousarray(element), kind)
             self._ops[factor, reduction.dtype] = made
         return int(made)
 
@@ -179,8 +207,10 @@ class Link:
 
     def _abort(self) -> None:
         try:
-            with self.gpu.current():
-                self._comm.abort()
+            with self.gpu.current(), self._lock:
+                if not self._freed:
+                    self._freed = True
+                    self._comm.abort()
         except Exception:
             _log.exception("the abort of a communicator of NCCL failed")
 
@@ -197,7 +227,9 @@ class Link:
                     if deadline.expired():
                         raise TimeoutError("the other ranks did not finalize")
                     time.sleep(_POLL_S)
-                self._comm.destroy()
+                with self.held():
+                    self._freed = True
+                    self._comm.destroy()
         except Exception as error:
             _log.debug("abort instead of destroy: %r", error)
             self.abort()

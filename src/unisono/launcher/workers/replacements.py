@@ -2,7 +2,8 @@
 
 A *newcomer* is a worker with UNISONO_JOIN=1: the replacement of a worker that failed, or a worker
 of a node that joined a running job. Its `init_process_group` waits until the other ranks call
-`reconfigure`. If they end instead, the newcomer has no job.
+`reconfigure`. If they end instead, the newcomer has no job. If a worker fails before it has met the
+others, they wait for its rank. So its replacement is no newcomer, and takes that rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from unisono.stores import PrefixStore, Store, TCPStore
 _LOOK_S = 1.0
 _STORE_S = 2.0
 _DOCUMENT = "unisono/membership/document"
+# Keys of torch's default group begin with it.
+_TORCH = "default_pg/0//cpu//"
 
 
 class Replacements:
@@ -59,7 +62,7 @@ class Replacements:
         self._rendezvous = rendezvous
         self._answer = answer
         self._least = least
-        self._idle = place.node.joined
+        self._idle = self._met = place.node.joined
         self._next = Deadline(_LOOK_S)
 
     def ask(self, worker: Worker, failure: WorkerFailure, running: Sequence[Worker]) -> bool:
@@ -82,24 +85,45 @@ class Replacements:
         self.count += answer.granted
         return *self.asked.popleft(), answer
 
+    def has_met(self, rank: int) -> bool:
+        """Return whether a worker has met the others in `init_process_group`.
+
+        A worker that never calls it has not met the others, either.
+        """
+        # The number of its worlds, then its process while it meets the others.
+        claim = self._claim(rank)
+        return claim.isdigit() and int(claim) > 0
+
     def may_do_without(self, failed: Worker, workers: Sequence[Worker]) -> bool:
         """Return whether the others go on without a worker that no restart is left for."""
         rest = [each for each in workers if each is not failed and not each.exit_code]
         if self._rendezvous is None or len(rest) < self._least or self._rendezvous.restart_left:
             return False
+        if not self.has_met(failed.rank):
+            return False
         return any(each.exit_code == 0 for each in rest) or self._is_held(rest)
 
     def look_in_s(self, running: Sequence[Worker]) -> float:
         """Return in how many seconds to call `unneeded`; infinity if that is not needed."""
-        only = running and (self._idle or self.newcomers.issuperset(running))
+        only = running and (self._idle or self.newcomers.issuperset(running) or self._may_wait)
         return self._next.remaining() if only else float("inf")
 
     def unneeded(self, running: Sequence[Worker]) -> list[Worker]:
-        """Return the running workers if each of them waits to join a job without other ranks."""
+        """Return the running workers if each of them waits to join a job without other ranks.
+
+        If a worker waits to found a job with ranks of a node that is gone, the world ends.
+        """
         if self.look_in_s(running) > 0.0:
             return []
         self._next = Deadline(_LOOK_S)
         assert self._rendezvous is not None
+        if self._may_wait:
+            first, count = self._place.first_rank, self._place.node.nprocs
+            claims = [self._claim(rank) for rank in range(first, first + count)]
+            self._met = all(claim.isdigit() for claim in claims)
+            if any(claim and not claim.isdigit() for claim in claims):
+                self._rendezvous.cannot_meet(self._place.world.epoch)
+                self._met = True
         # Read before the document: these ranks may take a newcomer in as long as they run.
         others = self._rendezvous.others_hold_state
         waiting = _processes(each.member.user for each in self._read().waiting)
@@ -109,6 +133,22 @@ class Replacements:
             self._rendezvous.idle(self._place.world.epoch, idle)
         all_wait = idle and waiting.issuperset(worker.pid for worker in running)
         return list(running) if all_wait and not others else []
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether workers may wait in `init_process_group` for the ranks of a node that is gone."""
+        lost = self._rendezvous is not None and self._rendezvous.has_lost_founders
+        return lost and not self._met
+
+    def _claim(self, rank: int) -> bytes:
+        """Return what a rank wrote into the store when it met the others; b"1" if not known."""
+        if self._place.node.joined:
+            return b"1"
+        key = f"cpu/rank/{rank}"
+        try:
+            return _get(self._place, f"default_pg/0/{key}", f"{_TORCH}{key}")
+        except UnisonoError:
+            return b"1"
 
     def _is_held(self, running: Sequence[Worker]) -> bool:
         """Whether a rank of the job has its state, so that newcomers can get it."""
@@ -122,8 +162,7 @@ class Replacements:
     def _read(self) -> State:
         """Read the document of the ranks; forget the newcomers that ranks have taken in."""
         try:
-            with _open(self._place) as store:
-                state = loads(store.get(_DOCUMENT) if store.check([_DOCUMENT]) else b"")
+            state = loads(_get(self._place, _DOCUMENT, f"{_TORCH}{_DOCUMENT}"))
         except UnisonoError:
             return State()
         taken = _processes(each.user for each in state.members)
@@ -138,6 +177,16 @@ def _open(place: Place) -> Store:
         return open_launched(world.store_url, _STORE_S)
     store = TCPStore(world.master_addr, world.master_port, timeout=_STORE_S, token=place.token)
     return PrefixStore(f"worker/attempt_{world.restarts}", store, owns_store=True)
+
+
+def _get(place: Place, key: str, torch_key: str) -> bytes:
+    """Return the value of a key of unisono's or torch's ranks in the workers' store, or b""."""
+    with _open(place) as store:
+        if store.check([key]):
+            return store.get(key)
+        # A service has no keys of torch: its groups meet at the first node.
+        server = store.underlying_store if isinstance(store, PrefixStore) else store
+        return server.get(torch_key) if server.check([torch_key]) else b""
 
 
 def _processes(users: Iterable[str]) -> set[int]:

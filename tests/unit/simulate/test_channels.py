@@ -1,0 +1,74 @@
+"""Channels: each is the algorithm on ranks in another order; timed against formulas."""
+
+import numpy as np
+import pytest
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules import build
+from unisono.simulate import Channels, Hosts, LinkSpec, in_channels, machine, simulate
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "node_tree", "two_shot", "two_level"])
+def test_each_channel_is_the_algorithm_on_other_ranks(algorithm):
+    whole = build("all_reduce", algorithm, 8, local=4)
+    schedule = in_channels(whole, 3, 4)
+    chunks = 0
+    for c in range(3):
+        # Place i of a host is held by its rank i + c.
+        held = np.array([r - r % 4 + (r % 4 + c) % 4 for r in range(8)])
+        for k in range(whole.stages):
+            for place in range(8):
+                expected = whole.steps(k, np.array([place]))
+                rows = schedule.steps(k, held[[place]] * 3 + c)
+                assert rows[:, [1, 3, 5, 7]].tolist() == expected[:, [1, 3, 5, 7]].tolist()
+                peers = np.where(expected[:, 2] < 0, -1, held[expected[:, 2]] * 3 + c)
+                assert rows[:, 2].tolist() == peers.tolist()
+                output = expected[:, 5] == 1
+                moved = rows[output, 6] - expected[output, 6]
+                assert set(moved.tolist()) <= {c * whole.output_chunks}
+                chunks += len(moved)
+    assert chunks > 0
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 8])
+def test_each_channel_has_an_interface_of_its_own(channels):
+    """A ring enters and leaves a host once, so c channels use c interfaces at the same time."""
+    hosts, per_host, gbps = 4, 4, 10.0
+    ranks = hosts * per_host
+    alone = Hosts(ranks, per_host, LinkSpec(), LinkSpec(0, gbps), interfaces=4)
+    ring = in_channels(build("all_reduce", "ring", ranks), channels, per_host)
+    # Each interface serves 2 (p-1) messages of each of its channels.
+    times = 2 * (ranks - 1) * max(channels // 4, 1)
+    for cap in (float("inf"), gbps / 5):
+        network = Channels(alone, channels, LinkSpec(0, cap))
+        result = simulate(ring, 64 * MIB, network, itemsize=4)
+        message_us = 64 * MIB / ranks / channels / 1000
+        bound = max(times * message_us / gbps, 2 * (ranks - 1) * message_us / cap)
+        assert bound * 0.999 <= result.last_us <= 1.15 * bound
+        outs = result.link_busy_ps[network.first[2] : network.first[3]]
+        assert np.count_nonzero(outs) == hosts * min(channels, 4)
+
+
+def test_a_machine_has_channels():
+    net = machine("two", "ranks_per_host = 2\ninterfaces = 2\nchannels = 2\ngbps = 1")
+    schedule, network = net.in_channels(build("all_reduce", "ring", 4), 2)
+    assert (schedule.world_size, network.size) == (8, 8)
+    two = simulate(schedule, 1000 * 4, network).last_us
+    net.values["channels"] = 1
+    schedule, network = net.in_channels(build("all_reduce", "ring", 4), 2)
+    assert (schedule.world_size, network.size) == (4, 4)
+    assert simulate(schedule, 1000 * 4, network).last_us == pytest.approx(2 * two)
+
+
+def test_only_an_all_reduce_has_channels():
+    broadcast, posts = build("broadcast", "ring", 4, 0), build("all_reduce", "one_shot", 4)
+    ring = build("all_reduce", "ring", 4)
+    for schedule, channels, per_host in (
+        (broadcast, 2, 2), (posts, 2, 2), (ring, 0, 2), (ring, 2, 3),
+    ):  # fmt: skip
+        with pytest.raises(
+            InvalidArgumentError, match=" per host: expected all_reduce without posts to all, "
+        ):
+            in_channels(schedule, channels, per_host)
