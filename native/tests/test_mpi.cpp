@@ -167,6 +167,8 @@ void test_long_waits() {
   Rank rank;
   library.tests = -1;
   assert(rank.run(kData).code == Code::waiting && !rank.group.is_moving() && rank.is(1));
+  // The caller has left a call that MPI still has.
+  assert(rank.group.is_under_way() && rank.run(kData).code == Code::closed);
   assert(rank.group.go_on().code == Code::waiting);
   library.tests = 2;
   assert(rank.finish(rank.group.go_on()).is_ok() && rank.is(2) && rank.group.finished() == 1);
@@ -176,7 +178,9 @@ void test_long_waits() {
   assert(rank.group.go_on().code == Code::waiting && rank.group.finished() == 1);
   library.is_open = true;
   assert(rank.finish(rank.group.go_on()).is_ok() && rank.is(3) && rank.group.finished() == 2);
-  assert(!rank.group.is_moving() && !rank.group.is_blocked());
+  assert(!rank.group.is_under_way() && !rank.group.is_blocked());
+  rank.group.close();
+  assert(!rank.group.is_blocked());
 }
 
 // The caller looks for a rank that has given up before a call that took long ends.
