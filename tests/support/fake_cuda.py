@@ -1,11 +1,11 @@
 """A fake GPU for tests: cuda.core, the driver's copy, CuPy and NCCL, over memory of the host.
 
 Streams are threads that run kernels in order, so results appear late, as on a GPU. Kernels of NCCL
-meet over a store, also between processes. As with NCCL, a kernel whose peers do not come waits
-until its communicator is aborted, and so does a kernel whose peers made another call. A send waits
-for its receive. The first call of a kind is in progress until all its ranks have made it. What a
-GPU would answer with a crash or with garbage is an error of the test: a call on the wrong GPU, of a
-communicator that is freed or still busy. Memory has other values once it is freed.
+meet over a store, also between processes. As with NCCL, a kernel whose peers do not come waits for
+an abort of its communicator. So does a kernel whose peers made another call. A send waits for its
+receive. The first call of a kind is in progress until all its ranks have made it. A test fails if a
+call is on the wrong GPU, or of a communicator that is freed or still busy. A real GPU would crash
+there. Memory has other values once it is freed.
 
     with fake_cuda.installed():
         x = fake_cuda.array([1.0, 2.0])      # on the current GPU

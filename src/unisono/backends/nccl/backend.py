@@ -307,10 +307,10 @@ class NCCLBackend(ArrayBackend):
         if self._kernels is None:
             return GPU(self._libraries, index)
         gpu = self._kernels.link.gpu
-        if gpu.index != index:
+        if (bound := gpu.index) != index:
             raise InvalidArgumentError(
-                f"the array is on GPU {index}, but group '{self.spec.name}' uses GPU {gpu.index} "
-                "on this rank"
+                f"the array is on GPU {index}, but group '{self.spec.name}' uses GPU {bound} on "
+                "this rank"
             )
         return gpu
 
