@@ -264,7 +264,8 @@ def test_a_node_whose_agent_stood_still_joins_again(job_of):
     *after, new = world_of(3, (first, 2), (second, 1))
     assert pids(after) == pids(both)
     assert new.pid != old.pid
-    assert new.node == 2
+    # On a busy host it may be lost and come back more than once.
+    assert new.node > old.node
     assert gone([old.pid])
     job.stop()
     assert (first.ended(), second.ended()) == (0, 0)

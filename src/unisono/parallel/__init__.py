@@ -40,7 +40,7 @@ _HOMES = {
     "all_reduce_hook": "hooks",
     "bf16_compress_hook": "hooks",
     "fp16_compress_hook": "hooks",
-    "power_sgd_hook": "hooks",
+    "power_sgd_hook": "power_sgd",
 }
 
 
