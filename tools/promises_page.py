@@ -27,7 +27,9 @@ MPI = """
 
 - After a time-out, a loss or an abort in the data of a call MPI may still read and write the arrays
   of that call. The error of a time-out adds that. No other rank gets numbers from such an array:
-  after a call of more than 50 ms a rank asks the others whether they have given up.
+  after a call of more than 50 ms a rank asks the others whether they have given up. It waits 1 s
+  for answers, because C code of a rank may hold the interpreter lock. If the report of a failure takes
+  longer than that on the network, a wrong number is possible.
 - On Open MPI a call of 128 KiB or more blocks a thread in MPI. After such an error that thread may
   stay there, and use a core. The process then ends without `MPI_Finalize`, because that would hang.
 - Open MPI 5 counts in 32 bits. More than 2,147,483,647 elements are moved by the links. If only the
@@ -35,12 +37,13 @@ MPI = """
 - A killed rank: MPICH and Intel MPI without mpiexec go on. Open MPI goes on under
   `mpiexec --enable-recovery`. Other launchers usually end all ranks.
 - On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed
-  meanwhile, the read fails. MPICH takes that as fatal whatever its error handler is, and ends the
-  reading process with exit status 143. That came in 3 of 18 kills of one series, and in none of 56
-  kills of another. `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the shrunk group may wait
-  until its time-out.
+  meanwhile, the read fails. By its source MPICH takes that as fatal, and ends the reading process
+  with exit status 143. That came in 3 of 18 kills of one series, and in none of 93 later kills.
+  `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the shrunk group may wait until its
+  time-out.
 - If a rank is killed while MPI makes a group (some ms of its first call), MPI can make no group any
-  more. `shrink_group` raises UnsupportedError, and goes on with `CPUOptions(engine="auto")`.
+  more. Calls of new groups and `shrink_group` raise UnsupportedError. Groups work with
+  `CPUOptions(engine="auto")`.
 - A library has room for some 2,000 live groups (MPICH: 2,045). The next group fails on all ranks.
 - Sums and products of NaNs may differ between ranks in the NaN's bits.
 - More than 2**31 - 1 elements are reduced over unisono's own links.
