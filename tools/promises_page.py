@@ -28,8 +28,8 @@ MPI = """
 - After a time-out, a loss or an abort in the data of a call MPI may still read and write the arrays
   of that call. The error of a time-out adds that. No other rank gets numbers from such an array:
   after a call of more than 50 ms a rank asks the others whether they have given up. It waits 1 s
-  for answers, because C code of a rank may hold the interpreter lock. If the report of a failure takes
-  longer than that on the network, a wrong number is possible.
+  for answers, because C code of a rank may hold the interpreter lock. If the report of a failure
+  takes longer than that on the network, a wrong number is possible.
 - On Open MPI a call of 128 KiB or more blocks a thread in MPI. After such an error that thread may
   stay there, and use a core. The process then ends without `MPI_Finalize`, because that would hang.
 - Open MPI 5 counts in 32 bits. More than 2,147,483,647 elements are moved by the links. If only the
