@@ -308,10 +308,9 @@ class MPIEngine(QueueEngine):
         """Check that no rank has given up a call whose data have arrived.
 
         That rank may have written into its arrays before MPI read them. Its failure, which is on
-        its way here, comes before the answer. The failure of a later call counts, too: it may be
-        the reason for which another rank gave up this call. A rank that ended without a failure
-        has done its part. A rank that has ended the call may be in C code that holds its
-        interpreter lock, and even waits for this rank. So the wait for answers ends.
+        its way here, comes before the answer. A rank that ended without one has done its part. A
+        rank that has ended the call may be in C code that holds its interpreter lock, and even
+        waits for this rank. So the wait for answers ends.
         """
         comm = self.comm
         question = comm.transport.inquire(comm.context, task.seq, comm.others)
@@ -320,7 +319,7 @@ class MPIEngine(QueueEngine):
             while not has_answers and not limit.expired():
                 has_answers = question.wait_until(Deadline(_LOOK_S))
                 failure = comm.transport.failure(comm.context)
-                if failure is not None:
+                if failure is not None and failure.ends(Kind.COLLECTIVE, task.seq):
                     raise failure
         finally:
             comm.transport.close_question(question)
@@ -426,6 +425,9 @@ class _Watch:
             self._left_s = self._left_s or time.monotonic()
             if isinstance(reason, Failure):
                 ends = reason.ends(Kind.COLLECTIVE, self._seq)
+                # Other ranks must know that this rank gives up a call which the failure of another
+                # rank does not end: its arrays may hold other numbers when they arrive there.
+                reason = reason if ends else reason.found_by(transport.rank)
             else:
                 ends = not reason.left
             if last or ends or time.monotonic() > self._left_s + _LEFT_S:
