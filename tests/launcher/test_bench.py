@@ -129,8 +129,12 @@ def test_bandwidths_are_those_of_nccl_tests(op, factor):
         ),
         (
             lambda: BenchPlan(("barrier",), 2, peers=("nccl",)),
-            "--device cpu does not go with --peer nccl; --peer nccl needs --device cuda, the other "
-            "peers --device cpu",
+            "--device cpu does not go with --peer nccl; nccl and nccl4py need --device cuda, the "
+            "other peers --device cpu",
+        ),
+        (
+            lambda: BenchPlan(("barrier",), 2, peers=("nccl4py",)),
+            "--device cpu does not go with --peer nccl4py; nccl and nccl4py need --device cuda",
         ),
         (
             lambda: BenchPlan(("barrier",), 2, device="cuda", algorithm="ring"),
@@ -305,6 +309,7 @@ def test_wrong_results_are_shown_and_fail_the_command(monkeypatch, capsys):
         (["--plot", "x.png"], "matplotlib", "plot"),
         (["--peer", "gloo"], "torch", "torch"),
         (["--peer", "mpi"], "mpi4py", "bench"),
+        (["--peer", "nccl4py", "--device", "cuda"], "torch and nccl", "nccl"),
         (["--device", "cuda"], "torch and nccl", "nccl"),
     ],
 )

@@ -317,8 +317,8 @@ class Communicator:
     """nccl.core.Communicator."""
 
     @classmethod
-    def init(cls, nranks, rank, unique_id, config):
-        assert config.blocking is False
+    def init(cls, nranks, rank, unique_id, config=None):
+        assert config is None or config.blocking is False
         _raise_planned("init", rank)
         made = cls()
         host, port, made.key = bytes(unique_id).rstrip(b"\0").decode().split(" ")
@@ -329,8 +329,14 @@ class Communicator:
         made.status, made.ptr = 0, next(_numbers)
         made.connected, made.awaited, made.ready = set(), [], []
         _alive[made.ptr] = made
+        made.blocking = config is None
         made.connect("init", range(nranks))
+        made.wait_if_blocking()
         return made
+
+    def wait_if_blocking(self):
+        while self.blocking and self.get_async_error():
+            time.sleep(0.0005)
 
     def connect(self, name, ranks):
         """Begin to connect ranks, once for each name; they are when all have begun."""
@@ -347,6 +353,7 @@ class Communicator:
             self.connect(name, ranks)
         if self.awaited:
             self.ready.append(submit)
+            self.wait_if_blocking()
         else:
             submit()
 
@@ -409,6 +416,50 @@ class Communicator:
         if not _alive:
             # The last communicator of this process: no kernel needs the servers any more.
             stop_servers()
+
+    # ---- operations on arrays, on the default stream
+
+    def allreduce(self, sendbuf, recvbuf, op):
+        _all_reduce(*_facts(sendbuf, recvbuf), op, self, 0)
+
+    def broadcast(self, sendbuf, recvbuf, root):
+        _broadcast(*_facts(recvbuf, recvbuf), root, self, 0)
+
+    def reduce(self, sendbuf, recvbuf, op, root):
+        _reduce(*_facts(sendbuf, recvbuf), op, root, self, 0)
+
+    def allgather(self, sendbuf, recvbuf):
+        _all_gather(*_facts(sendbuf, recvbuf), self, 0)
+
+    def reduce_scatter(self, sendbuf, recvbuf, op):
+        source, target, _, dtype = _facts(sendbuf, recvbuf)
+        _reduce_scatter(source, target, recvbuf.size, dtype, op, self, 0)
+
+    def alltoall(self, sendbuf, recvbuf):
+        def compute(parts):
+            return np.concatenate([part.reshape(self.size, -1)[self.rank] for part in parts])
+
+        self.collective(("alltoall",), *_facts(sendbuf, recvbuf), compute, 0)
+
+    def gather(self, sendbuf, recvbuf, root):
+        compute = np.concatenate if self.rank == root else lambda parts: None
+        self.collective(("gather", root), *_facts(sendbuf, recvbuf), compute, 0)
+
+    def scatter(self, sendbuf, recvbuf, root):
+        source, target, _, dtype = _facts(sendbuf, recvbuf)
+        self.collective(
+            ("scatter", root), source, target, recvbuf.size * self.size, dtype,
+            lambda parts: parts[root].reshape(self.size, -1)[self.rank], 0,
+            gives=self.rank == root,
+        )  # fmt: skip
+
+    def send(self, sendbuf, peer):
+        address, _, count, dtype = _facts(sendbuf, sendbuf)
+        _message("send", address, count, dtype, peer, self, 0)
+
+    def recv(self, recvbuf, peer):
+        address, _, count, dtype = _facts(recvbuf, recvbuf)
+        _message("recv", address, count, dtype, peer, self, 0)
 
     # ---- kernels
 
@@ -479,6 +530,12 @@ class Communicator:
             return total
 
         return reduce
+
+
+def _facts(source, target):
+    """Return both addresses, the count of `source` and the number of its type."""
+    code = next(code for code, kind in _NUMPY.items() if kind == source.dtype)
+    return source.data.ptr, target.data.ptr, source.size, code
 
 
 def _raise_planned(name, rank):

@@ -19,6 +19,9 @@ from tests.support.together import on_threads
 from unisono.backends.nccl import arrays
 from unisono.backends.nccl.gpu import GPU
 from unisono.backends.nccl.library import load
+from unisono.bench.data import Data
+from unisono.bench.libraries import open_library
+from unisono.bench.plan import OPS, REDOPS, BenchPlan, Sizes, cases
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -824,6 +827,50 @@ def test_libraries_and_their_state(monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     with pytest.raises(UnsupportedError, match="backend 'nccl' needs nccl4py and the libraries"):
         on_gpus(1, lambda rank: None)
+
+
+class BenchData(Data):
+    """The arrays of a case of `unisono bench` as arrays of the fake GPU."""
+
+    @property
+    def arrays(self):
+        return fake_cuda.Array(self.input), fake_cuda.Array(self.output)
+
+    def end(self):
+        fake_cuda.Stream(0).sync()
+
+
+def test_nccl4py_alone_does_every_operation_of_the_benchmark():
+    plans = [
+        BenchPlan(tuple(OPS), 3, sizes=Sizes(600, 600), redop=redop, root=1) for redop in REDOPS
+    ]
+    store = dist.HashStore()
+    ops = [op for op in OPS if op != "barrier"]
+
+    def rank_thread(rank):
+        fake_cuda.set_device(rank)
+        library = open_library("nccl4py", rank, plans[0], store)
+        assert library.versions() == {"nccl4py": "0.6.0"}
+        for plan in plans:
+            for op in ops if plan.redop == "sum" else ["reduce_scatter"]:
+                (case,) = cases(op, plan)
+                data = BenchData(case, plan, rank)
+                data.fill_for_check()
+                library.call(data)()
+                data.end()
+                assert data.count_wrong() == 0, (op, plan.redop)
+        (case,) = cases("barrier", plans[0])
+        with pytest.raises(UnsupportedError, match="nccl4py has no barrier"):
+            library.call(BenchData(case, plans[0], rank))
+        library.close()
+
+    on_threads(*(partial(rank_thread, rank) for rank in range(3)))
+
+
+def test_nccl4py_alone_names_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nccl.core", None)
+    with pytest.raises(UnsupportedError, match="needs nccl4py and the libraries of CUDA"):
+        open_library("nccl4py", 0, BenchPlan(("barrier",), 1), dist.HashStore())
 
 
 def test_tensors_of_torch_as_flat_memory():

@@ -1,5 +1,7 @@
 """The names and signatures of nccl4py and cuda-core that the NCCL backend uses, without a GPU."""
 
+import inspect
+
 import pytest
 
 from unisono.backends.nccl.library import DTYPES, load
@@ -40,6 +42,15 @@ def test_types_and_names():
     assert bytes(nccl.UniqueId.from_bytes(bytes(range(128)))) == bytes(range(128))
     own = "init get_async_error get_last_error create_pre_mul_sum abort finalize destroy ptr"
     assert all(hasattr(nccl.Communicator, name) for name in own.split())
+    pair, reduction = ["self", "sendbuf", "recvbuf"], ["self", "sendbuf", "recvbuf", "op"]
+    for name, arguments in {
+        **{"allreduce": reduction, "reduce": [*reduction, "root"], "reduce_scatter": reduction},
+        **{"broadcast": [*pair, "root"], "allgather": pair, "alltoall": pair},
+        **{"gather": [*pair, "root"], "scatter": [*pair, "root"]},
+        **{"send": ["self", "sendbuf", "peer"], "recv": ["self", "recvbuf", "peer"]},
+    }.items():
+        found = inspect.signature(getattr(nccl.Communicator, name)).parameters
+        assert [p.name for p in found.values() if p.kind is not p.KEYWORD_ONLY] == arguments
     assert nccl.group_start.__name__ == "group_start"
     assert nccl.group_end.__name__ == "group_end"
     assert callable(nccl.get_unique_id)

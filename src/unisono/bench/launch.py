@@ -32,9 +32,12 @@ from unisono.testing.hosts import Host, Network, why_no_hosts
 
 _MODULES = {
     **{"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)},
-    **{"nccl": ("torch",), "cuda": ("torch", "nccl")},
+    **{"nccl": ("torch",), "nccl4py": ("torch", "nccl"), "cuda": ("torch", "nccl")},
 }
-_EXTRAS = {"gloo": "torch", "mpi": "bench", "plot": "plot", "nccl": "torch", "cuda": "nccl"}
+_EXTRAS = {
+    **{"gloo": "torch", "mpi": "bench", "plot": "plot"},
+    **{"nccl": "torch", "nccl4py": "nccl", "cuda": "nccl"},
+}
 _FLAGS = {"plot": "--plot", "cuda": "--device cuda"}
 _POLL_S = 0.5
 _STOP_S = 10.0
@@ -44,7 +47,7 @@ def check_installed(feature: str) -> None:
     """Check that the packages and programs that a flag needs are installed.
 
     Args:
-        feature: "gloo", "mpi", "nccl", "cuda" or "plot".
+        feature: "gloo", "mpi", "nccl", "nccl4py", "cuda" or "plot".
 
     Raises:
         InvalidArgumentError: Names the missing package or program and how to install it.

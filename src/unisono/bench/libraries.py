@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from unisono.backends import CPUOptions
+from unisono.backends.nccl import library as nccl_library
 from unisono.base.types import ReduceOp
 from unisono.bench.data import Data
 from unisono.bench.plan import REDOPS, BenchPlan
 from unisono.errors import LaunchError, UnsupportedError
 from unisono.groups.operations import OPS
-from unisono.stores import PrefixStore, TCPStore
+from unisono.stores import PrefixStore, Store, TCPStore
 
 TimedCall = Callable[[], object]
 
@@ -166,6 +167,51 @@ class _MPI:
         """Do nothing: mpi4py finalizes MPI when the interpreter ends."""
 
 
+class _NCCL4Py:
+    """NCCL through nccl4py alone, on the default stream, where torch's calls are, too."""
+
+    name = "nccl4py"
+
+    def __init__(self, rank: int, plan: BenchPlan, store: Store) -> None:
+        self._nccl = nccl = nccl_library.load().nccl
+        key = "nccl4py/id"
+        if rank == 0:
+            store.set(key, bytes(nccl.get_unique_id()))
+        uid = nccl.UniqueId.from_bytes(store.get(key))
+        self._comm = nccl.Communicator.init(plan.nprocs, rank, uid)
+
+    def call(self, data: Data) -> TimedCall:
+        case, plan, comm = data.case, data.plan, self._comm
+        given, result = data.arrays
+        op, root = getattr(nccl_library, REDOPS[plan.redop]), plan.root
+        match case.op:
+            case "all_reduce":
+                return partial(comm.allreduce, result, result, op)
+            case "broadcast":
+                return partial(comm.broadcast, result, result, root)
+            case "reduce":
+                return partial(comm.reduce, result, result, op, root)
+            case "all_gather":
+                return partial(comm.allgather, given, result)
+            case "reduce_scatter":
+                return partial(comm.reduce_scatter, given, result, op)
+            case "all_to_all":
+                return partial(comm.alltoall, given, result)
+            case "gather":
+                return partial(comm.gather, given, result, root)
+            case "scatter":
+                return partial(comm.scatter, given, result, root)
+            case "barrier":
+                raise UnsupportedError(f"{self.name} has no barrier")
+        return _ping_pong(data, partial(comm.send, given), partial(comm.recv, result))
+
+    def versions(self) -> dict[str, str]:
+        return {"nccl4py": str(self._nccl.__version__)}
+
+    def close(self) -> None:
+        self._comm.destroy()
+
+
 def _ping_pong(
     data: Data, send: Callable[[int], object], receive: Callable[[int], object]
 ) -> TimedCall:
@@ -193,7 +239,11 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Libr
     """
     if name == "unisono":
         return _open_unisono(rank, plan, store)
-    return _MPI() if name == "mpi" else _open_torch(name, rank, plan, store)
+    if name == "mpi":
+        return _MPI()
+    if name == "nccl4py":
+        return _NCCL4Py(rank, plan, store)
+    return _open_torch(name, rank, plan, store)
 
 
 def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:

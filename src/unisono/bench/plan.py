@@ -15,7 +15,9 @@ from typing import Any
 
 from unisono.errors import InvalidArgumentError
 
-PEERS = ("gloo", "mpi", "nccl")
+GPU_PEERS = ("nccl", "nccl4py")
+
+PEERS = ("gloo", "mpi", *GPU_PEERS)
 
 REDOPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 """nccl-tests' name of a reduce op -> torch's."""
@@ -173,10 +175,10 @@ class BenchPlan:
         if self.hosts and "mpi" in self.peers:
             raise InvalidArgumentError("--hosts goes with --peer gloo only; mpiexec knows one host")
         on_gpu = self.device == "cuda"
-        if wrong := [peer for peer in self.peers if (peer == "nccl") != on_gpu]:
+        if wrong := [peer for peer in self.peers if (peer in GPU_PEERS) != on_gpu]:
             raise InvalidArgumentError(
                 f"--device {self.device} does not go with --peer {wrong[0]}; "
-                "--peer nccl needs --device cuda, the other peers --device cpu"
+                "nccl and nccl4py need --device cuda, the other peers --device cpu"
             )
         if on_gpu and (self.algorithm or self.engine or self.hosts):
             raise InvalidArgumentError(

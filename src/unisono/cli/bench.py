@@ -58,7 +58,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         choices=PEERS,
         default=[],
-        help="also measure gloo or nccl (torch.distributed), or mpi (mpi4py); may be repeated",
+        help="also measure gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be "
+        "repeated",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)"
