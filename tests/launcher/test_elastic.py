@@ -238,7 +238,9 @@ def test_replacements_on_all_nodes_have_one_budget(job_of):
 
 @pytest.mark.whole("the rules are those of one node, which tests/launcher/test_replace.py has")
 def test_a_script_that_does_not_reconfigure_ends_with_the_cause(job_of):
-    job = job_of(GOES_ON.replace("fresh = True\n        \n", "raise\n"))
+    raises = GOES_ON.replace("fresh = True\n        \n", "raise\n")
+    # Otherwise a worker that is killed in a commit is no error of the others.
+    job = job_of(raises.replace("fresh = s.changed", "fresh = False"))
     words, options = flags(1, "last_call_timeout=60")
     first = job.node(*words, "--max-restarts=1", nproc=2, **options)
     words, options = flags(0, "last_call_timeout=60")

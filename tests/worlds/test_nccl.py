@@ -710,6 +710,8 @@ def lives(rank, rounds):
         if turn % 3 == 1:
             dist.all_reduce(x, group=group, async_op=True)
         if turn % 3 == 2:
+            # The other rank, too, has made its call.
+            dist.barrier()
             group.abort()
         else:
             assert group.rank() == rank

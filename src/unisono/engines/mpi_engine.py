@@ -425,9 +425,6 @@ class _Watch:
             self._left_s = self._left_s or time.monotonic()
             if isinstance(reason, Failure):
                 ends = reason.ends(Kind.COLLECTIVE, self._seq)
-                # Other ranks must know that this rank gives up a call which the failure of another
-                # rank does not end: its arrays may hold other numbers when they arrive there.
-                reason = reason if ends else reason.found_by(transport.rank)
             else:
                 ends = not reason.left
             if last or ends or time.monotonic() > self._left_s + _LEFT_S:

@@ -178,8 +178,11 @@ class OrderedEngine(Engine):
 
     def fail(self, failure: Failure) -> None:
         comm = self.comm
-        if failure.by == comm.transport.rank:
-            failure = failure.found_by(failure.by, self.finished())
+        me, finished = comm.transport.rank, self.finished()
+        # This rank may give up a call that the rank which detected the failure has finished. Ranks
+        # that are still in the call must know that.
+        if failure.by == me or failure.after > finished:
+            failure = failure.found_by(me, finished)
         comm.transport.fail(comm.context, failure, comm.others)
 
     def close(self) -> None:
