@@ -155,7 +155,41 @@ def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer():
     assert [(rank, name) for rank, name, _ in found] == [(0, first), (1, first), (2, "")]
 
 
-def alone(port, link):
+def outcome(body):
+    """Return what a function sends from a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    link, theirs = context.Pipe()
+    process = context.Process(target=body, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        return link.recv()
+    finally:
+        process.join()
+        link.close()
+
+
+def borrowing(link):
+    torch_dist.init_process_group("unisono", store=torch_dist.HashStore(), rank=0, world_size=1)
+    unisono.reconfigure()
+    found = []
+    for call in (lambda: torch_dist.all_reduce(torch.ones(1)), lambda: torch_dist.new_group([0])):
+        try:
+            call()
+        except ClosedError as error:
+            found.append(error.what)
+    link.send((found, unisono.get_world_size()))
+
+
+def test_reconfigure_of_unisono_closes_the_group_that_it_borrowed():
+    found, size = outcome(borrowing)
+    name = "default (generation 1, which generation 2 succeeded)"
+    calls = ["all_reduce", "new_group"]
+    assert found == [f"{call} on group '{name}', which was destroyed" for call in calls]
+    assert size == 1
+
+
+def alone(link):
     problems = []
     try:
         unisono.torch.reconfigure()
@@ -171,15 +205,6 @@ def alone(port, link):
 
 
 def test_unisono_borrows_the_group_of_torch_when_a_call_needs_it():
-    context = multiprocessing.get_context("forkserver")
-    link, theirs = context.Pipe()
-    process = context.Process(target=alone, args=(0, theirs))
-    process.start()
-    theirs.close()
-    try:
-        problems, *states = link.recv()
-    finally:
-        process.join()
-        link.close()
+    problems, *states = outcome(alone)
     assert problems == ["reconfigure needs torch's default group on unisono, got None"]
     assert states == [False, True, False]
