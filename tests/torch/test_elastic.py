@@ -65,8 +65,9 @@ def check_groups(old):
             old.unisono.barrier()
 
 
-def train(number, port, link):
+def train(number, port, link, barrier):
     """Train `STEPS` steps. Number 1 dies in backward of step 8; number 9 joins in step 16."""
+    os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
     start(number, port)
     net, joined = linear(number), number == 9
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -119,14 +120,17 @@ def expected():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks from a server")
-def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer():
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("barrier", ["0", "1"])
+def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer(barrier):
+    # With "1" all ranks of a new group meet in torch's store, also those of an older generation.
     context = multiprocessing.get_context("forkserver")
     store = unisono.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     links, ranks = {}, {}
 
     def launch(number):
         links[number], theirs = context.Pipe()
-        ranks[number] = context.Process(target=train, args=(number, store.port, theirs))
+        ranks[number] = context.Process(target=train, args=(number, store.port, theirs, barrier))
         ranks[number].start()
         theirs.close()
 
