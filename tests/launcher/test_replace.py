@@ -293,6 +293,44 @@ def failing(zero, one, two, least):
     return script.replace("TWO", str(two)).replace("LEAST", str(least))
 
 
+MEETS_ELSEWHERE = """
+import os
+import unisono as dist
+from unisono.errors import RendezvousError
+rank, url = os.environ["RANK"], os.path.expandvars("URL")
+try:
+    dist.init_process_group(init_method=f"{url}?rank={rank}&world_size=2", timeout=60)
+    print("met", rank, dist.get_world_size(), flush=True)
+except RendezvousError as error:
+    print("refused", rank, error.what, flush=True)
+"""
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("url", "restart", "meets"),
+    [
+        ("file://FOLDER/store", "worker", False),
+        ("file://FOLDER/store", "all", True),
+        ("redis://127.0.0.1:1/job", "worker", False),
+        ("tcp://$MASTER_ADDR:$MASTER_PORT", "worker", True),
+    ],
+)
+def test_ranks_meet_where_a_newcomer_can_join(launches, tmp_path, url, restart, meets):
+    url = url.replace("FOLDER", str(tmp_path))
+    script = MEETS_ELSEWHERE.replace("URL", url)
+    code, out, err = launches.run("-n2", f"--restart={restart}", script=script)
+    assert code == 0, err
+    assert sorted(rows(out, "met")) == [[rank, "2"] for rank in "01" if meets]
+    refused = sorted(line for line in out.splitlines() if line.startswith("refused"))
+    assert refused == [
+        f"refused {rank} rank {rank} cannot meet at '{url}?rank={rank}&world_size=2': newcomers of "
+        "`unisono run --restart worker` join at env://"
+        for rank in "01"
+        if not meets
+    ]
+
+
 def test_a_worker_is_replaced_if_all_others_are_replacements(launches):
     code, out, err = launches.run(
         *("-n3", "--restart", "worker", "--max-restarts", "3"), script=failing(20, 10, 30, 3)
@@ -347,5 +385,5 @@ def test_workers_after_a_replacement_found_the_next_world(launches):
         *("-n3", "--restart", "worker", "--max-restarts", "2"), script=script
     )
     assert code == 0, err
-    assert rows(out, "join") == [["None"]] * 3 + [["1"]] + [["None"]] * 3
+    assert rows(out, "join") == [["0"]] * 3 + [["1"]] + [["0"]] * 3
     assert len(rows(out, "ended")) == 3

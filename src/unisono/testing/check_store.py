@@ -293,7 +293,6 @@ def _check_writes_on_a_closed_handle(store: Store) -> None:
     store.set("k", "1")
     closed = store.clone()
     closed.close()
-    closed.close()
     writes: dict[str, Callable[[], object]] = {
         "add": lambda: closed.add("k", 1),
         "append": lambda: closed.append("k", "1"),
@@ -301,7 +300,6 @@ def _check_writes_on_a_closed_handle(store: Store) -> None:
         "delete_key": lambda: closed.delete_key("k"),
         "multi_set": lambda: closed.multi_set(["k", "n"], ["2", "2"]),
         "queue_push": lambda: closed.queue_push("q", "1"),
-        "queue_pop": lambda: closed.queue_pop("q", block=False),
         "barrier": lambda: closed.barrier("b", 1),
         "clone": closed.clone,
     }
