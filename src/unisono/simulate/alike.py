@@ -51,14 +51,15 @@ def run(parts: Sequence[Traffic], network: Network, costs: Costs) -> Result | No
     message of a later stage overtakes one of the large stage at a link.
 
     Return None if not the first stage of the last schedule alone is large, if ranks do not send
-    alike, or if the network does not look the same from the ranks of each host.
+    alike, if the network does not look the same from the ranks of each host, or if the followed
+    ranks have too many rows.
 
     Cost: events for the rows of the followed ranks, then about 1 ms per 24,576 messages.
     """
     traffic = parts[-1]
-    large = [k for k in range(traffic.stages) if traffic.count(k) > stages.LARGE]
+    first, *others = (traffic.count(k) for k in range(traffic.stages))
     copies, rest = divmod(network.size, network.period)
-    if large != [0] or rest or copies == 1:
+    if not first > stages.LARGE >= sum(others) or rest or copies == 1:
         return None
     head = _head(parts, network, costs)
     taken = _taken(traffic, costs, head) if head else None
@@ -81,12 +82,12 @@ def _head(parts: Sequence[Traffic], network: Network, costs: Costs) -> _Head | N
     # A followed rank receives all images of its messages, in any order.
     target, kind = send.peer % followed, np.full_like(send.kind, RECV)
     receive = send._replace(rank=target, kind=kind, peer=(send.rank - send.peer + target) % p)
-    rows = joined([rows.take(rows.kind != RECV), receive])
-    rows = rows._replace(stage=np.full_like(rows.stage, _LARGE))
-    if tables is None or not np.isin(own, send.rank).all():
-        return None
-    rows = joined([*tables, rows])
-    traced = images.traced(rows, network, costs, view)
+    large = joined([rows.take(rows.kind != RECV), receive])
+    large = large._replace(stage=np.full_like(large.stage, _LARGE))
+    rows = joined([*(tables or ()), large])
+    few = tables is not None and len(rows.rank) <= images.SHARED_ROWS
+    alike = few and np.isin(own, send.rank).all()
+    traced = images.traced(rows, network, costs, view) if alike else None
     if traced is None:
         return None
     sends, number = traced.messages.send, np.full((followed, p), -1)

@@ -28,7 +28,7 @@ from unisono.simulate.traffic import RECV, SEND, Rows, Traffic, joined
 _STAGES = 2048
 _ROWS = 1 << 18
 # Rows of the followed ranks that events take in a minute and 2 GiB.
-_SHARED_ROWS = 4_000_000
+SHARED_ROWS = 4_000_000
 # An odd number, so that its multiples reach all images in turn.
 _STRIDE = 0x9E3779B1
 
@@ -249,7 +249,7 @@ def shared_rows(parts: Sequence[Traffic], images: Images) -> list[Rows] | None:
     found: list[Rows] = []
     for traffic in parts:
         for table in _tables(traffic, images):
-            if table is None or sum(len(each.rank) for each in found) > _SHARED_ROWS:
+            if table is None or sum(len(each.rank) for each in found) > SHARED_ROWS:
                 return None
             found.append(table)
     return found
@@ -287,7 +287,7 @@ def for_all(result: Result, images: Images) -> Result:
     """Return the result of all ranks, from that of the followed ranks."""
     copies, network, busy = images.size // images.followed, result.network, result.link_busy_ps
     if busy is not None:
-        few = network.links <= _SHARED_ROWS
+        few = network.links <= SHARED_ROWS
         busy = busy[images.fold(network, np.arange(network.links))] if few else None
     return replace(
         result, finish_ps=np.tile(result.finish_ps, copies), path=(), link_busy_ps=busy,
