@@ -47,12 +47,12 @@ class _Head(NamedTuple):
 def run(parts: Sequence[Traffic], network: Network, costs: Costs) -> Result | None:
     """Evaluate schedules one after another, where links are shared.
 
-    The result is exact if messages that arrive at the same time may be served in any order, and no
-    message of a later stage overtakes one of the large stage at a link.
+    The result is exact on two conditions. Messages that arrive at the same time may be served in
+    any order. No message of a later stage overtakes one of the large stage at a link.
 
-    Return None if not the first stage of the last schedule alone is large, if ranks do not send
-    alike, if the network does not look the same from the ranks of each host, or if the followed
-    ranks have too many rows.
+    Return None for any of these reasons: The large stage is not the first of the last schedule, or
+    not the only one. Ranks do not send alike. The network does not look the same from the ranks of
+    each host. The followed ranks have too many rows.
 
     Cost: events for the rows of the followed ranks, then about 1 ms per 24,576 messages.
     """
