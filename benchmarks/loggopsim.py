@@ -52,7 +52,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="the folder of LogGOPSim and txt2bin")
-    parser.add_argument("--cases", type=int, default=3010, help="number of cases (3010)")
+    parser.add_argument("--cases", type=int, default=7000, help="number of cases (7000)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case (0)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the cases (1)")
     parser.add_argument("--json", type=Path, help="write the cases and LogGOPSim's results there")
