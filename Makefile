@@ -13,6 +13,9 @@ TORCH := torch==2.13.0
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
+# Where it is set, as in many images, each of the thousand processes of a run of the tests compiles
+# all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help

@@ -15,6 +15,7 @@ from unisono.stores import TCPStore
 
 SRC = str(Path(unisono.__file__).parents[1])
 LIMIT_S = 90.0
+Process = subprocess.Popen
 
 _PROLOGUE = """
 import json, os, signal, sys, time
@@ -54,7 +55,7 @@ def started(prefixes, script, variables):
     processes = []
     with contextlib.ExitStack() as stack:
         for rank, prefix in enumerate(prefixes):
-            process = subprocess.Popen(
+            process = Process(
                 [*prefix, sys.executable, "-c", _PROLOGUE + script],
                 env=env | {"RANK": str(rank)},
                 stdin=subprocess.PIPE,

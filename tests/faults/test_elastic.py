@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import time
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -28,8 +27,6 @@ from unisono.parallel import ElasticJob
 from unisono.rendezvous.membership import Arrival, Join, Member
 from unisono.stores import PrefixStore
 from unisono.testing import run
-
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 LENGTH, BATCH, STEPS = 60, 12, 30
 
@@ -150,78 +147,6 @@ def test_a_lost_rank_and_a_newcomer_change_a_training_by_rounding_only():
     np.testing.assert_allclose(finals[0][:5], alone(), rtol=1e-12)
     # The history of sizes came to the newcomer with the state.
     assert finals[0][5:] == [3] * 10 + [2] * 11 + [3] * 9
-
-
-# A module with statistics of its batches. Rank 1 dies in the backward pass of step 10.
-TORCH = (
-    PROLOGUE
-    + f"""
-import torch
-from unisono.parallel import DistributedDataParallel, all_reduce_hook
-torch.set_num_threads(1)
-torch.manual_seed(me)
-net = torch.nn.Sequential(
-    torch.nn.Linear(5, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
-)
-model = DistributedDataParallel(net)
-if os.environ["HOOK"] == "1":
-    model.register_comm_hook(dist.group.WORLD, all_reduce_hook)
-optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-data = torch.randn({LENGTH}, 5, generator=torch.Generator().manual_seed(0))
-job = ElasticJob({{"net": net, "optimizer": optimizer, "note": me}}, min_size=2)
-
-def all_bits():
-    state = [each for slot in optimizer.state_dict()["state"].values() for each in slot.values()]
-    return digest([*net.state_dict().values(), *state])
-
-def die(gradient):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-while job.global_step < {STEPS}:
-    if job.global_step == 10 and me == 1:
-        net[0].weight.register_hook(die)
-    if job.global_step == 20 and shared is not None:
-        shared.set(f"ready/{{me}}", "yes")
-        shared.wait(["waits"], 60)
-    before = all_bits()
-    with job.step() as s:
-        mine, weight = sampler.share(job.global_step)
-        x = data[torch.from_numpy(mine)]
-        loss = weight * (model(x) - x.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        s.commit()
-        optimizer.step()
-        optimizer.zero_grad()
-    if s.committed:
-        # The statistics are each rank's own until the next forward pass.
-        parts = [*net.parameters(), *optimizer.state_dict()["state"][0].values()]
-        bits = digest([each.detach() for each in parts])
-        history.append((job.global_step, dist.get_world_size(), bits))
-    else:
-        assert all_bits() == before
-        assert all(each.grad is None for each in net.parameters())
-        aborted.append(job.global_step)
-with torch.no_grad():
-    model(data)  # copies the statistics of rank 0
-error = (net.eval()(data) - data.sum(1, keepdim=True)).square().mean().item()
-ended([all_bits(), error, job.state["note"], net[1].num_batches_tracked.item()])
-"""
-)
-
-
-@needs_torch
-@pytest.mark.parametrize(
-    "hook", ["0", pytest.param("1", marks=pytest.mark.whole("imports torch 4 times"))]
-)
-def test_a_module_is_unchanged_by_a_step_in_which_a_rank_is_lost(hook):
-    told = play(TORCH, 3, HOOK=hook)
-    check(told, 3)
-    finals = [each["final"] for each in told]
-    assert finals == finals[:1] * 3
-    _, error, note, batches = finals[0]
-    assert note == 0
-    assert batches == STEPS + 1
-    assert error < 4
 
 
 # ---- with threads as ranks ----------------------------------------------------------------------

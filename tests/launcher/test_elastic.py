@@ -38,7 +38,7 @@ while not stop[0]:
             print("up", dist.get_rank(), dist.get_world_size(), env["GROUP_RANK"],
                   env["TORCHELASTIC_RESTART_COUNT"], os.getpid(), int(stop[1]), flush=True)
         fresh = s.changed
-        time.sleep(0.005)
+        time.sleep(0.03)
     except (StepAborted, PeerLostError, StoreConnectionError):
         fresh = True
         LOST

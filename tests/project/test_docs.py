@@ -134,7 +134,15 @@ def test_pages_whose_commands_are_run_are_those_that_have_some():
 # ---- the tutorial --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", tool("readme").TUTORIAL)
+def of_torch(page):
+    """Return the page as a parameter; one whose programs load torch waits for --all."""
+    path = page if page in tool("readme").TUTORIAL else f"docs/{page}"
+    loads = "import torch" in (ROOT / path).read_text(encoding="utf-8")
+    return pytest.param(page, marks=[pytest.mark.whole("each rank loads torch")] * loads)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("page", [*map(of_torch, tool("readme").TUTORIAL)])
 def test_tutorial_prints_what_its_pages_show(page, tmp_path):
     text = (ROOT / page).read_text(encoding="utf-8")
     if "import torch" in text:
@@ -185,7 +193,7 @@ assert x.tolist() == [3.0] * 4 and y.tolist() == [30.0] * 4
 }
 
 
-@pytest.mark.parametrize("page", AFTERWARDS)
+@pytest.mark.parametrize("page", [*map(of_torch, AFTERWARDS)])
 def test_program_of_a_page_runs(page, tmp_path):
     program = blocks("python", (ROOT / "docs" / page).read_text(encoding="utf-8"))[0]
     if "import torch" in program:

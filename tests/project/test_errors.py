@@ -34,6 +34,8 @@ def test_every_first_line_is_asserted_by_a_test(monkeypatch):
     """Statically: a text in the tests holds the longest fixed part of it, or is a part of that."""
     monkeypatch.chdir(ROOT)
     texts = {text for text in said_in_tests() if len(text) >= 8}
+    # A search in one text is faster than in each of them.
+    together = "\0".join(texts)
     missing = []
     composed = [
         errors_page.Message(cls, line, "any", "")
@@ -42,8 +44,11 @@ def test_every_first_line_is_asserted_by_a_test(monkeypatch):
     ]
     for message in [*sorted(set(errors_page.messages())), *composed]:
         longest, *rest = errors_page.fixed_parts(message.text)
-        whole = any(longest in text for text in texts)
-        part = any(len(t) >= 12 and any(t in p for p in [longest, *rest]) for t in texts)
-        if not (whole or part or message.text in UNREACHED):
+        parts = "\0".join([longest, *rest])
+        if not (
+            longest in together
+            or message.text in UNREACHED
+            or any(len(text) >= 12 and text in parts for text in texts)
+        ):
             missing.append(f"{message.module}: {message.cls}: {message.text}")
     assert not missing, "assert these lines in a test:\n" + "\n".join(missing)

@@ -82,7 +82,8 @@ def check_usable(group=None):
 
 def wait_until(condition, limit_s=60.0):
     """Wait for a condition that no event announces; return whether it came true."""
-    end_s = time.monotonic() + limit_s
+    end_s, pause_s = time.monotonic() + limit_s, 0.001
     while not condition() and time.monotonic() < end_s:
-        time.sleep(0.001)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.02)
     return condition()

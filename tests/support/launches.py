@@ -78,7 +78,7 @@ class Launch:
                 self._process = _started([*program, *words], cwd, env, inside)
             else:
                 settings = (words, str(cwd), env, host and host.pid, terminal, patches or {})
-                fds = [_Inherited(fd) for fd in inside]
+                fds = [Inherited(fd) for fd in inside]
                 self._process = _FORKS.Process(target=_forked, args=(fds, *settings))
                 self._process.start()
         finally:
@@ -256,7 +256,7 @@ def _running(handles, limit_s):
     return waiting
 
 
-class _Inherited:
+class Inherited:
     """A descriptor of this process that becomes a number in a fork of the server."""
 
     def __init__(self, fd):

@@ -55,7 +55,7 @@ stop = np.zeros(1)
 while not stop[0]:
     stop[0] = os.path.exists(os.path.join(os.path.dirname(__file__), "stop"))
     dist.all_reduce(stop, dist.ReduceOp.MAX)
-    time.sleep(0.005)
+    time.sleep(0.03)
 dist.destroy_process_group()
 """
 

@@ -6,8 +6,8 @@ Markers:
     whole(reason): Runs in `make test-all` only.
     alone: Bounds a time, so that no other test must run beside it.
 
-The fixture `drawn` does the same for a loop inside a test. A test that is named with its parameters
-on the command line always runs.
+The fixture `drawn` does the same for a loop inside a test, and `examples` for Hypothesis. A test
+that is named with its parameters on the command line always runs.
 """
 
 import random
@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[2]
 MARKERS = (
@@ -24,6 +25,8 @@ MARKERS = (
     "alone: bounds a time; no other test may run beside it",
 )
 LEFT_OUT = pytest.StashKey[Counter]()
+# Whether --all is given, for what is decided when a module of tests is imported.
+ALL = []
 
 
 def pytest_addoption(parser):
@@ -35,6 +38,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[LEFT_OUT] = Counter()
+    ALL[:] = [config.option.all]
     for line in MARKERS:
         config.addinivalue_line("markers", line)
 
@@ -92,6 +96,11 @@ def drawn(request):
         return [value for value in values if value in chosen]
 
     return draw
+
+
+def examples(number, sampled):
+    """Return settings of Hypothesis: the number of examples with --all, and without."""
+    return settings(max_examples=number if any(ALL) else sampled, deadline=None)
 
 
 def sample(items, text):

@@ -12,6 +12,7 @@ from tests.conftest import PRELOADED
 # Importing torch takes 2 s, and what DDP, FSDP and DTensor import later takes 2 s more.
 MODULES = [
     "torch.distributed.checkpoint",
+    "torch.distributed.flight_recorder.fr_trace",
     "torch.distributed.optim",
     "torch.distributed.pipelining",
     "unisono.torch",

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from datetime import timedelta
 
@@ -16,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import unisono  # noqa: E402
 import unisono.torch  # noqa: E402
+from tests.faults import scripts  # noqa: E402
+from tests.faults import test_elastic as faults  # noqa: E402
+from tests.support.launches import Inherited  # noqa: E402
 from unisono.errors import (  # noqa: E402
     ClosedError,
     CollectiveTimeoutError,
@@ -65,8 +69,9 @@ def check_groups(old):
             old.unisono.barrier()
 
 
-def train(number, port, link):
+def train(number, port, link, barrier):
     """Train `STEPS` steps. Number 1 dies in backward of step 8; number 9 joins in step 16."""
+    os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
     start(number, port)
     net, joined = linear(number), number == 9
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -119,14 +124,17 @@ def expected():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks from a server")
-def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer():
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("barrier", ["0", "1"])
+def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer(barrier):
+    # With "1" all ranks of a new group meet in torch's store, also those of an older generation.
     context = multiprocessing.get_context("forkserver")
     store = unisono.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     links, ranks = {}, {}
 
     def launch(number):
         links[number], theirs = context.Pipe()
-        ranks[number] = context.Process(target=train, args=(number, store.port, theirs))
+        ranks[number] = context.Process(target=train, args=(number, store.port, theirs, barrier))
         ranks[number].start()
         theirs.close()
 
@@ -155,7 +163,41 @@ def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer():
     assert [(rank, name) for rank, name, _ in found] == [(0, first), (1, first), (2, "")]
 
 
-def alone(port, link):
+def outcome(body):
+    """Return what a function sends from a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    link, theirs = context.Pipe()
+    process = context.Process(target=body, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        return link.recv()
+    finally:
+        process.join()
+        link.close()
+
+
+def borrowing(link):
+    torch_dist.init_process_group("unisono", store=torch_dist.HashStore(), rank=0, world_size=1)
+    unisono.reconfigure()
+    found = []
+    for call in (lambda: torch_dist.all_reduce(torch.ones(1)), lambda: torch_dist.new_group([0])):
+        try:
+            call()
+        except ClosedError as error:
+            found.append(error.what)
+    link.send((found, unisono.get_world_size()))
+
+
+def test_reconfigure_of_unisono_closes_the_group_that_it_borrowed():
+    found, size = outcome(borrowing)
+    name = "default (generation 1, which generation 2 succeeded)"
+    calls = ["all_reduce", "new_group"]
+    assert found == [f"{call} on group '{name}', which was destroyed" for call in calls]
+    assert size == 1
+
+
+def alone(link):
     problems = []
     try:
         unisono.torch.reconfigure()
@@ -171,15 +213,108 @@ def alone(port, link):
 
 
 def test_unisono_borrows_the_group_of_torch_when_a_call_needs_it():
-    context = multiprocessing.get_context("forkserver")
-    link, theirs = context.Pipe()
-    process = context.Process(target=alone, args=(0, theirs))
-    process.start()
-    theirs.close()
-    try:
-        problems, *states = link.recv()
-    finally:
-        process.join()
-        link.close()
+    problems, *states = outcome(alone)
     assert problems == ["reconfigure needs torch's default group on unisono, got None"]
     assert states == [False, True, False]
+
+
+# A module with statistics of its batches. Rank 1 dies in the backward pass of step 10.
+MODULE = (
+    faults.PROLOGUE
+    + f"""
+import torch
+from unisono.parallel import DistributedDataParallel, all_reduce_hook
+torch.set_num_threads(1)
+torch.manual_seed(me)
+net = torch.nn.Sequential(
+    torch.nn.Linear(5, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
+)
+model = DistributedDataParallel(net)
+if os.environ["HOOK"] == "1":
+    model.register_comm_hook(dist.group.WORLD, all_reduce_hook)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+data = torch.randn({faults.LENGTH}, 5, generator=torch.Generator().manual_seed(0))
+job = ElasticJob({{"net": net, "optimizer": optimizer, "note": me}}, min_size=2)
+
+def all_bits():
+    state = [each for slot in optimizer.state_dict()["state"].values() for each in slot.values()]
+    return digest([*net.state_dict().values(), *state])
+
+def die(gradient):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+while job.global_step < {faults.STEPS}:
+    if job.global_step == 10 and me == 1:
+        net[0].weight.register_hook(die)
+    if job.global_step == 20 and shared is not None:
+        shared.set(f"ready/{{me}}", "yes")
+        shared.wait(["waits"], 60)
+    before = all_bits()
+    with job.step() as s:
+        mine, weight = sampler.share(job.global_step)
+        x = data[torch.from_numpy(mine)]
+        loss = weight * (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        s.commit()
+        optimizer.step()
+        optimizer.zero_grad()
+    if s.committed:
+        # The statistics are each rank's own until the next forward pass.
+        parts = [*net.parameters(), *optimizer.state_dict()["state"][0].values()]
+        bits = digest([each.detach() for each in parts])
+        history.append((job.global_step, dist.get_world_size(), bits))
+    else:
+        assert all_bits() == before
+        assert all(each.grad is None for each in net.parameters())
+        aborted.append(job.global_step)
+with torch.no_grad():
+    model(data)  # copies the statistics of rank 0
+error = (net.eval()(data) - data.sum(1, keepdim=True)).square().mean().item()
+ended([all_bits(), error, job.state["note"], net[1].num_batches_tracked.item()])
+"""
+)
+
+
+class Forked:
+    """A script in a process that has loaded torch, with what a test needs of subprocess.Popen."""
+
+    def __init__(self, command, env, **_):
+        self.stdin, self.stdout, self.stderr = (
+            tempfile.TemporaryFile("w+")  # noqa: SIM115  closed where the process ends
+            for _ in range(3)
+        )
+        files = [Inherited(file.fileno()) for file in (self.stdin, self.stdout, self.stderr)]
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=execute, args=(command[-1], env, files))
+        self.process.start()
+        self.kill, self.wait = self.process.kill, self.process.join
+
+    def communicate(self, timeout):
+        self.process.join(timeout)
+        self.returncode = self.process.exitcode
+        assert self.returncode is not None, f"runs after {timeout} s"
+        texts = []
+        for file in (self.stdout, self.stderr):
+            file.seek(0)
+            texts.append(file.read())
+        return texts
+
+
+def execute(script, env, files):
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.environ.update(env)
+    exec(script, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("hook", ["0", "1"])
+def test_a_module_is_unchanged_by_a_step_in_which_a_rank_is_lost(hook, monkeypatch):
+    monkeypatch.setattr(scripts, "Process", Forked)
+    told = faults.play(MODULE, 3, HOOK=hook)
+    faults.check(told, 3)
+    finals = [each["final"] for each in told]
+    assert finals == finals[:1] * 3
+    _, error, note, batches = finals[0]
+    assert note == 0
+    assert batches == faults.STEPS + 1
+    assert error < 4

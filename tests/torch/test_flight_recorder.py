@@ -1,12 +1,12 @@
 """Files of records: torch's analyser reads them, and torch's own files are read."""
 
 import contextlib
+import io
+import logging
 import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -24,17 +24,21 @@ from unisono.trace.analysis import findings_of
 from unisono.trace.flight_recorder import decode
 from unisono.trace.joined import by_rank, join
 
-pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+torch = pytest.importorskip("torch")
+torch_dist = torch.distributed
+fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+pytestmark = pytest.mark.usefixtures("forked_with_torch")
 
-ANALYSER = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
 
-THEIRS = """
-import sys, torch, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(3, 2, dtype=torch.float64))
-with open(sys.argv[1], "wb") as file:
-    file.write(torch._C._distributed_c10d._dump_fr_trace())
-"""
+def analysed(folder):
+    """Return what torch's analyser prints about a folder."""
+    out = io.StringIO()
+    logger, handler = logging.getLogger("Flight Recorder"), logging.StreamHandler(out)
+    logger.addHandler(handler)
+    with contextlib.redirect_stdout(out):
+        fr_trace.main([str(folder)])
+    logger.removeHandler(handler)
+    return out.getvalue()
 
 
 @contextlib.contextmanager
@@ -70,10 +74,7 @@ def test_torchs_analyser_finds_the_mismatch_and_the_missing_rank(rank):
         assert wait_until((folder / f"trace_rank_{rank}").exists)
         dist.barrier()
         if rank == 0:
-            done = subprocess.run(
-                [*ANALYSER, str(folder)], capture_output=True, text=True, timeout=200, check=True
-            )
-            found = done.stdout + done.stderr
+            found = analysed(folder)
             [mismatch] = [line for line in found.splitlines() if "error msg" in line]
             assert "Culprit rank 2" in mismatch
             assert "'[[4]]' does not match found input sizes: '[[8]]'" in mismatch
@@ -85,11 +86,13 @@ def test_torchs_analyser_finds_the_mismatch_and_the_missing_rank(rank):
             )
 
 
-def test_torchs_own_file_is_read(tmp_path):
-    env = os.environ | {"TORCH_FR_BUFFER_SIZE": "10"}
-    file = tmp_path / "trace_rank_0"
-    subprocess.run([sys.executable, "-c", THEIRS, str(file)], env=env, timeout=200, check=True)
-    found = decode(file.read_bytes())
+@pytest.mark.ranks(1, kind="processes")
+def test_torchs_own_file_is_read(rank):
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "10"
+    torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    torch_dist.all_reduce(torch.ones(3, 2, dtype=torch.float64))
+    found = decode(torch._C._distributed_c10d._dump_fr_trace())
+    torch_dist.destroy_process_group()
     [record] = [record for group in found.groups for record in group.records]
     assert found.rank is None
     assert (record.op, record.dtype, record.count) == ("all_reduce", "float64", 6)

@@ -17,8 +17,10 @@ matrix_page = tool("matrix_page")
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("engine", "size"), matrix_page.RUNS)
-def test_numpy_arrays_on_threads(size, engine):
-    found = run(matrix, size, args=("numpy", True), engine=engine, timeout=300)
+def test_numpy_arrays_on_threads(size, engine, drawn):
+    # Below, three ranks run it with all dtypes.
+    how = "numpy", True, drawn(DTYPES, 6)
+    found = run(matrix, size, args=how, engine=engine, timeout=300)
     require_one_outcome_each(sum(found, Counter()))
 
 
@@ -32,9 +34,9 @@ def test_processes_and_the_published_page():
 @pytest.mark.sweep(1)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("library", ["torch", "mixed"])
-def test_torch_tensors_and_both_kinds_together(rank, library):
+def test_torch_tensors_and_both_kinds_together(rank, library, drawn):
     pytest.importorskip("torch")
-    matrix(rank, library)
+    matrix(rank, library, dtypes=drawn(DTYPES, 6))
 
 
 def large_arrays(rank):

@@ -4,10 +4,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster import TIMING, Cluster, node
+from tests.support.selection import examples
 from unisono.errors import RendezvousError
 from unisono.rendezvous.member import End, Member, decide, observe
 from unisono.rendezvous.state import (
@@ -426,7 +427,7 @@ def play(cluster, steps):
             getattr(cluster, what)(agent)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, 80)
 @given(
     rules=RULES,
     count=st.integers(1, 4),
@@ -466,7 +467,7 @@ def test_any_life_ends_in_progress(rules, count, formed, steps):
         assert agent.member.node.id in cluster.state.present
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, 60)
 @given(rules=RULES, kills=st.lists(st.integers(0, 4), max_size=8))
 def test_no_restart_is_lost_and_none_is_counted_twice(rules, kills):
     cluster = Cluster(rules)

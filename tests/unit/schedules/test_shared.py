@@ -115,6 +115,7 @@ def execute_shared(schedule, count, inputs, outputs, itemsize, slot_bytes):
     return True
 
 
+@pytest.mark.sweep(60)
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 @pytest.mark.parametrize(("itemsize", "slot_bytes"), [(4, 512 * 1024), (8, 16 * 1024)])
 def test_result_equals_numpy(collective, algorithm, itemsize, slot_bytes, buffer_sizes, drawn):

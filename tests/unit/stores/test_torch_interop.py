@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,86 +20,105 @@ pytestmark = pytest.mark.skipif(
 )
 
 SCRIPT = Path(__file__).with_name("torch_script.py")
+END = ".\n"
 TIMEOUT_S = 90
 
 
-def torch_process(*args: str, **options) -> subprocess.Popen[str]:
-    # A process of its own: torch's client holds the GIL while it connects.
-    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        **options,
-    )
+class Torch:
+    """A process of its own: torch's client holds the GIL while it connects."""
 
+    def __init__(self, **options):
+        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, str(SCRIPT)]
+        self.process = subprocess.Popen(command, text=True, env=environment, **pipes, **options)
 
-def output_of(*args: str) -> list[str]:
-    with torch_process(*args) as process:
+    def ask(self, *words):
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        """Return the lines of the next answer."""
+        lines = []
+        timer = threading.Timer(TIMEOUT_S, self.process.kill)
+        timer.start()
         try:
-            output, errors = process.communicate(timeout=TIMEOUT_S)
+            while (line := self.process.stdout.readline()) != END:
+                assert line, f"torch's process ended after {lines}"
+                lines.append(line.rstrip("\n"))
         finally:
-            process.kill()
-    assert process.returncode == 0, errors
-    return output.splitlines()
+            timer.cancel()
+            timer.join()
+        return lines
+
+    def output_of(self, *words):
+        self.ask(*words)
+        return self.answer()
 
 
 @pytest.fixture(scope="module")
-def torch_on_torch():
+def listener():
+    """A socket that torch's process has, too."""
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        yield listener
+
+
+@pytest.fixture(scope="module")
+def theirs(listener):
+    torch = Torch(pass_fds=[listener.fileno()])
+    with torch.process as process:
+        try:
+            yield torch
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def torch_on_torch(theirs):
     """What torch's client sees on torch's server."""
-    theirs = output_of("serve")
-    assert len(theirs) > 25
-    return theirs
+    lines = theirs.output_of("serve")
+    assert len(lines) > 25
+    return lines
 
 
 @pytest.mark.sweep(1)
-def test_torch_client_sees_the_same_on_both_servers(server_kind, torch_on_torch):
+def test_torch_client_sees_the_same_on_both_servers(server_kind, theirs, torch_on_torch):
     server = start_server(listen("127.0.0.1", 0))
     try:
-        assert output_of("client", "127.0.0.1", str(server.port)) == torch_on_torch
+        assert theirs.output_of("client", "127.0.0.1", server.port) == torch_on_torch
     finally:
         server.close()
 
 
 @pytest.mark.skipif(engine() is None, reason="the Python server would wait for the GIL for ever")
-def test_torch_client_in_the_servers_own_process(torch_on_torch):
-    assert output_of("beside") == torch_on_torch
+def test_torch_client_in_the_servers_own_process(theirs, torch_on_torch):
+    assert theirs.output_of("beside") == torch_on_torch
 
 
 @pytest.mark.parametrize("master", ["unisono", "torch"])
-def test_master_of_one_waits_for_worker_of_the_other(master):
+def test_master_of_one_waits_for_worker_of_the_other(master, theirs, listener):
     """Shared servers on sockets that were opened before; keys are the same seen from both."""
-    (listener,) = listen("127.0.0.1", 0)
-    port, fd = listener.getsockname()[1], listener.detach()
-    mine = {"multi_tenant": True, "master_listen_fd": fd} if master == "unisono" else {}
-    theirs = ["worker", str(port)] if master == "unisono" else ["master", str(port), str(fd)]
-    pass_fds = [] if master == "unisono" else [fd]
-    with torch_process(*theirs, pass_fds=pass_fds, stdin=subprocess.PIPE) as process:
-        if master == "torch":
-            os.close(fd)
-        try:
-            with TCPStore(
-                "127.0.0.1", port, 2, is_master=master == "unisono", timeout=TIMEOUT_S, **mine
-            ) as store:
-                assert store.get("torch") == b"met"
-                store.set("unisono", "too")
-                store.barrier("both", 2)
-                output, errors = process.communicate(timeout=TIMEOUT_S)
-        finally:
-            process.kill()
-    assert (process.returncode, output) == (0, "b'too'\n"), errors
+    if master == "unisono":
+        (own,) = listen("127.0.0.1", 0)
+        port = own.getsockname()[1]
+        mine = {"multi_tenant": True, "master_listen_fd": own.detach()}
+        theirs.ask("worker", port)
+    else:
+        port, mine = listener.getsockname()[1], {}
+        theirs.ask("master", port, listener.fileno())
+    with TCPStore(
+        "127.0.0.1", port, 2, is_master=master == "unisono", timeout=TIMEOUT_S, **mine
+    ) as store:
+        assert store.get("torch") == b"met"
+        store.set("unisono", "too")
+        store.barrier("both", 2)
+        assert theirs.answer() == ["b'too'"]
 
 
 @pytest.fixture(scope="module")
-def torch_port():
-    with torch_process("hold", stdin=subprocess.PIPE) as process:
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.stdin.close()
-            process.wait(TIMEOUT_S)
+def torch_port(theirs):
+    return int(theirs.output_of("hold")[0])
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What torch's TCPStore client sees; run by test_torch_interop in a process of its own.
 
-usage: torch_script.py [client HOST PORT | beside | serve | hold | worker PORT | master PORT FD]
+Reads commands, and answers each with lines and the line `.`:
+client HOST PORT | beside | serve | hold | worker PORT | master PORT FD
 """
 
 import sys
@@ -21,7 +22,7 @@ def attempt(call):
         return f"{type(error).__name__}: {str(error).splitlines()[0][:40]}"
 
 
-def values(store):
+def values(store, _):
     yield store.set("k", "v"), store.get("k")
     yield store.set("bytes", b"\xff\x00"), store.get("bytes")
     yield store.set("empty", ""), store.get("empty")
@@ -86,7 +87,7 @@ def prefixes(store):
     yield clone.get("q/p/k")
 
 
-def meet(port: int, listen_fd: int | None) -> None:
+def meet(port: int, listen_fd: int | None):
     """Be one of two clients that a master waits for, or be that master, with a shared server."""
     store = dist.TCPStore(
         "127.0.0.1",
@@ -98,41 +99,45 @@ def meet(port: int, listen_fd: int | None) -> None:
         master_listen_fd=listen_fd,
     )
     store.set("torch", "met")
-    print(store.get("unisono"), flush=True)
+    yield store.get("unisono")
     store.barrier("both", 2)
-    sys.stdin.read()
+
+
+def seen(store):
+    other = dist.TCPStore(store.host, store.port, None, False, LONG)
+    for part in (values, waits, queues, barriers):
+        yield from part(store, other)
+    yield from prefixes(store)
+
+
+def answers(held, mode, *words):
+    """Yield the lines that answer one command; what is in `held` stays until the end."""
+    match mode:
+        case "worker" | "master":
+            yield from meet(int(words[0]), int(words[1]) if mode == "master" else None)
+        case "client":
+            yield from seen(dist.TCPStore(words[0], int(words[1]), 1, False, LONG))
+        case "beside":
+            # The server of unisono in this process: torch's client holds the GIL to connect.
+            from unisono.base.sockets import listen
+            from unisono.stores import start_server
+
+            server = start_server(listen("127.0.0.1", 0))
+            yield from seen(dist.TCPStore("127.0.0.1", server.port, 1, False, LONG))
+            server.close()
+        case "serve":
+            yield from seen(dist.TCPStore("127.0.0.1", 0, 1, True, LONG))
+        case "hold":
+            held.append(dist.TCPStore("127.0.0.1", 0, 1, True, LONG))
+            yield held[0].port
 
 
 def main() -> None:
-    mode, *rest = sys.argv[1:]
-    if mode in ("worker", "master"):
-        meet(int(rest[0]), int(rest[1]) if mode == "master" else None)
-        return
-    if mode == "client":
-        store = dist.TCPStore(rest[0], int(rest[1]), 1, False, LONG)
-    elif mode == "beside":
-        # The server of unisono in this process: torch's client holds the GIL while it connects.
-        from unisono.base.sockets import listen
-        from unisono.stores import start_server
-
-        server = start_server(listen("127.0.0.1", 0))
-        store = dist.TCPStore("127.0.0.1", server.port, 1, False, LONG)
-    else:
-        store = dist.TCPStore("127.0.0.1", 0, 1, True, LONG)
-    if mode == "hold":
-        print(store.port, flush=True)
-        sys.stdin.read()
-        return
-    other = dist.TCPStore(store.host, store.port, None, False, LONG)
-    for part in (
-        values(store),
-        waits(store, other),
-        queues(store, other),
-        barriers(store, other),
-        prefixes(store),
-    ):
-        for line in part:
+    held = []
+    for command in sys.stdin:
+        for line in answers(held, *command.split()):
             print(line)
+        print(".", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ from tests.support.programs import python
 from unisono.errors import LaunchError
 from unisono.testing import run
 
-CONFTEST = 'pytest_plugins = ["unisono.testing.plugin"]\n'
+# Each rank imports its module of tests, and hence pytest, unless the server has done that.
+CONFTEST = """
+    import multiprocessing
+
+    pytest_plugins = ["unisono.testing.plugin"]
+    multiprocessing.set_forkserver_preload(["pytest", "unisono.testing"])
+"""
 
 # No folder of this project is on sys.path, and pytest makes up the name `deep.er.test_plain`.
 PLAIN = """

@@ -1,20 +1,16 @@
 """The same script under torch.distributed with Gloo and under unisono, in real processes."""
 
-import importlib.util
-import os
-
 import pytest
 
 import unisono as dist
 
+torch = pytest.importorskip("torch")
+theirs = torch.distributed
+pytestmark = pytest.mark.usefixtures("forked_with_torch")
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
 @pytest.mark.ranks(3, kind="processes")
 def test_results_are_those_of_gloo(rank, tmp_path):
-    import torch
-    import torch.distributed as theirs
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     size, url = dist.get_world_size(), f"file://{tmp_path}/store"
     theirs.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
     try:
