@@ -88,7 +88,7 @@ def test_a_broken_table_is_refused(text, expected):
         (8191, {}, "linear"),
         (8192, {}, "one_shot"),
         (65537, {}, "one_shot"),  # the built-in rule
-        (MIB, {}, "binomial"),  # the built-in rule
+        (MIB, {}, "two_shot"),  # the built-in rule
         (8191, {"algorithm": "ring"}, "ring"),
         (8191, {"override": "ring,linear"}, "linear"),
         (8191, {"override": "reduce:ring,binomial"}, "ring"),
