@@ -283,30 +283,30 @@ def rank_by_rank(
         spent = np.cumsum(cost)
         send, receive = (_places(rows.kind == kind) for kind in (SEND, RECV))
         # A negative index counts from the end. A division would take several times as long.
-        away, way, nbytes = distance[rows.peer[send] - rank], rank - rows.peer[receive], rows.nbytes
+        away, way = distance[rows.peer[send] - rank], rank - rows.peer[receive]
+        nbytes = rows.nbytes[receive]
         if rank == 0:
             first, sent[away] = away, spent[send]
         left = sent >= 0
         alike = bool(len(way) == len(away) == np.count_nonzero(left) > 0)
         left[way] = False
         alike &= np.array_equal(away, first) and np.array_equal(spent[send], sent[away])
-        there = arrivals(rank, way, nbytes[receive], sent) if alike and not left.any() else None
+        there = arrivals(rank, way, nbytes, sent) if alike and not left.any() else None
         if there is None:
             return None
         begin = there - (spent[receive] - cost[receive])
         if (latest := begin.max()) > clock[rank]:
             clock[rank], m = latest, int(begin.argmax())
-            source[rank], size[rank] = rank - way[m], nbytes[receive][m]
+            source[rank], size[rank] = rank - way[m], nbytes[m]
         clock[rank] += spent[-1]
     return clock, source, size
 
 
 def _places(chosen: BoolArray) -> IntArray | slice:
     """Return the indices of the entries that are true; a slice, which is faster, if it is one."""
-    found = np.flatnonzero(chosen)
-    if len(found) and found[-1] - found[0] + 1 == len(found):
-        return slice(int(found[0]), int(found[-1]) + 1)
-    return found
+    first, number = int(chosen.argmax()) if len(chosen) else 0, np.count_nonzero(chosen)
+    run = slice(first, first + number)
+    return run if chosen[run].all() else np.flatnonzero(chosen)
 
 
 def _spent(rank: IntArray, cost: IntArray, p: int) -> tuple[IntArray, IntArray]:
