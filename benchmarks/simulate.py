@@ -1,7 +1,7 @@
 """Measure the simulator: messages per second, and worlds of 24,576 ranks.
 
-Run from the repository root: `python benchmarks/simulate.py [--all]`. Times are processor seconds,
-so that other programs on the machine matter less. Nothing here is a test.
+Run from the repository root: `python benchmarks/simulate.py [--all] [--links] [--costs]`. Times are
+processor seconds, so that other programs on the machine matter less. Nothing here is a test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def main() -> None:
     """Print a line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="also every algorithm at 24,576 ranks")
+    parser.add_argument("--links", action="store_true", help="24,576 ranks: links serve in turn")
+    parser.add_argument("--costs", action="store_true", help="24,576 ranks: ranks need time")
     flags = parser.parse_args()
+    costs = Costs(100_000, 100_000, reduction=LinkSpec(gbps=10.0)) if flags.costs else Costs()
     for algorithm, ranks in (("ring", 128), ("ring", 256), ("recursive_doubling", 1024)):
         rows = all_rows([Traffic(build("all_reduce", algorithm, ranks), 1 << 20, 4)])
         name = f"all_reduce {algorithm}, {ranks} ranks"
@@ -52,7 +55,7 @@ def main() -> None:
             label = f"stages on {type(where).__name__}: all_reduce {algorithm}, 16,384 ranks"
             traffic = Traffic(schedule, 1 << 26, 4)
             rate(label, partial(run_stages, [traffic], where, Costs(), contended=False))
-    at_scale(every=flags.all)
+    at_scale(every=flags.all, contended=flags.links, costs=costs)
 
 
 def rate(label: str, call: Callable[[], Any]) -> None:
@@ -68,7 +71,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def at_scale(*, every: bool) -> None:
+def at_scale(*, every: bool, **options: Any) -> None:
     """Print the time of each algorithm at 24,576 ranks (16,384 where it needs a power of two)."""
     some = {("all_reduce", name) for name in ("ring", "tree", "double_tree", "node_tree")}
     for collective, table in _TABLE.items():
@@ -77,10 +80,10 @@ def at_scale(*, every: bool) -> None:
                 continue
             fits = [p for p in (RANKS, 16_384) if entry.serves(p, PER_HOST if p == RANKS else 8)]
             if fits:
-                one_at_scale(collective, algorithm, fits[0])
+                one_at_scale(collective, algorithm, fits[0], **options)
 
 
-def one_at_scale(collective: str, algorithm: str, ranks: int) -> None:
+def one_at_scale(collective: str, algorithm: str, ranks: int, **options: Any) -> None:
     """Print the time of one algorithm."""
     local = PER_HOST if ranks == RANKS else 8
     root = 0 if collective in ROOTED else -1
@@ -89,7 +92,7 @@ def one_at_scale(collective: str, algorithm: str, ranks: int) -> None:
     label = f"{collective} {algorithm}, {ranks:,} ranks"
     try:
         seconds, result = timed(
-            lambda: simulate(schedule, 64 * ranks, network, itemsize=4, contended=False)
+            lambda: simulate(schedule, 64 * ranks, network, itemsize=4, **options)
         )
     except InvalidArgumentError as error:
         print(f"{label}: refused: {error.what}", flush=True)

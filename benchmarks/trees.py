@@ -1,16 +1,17 @@
 """Compare two working trees: the same cells of `unisono bench`, by turns.
 
-    python benchmarks/trees.py OTHER [--turns 9] [--flags "all -e 1M -f 8 --rounds 9"]
+    python benchmarks/trees.py OTHER [--turns 18] [--flags "all -e 1M -f 8 --rounds 9"]
 
 OTHER is another working tree of unisono with its own .venv, for instance of an older commit (`git
-worktree add`, `make setup`). Each turn measures this tree and OTHER, in changing order. The figure
-of a cell is the median over the turns of the time here divided by the time there, of the fastest
-rounds. `same` compares this tree with itself: the noise.
+worktree add`, `make setup`). Each turn measures this tree twice and OTHER, by turns in all orders.
+The figure of a cell is the median over the turns of the time here divided by the time there, of the
+fastest rounds. `same` compares this tree with itself: the noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shlex
@@ -22,6 +23,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 Cell = tuple[str, int]
+# All orders, because the last of a turn was up to 9 % slower than the first.
+ORDERS = list(itertools.permutations(("here", "other", "same")))
 
 
 def measure(tree: Path, flags: list[str]) -> dict[Cell, float]:
@@ -39,14 +42,14 @@ def main() -> None:
     """Print a line per cell, and the geometric mean of all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("other", type=Path)
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=18)
     parser.add_argument("--flags", default="all -e 1M -f 8 --rounds 9")
     options = parser.parse_args()
     flags = shlex.split(options.flags)
     trees = {"here": HERE, "other": options.other.resolve(), "same": HERE}
     ratios: dict[str, dict[Cell, list[float]]] = {name: defaultdict(list) for name in trees}
     for turn in range(options.turns):
-        names = list(trees) if turn % 2 else list(reversed(trees))
+        names = ORDERS[turn % len(ORDERS)]
         times = {name: measure(trees[name], flags) for name in names}
         for name in ("other", "same"):
             for cell, time_us in times["here"].items():

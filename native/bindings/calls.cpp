@@ -29,8 +29,8 @@ class Unlocker final : public Idler {
   }
   void idle() override {
     if (state_ != nullptr) return;
-    // The site of the call is found with the lock.
-    if (recorder_ != nullptr) recorder_->write_now();
+    // The site of the call is found with the lock. The record is written when the run waits.
+    if (recorder_ != nullptr) recorder_->find_site();
     state_ = PyEval_SaveThread();
   }
 

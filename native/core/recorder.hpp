@@ -108,16 +108,23 @@ class Recorder {
     return last_;
   }
   // As begin(), for a collective that runs at once on this thread. The record is written later, when
-  // the run waits for its peers anyway, and `site` is called then.
-  uint64_t begin_soon(const Recorded& call, uint64_t seq, Site (*site)()) {
+  // the run waits for its peers anyway, and `find_site` is called then.
+  uint64_t begin_soon(const Recorded& call, uint64_t seq, Site (*find_site)()) {
     waits.clear();
-    soon_ = {&call, ++last_, seq, site};
+    soon_ = {&call, ++last_, seq, find_site};
     return last_;
+  }
+  // Call `find_site` of begin_soon() before write_now() would.
+  void find_site() {
+    if (soon_.call == nullptr || soon_.find_site == nullptr) return;
+    soon_.site = soon_.find_site();
+    soon_.find_site = nullptr;
   }
   // Write the record of begin_soon(), if it is not written.
   void write_now() {
     if (soon_.call == nullptr) return;
-    write(soon_.number, *soon_.call, soon_.seq, soon_.site(), 1);
+    find_site();
+    write(soon_.number, *soon_.call, soon_.seq, soon_.site, 1);
     soon_.call = nullptr;
   }
   // A run waits longer than a moment for a rank of the group.
@@ -173,7 +180,8 @@ class Recorder {
     const Recorded* call = nullptr;
     uint64_t number = 0;
     uint64_t seq = 0;
-    Site (*site)() = nullptr;
+    Site (*find_site)() = nullptr;  // nullptr: `site` is found
+    Site site{};
   };
 
   void write(uint64_t number, const Recorded& call, uint64_t seq, Site site, uint64_t runs) {

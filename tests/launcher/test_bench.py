@@ -6,6 +6,7 @@ import math
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.support.oracle import outcome
 from tests.support.programs import python
 from unisono.bench import launch as bench_launch
+from unisono.bench import libraries
 from unisono.bench.data import Data
 from unisono.bench.launch import run_ranks
 from unisono.bench.plan import DTYPES, OPS, REDOPS, BenchPlan, Loop, Sizes, cases, parse_nbytes
@@ -384,10 +386,35 @@ def test_ranks_on_several_hosts_are_right(tmp_path):
 @pytest.mark.whole("loads torch twice")
 @needs_gloo
 def test_what_a_peer_lacks_is_said_and_left_out(bench):
-    code, out, err = bench("all_reduce", "-b", 8, "-e", 8, *QUICK, "-o", "avg", "--peer", "gloo")
+    flags = ("-b", 8, "-e", 8, *QUICK, "-o", "avg", "-d", "int32", "--peer", "gloo")
+    code, out, err = bench("all_reduce", *flags)
     assert (code, err) == (0, "")
-    assert "# note: gloo cannot do all_reduce: gloo has no reduce op avg" in out
+    # torch's own words.
+    assert "# note: gloo cannot do all_reduce: result type Float can't be cast to the" in out
     assert [line.split()[-2:] for line in out.splitlines() if "avg  " in line] == [["-", "-"]]
+
+
+@pytest.mark.whole("loads torch twice")
+@needs_gloo
+def test_averages_of_gloo_are_right(bench, tmp_path):
+    path = tmp_path / "out.json"
+    words = ("-b", 64, "-e", 64, *QUICK, "-o", "avg", "--peer", "gloo", "--json", path)
+    code, _, err = bench("all_reduce", "reduce", "reduce_scatter", *words)
+    assert (code, err) == (0, "")
+    results = [row["results"] for row in json.loads(path.read_text())["rows"]]
+    assert [each["gloo"]["wrong"] for each in results] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "reduce", "reduce_scatter"])
+def test_nccl_of_torch_gets_averages(op):
+    asked = []
+    given = {name: lambda *words: asked.append(words[-1]) for name in (op, f"{op}_single")}
+    fake = SimpleNamespace(ReduceOp=SimpleNamespace(AVG="torch's AVG"), **given)
+    plan = BenchPlan(ops=(op,), nprocs=2, redop="avg", sizes=Sizes(8, 8))
+    (case,) = cases(op, plan)
+    library = libraries._C10d("nccl", fake, lambda tensor: tensor, fake.ReduceOp, {}, {})
+    library.call(Data(case, plan, 0))()
+    assert asked == ["torch's AVG"]
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--peer", "mpi"), marks=MPI_WHOLE)], ids=str)

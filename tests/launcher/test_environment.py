@@ -42,6 +42,8 @@ def test_ways_to_join_are_this_launchers_own():
         not outer.keys()
         & worker_environment(0, Place(world=world, run_id="j"), inherited={}).keys()
     )
+    founders = Place(world=world, run_id="job", replaces=True)
+    assert worker_environment(0, founders, inherited={})["UNISONO_JOIN"] == "0"
     joined = (*NODES[:1], replace(NODES[1], joined=True))
     world = replace(world, members=joined, store_url="redis://own")
     own = worker_environment(0, Place(world=world, run_id="job"), inherited=outer)

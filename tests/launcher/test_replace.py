@@ -190,6 +190,67 @@ def test_the_others_wait_for_the_rank_of_a_worker_that_fails_before_they_meet(la
     assert sorted(rows(out, "ended")) == [["0", "0", "3"], ["1", "0", "3"], ["2", "0", "3"]]
 
 
+KILLED_WHILE_THEY_MEET = """
+import importlib, os, pathlib, signal, time
+import numpy as np
+import unisono as dist
+from unisono.errors import PeerError, StepAborted
+connect = importlib.import_module("unisono.transports.connect")
+publish, mark = connect._publish, pathlib.Path("MARK")
+me, joins = int(os.environ["RANK"]), os.environ.get("UNISONO_JOIN", "0")
+
+class Store:
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            result = getattr(self.store, name)(*arguments)
+            # After the barrier the others leave the meeting.
+            while name == "barrier" and not self.store.get("rank/0").isdigit():
+                time.sleep(0.001)
+            if name == "CALL":
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        return call
+
+if me == 1 and not mark.exists():
+    connect._publish = lambda store, *rest: publish(Store(store), *rest)
+dist.init_process_group(timeout=60)
+state, fresh = {"step": 0}, True
+while state["step"] < 10:
+    try:
+        if fresh:
+            dist.sync_state(state)
+        with dist.step() as s:
+            dist.all_reduce(x := np.ones(1))
+            s.commit()
+        state["step"] += 1
+        fresh = s.changed
+    except (PeerError, StepAborted):
+        fresh = True
+    if fresh:
+        dist.reconfigure(min_size=3)
+print("ended", me, joins, state["step"], int(x[0]), flush=True)
+dist.barrier()
+"""
+
+
+# Between the two its address may be that of a dead process, so that links of the others break.
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("call", ["compare_set", "barrier"])
+def test_a_worker_that_is_killed_while_they_meet_is_replaced(launches, tmp_path, call):
+    script = KILLED_WHILE_THEY_MEET.replace("MARK", str(tmp_path / "mark")).replace("CALL", call)
+    code, out, err = launches.run("-n3", "--restart=worker", "--max-restarts=1", script=script)
+    assert code == 0, err
+    assert re.search(r"rank 1 .* was killed by SIGKILL; replacement 1 of 1", err)
+    joins = "1" if call == "barrier" else "0"
+    assert sorted(rows(out, "ended")) == [
+        ["0", "0", "10", "3"], ["1", joins, "10", "3"], ["2", "0", "10", "3"],
+    ]  # fmt: skip
+
+
 def test_without_a_budget_a_worker_that_fails_before_they_meet_ends_the_launch(launches, tmp_path):
     """The others must not go on with fewer workers: they would wait for its rank."""
     script = ENDS_EARLY.replace("MARK", str(tmp_path / "mark"))
@@ -231,6 +292,44 @@ dist.barrier()
 def failing(zero, one, two, least):
     script = FAILING_IN_TURN.replace("ZERO", str(zero)).replace("ONE", str(one))
     return script.replace("TWO", str(two)).replace("LEAST", str(least))
+
+
+MEETS_ELSEWHERE = """
+import os
+import unisono as dist
+from unisono.errors import RendezvousError
+rank, url = os.environ["RANK"], os.path.expandvars("URL")
+try:
+    dist.init_process_group(init_method=f"{url}?rank={rank}&world_size=2", timeout=60)
+    print("met", rank, dist.get_world_size(), flush=True)
+except RendezvousError as error:
+    print("refused", rank, error.what, flush=True)
+"""
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("url", "restart", "meets"),
+    [
+        ("file://FOLDER/store", "worker", False),
+        ("file://FOLDER/store", "all", True),
+        ("redis://127.0.0.1:1/job", "worker", False),
+        ("tcp://$MASTER_ADDR:$MASTER_PORT", "worker", True),
+    ],
+)
+def test_ranks_meet_where_a_newcomer_can_join(launches, tmp_path, url, restart, meets):
+    url = url.replace("FOLDER", str(tmp_path))
+    script = MEETS_ELSEWHERE.replace("URL", url)
+    code, out, err = launches.run("-n2", f"--restart={restart}", script=script)
+    assert code == 0, err
+    assert sorted(rows(out, "met")) == [[rank, "2"] for rank in "01" if meets]
+    refused = sorted(line for line in out.splitlines() if line.startswith("refused"))
+    assert refused == [
+        f"refused {rank} rank {rank} cannot meet at '{url}?rank={rank}&world_size=2': newcomers of "
+        "`unisono run --restart worker` join at env://"
+        for rank in "01"
+        if not meets
+    ]
 
 
 def test_a_worker_is_replaced_if_all_others_are_replacements(launches):
@@ -287,5 +386,5 @@ def test_workers_after_a_replacement_found_the_next_world(launches):
         *("-n3", "--restart", "worker", "--max-restarts", "2"), script=script
     )
     assert code == 0, err
-    assert rows(out, "join") == [["None"]] * 3 + [["1"]] + [["None"]] * 3
+    assert rows(out, "join") == [["0"]] * 3 + [["1"]] + [["0"]] * 3
     assert len(rows(out, "ended")) == 3

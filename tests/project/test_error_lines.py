@@ -588,6 +588,9 @@ WITHOUT_A_WORLD["Usage"] = {
 WITHOUT_A_WORLD["Unsupported"] = {
     "tensor is a buffer of format 'P', which NumPy does not know":
         lambda: buffers.view(memoryview(bytearray(8)).cast("B").cast("P"), write=False),
+    "mpi has no reduce op avg": lambda: mpi(
+        lambda: libraries._MPI().call(SimpleNamespace(
+            case=None, plan=SimpleNamespace(redop="avg", dtype="int32"))), COMM_WORLD=None),
     "mpi has no type float16": lambda: mpi(
         lambda: libraries._MPI().call(SimpleNamespace(
             case=None, plan=SimpleNamespace(redop="sum", dtype="float16"))), COMM_WORLD=None),

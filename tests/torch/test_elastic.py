@@ -66,8 +66,9 @@ def check_groups(old):
             old.unisono.barrier()
 
 
-def train(number, port, link):
+def train(number, port, link, barrier):
     """Train `STEPS` steps. Number 1 dies in backward of step 8; number 9 joins in step 16."""
+    os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
     start(number, port)
     net, joined = linear(number), number == 9
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
@@ -120,14 +121,17 @@ def expected():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks from a server")
-def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer():
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("barrier", ["0", "1"])
+def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer(barrier):
+    # With "1" all ranks of a new group meet in torch's store, also those of an older generation.
     context = multiprocessing.get_context("forkserver")
     store = unisono.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     links, ranks = {}, {}
 
     def launch(number):
         links[number], theirs = context.Pipe()
-        ranks[number] = context.Process(target=train, args=(number, store.port, theirs))
+        ranks[number] = context.Process(target=train, args=(number, store.port, theirs, barrier))
         ranks[number].start()
         theirs.close()
 
@@ -156,7 +160,41 @@ def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer():
     assert [(rank, name) for rank, name, _ in found] == [(0, first), (1, first), (2, "")]
 
 
-def alone(port, link):
+def outcome(body):
+    """Return what a function sends from a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    link, theirs = context.Pipe()
+    process = context.Process(target=body, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        return link.recv()
+    finally:
+        process.join()
+        link.close()
+
+
+def borrowing(link):
+    torch_dist.init_process_group("unisono", store=torch_dist.HashStore(), rank=0, world_size=1)
+    unisono.reconfigure()
+    found = []
+    for call in (lambda: torch_dist.all_reduce(torch.ones(1)), lambda: torch_dist.new_group([0])):
+        try:
+            call()
+        except ClosedError as error:
+            found.append(error.what)
+    link.send((found, unisono.get_world_size()))
+
+
+def test_reconfigure_of_unisono_closes_the_group_that_it_borrowed():
+    found, size = outcome(borrowing)
+    name = "default (generation 1, which generation 2 succeeded)"
+    calls = ["all_reduce", "new_group"]
+    assert found == [f"{call} on group '{name}', which was destroyed" for call in calls]
+    assert size == 1
+
+
+def alone(link):
     problems = []
     try:
         unisono.torch.reconfigure()
@@ -172,16 +210,7 @@ def alone(port, link):
 
 
 def test_unisono_borrows_the_group_of_torch_when_a_call_needs_it():
-    context = multiprocessing.get_context("forkserver")
-    link, theirs = context.Pipe()
-    process = context.Process(target=alone, args=(0, theirs))
-    process.start()
-    theirs.close()
-    try:
-        problems, *states = link.recv()
-    finally:
-        process.join()
-        link.close()
+    problems, *states = outcome(alone)
     assert problems == ["reconfigure needs torch's default group on unisono, got None"]
     assert states == [False, True, False]
 

@@ -67,8 +67,6 @@ class _C10d:
 
     def call(self, data: Data) -> TimedCall:
         case, plan, dist, extra = data.case, data.plan, self.dist, self.extra
-        if plan.redop == "avg" and self.name != "unisono":
-            raise UnsupportedError(f"{self.name} has no reduce op avg")
         whole_in, whole_out = data.arrays
         given, result = self.wrap(whole_in), self.wrap(whole_out)
         op, root = getattr(self.reduce_ops, REDOPS[plan.redop]), plan.root

@@ -25,6 +25,7 @@ from unisono.groups.membership import Membership, Wishes
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import Group, World, at_exit, current, process_world, resolve
 from unisono.rendezvous import rendezvous
+from unisono.rendezvous.handlers import attempt_prefix
 from unisono.rendezvous.joining import open_for_newcomer
 from unisono.rendezvous.launchers import is_alone
 from unisono.stores import HashStore, PrefixStore, Store
@@ -178,6 +179,15 @@ def _meet(
         if is_alone(config.environ(), rank, world_size):
             return HashStore(), 0, 1
         init_method = "env://"
+    # The launcher looks into its own store whether a failed worker had met the others. If they met
+    # elsewhere, its replacement would take its rank, and make the file of the others anew.
+    founds = attempt_prefix() and config.environ().get("UNISONO_JOIN") == "0"
+    if founds and not init_method.startswith(("env:", "tcp:")):
+        raise RendezvousError(
+            f"rank {config.environ().get('RANK')} cannot meet at {init_method!r}: newcomers of "
+            "`unisono run --restart worker` join at env://",
+            hint="leave init_method out, or use --restart all",
+        )
     return next(iter(rendezvous(init_method, rank, world_size, timeout=timeout_s)))
 
 

@@ -12,6 +12,7 @@ from unisono.base import config
 from unisono.bench.plan import OPS, parse_nbytes
 from unisono.cli.flags import add_parser, checked, non_negative, positive
 from unisono.cli.simulate import machine_of, row_of
+from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def _nbytes(text: str) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from unisono.backends.tuning import read_tables
-    from unisono.cli.look.command import plain
     from unisono.schedules import Choice, select
     from unisono.schedules.explain import nbytes_text, reason
     from unisono.schedules.ir import REDUCING

@@ -14,6 +14,7 @@ from unisono.cli.completion import SHELLS, PrintCompletion
 from unisono.cli.doctor import command as doctor
 from unisono.cli.look import command as look
 from unisono.cli.run import command as run
+from unisono.cli.terminal import plain
 from unisono.cli.trace import command as trace
 from unisono.errors import UnisonoError
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main(argv)
         except UnisonoError as error:
             # It may have words of a file or of a job.
-            lines = [look.plain(line) for line in str(error).split("\n")]
+            lines = [plain(line) for line in str(error).split("\n")]
             print("unisono: error:", "\n".join(lines), file=sys.stderr)
             return 1
         finally:

@@ -16,6 +16,7 @@ from unisono.base import config
 from unisono.base.host import usable_cores
 from unisono.bench.plan import OPS, Sizes, parse_nbytes
 from unisono.cli.flags import add_parser, checked, positive, seconds
+from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -154,7 +155,6 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
 
 def _show(table: Table) -> None:
     """Print the rules of a table, and what each gains."""
-    from unisono.cli.look.command import plain
     from unisono.schedules.explain import nbytes_text
     from unisono.schedules.select import select
     from unisono.schedules.tuning import LEAST_PASSES, mean_us, topology_of

@@ -270,6 +270,7 @@ class Agent:
             max_restarts=spec.limits.max_restarts,
             one_gpu_each=spec.one_gpu_each,
             token=self._token,
+            replaces=spec.limits.replaces,
         )
         job = self._rendezvous if spec.limits.replaces else None
         replacements = Replacements(

@@ -31,6 +31,7 @@ class Place:
         max_restarts: Number of restarts that the job may have.
         one_gpu_each: Whether every worker sees one GPU only and has LOCAL_RANK=0.
         token: Secret by which the workers' store recognises clients of the job, or "".
+        replaces: Whether newcomers can join the workers (`--restart worker`).
     """
 
     world: WorkerWorld
@@ -38,6 +39,7 @@ class Place:
     max_restarts: int = 0
     one_gpu_each: bool = False
     token: str = ""
+    replaces: bool = False
 
     @classmethod
     def alone(cls, nprocs: int, *, master_port: int, run_id: str, token: str = "") -> Place:
@@ -113,7 +115,7 @@ def worker_environment(
         variables["UNISONO_TOKEN"] = place.token
     # This launcher may itself be started by a newcomer of another job.
     for name, text in (
-        ("UNISONO_JOIN", "1" * node.joined),
+        ("UNISONO_JOIN", "1" if node.joined else "0" * place.replaces),
         ("UNISONO_STORE", world.store_url),
     ):
         if text or inherited.get(name):

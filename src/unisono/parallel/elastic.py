@@ -209,13 +209,13 @@ class ElasticSampler:
         length: Number of samples.
         batch_size: Largest number of samples in a step, on all ranks together.
         shuffle: Whether each epoch has an order of its own.
-        seed: Of the orders.
+        seed: Of the orders; at least 0.
 
     Attributes:
         steps_per_epoch: Number of steps in an epoch.
 
     Raises:
-        InvalidArgumentError: `length` or `batch_size` is less than 1.
+        InvalidArgumentError: `length` or `batch_size` is less than 1, or `seed` less than 0.
     """
 
     def __init__(
@@ -230,7 +230,9 @@ class ElasticSampler:
             )
         self.steps_per_epoch = -(-self._length // batch_size)
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed = as_integer(seed, "seed")
+        if self._seed < 0:
+            raise InvalidArgumentError(f"ElasticSampler: seed={seed}, expected at least 0")
         self._order = (-1, np.arange(self._length))
 
     def batch(self, step: int) -> np.ndarray:

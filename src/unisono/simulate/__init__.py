@@ -6,7 +6,7 @@ pure: no I/O, no clock, no thread. All times are integers of picoseconds.
 Three models. *Links*: messages cross links that serve in turn (`networks`, `links`). *Alpha-beta*:
 the same without contention (`contended=False`). *LogGOPS*: processors and interfaces that are
 busy, without contention in the network (`loggops`). Large worlds are evaluated stage by stage
-(`stages`), or by following a few ranks (`images`).
+(`stages`), or by following a few ranks (`images`, `alike`).
 """
 
 from unisono.simulate.channels import Channels, in_channels

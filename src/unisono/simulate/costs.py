@@ -56,7 +56,7 @@ class Costs:
 
     def of(self, rows: Rows) -> IntArray:
         """Return the time that each row takes on its rank, after its message is there."""
-        fixed = np.array([self.send_ps, self.recv_ps, 0])[rows.kind]
+        fixed = np.array([self.send_ps, self.recv_ps, 0]).take(rows.kind)
         if np.isfinite(self.messages.gbps):
             fixed = fixed + np.where(rows.kind == WORK, 0, self.messages.busy_ps(rows.nbytes))
         if np.isfinite(self.reduction.gbps):

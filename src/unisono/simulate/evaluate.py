@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import Schedule
 from unisono.schedules.registry import build
-from unisono.simulate import images, links, stages
+from unisono.simulate import alike, images, links, stages
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import Result
-from unisono.simulate.traffic import Rows, Traffic
+from unisono.simulate.traffic import Rows, Traffic, joined
 
 # Up to this number of rows a run of the events takes seconds. Above it, stages are evaluated.
 _EVENT_ROWS = 400_000
@@ -75,6 +73,8 @@ def simulate(
     if rows > _ALL_ROWS:
         raise _too_large(name, rows, _ALL_ROWS, "stages take")
     result = stages.run(parts, network, costs, contended=contended, large=most > stages.LARGE)
+    if result is None and contended:
+        result = alike.run(parts, network, costs)
     if result is None:
         raise _too_large(name, most, stages.LARGE, "a stage takes")
     return result
@@ -82,9 +82,7 @@ def simulate(
 
 def all_rows(parts: Sequence[Traffic]) -> Rows:
     """Return the rows of schedules one after another, rank by rank; for small worlds."""
-    tables = [part.all_rows() for part in parts]
-    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
-    return rows.take(np.argsort(rows.rank, kind="stable"))
+    return joined([part.all_rows() for part in parts])
 
 
 def _by_images(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +22,13 @@ from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
 from unisono.simulate.stages import matched
-from unisono.simulate.traffic import RECV, SEND, Rows, Traffic
+from unisono.simulate.traffic import RECV, SEND, Rows, Traffic, joined
 
 # Stages and rows per table: larger tables cost memory, smaller tables cost NumPy calls.
 _STAGES = 2048
 _ROWS = 1 << 18
 # Rows of the followed ranks that events take in a minute and 2 GiB.
-_SHARED_ROWS = 4_000_000
+SHARED_ROWS = 4_000_000
 # An odd number, so that its multiples reach all images in turn.
 _STRIDE = 0x9E3779B1
 
@@ -58,6 +57,10 @@ class Images(NamedTuple):
     def way(self, source: IntArray, target: IntArray) -> IntArray:
         """Return what translations keep of a message, beside the places of its ends."""
         return source ^ target if self.flips else (target - source) % self.size
+
+    def fold(self, network: Network, numbers: IntArray) -> IntArray:
+        """Return the first image of each link."""
+        return network.folded(numbers, self.size // self.followed, flips=self.flips)
 
 
 def find_images(
@@ -236,14 +239,31 @@ def run_shared(
 
     Cost: as the events, for the rows of the followed ranks.
     """
-    tables: list[Rows] = []
+    tables = shared_rows(parts, images)
+    run = traced(joined(tables), network, costs, images) if tables else None
+    return for_all(run.result, images) if run else None
+
+
+def shared_rows(parts: Sequence[Traffic], images: Images) -> list[Rows] | None:
+    """Return the rows of the followed ranks, or None if ranks differ, or if rows are too many."""
+    found: list[Rows] = []
     for traffic in parts:
         for table in _tables(traffic, images):
-            if table is None or sum(len(each.rank) for each in tables) > _SHARED_ROWS:
+            if table is None or sum(len(each.rank) for each in found) > SHARED_ROWS:
                 return None
-            tables.append(table)
-    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
-    rows = rows.take(np.argsort(rows.rank, kind="stable"))
+            found.append(table)
+    return found
+
+
+def traced(rows: Rows, network: Network, costs: Costs, images: Images) -> links.Traced | None:
+    """Execute the rows of the followed ranks, event by event, or return None if they do not match.
+
+    Args:
+        rows: The rows, rank by rank.
+        network: The links; all of them, of which the first images are used.
+        costs: The work of ranks besides messages.
+        images: The translations.
+    """
     sends, receives = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
     send, receive = rows.take(sends), rows.take(receives)
     found = matched(
@@ -257,14 +277,18 @@ def run_shared(
         return None
     into = np.empty_like(sends)
     into[found] = receives
-    copies = images.size // images.followed
-    fold = partial(network.folded, copies=copies, flips=images.flips)
-    own = fold(network.routes(send.rank, send.peer))
+    own = images.fold(network, network.routes(send.rank, send.peer))
     messages = links.on_links(rows, network, sends, into, own)
-    result = links.executed(rows, messages, network, costs, images.followed, contended=True).result
-    busy = None
-    if result.link_busy_ps is not None and network.links <= _SHARED_ROWS:
-        busy = result.link_busy_ps[fold(np.arange(network.links))]
+    begin = links.Begin([costs.start_ps] * images.followed)
+    return links.executed(rows, messages, network, costs, begin, contended=True)
+
+
+def for_all(result: Result, images: Images) -> Result:
+    """Return the result of all ranks, from that of the followed ranks."""
+    copies, network, busy = images.size // images.followed, result.network, result.link_busy_ps
+    if busy is not None:
+        few = network.links <= SHARED_ROWS
+        busy = busy[images.fold(network, np.arange(network.links))] if few else None
     return replace(
         result, finish_ps=np.tile(result.finish_ps, copies), path=(), link_busy_ps=busy,
         messages=result.messages * copies, nbytes=result.nbytes * copies,

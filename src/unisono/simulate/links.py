@@ -13,7 +13,7 @@ determined.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -142,6 +142,20 @@ class Trace(NamedTuple):
     served: list[int]
 
 
+class Begin(NamedTuple):
+    """The state in which a run begins.
+
+    Attributes:
+        clock: When each rank begins.
+        free: When each link in use becomes free; empty if all are free.
+        order: The ranks in the order in which they take their first rows; empty if by number.
+    """
+
+    clock: list[int]
+    free: Sequence[int] = ()
+    order: Sequence[int] = ()
+
+
 class Traced(NamedTuple):
     """A run with all its times.
 
@@ -178,18 +192,19 @@ def traced(rows: Rows, network: Network, costs: Costs, *, contended: bool = True
     Cost: O(n h log n) for n messages over h links; 1 event per link that ranks share.
     """
     messages = plan(rows, network, contended=contended)
-    return executed(rows, messages, network, costs, network.size, contended=contended)
+    begin = Begin([costs.start_ps] * network.size)
+    return executed(rows, messages, network, costs, begin, contended=contended)
 
 
 def executed(
-    rows: Rows, messages: Plan, network: Network, costs: Costs, ranks: int, *, contended: bool
+    rows: Rows, messages: Plan, network: Network, costs: Costs, begin: Begin, *, contended: bool
 ) -> Traced:
-    """Execute the rows of `ranks` ranks, whose messages are planned; see `traced`."""
+    """Execute the rows of some ranks, whose messages are planned; see `traced`."""
     cost = costs.of(rows).tolist()
     cores = None
     if costs.cores:
-        cores = _Cores(ranks, network.period, costs.cores, costs.switch_ps, costs.wake_ps)
-    trace = _execute(rows, messages, cost, [costs.start_ps] * ranks, cores)
+        cores = _Cores(len(begin.clock), network.period, costs)
+    trace = _execute(rows, messages, cost, begin, cores)
     busy = None
     if contended:
         links, times = messages.links, messages.busy
@@ -197,8 +212,10 @@ def executed(
         busy = np.zeros(network.links, np.int64)
         busy[messages.names] = used.astype(np.int64)
     finish = np.array(trace.clock, np.int64)
-    causes, path = _critical_path(rows, messages, trace, cost)
     last = int(np.argmax(finish))
+    end = int(np.searchsorted(rows.rank, last + 1)) - 1
+    parts, path = critical_path(rows, messages, trace, last, end)
+    causes = dict(zip(CAUSES, (*parts, int(finish[last]) - sum(parts)), strict=True))
     passed = (*rows.rank[messages.send[path]].tolist()[::-1], last)
     result = Result(
         finish, causes, passed, len(path), len(messages.send),
@@ -210,7 +227,7 @@ def executed(
 class _State:
     """The plan and the trace of a run as lists of Python integers, and the links' state."""
 
-    def __init__(self, rows: Rows, messages: Plan, clock: list[int]) -> None:
+    def __init__(self, rows: Rows, messages: Plan, start: Begin) -> None:
         columns = (messages.step, messages.busy, messages.rest)
         # Few are different. Equal tuples are one tuple, so that more of them fit into caches.
         same: dict[tuple[int, int, int], tuple[int, int, int]] = {}
@@ -223,15 +240,15 @@ class _State:
         does = np.where(rows.kind == RECV, _TAKES, _WORKS)
         does[messages.send] = np.arange(len(messages.send))
         self.does = does.tolist()
-        bounds = np.searchsorted(rows.rank, np.arange(len(clock) + 1)).tolist()
+        bounds = np.searchsorted(rows.rank, np.arange(len(start.clock) + 1)).tolist()
         self.place, self.stop = bounds[:-1], bounds[1:]
         count = len(self.receive)
         begin, arrival, served = [0] * len(rows.rank), [-1] * len(rows.rank), [0] * len(self.links)
         sent, end, waited = ([0] * count for _ in range(3))
-        self.trace = Trace(clock, begin, arrival, sent, end, waited, served)
-        self.free = [0] * len(messages.names)
+        self.trace = Trace(start.clock, begin, arrival, sent, end, waited, served)
+        self.free = list(start.free) or [0] * len(messages.names)
         self.agenda = Agenda()
-        self.ready = deque(range(len(clock)))
+        self.ready = deque(start.order or range(len(start.clock)))
 
     def server(self) -> Callable[[int, int, int], None]:
         """Return the function by which a link serves message m that arrives at `time`."""
@@ -272,15 +289,13 @@ class _Cores:
     Args:
         ranks: Number of ranks.
         per_host: Ranks per host.
-        cores: Cores per host.
-        switch_ps: Time that a core needs to go from one rank to another.
-        wake_ps: Time that a core needs to wake a rank.
+        costs: The number of cores, and what it costs to change the rank of a core.
     """
 
-    def __init__(self, ranks: int, per_host: int, cores: int, switch_ps: int, wake_ps: int) -> None:
-        self.per_host, self.switch_ps, self.wake_ps = per_host, switch_ps, wake_ps
+    def __init__(self, ranks: int, per_host: int, costs: Costs) -> None:
+        self.per_host, self.switch_ps, self.wake_ps = per_host, costs.switch_ps, costs.wake_ps
         # When each core becomes free, and the rank that had it last.
-        self.hosts = [[(0, -1)] * cores for _ in range(-(-ranks // per_host))]
+        self.hosts = [[(0, -1)] * costs.cores for _ in range(-(-ranks // per_host))]
 
     def take(self, rank: int, time: int, cost: int) -> int:
         """Work for `cost` from `time` on or later; return the end."""
@@ -297,10 +312,10 @@ class _Cores:
 
 
 def _execute(
-    rows: Rows, messages: Plan, cost: list[int], clock: list[int], cores: _Cores | None
+    rows: Rows, messages: Plan, cost: list[int], start: Begin, cores: _Cores | None
 ) -> Trace:
-    """Advance all ranks; `clock` is the time at which each begins."""
-    state = _State(rows, messages, clock)
+    """Advance all ranks."""
+    state, clock = _State(rows, messages, start), start.clock
     private, width = messages.private.tolist(), messages.width
     place, stop, ready, put = state.place, state.stop, state.ready, state.agenda.put
     serve, agenda, does = state.server(), state.agenda, state.does
@@ -359,19 +374,19 @@ def _execute(
     return state.trace
 
 
-def _critical_path(
-    rows: Rows, messages: Plan, trace: Trace, cost: list[int]
-) -> tuple[dict[str, int], list[int]]:
-    """Return the time of each cause, and the messages, on the path to the last end."""
-    rank, ranks = int(np.argmax(trace.clock)), len(trace.clock)
+def critical_path(
+    rows: Rows, messages: Plan, trace: Trace, rank: int, row: int
+) -> tuple[tuple[int, int, int], list[int]]:
+    """Return what the path to a row of a rank is made of, and its messages, the last first.
+
+    Returns:
+        The times for latency, bytes and busy links; the rest is what ranks do. The messages.
+    """
     received = np.full(len(rows.rank), -1)
     received[messages.receive] = np.arange(len(messages.receive))
-    bounds = np.searchsorted(rows.rank, np.arange(ranks + 1)).tolist()
     path: list[int] = []
-    row = bounds[rank + 1] - 1
-    latency = moving = busy = ends = 0
-    while row >= bounds[rank]:
-        ends += cost[row]
+    latency = moving = busy = 0
+    while row >= 0 and rows.rank[row] == rank:
         m = int(received[row])
         if m < 0 or trace.arrival[row] <= trace.begin[row]:
             row -= 1
@@ -382,6 +397,4 @@ def _critical_path(
         row = int(messages.send[m])
         rank = int(rows.rank[row])
         path.append(m)
-    # The rest is the time before the first row.
-    ends = max(trace.clock) - latency - moving - busy
-    return dict(zip(CAUSES, (latency, moving, busy, ends), strict=True)), path
+    return (latency, moving, busy), path

@@ -10,8 +10,10 @@ no contention in the network. The processor of a rank does one thing at a time:
               a message takes the processor when it arrives, posted or not
     above S   a send is done when the message is matched (rendezvous), otherwise when it begins
 
-Events of equal time happen in the order in which they were created. All times are integers of
-picoseconds.
+Events of equal time happen in the order in which they were created. LogGOPSim sorts the operations
+of a rank that may begin at once. Above 16 operations their order there depends on the C++ library.
+Here sends are first, and equal kinds keep the order in which they became free. All times are
+integers of picoseconds.
 
 Source: Hoefler, Schneider and Lumsdaine, "LogGOPSim: simulating large-scale applications in the
 LogGOPS model", HPDC 2010; LogGOPSim 76451de, LogGOPSim.cpp.

@@ -9,7 +9,8 @@ approximate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ from unisono.simulate.traffic import RECV, SEND, Rows, Traffic
 _RUNS = 8
 # Rows of a stage above which ranks advance one after another: more take about 1 GiB.
 LARGE = 4_000_000
+# See `rank_by_rank`.
+Arrivals = Callable[[int, IntArray, IntArray, IntArray], IntArray | None]
+Taken = tuple[IntArray, IntArray, IntArray]
 
 
 class _Hop(NamedTuple):
@@ -185,50 +189,37 @@ class _State:
         return end, [plan.latency, end - at - plan.latency - waited, waited, one]
 
     def advance_each(self, traffic: Traffic, k: int) -> bool:
-        """Execute a stage rank by rank, because the rows of all ranks would not fit in memory.
+        """Execute a stage with `rank_by_rank`; return False if not all ranks send alike."""
+        p, network = len(self.clock), self.network
+        period = network.period if p % network.period == 0 else p
 
-        All ranks must send as rank 0 does, to the same distances. So the time of a message is
-        known without the rows of its sender. Return False if they do not.
-        """
-        p = len(self.clock)
-        clock, paths = self.clock.copy(), [path.copy() for path in self.path]
-        messages, nbytes = self.messages, self.nbytes
-        sends, at = np.empty((0, 0), np.int64), np.full(p, -1)
-        zero, one = np.zeros(p, np.int64), np.ones(p, np.int64)
-        for rank in range(p):
-            rows = traffic.rows(k, [np.array([rank])])
-            cost = self.costs.of(rows)
-            spent = np.cumsum(cost)
-            send, receive = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
-            # Without a division, which takes several times as long.
-            away, way = rows.peer[send] - rank, rank - rows.peer[receive]
-            away[away < 0] += p
-            way[way < 0] += p
-            own = np.stack([away, spent[send]])
-            if rank == 0:
-                sends = own
-                at[own[0]] = own[1]
-            source = rows.peer[receive]
-            taken = np.zeros(p, bool)
-            taken[way] = True
-            once = len(way) == len(send) == np.count_nonzero(taken)
-            if not np.array_equal(own, sends) or not once or (at[way] < 0).any():
-                return False
-            target = np.full_like(source, rank)
-            latency, moving = self.network.alone(source, target, rows.nbytes[receive])
-            begin = self.clock[source] + at[way] + latency + moving - (spent - cost)[receive]
-            if len(begin) and begin.max() > clock[rank]:
-                m = int(begin.argmax())
-                clock[rank] = begin[m]
-                for path, old, part in zip(
-                    paths, self.path, (latency, moving, zero, one), strict=True
-                ):
-                    path[rank] = old[source[m]] + part[m]
-            clock[rank] += cost.sum()
-            nbytes += int(rows.nbytes[send].sum())
-            messages += len(send)
-        self.clock, self.path = clock, paths
-        self.messages, self.nbytes = messages, nbytes
+        def travel(rank: int, way: IntArray, nbytes: IntArray) -> IntArray:
+            latency, moving = network.alone((rank - way) % p, np.full_like(way, rank), nbytes)
+            return latency + moving
+
+        # From ranks that are a period apart the network looks the same.
+        @lru_cache(maxsize=256)
+        def equal(rank: int, nbytes: int) -> IntArray:
+            return travel(rank, np.arange(p), np.full(p, nbytes))
+
+        def arrivals(rank: int, way: IntArray, nbytes: IntArray, sent: IntArray) -> IntArray:
+            self.messages += len(way)
+            self.nbytes += int(nbytes.sum())
+            one = int(nbytes[0])
+            same = (nbytes == one).all()
+            time = equal(rank % period, one)[way] if same else travel(rank, way, nbytes)
+            return self.clock[rank - way] + sent[way] + time
+
+        taken = rank_by_rank(traffic, k, self.costs, self.clock, arrivals)
+        if taken is None:
+            return False
+        self.clock, source, size = taken
+        later = np.flatnonzero(source >= 0)
+        before = source[later]
+        zero, one = np.zeros_like(later), np.ones_like(later)
+        parts = (*network.alone(before, later, size[later]), zero, one)
+        for path, part in zip(self.path, parts, strict=True):
+            path[later] = path[before] + part
         return True
 
     def _serve(self, link: IntArray, arrival: IntArray, busy: IntArray) -> IntArray:
@@ -260,6 +251,62 @@ class _State:
         back = np.empty_like(begin)
         back[order] = begin
         return back
+
+
+def rank_by_rank(
+    traffic: Traffic, k: int, costs: Costs, start: IntArray, arrivals: Arrivals
+) -> Taken | None:
+    """Execute a stage with the rows of one rank at a time in memory.
+
+    All ranks must send as rank 0 does, one message to each of the same distances. So the time of a
+    message is known without the rows of its sender.
+
+    Args:
+        traffic: The schedule.
+        k: The stage.
+        costs: The work of ranks besides messages.
+        start: When each rank begins.
+        arrivals: Returns when the messages to a rank arrive, or None to stop. For each message it
+            takes the distance from the sender, or that less p, and the bytes. The last argument
+            is what a sender has spent when its message to each distance goes [p].
+
+    Returns:
+        When each rank ends, and the sender and the bytes of the message for which it waited last,
+        or -1 [p each]. None if not all ranks send alike.
+    """
+    p = len(start)
+    distance, sent, first = np.arange(p), np.full(p, -1), np.empty(0, np.int64)
+    clock, (source, size) = start.copy(), np.full((2, p), -1)
+    for rank in range(p):
+        rows = traffic.rows(k, [distance[rank : rank + 1]])
+        cost = costs.of(rows)
+        spent = np.cumsum(cost)
+        send, receive = (_places(rows.kind == kind) for kind in (SEND, RECV))
+        # A negative index counts from the end. A division would take several times as long.
+        away, way, nbytes = distance[rows.peer[send] - rank], rank - rows.peer[receive], rows.nbytes
+        if rank == 0:
+            first, sent[away] = away, spent[send]
+        left = sent >= 0
+        alike = bool(len(way) == len(away) == np.count_nonzero(left) > 0)
+        left[way] = False
+        alike &= np.array_equal(away, first) and np.array_equal(spent[send], sent[away])
+        there = arrivals(rank, way, nbytes[receive], sent) if alike and not left.any() else None
+        if there is None:
+            return None
+        begin = there - (spent[receive] - cost[receive])
+        if (latest := begin.max()) > clock[rank]:
+            clock[rank], m = latest, int(begin.argmax())
+            source[rank], size[rank] = rank - way[m], nbytes[receive][m]
+        clock[rank] += spent[-1]
+    return clock, source, size
+
+
+def _places(chosen: BoolArray) -> IntArray | slice:
+    """Return the indices of the entries that are true; a slice, which is faster, if it is one."""
+    found = np.flatnonzero(chosen)
+    if len(found) and found[-1] - found[0] + 1 == len(found):
+        return slice(int(found[0]), int(found[-1]) + 1)
+    return found
 
 
 def _spent(rank: IntArray, cost: IntArray, p: int) -> tuple[IntArray, IntArray]:

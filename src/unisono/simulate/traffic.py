@@ -141,7 +141,8 @@ class Traffic:
     def _read(self, steps: IntArray, stage: IntArray) -> Rows:
         """Return the columns of `Schedule.steps` as messages and work in bytes."""
         rank, op, peer, src_buf, src, dst_buf, dst, count = steps
-        kind = _KIND[op]
+        # `take` is faster than an index.
+        kind = _KIND.take(op)
         if self._chunk:
             nbytes = count * self._chunk
         else:
@@ -151,8 +152,8 @@ class Traffic:
         barrier = self.schedule.collective == "barrier"
         if barrier:
             nbytes = np.full_like(nbytes, self.message_bytes)
-        rows = Rows(rank, kind, peer, nbytes, _REDUCES[op], stage)
-        keep = (nbytes > 0) | barrier
+        rows = Rows(rank, kind, peer, nbytes, _REDUCES.take(op), stage)
+        keep = nbytes >= (0 if barrier else 1)
         if not self.work:
             keep &= kind != WORK
         if not keep.all():
@@ -163,17 +164,23 @@ class Traffic:
     def _spread(self, rows: Rows, to_all: BoolArray) -> Rows:
         """Return the rows with each post to all ranks as p-1 messages, to the next rank first."""
         p = self.schedule.world_size
-        times = np.where(to_all, p - 1, 1)
-        spread = Rows._make(np.repeat(column, times) for column in rows)
-        peer = spread.peer
-        for first in (np.cumsum(times) - times)[to_all].tolist():
-            start = int(spread.rank[first]) + 1
-            peer[first : first + p - 1] = np.arange(start, start + p - 1)
-        # Without a division, which takes several times as long.
-        np.subtract(peer, p, out=peer, where=peer >= p)
-        return spread._replace(peer=peer)
+        blocks, done = [], 0
+        for at in np.flatnonzero(to_all).tolist():
+            post = Rows._make(np.broadcast_to(column[at], p - 1) for column in rows)
+            peer = post.rank + np.arange(1, p)
+            # Without a division, which takes several times as long.
+            post = post._replace(peer=np.where(peer < p, peer, peer - p))
+            blocks += [rows.take(slice(done, at)), post]
+            done = at + 1
+        blocks.append(rows.take(slice(done, None)))
+        return Rows._make(np.concatenate(columns) for columns in zip(*blocks, strict=True))
 
     def all_rows(self) -> Rows:
         """Return the rows of all stages and ranks, rank by rank; for small worlds."""
-        rows = self.rows(0, [np.arange(self.schedule.world_size)] * self.stages)
-        return rows.take(np.argsort(rows.rank, kind="stable"))
+        return joined([self.rows(0, [np.arange(self.schedule.world_size)] * self.stages)])
+
+
+def joined(tables: Sequence[Rows]) -> Rows:
+    """Return the rows of tables one after another, rank by rank."""
+    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
+    return rows.take(np.argsort(rows.rank, kind="stable"))

@@ -283,8 +283,30 @@ def _check_handles(store: Store) -> None:
     equal("get of what a clone set", store.get("k"), b"v")
     clone.close()
     equal("get after a clone was closed", store.get("k"), b"v")
-    _raises("a closed clone", ClosedError, lambda: clone.get("k"))
+    _raises("get on a closed clone", ClosedError, lambda: clone.get("k"))
+    _raises("set on a closed clone", ClosedError, lambda: clone.set("k", "late"))
+    equal("get after a refused set", store.get("k"), b"v")
     _raises("pickle", TypeError, lambda: pickle.dumps(store), "cannot be pickled")
+
+
+def _check_writes_on_a_closed_handle(store: Store) -> None:
+    store.set("k", "1")
+    closed = store.clone()
+    closed.close()
+    writes: dict[str, Callable[[], object]] = {
+        "add": lambda: closed.add("k", 1),
+        "append": lambda: closed.append("k", "1"),
+        "compare_set": lambda: closed.compare_set("k", "1", "2"),
+        "delete_key": lambda: closed.delete_key("k"),
+        "multi_set": lambda: closed.multi_set(["k", "n"], ["2", "2"]),
+        "queue_push": lambda: closed.queue_push("q", "1"),
+        "barrier": lambda: closed.barrier("b", 1),
+        "clone": closed.clone,
+    }
+    for name, write in writes.items():
+        _raises(f"{name} on a closed clone", ClosedError, write)
+    equal("keys after refused writes", (store.list_keys(), store.get("k")), (["k"], b"1"))
+    equal("queue after a refused push", store.queue_len("q"), 0)
 
 
 STORE_CHECKS = checks_in(globals())

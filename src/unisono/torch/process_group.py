@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Backend
 
 from unisono.backends import GroupSpec
 from unisono.base.tracebacks import hide_own_frames
-from unisono.errors import ArgumentTypeError, UnsupportedError
+from unisono.errors import ArgumentTypeError, ClosedError, UnsupportedError
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.groups.process_group import group_timeout_s
 from unisono.stores import PrefixStore
@@ -247,6 +247,8 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self, ranks: tuple[int, ...], store: Any, timeout: timedelta | None, options: Any
     ) -> ProcessGroup:
         """Return a group of some global ranks, this rank included, over this group's links."""
+        if not self.unisono.backends:
+            raise ClosedError(f"new_group on group '{self.unisono.name}', which was destroyed")
         ours, theirs = sort_options(options)
         key = f"torch/{'-'.join(map(str, ranks))}/{self._made[ranks]}"
         self._made[ranks] += 1

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from unisono.errors import InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.parallel import ElasticSampler
 from unisono.testing import run
 
@@ -62,3 +62,12 @@ def test_lengths_must_be_positive(arguments):
         ElasticSampler(*arguments)
     with pytest.raises(InvalidArgumentError, match="ElasticSampler: step=-1, expected at least 0"):
         ElasticSampler(5, 2).batch(-1)
+
+
+def test_a_seed_is_an_integer_of_at_least_0():
+    with pytest.raises(InvalidArgumentError, match="ElasticSampler: seed=-1, expected at least 0"):
+        ElasticSampler(5, 2, seed=-1)
+    with pytest.raises(ArgumentTypeError, match=r"seed must be an integer, got 0\.5"):
+        ElasticSampler(5, 2, seed=0.5)
+    orders = [ElasticSampler(50, 50, seed=of(2**40)).batch(0).tolist() for of in (int, np.int64)]
+    assert orders[0] == orders[1]

@@ -18,11 +18,13 @@ from unisono.simulate import (
     Switch,
     Torus,
     Traffic,
+    alike,
     images,
     links,
     simulate,
     stages,
 )
+from unisono.simulate.evaluate import all_rows
 from unisono.simulate.networks import Network
 
 SIZES = range(2, 17)
@@ -151,11 +153,86 @@ def test_a_few_ranks_stand_for_all_where_links_are_shared(kind, unordered):
 
 
 def test_the_order_of_receives_counts_if_they_take_time():
-    schedule = build("all_reduce", "one_shot", 2048)
-    network = Switch(2048, LinkSpec(1, 12.5))
-    assert simulate(schedule, 2048 * 4, network).method == "events of 1 of 2048 ranks"
-    with pytest.raises(InvalidArgumentError, match="a stage takes about "):
-        simulate(schedule, 2048 * 4, network, Costs(recv_ps=1))
+    p, recv_ps = 2048, 1000
+    schedule = build("all_reduce", "one_shot", p)
+    network = Switch(p, LinkSpec(1, 12.5))
+    few = f"events of 1 of {p} ranks"
+    assert simulate(schedule, p * 4, network).method == few
+    result = simulate(schedule, 4, network, Costs(recv_ps=recv_ps))
+    assert result.method == few + ", then rank by rank"
+    # Links never wait: a message of distance d leaves after d - 1 others, of 320 ps each.
+    for rank in (0, 1, 77, p - 1):
+        ends = 0
+        for source in (*range(rank), *range(rank + 1, p)):
+            ends = max(ends, (rank - source) % p * 320 + 2) + recv_ps
+        assert result.finish_ps[rank] == ends
+    assert result.exact
+    assert sum(result.causes_ps.values()) == result.last_ps
+
+
+# Algorithms in which all ranks send alike in their first stage, which may be large.
+ALIKE = [
+    ("all_reduce", "one_shot"),
+    ("reduce_scatter", "rank_order"),
+    ("reduce", "rank_order"),
+    ("reduce", "two_shot"),
+]
+
+
+def run_alike(monkeypatch, schedule, nbytes, network, costs):
+    """Return the result of the first stage as a large stage, and that of the events."""
+    parts = [Traffic(schedule, nbytes, work=costs.works)]
+    if costs.agreement_bytes:
+        agreement = build("barrier", "dissemination", schedule.world_size)
+        parts.insert(0, Traffic(agreement, 0, message_bytes=costs.agreement_bytes))
+    with monkeypatch.context() as patched:
+        patched.setattr(stages, "LARGE", parts[-1].count(0) - 1)
+        found = alike.run(parts, network, costs)
+    return found, links.run(all_rows(parts), network, costs)
+
+
+@pytest.mark.parametrize("kind", ["switch", "hosts", "full", "equal pods", "pods", "dragonfly"])
+def test_a_large_stage_on_shared_links_equals_the_events(kind, monkeypatch):
+    rng = random.Random(kind)
+    compared, approximate = set(), 0
+    for size in (3, 8, 12, 24, 60):
+        for algorithm in ALIKE:
+            local = rng.choice([n for n in (1, 2, 3, 4, 6) if size % (2 * n) == 0] or [1])
+            root = rng.randrange(size) if algorithm[0] == "reduce" else -1
+            schedule, network = build(*algorithm, size, root), NETWORKS[kind](size, local)
+            nbytes = size * rng.choice([1, 100, 4096])
+            for costs in (Costs(), Costs(310, 170, 40), COSTS):
+                found, expected = run_alike(monkeypatch, schedule, nbytes, network, costs)
+                if found is None:
+                    # Its pods are not all alike.
+                    assert size % network.period or size == network.period
+                    continue
+                assert (found.messages, found.nbytes) == (expected.messages, expected.nbytes)
+                assert found.link_busy_ps.tolist() == expected.link_busy_ps.tolist()
+                assert sum(found.causes_ps.values()) == found.last_ps
+                if found.exact:
+                    same = found.finish_ps.tolist() == expected.finish_ps.tolist()
+                    assert same, (schedule, network.period, nbytes, costs)
+                    compared.add(algorithm)
+                else:
+                    approximate += 1
+                    assert found.last_ps == pytest.approx(expected.last_ps, rel=0.05)
+    assert compared == set(ALIKE)
+    # Over more links, messages of the second stage overtake those of the first.
+    assert (approximate > 0) == (kind in ("pods", "dragonfly"))
+
+
+def test_a_large_stage_is_given_up_if_ranks_do_not_send_alike(monkeypatch):
+    network = Hosts(12, 2, INSIDE, BETWEEN)
+    ordered = build("reduce", "rank_order", 12, 0)
+    pipelined = build("all_reduce", "rank_order", 12, pipeline=2)
+    assert run_alike(monkeypatch, ordered, 12 * 8, network, COSTS)[0] is not None
+    for schedule, nbytes in (
+        (ordered, 12 * 8 + 1),  # Chunks of two sizes.
+        (build("reduce", "linear", 12, 0), 12 * 8),
+        (pipelined, 12 * 8),  # All stages are large.
+    ):
+        assert run_alike(monkeypatch, schedule, nbytes, network, COSTS)[0] is None
 
 
 def test_a_schedule_with_a_root_has_no_images():
@@ -193,9 +270,9 @@ def test_a_claim_that_fails_in_a_later_stage_is_given_up():
 
 
 def test_the_largest_schedules_are_refused_before_they_take_the_memory():
-    schedule = build("reduce", "rank_order", 2048, 0)
+    schedule = build("all_reduce", "rank_order", 2048)
     with pytest.raises(InvalidArgumentError, match="a stage takes about ") as caught:
-        simulate(schedule, 2048 * 4, Switch(2048, LinkSpec(1)))
+        simulate(schedule, 2048 * 4, Switch(2048, LinkSpec(1)), Costs(recv_ps=1))
     assert " rows (limit " in str(caught.value)
 
 

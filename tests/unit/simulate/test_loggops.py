@@ -1,49 +1,46 @@
 """LogGOPS against the results of the LogGOPSim program, and GOAL texts read back."""
 
+import re
+
 import pytest
 
+from tests.support.tools import tool
 from unisono.errors import InvalidArgumentError
 from unisono.schedules import build
+from unisono.schedules.registry import _TABLE
 from unisono.simulate import LogGOPS, Program, Traffic, from_goal, program_of, to_goal
 from unisono.simulate.loggops import run
 from unisono.simulate.traffic import RECV, SEND, WORK
 
 NS = 1000
 
-
-def program(case, *, work=False):
-    schedule = build(
-        case["collective"],
-        case["algorithm"],
-        case["p"],
-        case["root"],
-        case["pipeline"],
-        case["local"],
-    )
-    traffic = Traffic(schedule, case["nbytes"], work=work)
-    return program_of(traffic.all_rows(), case["p"], ps_per_byte=40.0)
-
-
-def model(case):
-    times = (case[key] * NS for key in "LogGO")
-    return LogGOPS(*times, eager_bytes=case["S"])
+loggopsim = tool("loggopsim", "benchmarks")
 
 
 @pytest.mark.golden("loggopsim")
 def test_every_rank_ends_as_in_loggopsim(case):
-    result = run(program(case), model(case))
-    assert [ps / NS for ps in result.finish_ps] == case["finish"]
-    assert result.events == case["events"]
+    assert loggopsim.result(case) == {name: case[name] for name in ("finish", "events")}
 
 
 @pytest.mark.golden("loggopsim")
 def test_goal_text_read_back_is_the_same_program(case):
-    written = program(case, work=True)
+    written = loggopsim.program(case)
     read = from_goal(to_goal(written))
-    assert run(read, model(case)).finish_ps == pytest.approx(
-        run(written, model(case)).finish_ps, abs=NS * len(written.rank)
-    )
     assert to_goal(read) == to_goal(written)
+    if case["finish"]:
+        times = run(read, loggopsim.model(case)).finish_ps
+        assert times == [ns * NS for ns in case["finish"]]
+
+
+def test_random_cases_take_every_family():
+    built_in = {
+        (collective, algorithm)
+        for collective, table in _TABLE.items()
+        for algorithm, entry in table.items()
+        if not entry.registered
+    }
+    drawn = loggopsim.cases(1, range(len(loggopsim.FAMILIES)))
+    assert {(case["collective"], case["algorithm"]) for case in drawn} >= built_in
 
 
 def test_readme_of_loggopsim():
@@ -53,6 +50,13 @@ def test_readme_of_loggopsim():
         ns * NS for ns in (34914, 24776, 13138, 13138, 1500, 1500, 1500, 1500)
     ]
     assert (result.events, result.messages) == (21, 7)
+
+
+def test_goal_rounds_work_up_to_nanoseconds():
+    graph = Program(1)
+    for picoseconds in (0, 1, 1000, 1001):
+        graph.add(0, WORK, picoseconds)
+    assert re.findall(r"calc (\d+)", to_goal(graph)) == ["0", "1", "1", "2"]
 
 
 def test_goal_with_comments_calc_and_both_edges():

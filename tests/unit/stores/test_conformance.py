@@ -48,3 +48,13 @@ def test_suite_notices_a_wrong_store():
 
     with pytest.raises(AssertionError, match="check of present keys"):
         check_store(Forgetful)
+
+    class WritesWhenClosed(HashStore):
+        def clone(self):
+            other = super().clone()
+            setattr(other, name, getattr(self, name))
+            return other
+
+    for name in ("set", "delete_key", "queue_push"):
+        with pytest.raises(AssertionError, match=f"{name} on a closed clone: got .*ClosedError"):
+            check_store(WritesWhenClosed)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.base import config
+from unisono.cli.terminal import plain
 from unisono.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -127,11 +128,6 @@ def _top(options: argparse.Namespace) -> int:
 def _public(state: State) -> State:
     # These have tokens, which must not get into a file.
     return {n: value for n, value in state.items() if n not in ("addresses", "endpoint")}
-
-
-def plain(line: str) -> str:
-    """Return a line without control characters, with which a job could write to the terminal."""
-    return "".join(each if each.isprintable() else "?" for each in line)
 
 
 def _live(which: str | None, token: str, jobs: list[Job]) -> int:

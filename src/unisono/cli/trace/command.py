@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unisono.cli.flags import check_writable
-from unisono.cli.look.command import add_token_flag, find_jobs, plain, token_of
+from unisono.cli.look.command import add_token_flag, find_jobs, token_of
+from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from unisono.base.host import reason_of
 from unisono.cli.look.ask import Endpoint, exchange
-from unisono.cli.look.command import plain
 from unisono.cli.look.verdict import Job
+from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.trace.clocks import Trip
 from unisono.trace.flight_recorder import RankRecords, decode

@@ -91,8 +91,13 @@ class Replacements:
         A worker that never calls it has not met the others, either.
         """
         # The number of its worlds, then its process while it meets the others.
-        claim = self._claim(rank)
-        return claim.isdigit() and int(claim) > 0
+        number, _, meets = self._claim(rank).partition(b" ")
+        if not meets:
+            return int(number or 0) > 0
+        # If it fails after the last barrier of the meeting, its neighbours leave the meeting.
+        size = self._place.world_size
+        claims = (self._claim(other % size) for other in (rank - 1, rank + 1))
+        return any(claim.isdigit() and int(claim) >= int(number) for claim in claims)
 
     def may_do_without(self, failed: Worker, workers: Sequence[Worker]) -> bool:
         """Return whether the others go on without a worker that no restart is left for."""
