@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.faults.scripts import outcome, ranks_of
+from tests.faults.scripts import Forked, outcome, ranks_of
 from tests.faults.test_membership import keys, newcomer
 from tests.support.calls import wait_until
 from unisono.base.process_identity import new_user
@@ -71,6 +71,8 @@ while job.global_step < {STEPS}:
     if job.global_step == 20 and shared is not None and not history[-1][1] == 3:
         shared.set(f"ready/{{me}}", "yes")
         shared.wait(["waits"], 60)
+        while not dist.membership_changed():  # it looks every 50 ms
+            time.sleep(0.01)
     before = digest([state["weights"], state["velocity"]])
     with job.step() as s:
         mine, weight = sampler.share(job.global_step)
@@ -112,7 +114,7 @@ def alone():
 def play(body, size, **variables):
     """Run a job that loses rank 1 and takes a newcomer in; return what its ranks report."""
     with contextlib.ExitStack() as stack:
-        processes, shared = stack.enter_context(ranks_of(body, size, **variables))
+        processes, shared = stack.enter_context(ranks_of(body, size, Forked, **variables))
         keys(shared, "ready", [each for each in range(size) if each != 1])
         late = stack.enter_context(newcomer(body, shared, 9, **variables))
         job = Document(PrefixStore("worker/attempt_0", shared))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.faults.scripts import SRC, outcome, ranks_of, started
+from tests.faults.scripts import SRC, Forked, outcome, ranks_of, started
 from tests.support.ports import free_port
 from tests.support.programs import python
 from unisono.c10d import lifecycle, steps
@@ -95,7 +95,7 @@ def newcomer(body, store, number, **variables):
         "UNISONO_JOIN": "1",
         "NUMBER": str(number),
     }
-    with started([[]], body, where | variables) as [process]:
+    with started([[]], body, where | variables, Forked) as [process]:
         yield process
 
 
@@ -142,7 +142,7 @@ told(error=error, after=after, most=current().membership.max_size)
 dist.barrier()
 """
     )
-    with ranks_of(body, 4) as (processes, store):
+    with ranks_of(body, 4, Forked) as (processes, store):
         keys(store, "formed", (0, 2, 3))
         with newcomer(body, store, 9) as late:
             found = [outcome(each) for each in (*processes, late)]
@@ -194,7 +194,7 @@ told(error=error, successor="")
 dist.barrier()
 """
     )
-    with ranks_of(body, 3, TIMEOUT="2") as (processes, store):
+    with ranks_of(body, 3, Forked, TIMEOUT="2") as (processes, store):
         keys(store, "ready", range(3))
         os.kill(processes[2].pid, signal.SIGSTOP)
         store.set("worker/attempt_0/default_pg/0/stopped", "yes")
@@ -253,7 +253,7 @@ dist.barrier()
 """
     )
     # Each rank is a host of its own, so that it cannot know whether the others have ended.
-    with ranks_of(body, 4, UNISONO_RANKS_PER_HOST="1") as (processes, _):
+    with ranks_of(body, 4, Forked, UNISONO_RANKS_PER_HOST="1") as (processes, _):
         found = [outcome(each) for each in processes]
     assert [code for _, code, _ in found] == [0] * 4, found
     for told, _, _ in found:
@@ -282,7 +282,7 @@ except dist_errors.RendezvousError as problem:
     told(error=problem.what)
 """
     )
-    with ranks_of(body, 4) as (processes, _):
+    with ranks_of(body, 4, Forked) as (processes, _):
         found = [outcome(each) for each in processes]
     for told, code, err in found[2:]:
         assert code == 0, err
@@ -321,7 +321,7 @@ dist.barrier()
     env = dict(os.environ) | {"PYTHONPATH": SRC}
     gone = python("-c", name, check=True, env=env).stdout.strip()
     for far, group in (("1", "default:generation-3"), ("0", "default:generation-2")):
-        with ranks_of(f"gone_user = {gone!r}\n" + body, 2, FAR=far) as (processes, _):
+        with ranks_of(f"gone_user = {gone!r}\n" + body, 2, Forked, FAR=far) as (processes, _):
             found = [outcome(each) for each in processes]
         assert [code for _, code, _ in found] == [0, 0], found
         assert [(e["size"], e["step"], e["group"]) for e, _, _ in found] == [(2, 6, group)] * 2
@@ -346,7 +346,7 @@ except dist_errors.StoreConnectionError as problem:
     )
     # Rank 0 serves the store.
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with started([[]] * 3, body, place) as processes:
+    with started([[]] * 3, body, place, Forked) as processes:
         found = [outcome(each) for each in processes]
     assert [code for _, code, _ in found] == [-signal.SIGKILL, 0, 0], found
     for each, _, _ in found[1:]:
@@ -850,7 +850,7 @@ told()
 dist.barrier()
 """
     )
-    with ranks_of(body, 3) as (processes, _):
+    with ranks_of(body, 3, Forked) as (processes, _):
         found = [outcome(each) for each in processes]
     assert [code for _, code, _ in found] == [0, 0, -signal.SIGKILL], found
     assert [(e["step"], e["size"]) for e, _, _ in found[:2]] == [(3, 2)] * 2

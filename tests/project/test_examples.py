@@ -161,14 +161,8 @@ def test_two_jobs():
 
 
 @needs_torch
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["unisono", "run"],
-        pytest.param(["torch.distributed.run"], marks=pytest.mark.whole("loads torch 3 times")),
-    ],
-    ids=str,
-)
+@pytest.mark.whole("loads torch on each rank")
+@pytest.mark.parametrize("launcher", [["unisono", "run"], ["torch.distributed.run"]], ids=str)
 def test_torch_ddp_under_both_launchers(launcher):
     code, out, err = run("-m", *launcher, "--nproc-per-node", "2", EXAMPLES / "torch_ddp.py")
     assert code == 0, err
@@ -239,7 +233,7 @@ def difference_in(lines):
     return float(table_of(lines)["largest difference to rank 0 alone"].split()[0])
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("nprocs", "epochs", "batch", "accuracy"),
     [
@@ -271,7 +265,7 @@ def test_train_digits(tmp_path, nprocs, epochs, batch, accuracy):
     assert 0 < int(table["of it communicating and waiting"].partition("%")[0]) < 100
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("old", "new", "failed"),
     [
