@@ -90,7 +90,7 @@ def test_reported_failure_is_no_bug_of_the_library(rank):
     if rank == 1:
         whole.report_failure("KeyError: 'x'")
     caught = attempt(dist.all_reduce, np.ones(2), group=whole)
-    assert caught.kind == ("CollectiveAbortedError" if rank == 1 else "PeerFailedError")
+    assert caught.kind == ("CollectiveAbortedError" if rank == 1 else "PeerFailedError"), caught
     assert (caught.peers, "rank 1 raised KeyError: 'x'" in caught.text) == ((1,), True)
     if rank == 0:
         pair.backends["cpu"].adopt_failure(whole.backends["cpu"])

@@ -194,7 +194,7 @@ told(error=error, successor="")
 dist.barrier()
 """
     )
-    with ranks_of(body, 3, Forked, TIMEOUT="2") as (processes, store):
+    with ranks_of(body, 3, Forked, TIMEOUT="4") as (processes, store):
         keys(store, "ready", range(3))
         os.kill(processes[2].pid, signal.SIGSTOP)
         store.set("worker/attempt_0/default_pg/0/stopped", "yes")
@@ -205,7 +205,7 @@ dist.barrier()
     assert [code for _, code, _ in found] == [0, 0, 7], found
     first, second, late = (each for each, _, _ in found)
     assert first["model"] == second["model"] == 50_000.0 * (5 * 6 + 10 * 3)
-    assert "timed out after 2.0 s" in first["error"]
+    assert "timed out after 4.0 s" in first["error"]
     assert re.match(
         r"rank 2 of generation 1 came too late: generation 2 succeeded it with 2 ranks \(rank 0 is "
         rf"process {processes[0].pid} on host \S+\), and this process is none of them",

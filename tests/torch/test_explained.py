@@ -111,7 +111,9 @@ def test_a_late_rank_of_a_unisono_group_is_explained(launches, capsys):
     assert code == 1
     # The time-out names the place and the last call of the late rank.
     line, place = re.search(r"\n\[rank0\]: (unisono\.torch.*)\n\[rank0\]: +(.*)", err).groups()
-    assert re.search(r"CollectiveTimeoutError: all_reduce #3 in group .* rank 1 never", line)
+    # On a busy machine the last answer of rank 1 may be late.
+    late = "rank 1 (never entered|had not entered)"
+    assert re.search(rf"CollectiveTimeoutError: all_reduce #3 in group .* {late}", line)
     of_rank = "rank 1 is in load (script.py:6), called from script.py:10; its last call was "
     assert place.startswith(of_rank + "all_reduce #2")
     # The traceback ends in the user's line.

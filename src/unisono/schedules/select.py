@@ -140,7 +140,7 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     flat = _messages(collective, nbytes, topology.world_size)
     if not _has_levels(collective, nbytes, topology):
         return flat
-    if collective == "all_reduce" and nbytes < 64 * KIB * topology.world_size:
+    if collective == "all_reduce" and nbytes < 64 * KIB * min(topology.world_size, 8):
         return ("node_tree", "two_level", *flat)  # 0.6 to 0.95 of two_level
     return ("two_level", *flat)
 
