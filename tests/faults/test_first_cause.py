@@ -16,11 +16,13 @@ The orders of events that named a follower, and what prevents each:
 | a failure overtakes data that its detector sent before | it breaks when it comes from there |
 | an exception after the end of its rank's connection | the exception replaces the end |
 | a rank ends soon after a failure in another group | only a rank with an error is a follower |
+| the end of a rank that left a broken group, in shared memory | the rank aborts, then leaves |
 """
 
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from tests.faults import first_cause
 from tests.faults.fault_calls import attempt, store, wait_for_count
 from unisono.testing import run
 from unisono.transports.control import FirstCause
-from unisono.transports.messages import Failure
+from unisono.transports.messages import Failure, Kind
 
 LOST, LOST_2 = Failure("lost", "gone", [3], 0), Failure("lost", "gone", [2], 1)
 RAISED = Failure("failed", "rank 2 raised", [2], 2)
@@ -98,6 +100,40 @@ def test_reported_failure_is_no_bug_of_the_library(rank):
         caught = attempt(dist.all_reduce, np.ones(2), group=pair)
         assert caught.kind == ("CollectiveAbortedError" if rank == 1 else "PeerFailedError")
         assert caught.peers == (1,)
+
+
+@pytest.mark.ranks(3, kind="threads", engine="native")
+def test_a_rank_that_leaves_a_broken_group_is_not_blamed(rank):
+    """Rank 2 sees in shared memory that rank 0 has left, before it gets rank 1's report."""
+    whole = dist.new_group()
+    dist.barrier(group=whole)
+    transport, timers = whole.backends["cpu"]._comm.transport, []
+    arrive = transport.on_control
+
+    def arrive_late(peer, context, kind, body):
+        if kind is Kind.FAIL:
+            timers.append(threading.Timer(0.5, arrive, (peer, context, kind, body)))
+            timers[-1].start()
+        else:
+            arrive(peer, context, kind, body)
+
+    if rank == 2:
+        transport.on_control = arrive_late
+    dist.barrier()
+    if rank == 1:
+        whole.report_failure("KeyError: 'x'")
+        store().set("reported", "")
+        store().wait(["seen"], 60.0)
+    if rank == 0:
+        store().wait(["reported"], 60.0)
+        dist.destroy_process_group()
+    if rank == 2:
+        caught = attempt(dist.all_reduce, np.ones(2), group=whole)
+        store().set("seen", "")
+        for timer in timers:
+            timer.join()
+        assert (caught.kind, caught.peers) == ("PeerFailedError", (1,)), caught
+        assert "rank 1 raised KeyError: 'x'" in caught.text
 
 
 def end_for_own_reasons(rank):
