@@ -38,7 +38,7 @@ MPI = """
   `mpiexec --enable-recovery`. Other launchers usually end all ranks.
 - On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed
   meanwhile, the read fails. By its source MPICH takes that as fatal, and ends the reading process
-  with exit status 143. That came in 3 of 18 kills of one series, and in 2 of some 200 later kills.
+  with exit status 143. That came in 3 of 18 kills of one series, and in 3 of some 200 later kills.
   `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the shrunk group may wait until its
   time-out.
 - If a rank is killed while MPI makes a group (some ms of its first call), MPI can make no group any
