@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import ml_dtypes
@@ -213,7 +214,9 @@ def test_messages_arrive_in_order_and_in_batches():
 def test_a_message_that_does_not_fit_is_named(sent, tag, got):
     def body(rank):
         if rank == 0:
-            dist.send(fake_cuda.array(sent), 1, tag=tag)
+            # If rank 1 is fast, the group is broken before this call returns.
+            with suppress(CollectiveAbortedError):
+                dist.send(fake_cuda.array(sent), 1, tag=tag)
             return ""
         x = fake_cuda.array([0.0, 0.0])
         with pytest.raises(CollectiveMismatchError) as caught:

@@ -21,7 +21,7 @@ Event = dict[str, Any]
 _GAP_NS = 1
 
 # Viewers draw nothing for a slice without length, and an arrow must end inside its slice.
-_LEAST_NS = 3
+_LEAST_NS = 4
 
 
 def chrome_trace(
@@ -87,7 +87,8 @@ class _Events:
                 name, arrow = "message" if record.is_message else "last rank", next(self._ids)
                 source, _ = places[last, its.number]
                 self._add("s", "arrow", last, source, ready_ns, name=name, id=arrow)
-                self._add("f", "arrow", rank, row, end_ns - 2, name=name, id=arrow, bp="e")
+                # The slice is 1 ns shorter, and its begin and length may each lose 1 ns as floats.
+                self._add("f", "arrow", rank, row, end_ns - 3, name=name, id=arrow, bp="e")
 
     def names(self) -> Iterator[Event]:
         """Yield the names of processes and threads."""
