@@ -399,8 +399,11 @@ def test_a_failure_of_nccl_is_named_on_all_ranks():
 
 
 def test_abort_ends_kernels_on_all_ranks():
+    have_met = threading.Barrier(3)
+
     def body(rank):
         dist.all_reduce(fake_cuda.array([1.0]))
+        have_met.wait(LIMIT_S)
         if rank == 0:
             dist.group.WORLD.abort("enough")
             return "enough"
