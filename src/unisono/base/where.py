@@ -38,7 +38,7 @@ _STATES = {
     "t": "is stopped by a debugger",
     "Z": "has ended",
     "X": "has ended",
-    "R": "is running and does not answer, so C code holds its interpreter lock",
+    "R": "is running and does not answer: C code holds its interpreter lock, or its cores are busy",
     "D": "sleeps in the kernel{wait} and does not answer",
     "S": "sleeps{wait} and does not answer",
 }
