@@ -1,12 +1,15 @@
 // Calls of an MPI library, for Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -48,20 +51,30 @@ std::uintptr_t address_of_op(int dtype, int op) {
 }  // namespace unisono
 
 void bind_mpi(nb::module_& m) {
+  using unisono::Doubling;
   using unisono::MPICall;
   using unisono::MPIGroup;
   using unisono::MPIRunner;
+  using unisono::SharedAgreement;
   nb::class_<MPICall>(m, "MPICall")
     .def("__init__", &unisono::make_call, nb::arg("function"), nb::arg("arguments"),
          nb::arg("input_at"), nb::arg("output_at"), nb::arg("request_at"), nb::arg("kept").none(),
          nb::keep_alive<1, 7>(), "A function's address and its arguments. Keeps `kept`.");
+  nb::class_<Doubling>(m, "MPIDoubling")
+    .def(nb::init<const MPICall&, const MPICall&, const MPICall&, int, int, std::size_t>(),
+         nb::arg("send"), nb::arg("receive"), nb::arg("reduce"), nb::arg("rank"), nb::arg("ranks"),
+         nb::arg("nbytes"), "An all_reduce of messages.");
+  nb::class_<SharedAgreement>(m, "SharedAgreement")
+    .def(nb::init<std::shared_ptr<unisono::Segment>, int, const MPICall&>(), nb::arg("segment"),
+         nb::arg("rank"), nb::arg("probe"), "The agreement of one group, in shared memory.");
   nb::class_<MPIGroup>(m, "MPIGroup")
-    .def(nb::init<std::uintptr_t, const MPICall&, bool>(), nb::arg("test"), nb::arg("agreement"),
-         nb::arg("crowded"))
+    .def(nb::init<std::uintptr_t, const MPICall&, bool, std::optional<SharedAgreement>>(),
+         nb::arg("test"), nb::arg("agreement"), nb::arg("crowded"), nb::arg("shared").none())
     .def("go_on", &unisono::go_on,
          "Wait for the call that returned WAITING; return (code, MPI's error).")
     .def("is_moving", &MPIGroup::is_moving, "Whether MPI has the arrays of the call.")
-    .def("is_under_way", &MPIGroup::is_under_way, "Whether MPI has memory of a call.")
+    .def("is_under_way", &MPIGroup::is_under_way,
+         "Whether a call has begun and not ended: MPI may have memory of it.")
     .def("has_arrived", &MPIGroup::has_arrived,
          "Whether the data are there, and go_on() ends a call that took long.")
     .def("is_blocked", &MPIGroup::is_blocked, "Whether a call blocks in MPI.")
@@ -70,7 +83,9 @@ void bind_mpi(nb::module_& m) {
     .def("close", &MPIGroup::close, "End the thread for blocking calls, if it is not in MPI.");
   nb::class_<MPIRunner, unisono::Runner>(m, "MPIRunner")
     .def(nb::init<std::shared_ptr<MPIGroup>, const MPICall&>(), nb::arg("group"), nb::arg("call"),
-         nb::keep_alive<1, 3>(), "Makes one kind of call.");
+         nb::keep_alive<1, 3>(), "Makes one kind of call.")
+    .def(nb::init<std::shared_ptr<MPIGroup>, std::shared_ptr<Doubling>>(), nb::arg("group"),
+         nb::arg("doubling"), "Makes all_reduces of messages.");
   m.def("mpi_op", &unisono::address_of_op, nb::arg("dtype"), nb::arg("op"),
         "Return a function for MPI_Op_create; 0: the pair has no meaning.");
 }

@@ -13,6 +13,12 @@
 
 namespace unisono {
 
+// MPI_Status has up to 32 bytes.
+constexpr size_t kStatusBytes = 128;
+
+// MPI_Test
+using MPITest = int (*)(void* request, int* flag, void* status);
+
 struct MPICall {
   static constexpr size_t kArguments = 10;
 

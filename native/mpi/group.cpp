@@ -29,9 +29,6 @@ constexpr int64_t kTestNs = 200'000;
 constexpr int64_t kYieldNs = 5'000'000;
 constexpr int64_t kMostSleepNs = 1'000'000;
 
-// MPI_Status has up to 32 bytes.
-constexpr size_t kStatusBytes = 128;
-
 void sleep_for(int64_t ns) {
   const timespec time{0, static_cast<long>(ns)};
   nanosleep(&time, nullptr);
@@ -39,31 +36,34 @@ void sleep_for(int64_t ns) {
 
 }  // namespace
 
-MPIGroup::MPIGroup(std::uintptr_t test, const MPICall& agreement, bool is_crowded)
-    : test_(reinterpret_cast<int (*)(void*, int*, void*)>(test)),
+MPIGroup::MPIGroup(std::uintptr_t test, const MPICall& agreement, bool is_crowded,
+                   std::optional<SharedAgreement> shared)
+    : test_(reinterpret_cast<MPITest>(test)),
       is_crowded_(is_crowded),
-      agreement_(agreement) {
+      agreement_(agreement),
+      shared_(std::move(shared)) {
   agreement_.set(agreement_.output_at, agreed_.data());
   agreement_.set(agreement_.request_at, request_.data());
 }
 
 Status MPIGroup::run(const MPICall& data, const Buffers& buffers, AgreementWords words,
-                     Idler* idler) {
+                     Idler* idler, const std::shared_ptr<Doubling>& doubling) {
   // The caller left the last call, for which MPI still uses the memory of this object.
   if (stage_ != Stage::idle) return {Code::closed};
   data_ = data;
   data_.set(data_.input_at, buffers.input);
   data_.set(data_.output_at, buffers.output);
   data_.set(data_.request_at, request_.data());
+  doubling_ = doubling;
+  array_ = buffers.output;
   counts_ = words.fingerprint != 0;
   Status status{};
   if (counts_) {
     ++begun_;
     started_ns_ = now_ns();
-    agreed_ = {words.fingerprint, ~words.fingerprint, words.even, ~words.even};
-    status = begin(Stage::agreeing, agreement_);
+    status = agree(words);
   } else {
-    status = begin(Stage::moving, data_);
+    status = move();
   }
   return status.is_ok() ? go_on(idler) : status;
 }
@@ -72,7 +72,7 @@ Status MPIGroup::go_on(Idler* idler) {
   if (stage_ == Stage::agreeing) {
     Status status = wait(idler);
     if (status.is_ok()) status = compare();
-    if (status.is_ok() && data_.function != 0) status = begin(Stage::moving, data_);
+    if (status.is_ok() && (data_.function != 0 || doubling_)) status = move();
     if (!status.is_ok()) return status;
   }
   if (stage_ == Stage::moving) {
@@ -87,10 +87,34 @@ Status MPIGroup::go_on(Idler* idler) {
   return {};
 }
 
-Status MPIGroup::begin(Stage stage, const MPICall& call) {
+// Begin the agreement.
+Status MPIGroup::agree(AgreementWords words) {
+  if (shared_) {
+    enter(Stage::agreeing);
+    shared_->enter(words);
+    return {};
+  }
+  agreed_ = {words.fingerprint, ~words.fingerprint, words.even, ~words.even};
+  return begin(Stage::agreeing, agreement_);
+}
+
+// Give MPI the arrays.
+Status MPIGroup::move() {
+  if (!doubling_) return begin(Stage::moving, data_);
+  enter(Stage::moving);
+  const int error = doubling_->begin(array_);
+  return error == 0 ? Status{} : failed(error);
+}
+
+void MPIGroup::enter(Stage stage) {
   stage_ = stage;
-  blocks_ = call.blocks();
+  blocks_ = false;
   began_ns_ = 0;
+}
+
+Status MPIGroup::begin(Stage stage, const MPICall& call) {
+  enter(stage);
+  blocks_ = call.blocks();
   if (blocks_) {
     try {
       thread_.begin(call);
@@ -105,7 +129,8 @@ Status MPIGroup::begin(Stage stage, const MPICall& call) {
 }
 
 Status MPIGroup::failed(int error) {
-  stage_ = Stage::idle;
+  // Another message of the call may still be under way.
+  if (!is_moving() || !doubling_ || !doubling_->is_under_way()) stage_ = Stage::idle;
   return {Code::library, error};
 }
 
@@ -113,6 +138,7 @@ Status MPIGroup::failed(int error) {
 // if its least value is the complement of its least complement.
 Status MPIGroup::compare() {
   stage_ = Stage::idle;
+  if (shared_) return shared_->compare();
   if (agreed_[0] != ~agreed_[1]) return {Code::mismatch};
   // 0 is the word of sizes that are not even, even if all ranks have it.
   if (agreed_[2] == 0 || agreed_[2] != ~agreed_[3]) return {Code::uneven};
@@ -128,16 +154,31 @@ Status MPIGroup::wait(Idler* idler) {
   return thread_.error() == 0 ? Status{} : failed(thread_.error());
 }
 
+// Set whether the stage is over; return MPI's error.
+int MPIGroup::test(bool* is_done) {
+  if (is_shared()) {
+    *is_done = shared_->is_complete();
+    return 0;
+  }
+  if (is_moving() && doubling_) return doubling_->test(test_, is_done);
+  int flag = 0;
+  alignas(16) std::array<char, kStatusBytes> status;
+  const int error = test_(request_.data(), &flag, status.data());
+  *is_done = flag != 0;
+  return error;
+}
+
 Status MPIGroup::poll(Idler* idler) {
   int64_t end_ns = 0;
   for (int tests = 1;; ++tests) {
-    int is_done = 0;
-    alignas(16) std::array<char, kStatusBytes> status;
-    if (const int error = test_(request_.data(), &is_done, status.data()); error != 0) {
-      return failed(error);
-    }
-    if (is_done != 0) return {};
+    bool is_done = false;
+    if (const int error = test(&is_done); error != 0) return failed(error);
+    if (is_done) return {};
+    if (is_shared()) cpu_pause();
     if (tests % kTests != 0) continue;
+    if (is_shared()) {
+      if (const int error = shared_->progress(); error != 0) return failed(error);
+    }
     const int64_t now = now_ns();
     if (end_ns == 0) {
       end_ns = now + look_ns();

@@ -1,35 +1,40 @@
 // The calls of a group whose data an MPI library moves: an agreement of all ranks, then a collective
 // of the library.
 //
-// MPI has no time-outs, and cannot take an array back. So the agreement is an all_reduce of 4 numbers
-// in memory of this object, and MPI gets an array only when all ranks have come. A call whose wait is
-// long returns Code::waiting. The caller then looks for lost ranks, aborts and the deadline, and goes
-// on with the same call.
+// MPI has no time-outs, and cannot take an array back. So MPI gets an array only when all ranks have
+// come. The agreement is in shared memory on one host, else an all_reduce of 4 numbers in memory of
+// this object. A call whose wait is long returns Code::waiting. The caller then looks for lost
+// ranks, aborts and the deadline, and goes on with the same call.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "core/program.hpp"
 #include "mpi/blocking_thread.hpp"
 #include "mpi/call.hpp"
+#include "mpi/doubling.hpp"
+#include "mpi/shared_agreement.hpp"
 
 namespace unisono {
 
 class MPIGroup {
  public:
   // `test`: the address of MPI_Test. `agreement`: MPI_Iallreduce of 4 numbers, MIN.
-  // `is_crowded`: there are more ranks than cores on this host.
-  MPIGroup(std::uintptr_t test, const MPICall& agreement, bool is_crowded);
+  // `is_crowded`: there are more ranks than cores on this host. `shared` replaces `agreement`.
+  MPIGroup(std::uintptr_t test, const MPICall& agreement, bool is_crowded,
+           std::optional<SharedAgreement> shared = {});
   MPIGroup(const MPIGroup&) = delete;
   MPIGroup& operator=(const MPIGroup&) = delete;
 
   // Agree on `words` (fingerprint 0: the ranks have agreed already), then make the call `data`, if
-  // there is one. Code::waiting: call go_on().
-  Status run(const MPICall& data, const Buffers& buffers, AgreementWords words, Idler* idler);
+  // there is one, or `doubling`. Code::waiting: call go_on().
+  Status run(const MPICall& data, const Buffers& buffers, AgreementWords words, Idler* idler,
+             const std::shared_ptr<Doubling>& doubling = {});
   // Wait for the call for another moment.
   Status go_on(Idler* idler = nullptr);
 
@@ -38,7 +43,7 @@ class MPIGroup {
   bool has_arrived() const { return stage_ == Stage::arrived; }
   // Whether MPI has the caller's arrays.
   bool is_moving() const { return stage_ == Stage::moving; }
-  // Whether MPI has memory of a call.
+  // Whether a call has begun and not ended: MPI may have memory of it.
   bool is_under_way() const { return stage_ == Stage::agreeing || stage_ == Stage::moving; }
   // Whether a call blocks in MPI.
   bool is_blocked() const { return thread_.is_busy(); }
@@ -53,20 +58,28 @@ class MPIGroup {
  private:
   enum class Stage { idle, agreeing, moving, arrived };
 
+  Status agree(AgreementWords words);
+  Status move();
   Status begin(Stage stage, const MPICall& call);
+  void enter(Stage stage);
+  bool is_shared() const { return stage_ == Stage::agreeing && shared_; }
+  int test(bool* is_done);
   int64_t look_ns() const;
   Status wait(Idler* idler);
   Status poll(Idler* idler);
   Status compare();
   Status failed(int error);
 
-  int (*const test_)(void*, int*, void*);
+  const MPITest test_;
   const bool is_crowded_;
   MPICall agreement_;
+  std::optional<SharedAgreement> shared_;
   // The fingerprint, then the word of the sizes, each followed by its complement. MPI may write them
   // and read `data_` also after a time-out.
   std::array<uint64_t, 4> agreed_{};
   MPICall data_;
+  std::shared_ptr<Doubling> doubling_;
+  char* array_ = nullptr;              // of `doubling_`
   std::array<uint64_t, 2> request_{};  // an int or a pointer
   Stage stage_ = Stage::idle;
   bool blocks_ = false;
@@ -84,11 +97,13 @@ class MPIRunner final : public Runner {
  public:
   MPIRunner(std::shared_ptr<MPIGroup> group, const MPICall& call)
       : group_(std::move(group)), call_(call) {}
+  MPIRunner(std::shared_ptr<MPIGroup> group, std::shared_ptr<Doubling> doubling)
+      : group_(std::move(group)), doubling_(std::move(doubling)) {}
 
   // Ignores the program and the time-out.
   Status run(const Program& /*program*/, const Buffers& buffers, ReduceFn /*reduce*/,
              AgreementWords words, int64_t /*timeout_ns*/, Idler* idler = nullptr) override {
-    return group_->run(call_, buffers, words, idler);
+    return group_->run(call_, buffers, words, idler, doubling_);
   }
   void abort() override { group_->abort(); }
   bool is_aborted() const override { return group_->is_aborted(); }
@@ -96,6 +111,7 @@ class MPIRunner final : public Runner {
  private:
   std::shared_ptr<MPIGroup> group_;
   MPICall call_;
+  std::shared_ptr<Doubling> doubling_;
 };
 
 }  // namespace unisono

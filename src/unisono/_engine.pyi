@@ -394,8 +394,20 @@ class MPICall:
     ) -> None:
         """A function's address and its arguments. Keeps `kept`."""
 
+class MPIDoubling:
+    def __init__(
+        self, send: MPICall, receive: MPICall, reduce: MPICall, rank: int, ranks: int, nbytes: int
+    ) -> None:
+        """An all_reduce of messages."""
+
+class SharedAgreement:
+    def __init__(self, segment: Segment, rank: int, probe: MPICall) -> None:
+        """The agreement of one group, in shared memory."""
+
 class MPIGroup:
-    def __init__(self, test: int, agreement: MPICall, crowded: bool) -> None: ...
+    def __init__(
+        self, test: int, agreement: MPICall, crowded: bool, shared: SharedAgreement | None
+    ) -> None: ...
     def go_on(self) -> tuple[int, int]:
         """Wait for the call that returned WAITING; return (code, MPI's error)."""
 
@@ -403,7 +415,7 @@ class MPIGroup:
         """Whether MPI has the arrays of the call."""
 
     def is_under_way(self) -> bool:
-        """Whether MPI has memory of a call."""
+        """Whether a call has begun and not ended: MPI may have memory of it."""
 
     def has_arrived(self) -> bool:
         """Whether the data are there, and go_on() ends a call that took long."""
@@ -421,8 +433,13 @@ class MPIGroup:
         """End the thread for blocking calls, if it is not in MPI."""
 
 class MPIRunner(Runner):
+    @overload
     def __init__(self, group: MPIGroup, call: MPICall) -> None:
         """Makes one kind of call."""
+
+    @overload
+    def __init__(self, group: MPIGroup, doubling: MPIDoubling) -> None:
+        """Makes all_reduces of messages."""
 
 def mpi_op(dtype: int, op: int) -> int:
     """Return a function for MPI_Op_create; 0: the pair has no meaning."""

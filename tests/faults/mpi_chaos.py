@@ -5,7 +5,8 @@ of data. It uses the MPI library of this environment, and those of UNISONO_TEST_
 
 A world begins with 4 ranks. It has a round of each fault in a drawn order. A kill ends the stage:
 the other ranks shrink the world, and the next stage has a rank less. So a fault may meet a library
-with calls that earlier faults have left. A rank whose call failed writes nonsense into its arrays,
+with calls that earlier faults have left. In each second world the ranks agree in shared memory, in
+the others by MPI. A rank whose call failed writes nonsense into its arrays,
 because MPI may still read them: no other rank may get that.
 """
 
@@ -25,6 +26,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -255,7 +257,8 @@ class Rank:
 
 def one_world(seed, ways, python=sys.executable):
     """Run one world; return the records of its rounds, and what was wrong."""
-    with tempfile.TemporaryDirectory() as name:
+    in_memory = {"UNISONO_SHARED_MEMORY": str(seed % 2)}
+    with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, in_memory):
         folder, rounds = Path(name), plan(seed, ways)
         dead = {each.alive[each.victim] for each in rounds if each.way == "kill"}
         problems = start(folder, seed, ways, dead, python)
@@ -286,7 +289,8 @@ def start(folder, seed, ways, dead, python):
         mpiexec = Path(python).parent / "mpiexec"
         flags = ["--allow-run-as-root", "--oversubscribe", "--enable-recovery", "-n", str(SIZE)]
         done = subprocess.run(
-            [mpiexec, *flags, *command], env=clean_environment(), cwd=ROOT, text=True,
+            [mpiexec, *flags, *command], cwd=ROOT, text=True,
+            env=clean_environment(UNISONO_SHARED_MEMORY=str(seed % 2)),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             timeout=4 * LONG_S, check=False,
         )  # fmt: skip

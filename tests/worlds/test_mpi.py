@@ -78,27 +78,31 @@ def under_mpiexec(size, folder, *words):
     return [mpiexec, *extra, "-n", size, python, *words]
 
 
-def run_bodies(command, modules, least):
-    code, text = launched([*command, "-m", "tests.support.mpi_bodies", *modules])
+def run_bodies(command, modules, least, *, in_memory=True):
+    """Run bodies; `in_memory`: the ranks agree in shared memory, else by MPI."""
+    code, text = launched(
+        [*command, "-m", "tests.support.mpi_bodies", *modules],
+        UNISONO_SHARED_MEMORY=str(int(in_memory)),
+    )
     assert code == 0, text
     assert int(re.search(r"(\d+) bodies", text)[1]) >= least
 
 
 def test_bodies_of_other_tests():
-    run_bodies(unisono_run(3), SAMPLE, 8)
+    run_bodies(unisono_run(3), SAMPLE, 8, in_memory=False)
 
 
 @pytest.mark.whole("starts a world of MPI for all tests of groups, 60 s of CPU")
 @pytest.mark.parametrize(("size", "least"), BODIES)
 def test_all_bodies_of_other_tests(size, least):
-    run_bodies(unisono_run(size), SAMPLE + REST, least)
+    run_bodies(unisono_run(size), SAMPLE + REST, least, in_memory=size != 3)
 
 
 @pytest.mark.whole("needs other MPI libraries")
 @pytest.mark.parametrize(("size", "least"), BODIES)
 @pytest.mark.parametrize("folder", OTHERS)
 def test_other_libraries(folder, size, least):
-    run_bodies(under_mpiexec(size, folder), SAMPLE + REST, least)
+    run_bodies(under_mpiexec(size, folder), SAMPLE + REST, least, in_memory=size != 3)
 
 
 # ---- dtypes and reduce ops --------------------------------------------------------------------
@@ -247,13 +251,14 @@ def every_collective(group, rank, p):
 
 
 def ways_of_a_call(rank):
-    """Calls that block a thread; functions for counts above 2^31 - 1; repeated calls."""
+    """Calls that block a thread; all_reduce of messages; counts above 2^31 - 1; repeated calls."""
     p, found = dist.get_world_size(), mpi_library.library()
     every_collective(None, rank, p)
     before, most = mpi_calls._BLOCKING_BYTES, mpi_calls._MOST
-    blocking, large = dist.new_group(), dist.new_group()
-    mpi_calls._BLOCKING_BYTES = 1
+    blocking, large, by_messages = (dist.new_group() for _ in range(3))
     mpi_calls.library = lambda: found._replace(is_openmpi=True)
+    every_collective(by_messages, rank, p)
+    mpi_calls._BLOCKING_BYTES = 1
     every_collective(blocking, rank, p)
     mpi_calls.library = lambda: found
     native = blocking.backends["cpu"]._engine._native_group

@@ -91,6 +91,12 @@ class CallMaker:
         words = [self._here, _OUTPUT, 4, handle(MPI.UINT64_T), handle(MPI.MIN)]
         return self._made("allreduce", words, 4, 0)
 
+    def probe(self) -> Any:
+        """Return a look for a message from any rank; none comes, but MPI moves data in it."""
+        MPI = library().MPI
+        words = [int(MPI.ANY_SOURCE), int(MPI.ANY_TAG), self._comm, 0, 0]
+        return _engine.MPICall(address("MPI_Iprobe"), words, 3, 4, -1, None)
+
     def reduction(self, what: Collective, unit: int, count: int, op: int) -> Any:
         """Return the call of a collective that reduces.
 
@@ -111,6 +117,8 @@ class CallMaker:
         if kind == "reduce":
             ends = ends if self._rank == what.root else [_OUTPUT, 0]
             return self._made(kind, [*ends, count, unit, op, what.root], count, what.nbytes)
+        if kind == "all_reduce" and self._blocks and what.nbytes < _BLOCKING_BYTES:
+            return self._doubling(unit, count, op, what.nbytes)
         return self._made(kind.replace("_", ""), [*ends, count, unit, op], count, what.nbytes)
 
     def movement(
@@ -148,6 +156,17 @@ class CallMaker:
         ]
         words = [_INPUT, *sizes[0], unit, _OUTPUT, *sizes[1], unit, *root]
         return self._made(name + "v", words, most, what.nbytes if mine is None else largest)
+
+    def _doubling(self, unit: int, count: int, op: int, nbytes: int) -> Any:
+        """Return an all_reduce of messages, which is faster than Open MPI's."""
+
+        def made(name: str, words: Words, *places: int) -> Any:
+            return _engine.MPICall(address(name), words, *places, None)
+
+        words = [0, count, unit, 0, 0, self._comm, 0]
+        ends = made("MPI_Isend", words, -1, -1, 6), made("MPI_Irecv", words, -1, -1, 6)
+        reduce = made("MPI_Reduce_local", [0, 0, count, unit, op], 0, 1, -1)
+        return _engine.MPIDoubling(*ends, reduce, self._rank, self._size, nbytes)
 
     def _made(self, name: str, words: Words, most: int, nbytes: int) -> Any:
         """Return a call.

@@ -4,10 +4,11 @@ MPI moves and reduces; the group's own links stay the control plane. They find t
 or lost, carry an abort and the texts of calls that differ, and move messages (send, recv). Programs
 (deterministic calls, and calls with `algorithm=`) run over these links, too.
 
-A call has two parts. The agreement is an all_reduce of 4 numbers in memory of the engine. No array
-of the caller is in MPI before all ranks have come, because MPI cannot take an array back. Then
-MPI's collective runs. C++ makes both calls (`native/mpi`). If it waits longer than a moment, it
-returns to Python, which looks for lost ranks and the deadline between further moments.
+A call has two parts. The agreement is in shared memory if the ranks are on one host, else an
+all_reduce of 4 numbers in memory of the engine. No array of the caller is in MPI before all ranks
+have come, because MPI cannot take an array back. Then MPI's collective runs. C++ makes the calls
+(`native/mpi`). If it waits longer than a moment, it returns to Python, which looks for lost ranks
+and the deadline between further moments.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from unisono.engines.mpi_library import Helper, library, note_broken, process
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
+from unisono.engines.shared_memory import share_memory
 from unisono.errors import UnsupportedError
 from unisono.transports.control import Question
 from unisono.transports.messages import Failure, Kind
@@ -210,6 +212,8 @@ class MPIEngine(QueueEngine):
         # MPI would wait for an absent rank without a deadline, and without a name.
         if run.meet(bool(why := process.why_no_group())):
             raise UnsupportedError(why or "on another rank MPI can make no group any more")
+        hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
+        shared = share_memory(comm, run) if len(set(hosts)) == 1 else None
         made: list[Any] = []
 
         def make() -> None:
@@ -224,9 +228,10 @@ class MPIEngine(QueueEngine):
             self._raise_error(task, error)
         self._mpi_comm = made[0]
         self._maker = CallMaker(handle(made[0]), comm.rank, comm.size)
-        hosts = comm.transport.hosts
-        crowded = hosts.count(hosts[comm.transport.rank]) > usable_cores()
-        self._native_group = _engine.MPIGroup(address("MPI_Test"), self._maker.agreement(), crowded)
+        crowded = comm.transport.hosts.count(hosts[comm.rank]) > usable_cores()
+        beside = shared and _engine.SharedAgreement(shared[0], comm.rank, self._maker.probe())
+        agreement = self._maker.agreement()
+        self._native_group = _engine.MPIGroup(address("MPI_Test"), agreement, crowded, beside)
 
     def _native(self, prepared: Prepared) -> Any:
         """Return a prepared call for C++."""
