@@ -139,7 +139,7 @@ void test_shared_agreement() {
   run_ranks(kRanks, live);
 }
 
-// A rank that waits lets MPI move the data of the last call, and can be told to give up.
+// A rank that waits lets MPI move the data of the last call, and gets MPI's error.
 void test_wait_in_shared_memory() {
   error = 0;
   MPIGroup group(at(&post_test), {}, false, SharedAgreement(segment_of(2), 0, kProbe));
