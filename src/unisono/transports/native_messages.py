@@ -402,7 +402,8 @@ class NativeMessages(Messages):
 
     def _of_context(self, context: int) -> list[Started]:
         with self._lock:
-            return [t for t in self._open.values() if t.context == context]
+            # `finish` removes transfers without the lock, so iterate over a copy.
+            return [t for t in list(self._open.values()) if t.context == context]
 
     def begun(self, transfer: Started, outcome: Outcome) -> None:
         """Finish a transfer that C++ has started with this outcome, now or when it ends."""
