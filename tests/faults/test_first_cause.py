@@ -136,6 +136,63 @@ def test_a_rank_that_leaves_a_broken_group_is_not_blamed(rank):
         assert "rank 1 raised KeyError: 'x'" in caught.text
 
 
+@pytest.mark.ranks(3, kind="threads", engine="native")
+def test_a_rank_that_leaves_before_all_ranks_are_informed_is_not_blamed(rank):
+    """Rank 0 has rank 1's report and leaves; rank 2 gets that report after its own call."""
+    whole, shared = dist.new_group(), store()
+    comm = whole.backends["cpu"]._comm
+    send, broken = comm.transport._control, threading.Event()
+
+    def send_late(peer, context, kind, words):
+        if kind is Kind.FAIL and peer == 2:
+            shared.wait(["seen"], 60.0)
+        return send(peer, context, kind, words)
+
+    comm.transport.on_failure(comm.context, lambda _: broken.set())
+    dist.barrier()
+    if rank == 1:
+        comm.transport._control = send_late
+        whole.report_failure("KeyError: 'x'")
+    if rank == 0:
+        assert broken.wait(60.0)
+        dist.destroy_process_group()
+        shared.set("left", "")
+    if rank == 2:
+        shared.wait(["left"], 60.0)
+        caught = attempt(dist.all_reduce, np.ones(2), group=whole)
+        shared.set("seen", "")
+        assert (caught.kind, caught.peers) == ("PeerFailedError", (1,)), caught
+        assert "rank 1 raised KeyError: 'x'" in caught.text
+
+
+@pytest.mark.ranks(3, kind="threads", engine="native")
+def test_own_failure_prevails_over_later_ones(rank):
+    """Rank 2 reports that rank 0 was lost while rank 1 is about to report its own error."""
+    whole, shared = dist.new_group(), store()
+    comm = whole.backends["cpu"]._comm
+    send, broken = comm.transport._control, threading.Event()
+
+    def send_late(peer, context, kind, words):
+        if kind is Kind.FAIL:
+            shared.set("began", "")
+            shared.wait(["reported"], 60.0)
+        return send(peer, context, kind, words)
+
+    comm.transport.on_failure(comm.context, lambda _: broken.set())
+    dist.barrier()
+    if rank == 1:
+        comm.transport._control = send_late
+        whole.report_failure("KeyError: 'x'")
+        caught = attempt(dist.all_reduce, np.ones(2), group=whole)
+        assert (caught.kind, caught.peers) == ("CollectiveAbortedError", (1,)), caught
+    if rank == 2:
+        shared.wait(["began"], 60.0)
+        comm.transport.fail(comm.context, Failure("lost", "rank 0 was lost", [0], 2), comm.others)
+        shared.set("reported", "")
+    assert broken.wait(60.0)
+    dist.barrier()
+
+
 def end_for_own_reasons(rank):
     """Rank 3 ends, and then rank 1 of another group, which had no error."""
     group = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]

@@ -41,6 +41,9 @@ _NO_CONTEXT = -1
 # them may have to be made first. Without a limit, a stopped rank would keep the error back.
 _INFORM_S = 0.5
 
+# Ranks that are asked why another rank has left.
+_MOST_ASKED = 8
+
 
 class Transport(ABC):
     """One rank's end of the links to all other ranks.
@@ -200,6 +203,7 @@ class Transport(ABC):
         if not self._failures.is_new(context, failure):
             return
         self._failures.first.add(failure)
+        self._failures.defer(context, failure)
         # The end of this rank may concern linked ranks outside the group, too.
         sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self._linked()})
         self._break(context, failure)
@@ -237,12 +241,17 @@ class Transport(ABC):
             members: The ranks of the group. A failure of other ranks is a cause only if the ended
                 rank had an error because of it.
         """
+        causes = self._failures.first
+        if error.left and self.may_wait() and not causes.find(since_s, error.peer, members):
+            # The report of the failure for which it left may still be on its way here.
+            others = sorted(set(members) - {error.peer})
+            self.ask(0, 0, others[:_MOST_ASKED], Deadline(_INFORM_S))
         own = failure_of(error, self.rank)
         if self._failures.report(own):
             for peer in self._linked():
                 if peer != error.peer and self.down(peer) is None:
-                    self._control(peer, 0, Kind.CAUSE, {"first": self._failures.first.words})
-        first = self._failures.first.find(since_s, error.peer, members)
+                    self._control(peer, 0, Kind.CAUSE, {"first": causes.words})
+        first = causes.find(since_s, error.peer, members)
         if first is None or (first.kind, first.peers) == (own.kind, own.peers):
             return own
         reason = first.reason
@@ -317,6 +326,8 @@ class Transport(ABC):
         """
         self._failures.first.add(failure)
         among = range(self.world_size) if members is None else members
+        if self._failures.is_own(context, failure, self.rank):
+            return
         is_new = self._failures.is_new(context, failure)
         if self.rank not in among or not is_new or failure.by == self.rank:
             return

@@ -297,6 +297,11 @@ class Failures:
         with self._lock:
             return self._deferred.setdefault(context, failure) is failure
 
+    def is_own(self, context: int, failure: Failure, rank: int) -> bool:
+        """Whether this rank reports a failure itself that ends no fewer calls than `failure`."""
+        known = self._deferred.get(context)
+        return known is not None and known.by == rank and known.after <= failure.after
+
     def take_deferred(self, rank: int) -> list[tuple[int, Failure]]:
         """Remove and return the contexts and failures that are kept until this rank ends."""
         with self._lock:
