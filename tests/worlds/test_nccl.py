@@ -572,8 +572,11 @@ def test_a_rank_that_is_late_while_nccl_connects_is_named():
 
 
 def test_a_communicator_that_was_aborted_is_not_used():
+    have_met = threading.Barrier(2)
+
     def body(rank):
         dist.all_reduce(fake_cuda.array([1.0]))
+        have_met.wait(LIMIT_S)
         link = dist.group.WORLD.backends["cuda"]._kernels.link
         assert link.state() is None
         assert link.abort()
