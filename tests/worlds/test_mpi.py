@@ -250,6 +250,10 @@ def every_collective(group, rank, p):
         dist.barrier(group=group)
 
 
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
 def ways_of_a_call(rank):
     """Calls that block a thread; all_reduce of messages; counts above 2^31 - 1; repeated calls."""
     p, found = dist.get_world_size(), mpi_library.library()
@@ -258,6 +262,11 @@ def ways_of_a_call(rank):
     blocking, large, by_messages = (dist.new_group() for _ in range(3))
     mpi_calls.library = lambda: found._replace(is_openmpi=True)
     every_collective(by_messages, rank, p)
+    # Prepared calls of many sizes share the memory for received arrays.
+    before_bytes = resident_bytes()
+    for count in range(15_000, 15_300):
+        dist.all_reduce(np.ones(count), group=by_messages)
+    assert resident_bytes() < before_bytes + 100 * 8 * 15_000
     mpi_calls._BLOCKING_BYTES = 1
     every_collective(blocking, rank, p)
     mpi_calls.library = lambda: found
@@ -343,6 +352,17 @@ def test_mpiexec_of_the_library(script):
         code, text = launched([MPIEXEC, "-n", 2, sys.executable, script, *words])
         assert code == 0, text
         assert sorted(text.splitlines()) == ["0 of 2: 2 2", "1 of 2: 2 2"]
+
+
+@pytest.mark.whole("one more launch")
+def test_ranks_without_a_host_share_no_memory(script):
+    """The names of their hosts are empty, also of ranks on different machines."""
+    maps = "assert 'memfd:unisono' not in open('/proc/self/maps').read()"
+    script.write_text(SCRIPT.replace("dist.destroy", f"{maps}\ndist.destroy"))
+    code, text = launched(
+        unisono_run(2, script), UNISONO_ENGINE="reference", UNISONO_SHARED_MEMORY="0"
+    )
+    assert code == 0, text
 
 
 @pytest.mark.whole("one more launch")

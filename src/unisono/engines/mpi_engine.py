@@ -213,7 +213,9 @@ class MPIEngine(QueueEngine):
         if run.meet(bool(why := process.why_no_group())):
             raise UnsupportedError(why or "on another rank MPI can make no group any more")
         hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
-        shared = share_memory(comm, run) if len(set(hosts)) == 1 else None
+        # A rank without a host name cannot share memory, or must not.
+        shares = all(hosts) and len(set(hosts)) == 1
+        shared = share_memory(comm, run) if shares else None
         made: list[Any] = []
 
         def make() -> None:
