@@ -13,7 +13,7 @@ constexpr int kRequest = 6;
 
 Doubling::Doubling(const MPICall& send, const MPICall& receive, const MPICall& reduce, int rank,
                    int ranks, size_t nbytes)
-    : send_(send), receive_(receive), reduce_(reduce), received_(nbytes) {
+    : send_(send), receive_(receive), reduce_(reduce), nbytes_(nbytes) {
   int power = 1;
   while (2 * power <= ranks) power *= 2;
   // The first 2 * pairs ranks form pairs, so that a power of two remains. The lower rank of a pair
@@ -33,8 +33,9 @@ Doubling::Doubling(const MPICall& send, const MPICall& receive, const MPICall& r
   if (is_paired) rounds_.push_back({rank - 1, true, false, false});
 }
 
-int Doubling::begin(char* array) {
+int Doubling::begin(char* array, char* received) {
   array_ = array;
+  received_ = received;
   round_ = 0;
   return begin_round();
 }
@@ -43,7 +44,7 @@ int Doubling::begin_round() {
   const Round& round = rounds_[round_];
   receive_.arguments[kPeer] = send_.arguments[kPeer] = round.peer;
   if (round.receives) {
-    const char* into = round.reduces ? received_.data() : array_;
+    const char* into = round.reduces ? received_ : array_;
     if (const int error = begin_message(&receive_, into, 0); error != 0) return error;
   }
   return round.sends ? begin_message(&send_, array_, 1) : 0;
@@ -71,7 +72,7 @@ int Doubling::test(MPITest test, bool* is_done) {
     }
     if (is_under_way()) return 0;
     if (rounds_[round_].reduces) {
-      reduce_.set(reduce_.input_at, received_.data());
+      reduce_.set(reduce_.input_at, received_);
       reduce_.set(reduce_.output_at, array_);
       if (const int error = reduce_.make(); error != 0) return error;
     }

@@ -21,8 +21,10 @@ class Doubling {
   Doubling(const MPICall& send, const MPICall& receive, const MPICall& reduce, int rank, int ranks,
            size_t nbytes);
 
-  // Begin with an array; return MPI's error.
-  int begin(char* array);
+  // Size of the array.
+  size_t nbytes() const { return nbytes_; }
+  // Begin with an array, and memory of this size for a received array; return MPI's error.
+  int begin(char* array, char* received);
   // Go on, and set whether all is done; return MPI's error.
   int test(MPITest test, bool* is_done);
   // Whether MPI has memory of a message, also after an error.
@@ -42,8 +44,9 @@ class Doubling {
   MPICall receive_;
   MPICall reduce_;
   std::vector<Round> rounds_;
-  std::vector<char> received_;
+  size_t nbytes_;
   char* array_ = nullptr;
+  char* received_ = nullptr;
   size_t round_ = 0;
   std::array<std::array<uint64_t, 2>, 2> requests_{};  // each an int or a pointer
   std::array<bool, 2> is_under_way_{};

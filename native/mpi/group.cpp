@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <ctime>
+#include <new>
 #include <system_error>
 
 #include <sched.h>
@@ -101,8 +102,15 @@ Status MPIGroup::agree(AgreementWords words) {
 // Give MPI the arrays.
 Status MPIGroup::move() {
   if (!doubling_) return begin(Stage::moving, data_);
+  if (received_.size() < doubling_->nbytes()) {
+    try {
+      received_.resize(doubling_->nbytes());
+    } catch (const std::bad_alloc&) {
+      return {Code::no_memory};
+    }
+  }
   enter(Stage::moving);
-  const int error = doubling_->begin(array_);
+  const int error = doubling_->begin(array_, received_.data());
   return error == 0 ? Status{} : failed(error);
 }
 

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "core/program.hpp"
 #include "mpi/blocking_thread.hpp"
@@ -79,7 +80,9 @@ class MPIGroup {
   std::array<uint64_t, 4> agreed_{};
   MPICall data_;
   std::shared_ptr<Doubling> doubling_;
-  char* array_ = nullptr;              // of `doubling_`
+  char* array_ = nullptr;  // of `doubling_`
+  // For `doubling_`. A program may prepare a thousand calls, and only one of them runs.
+  std::vector<char> received_;
   std::array<uint64_t, 2> request_{};  // an int or a pointer
   Stage stage_ = Stage::idle;
   bool blocks_ = false;

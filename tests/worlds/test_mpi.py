@@ -20,6 +20,7 @@ import pytest
 import unisono as dist
 from tests.faults import test_hosts
 from tests.support import netns
+from tests.support.calls import wait_until
 from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
@@ -250,6 +251,10 @@ def every_collective(group, rank, p):
         dist.barrier(group=group)
 
 
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
 def ways_of_a_call(rank):
     """Calls that block a thread; all_reduce of messages; counts above 2^31 - 1; repeated calls."""
     p, found = dist.get_world_size(), mpi_library.library()
@@ -258,6 +263,11 @@ def ways_of_a_call(rank):
     blocking, large, by_messages = (dist.new_group() for _ in range(3))
     mpi_calls.library = lambda: found._replace(is_openmpi=True)
     every_collective(by_messages, rank, p)
+    # Prepared calls of many sizes share the memory for received arrays.
+    before_bytes = resident_bytes()
+    for count in range(15_000, 15_300):
+        dist.all_reduce(np.ones(count), group=by_messages)
+    assert resident_bytes() < before_bytes + 100 * 8 * 15_000
     mpi_calls._BLOCKING_BYTES = 1
     every_collective(blocking, rank, p)
     mpi_calls.library = lambda: found
@@ -343,6 +353,17 @@ def test_mpiexec_of_the_library(script):
         code, text = launched([MPIEXEC, "-n", 2, sys.executable, script, *words])
         assert code == 0, text
         assert sorted(text.splitlines()) == ["0 of 2: 2 2", "1 of 2: 2 2"]
+
+
+@pytest.mark.whole("one more launch")
+def test_ranks_without_a_host_share_no_memory(script):
+    """The names of their hosts are empty, also of ranks on different machines."""
+    maps = "assert 'memfd:unisono' not in open('/proc/self/maps').read()"
+    script.write_text(SCRIPT.replace("dist.destroy", f"{maps}\ndist.destroy"))
+    code, text = launched(
+        unisono_run(2, script), UNISONO_ENGINE="reference", UNISONO_SHARED_MEMORY="0"
+    )
+    assert code == 0, text
 
 
 @pytest.mark.whole("one more launch")
@@ -562,6 +583,54 @@ def test_a_fault_names_its_rank(what, count):
         assert VICTIM in peers
         assert took_s < 40
     assert time.monotonic() - began_s < 100
+
+
+def state_of(pid):
+    """Return the letter of a process's state; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def kill_before_its_data_are_read(rank):
+    """Rank 1 dies between the agreement and the moment at which rank 0 reads its array."""
+    group, store = dist.new_group(timeout=30), dist.group.WORLD.store
+    engine = group.backends["cpu"]._engine
+    x = np.full(10_000, float(rank))
+    outs = [np.full(x.size, -5.0) for _ in range(3)] if rank == 0 else None
+    dist.barrier(group=group)
+    store.set(f"pid/{rank}", str(os.getpid()))
+    pids = [int(store.get(f"pid/{each}")) for each in range(3)]
+
+    def die():
+        wait_until(engine._native_group.is_moving)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wake():
+        wait_until(lambda: state_of(pids[VICTIM]) in ("Z", ""))
+        # So long that rank 0 asks whether a rank has given up.
+        time.sleep(0.1)
+        os.kill(pids[0], signal.SIGCONT)
+
+    if rank == VICTIM:
+        threading.Thread(target=die, daemon=True).start()
+    if rank == 2:
+        wait_until(lambda: store.check(["in"]))
+        # Until rank 0 is in the agreement.
+        time.sleep(0.1)
+        os.kill(pids[0], signal.SIGSTOP)
+        threading.Thread(target=wake, daemon=True).start()
+    if rank == 0:
+        store.set("in", "")
+    kind, text, _ = attempt(lambda: dist.gather(x, outs, 0, group=group))
+    if rank == 0:
+        assert kind == "PeerLostError", (kind, text, outs[VICTIM][:2])
+
+
+@pytest.mark.whole("one more world, 3 s")
+def test_a_gather_without_the_data_of_a_killed_rank_raises():
+    run(kill_before_its_data_are_read, 3, ranks="processes", engine="mpi", dead=(VICTIM,))
 
 
 def fail_while_mpi_makes_a_group(rank):

@@ -213,7 +213,9 @@ class MPIEngine(QueueEngine):
         if run.meet(bool(why := process.why_no_group())):
             raise UnsupportedError(why or "on another rank MPI can make no group any more")
         hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
-        shared = share_memory(comm, run) if len(set(hosts)) == 1 else None
+        # A rank without a host name cannot share memory, or must not.
+        shares = all(hosts) and len(set(hosts)) == 1
+        shared = share_memory(comm, run) if shares else None
         made: list[Any] = []
 
         def make() -> None:
@@ -313,7 +315,8 @@ class MPIEngine(QueueEngine):
         """Check that no rank has given up a call whose data have arrived.
 
         That rank may have written into its arrays before MPI read them. Its failure, which is on
-        its way here, comes before the answer. A rank that ended without one has done its part. A
+        its way here, comes before the answer. A rank that left has done its part. A rank that died
+        may not have: MPICH then ends a gather without an error, and without that rank's data. A
         rank that has ended the call may be in C code that holds its interpreter lock, and even
         waits for this rank. So the wait for answers ends.
         """
@@ -328,6 +331,9 @@ class MPIEngine(QueueEngine):
                     raise failure
         finally:
             comm.transport.close_question(question)
+        for down in map(comm.transport.down, comm.others):
+            if down is not None and not down.left:
+                raise down
 
     def _raise_error(self, task: Task, error: Exception) -> NoReturn:
         # A lost rank often shows as an error of MPI first.

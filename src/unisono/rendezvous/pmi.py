@@ -26,6 +26,9 @@ _VARIABLES = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT")
 _LONGEST_VALUE = 4096
 _END = b"cmd=finalize_ack rc=0\n"
 
+# How long the end of the thread may take, which may be in a call to the store.
+_STOP_S = 1.0
+
 
 class Job(NamedTuple):
     """An MPI world, as one of its ranks asks for it.
@@ -132,6 +135,7 @@ class PMIServer:
     Attributes:
         error: Why no request is answered any more; None at first.
         fds: The descriptors of both ends; `stop` leaves them open.
+        worker: The thread.
     """
 
     def __init__(self, store: Store, job: Job, timeout_s: float) -> None:
@@ -140,18 +144,20 @@ class PMIServer:
         # With a connection of its own, because the group closes its store before MPI's end.
         self._store = store.clone()
         self._timeout_s = timeout_s
-        self._ending = False
+        self._ending = self._stopped = False
         self._barriers = 0
         self._ours, theirs = socket.socketpair()
+        # The library may close its descriptor.
+        self._wakes = theirs.dup()
         self.fds = self._ours.fileno(), theirs.detach()
-        self._worker = Worker("unisono-pmi")
+        self.worker = Worker("unisono-pmi")
 
     def start(self) -> None:
         """Start the thread, and set the variables by which the MPI library finds it."""
         job = self.job
         os.environ.pop("PMI_PORT", None)
         os.environ.update(PMI_FD=str(self.fds[1]), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size))
-        self._worker.start(self._serve)
+        self.worker.start(self._serve)
 
     @staticmethod
     def hide() -> None:
@@ -164,15 +170,20 @@ class PMIServer:
         self._ending, self._timeout_s = True, timeout_s
 
     def stop(self) -> None:
-        """Send the last reply in advance, and leave the descriptor open.
+        """End the thread, send the last reply in advance, and leave the descriptor open.
 
-        MPICH sends its last request when the process ends. Then this thread does not run any more,
-        and without the reply the process would never end.
+        MPICH sends its last request when the process ends. Then this thread cannot answer any more,
+        and without the reply the process would never end. The request would also wake the thread.
+        Its end then frees memory of OpenSSL, which the exit handlers free at the same time.
         """
+        self._stopped = True
         with contextlib.suppress(OSError):
             self._ours.sendall(_END)
+            self._wakes.sendall(b"\n")
         with contextlib.suppress(UnisonoError):
             self._store.close()
+        self.worker.join(_STOP_S)
+        self._wakes.close()
         # No destructor may close them before the end of the process.
         self._ours.detach()
 
@@ -180,6 +191,8 @@ class PMIServer:
         try:
             with self._ours.makefile("r", encoding="utf-8", errors="replace") as lines:
                 for line in lines:
+                    if self._stopped:
+                        return
                     reply = self._handle(answer(self.job, line))
                     if not reply:
                         return

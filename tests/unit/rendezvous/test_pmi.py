@@ -51,6 +51,8 @@ def served(store, job, timeout_s=30):
             end.shutdown(socket.SHUT_RDWR)
     finally:
         server.stop()
+        # A thread that ends in the exit handlers of the process crashes in OpenSSL.
+        assert not server.worker.thread.is_alive()
         # `stop` leaves the descriptors to the process.
         for number in server.fds:
             os.close(number)
@@ -106,6 +108,20 @@ def test_an_abort_and_a_rank_that_never_comes_are_errors():
         lines.flush()
         wait_until(lambda: server.error is not None)
         assert "1 of 4 callers arrived" in str(server.error)
+
+
+def test_stop_ends_the_thread_while_the_library_is_connected():
+    # MPICH writes to its descriptor when the process ends.
+    server = PMIServer(HashStore(), JOB, 30)
+    server.start()
+    server.hide()
+    ours, theirs = server.fds
+    with socket.socket(fileno=theirs) as library, library.makefile("rw", newline="\n") as lines:
+        assert ask(lines, "cmd=get_appnum") == "cmd=appnum appnum=0 rc=0"
+        server.stop()
+        assert not server.worker.thread.is_alive()
+        assert ask(lines, "cmd=finalize") == "cmd=finalize_ack rc=0"
+    os.close(ours)
 
 
 def test_the_last_barrier_does_not_wait_for_ever():
