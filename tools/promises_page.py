@@ -40,7 +40,10 @@ MPI = """
   meanwhile, the read fails. By its source MPICH takes that as fatal, and ends the reading process
   with exit status 143. That came in 3 of 18 kills of one series, and in 3 of some 200 later kills.
   `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the shrunk group may wait until its
-  time-out.
+  time-out. Intel MPI ends the process with SIGABRT. MPICH's `gather` hides a failed read. So on one
+  host a call on MPICH ends when it has ended on all ranks. In a group of several hosts the root
+  detects the lost rank only after a call of more than 50 ms. In a shorter call it may get an array
+  without the numbers of the killed rank; the next call raises.
 - If a rank is killed while MPI makes a group (some ms of its first call), MPI can make no group any
   more. Calls of new groups and `shrink_group` raise UnsupportedError. Groups work with
   `CPUOptions(engine="auto")`.

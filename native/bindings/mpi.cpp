@@ -65,8 +65,9 @@ void bind_mpi(nb::module_& m) {
          nb::arg("send"), nb::arg("receive"), nb::arg("reduce"), nb::arg("rank"), nb::arg("ranks"),
          nb::arg("nbytes"), "An all_reduce of messages.");
   nb::class_<SharedAgreement>(m, "SharedAgreement")
-    .def(nb::init<std::shared_ptr<unisono::Segment>, int, const MPICall&>(), nb::arg("segment"),
-         nb::arg("rank"), nb::arg("probe"), "The agreement of one group, in shared memory.");
+    .def(nb::init<std::shared_ptr<unisono::Segment>, int, const MPICall&, bool>(),
+         nb::arg("segment"), nb::arg("rank"), nb::arg("probe"), nb::arg("ends_together"),
+         "The agreement of one group, in shared memory.");
   nb::class_<MPIGroup>(m, "MPIGroup")
     .def(nb::init<std::uintptr_t, const MPICall&, bool, std::optional<SharedAgreement>>(),
          nb::arg("test"), nb::arg("agreement"), nb::arg("crowded"), nb::arg("shared").none())

@@ -78,13 +78,26 @@ Status MPIGroup::go_on(Idler* idler) {
   }
   if (stage_ == Stage::moving) {
     if (const Status status = wait(idler); !status.is_ok()) return status;
-    stage_ = Stage::arrived;
-    if (now_ns() - started_ns_ > kSettledNs) return {Code::waiting};
+    if (!shared_ || !shared_->ends_together()) return arrive();
+    enter(Stage::ending);
+    shared_->enter({1, 1});
   }
-  if (stage_ == Stage::arrived) {
-    stage_ = Stage::idle;
-    if (counts_) finished_.store(begun_, std::memory_order_relaxed);
+  if (stage_ == Stage::ending) {
+    if (const Status status = wait(idler); !status.is_ok()) return status;
+    return arrive();
   }
+  return stage_ == Stage::arrived ? end() : Status{};
+}
+
+// The data are there.
+Status MPIGroup::arrive() {
+  stage_ = Stage::arrived;
+  return now_ns() - started_ns_ > kSettledNs ? Status{Code::waiting} : end();
+}
+
+Status MPIGroup::end() {
+  stage_ = Stage::idle;
+  if (counts_) finished_.store(begun_, std::memory_order_relaxed);
   return {};
 }
 

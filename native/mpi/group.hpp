@@ -45,7 +45,7 @@ class MPIGroup {
   // Whether MPI has the caller's arrays.
   bool is_moving() const { return stage_ == Stage::moving; }
   // Whether a call has begun and not ended: MPI may have memory of it.
-  bool is_under_way() const { return stage_ == Stage::agreeing || stage_ == Stage::moving; }
+  bool is_under_way() const { return stage_ != Stage::idle && stage_ != Stage::arrived; }
   // Whether a call blocks in MPI.
   bool is_blocked() const { return thread_.is_busy(); }
   // The number of calls that have ended here.
@@ -57,13 +57,17 @@ class MPIGroup {
   void close() { thread_.close(); }
 
  private:
-  enum class Stage { idle, agreeing, moving, arrived };
+  enum class Stage { idle, agreeing, moving, ending, arrived };
 
   Status agree(AgreementWords words);
+  Status arrive();
+  Status end();
   Status move();
   Status begin(Stage stage, const MPICall& call);
   void enter(Stage stage);
-  bool is_shared() const { return stage_ == Stage::agreeing && shared_; }
+  bool is_shared() const {
+    return shared_ && (stage_ == Stage::agreeing || stage_ == Stage::ending);
+  }
   int test(bool* is_done);
   int64_t look_ns() const;
   Status wait(Idler* idler);

@@ -116,14 +116,14 @@ extern "C" int post_reduce(const double* in, double* inout, int count, int type,
   return 0;
 }
 
-void test_shared_agreement() {
+void test_shared_agreement(bool ends_together) {
   constexpr int kRanks = 3;
   constexpr int kCalls = 2000;
   error = 0;
   const auto segment = segment_of(kRanks);
   // In each third call one rank differs: in the call, then in the sizes. All ranks find out.
   const auto live = [&](int rank) {
-    MPIGroup group(at(&post_test), {}, true, SharedAgreement(segment, rank, kProbe));
+    MPIGroup group(at(&post_test), {}, true, SharedAgreement(segment, rank, kProbe, ends_together));
     for (int i = 0; i < kCalls; ++i) {
       const bool is_odd = rank == i % kRanks;
       const uint64_t word = i % 3 == 1 && is_odd ? kWord + 1 : kWord;
@@ -142,7 +142,7 @@ void test_shared_agreement() {
 // A rank that waits lets MPI move the data of the last call, and gets MPI's error.
 void test_wait_in_shared_memory() {
   error = 0;
-  MPIGroup group(at(&post_test), {}, false, SharedAgreement(segment_of(2), 0, kProbe));
+  MPIGroup group(at(&post_test), {}, false, SharedAgreement(segment_of(2), 0, kProbe, false));
   probes = 0;
   assert(group.run({}, {}, {kWord, 1}, nullptr).code == Code::waiting);
   assert(probes > 0 && group.is_under_way() && !group.is_moving());
@@ -153,6 +153,27 @@ void test_wait_in_shared_memory() {
   error = 0;
 }
 
+// A call has not ended while another rank has not ended its part.
+extern "C" int no_data(int* request) {
+  *request = 0;
+  return 0;
+}
+void test_end() {
+  const MPICall data{at(&no_data), {0}, -1, -1, 0};
+  auto done = std::make_shared<Message>();
+  done->is_done = true;
+  requests = {done};
+  const auto segment = segment_of(2);
+  SharedAgreement other(segment, 1, kProbe, true);
+  MPIGroup group(at(&post_test), {}, false, SharedAgreement(segment, 0, kProbe, true));
+  other.enter({kWord, 1});
+  assert(group.run(data, {}, {kWord, 1}, nullptr).code == Code::waiting);
+  assert(group.is_under_way() && !group.is_moving() && group.finished() == 0);
+  assert(group.go_on().code == Code::waiting);
+  other.enter({1, 1});
+  assert(finished(&group, group.go_on()).is_ok() && group.finished() == 1);
+}
+
 std::shared_ptr<Doubling> doubling_of(int rank, int ranks) {
   const MPICall send{at(&post_isend), {0, 3, 8, 0, 0, -77, 0}, -1, -1, 6};
   const MPICall receive{at(&post_irecv), {0, 3, 8, 0, 0, -77, 0}, -1, -1, 6};
@@ -160,7 +181,7 @@ std::shared_ptr<Doubling> doubling_of(int rank, int ranks) {
   return std::make_shared<Doubling>(send, receive, reduce, rank, ranks, 3 * sizeof(double));
 }
 
-void test_doubling() {
+void test_doubling(bool ends_together) {
   for (int ranks = 2; ranks <= 9; ++ranks) {
     post_office.queues.clear();
     post_office.taken.clear();
@@ -168,7 +189,8 @@ void test_doubling() {
     const auto live = [&](int rank) {
       this_rank = rank;
       requests.clear();
-      MPIGroup group(at(&post_test), {}, true, SharedAgreement(segment, rank, kProbe));
+      MPIGroup group(at(&post_test), {}, true,
+                     SharedAgreement(segment, rank, kProbe, ends_together));
       const auto doubling = doubling_of(rank, ranks);
       for (int call = 0; call < 3; ++call) {
         std::vector<double> data{1.0 * rank, 10.0 * rank + call, -1.0};
@@ -204,9 +226,12 @@ void test_doubling_error() {
 }  // namespace
 
 int main() {
-  test_shared_agreement();
+  for (const bool ends_together : {false, true}) {
+    test_shared_agreement(ends_together);
+    test_doubling(ends_together);
+  }
+  test_end();
   test_wait_in_shared_memory();
-  test_doubling();
   test_doubling_error();
   std::printf("ok\n");
 }

@@ -401,7 +401,7 @@ class MPIDoubling:
         """An all_reduce of messages."""
 
 class SharedAgreement:
-    def __init__(self, segment: Segment, rank: int, probe: MPICall) -> None:
+    def __init__(self, segment: Segment, rank: int, probe: MPICall, ends_together: bool) -> None:
         """The agreement of one group, in shared memory."""
 
 class MPIGroup:

@@ -25,7 +25,7 @@ from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
 from unisono.base.deadline import Deadline
-from unisono.engines import join_mpi, mpi_calls, mpi_library
+from unisono.engines import join_mpi, mpi_calls, mpi_engine, mpi_library
 from unisono.engines.mpi_engine import MPIEngine, _unfinished
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
@@ -593,8 +593,15 @@ def state_of(pid):
         return ""
 
 
-def kill_before_its_data_are_read(rank):
-    """Rank 1 dies between the agreement and the moment at which rank 0 reads its array."""
+def kill_before_its_data_are_read(rank, ends_together):
+    """Rank 1 dies between the agreement and the moment at which rank 0 reads its array.
+
+    The call ends on all ranks together, or rank 0 asks the others after its end.
+    """
+    if ends_together:
+        MPIEngine._confirm = lambda *_: None
+    else:
+        mpi_engine._HIDES_DEATH = "no library"
     group, store = dist.new_group(timeout=30), dist.group.WORLD.store
     engine = group.backends["cpu"]._engine
     x = np.full(10_000, float(rank))
@@ -629,8 +636,12 @@ def kill_before_its_data_are_read(rank):
 
 
 @pytest.mark.whole("one more world, 3 s")
-def test_a_gather_without_the_data_of_a_killed_rank_raises():
-    run(kill_before_its_data_are_read, 3, ranks="processes", engine="mpi", dead=(VICTIM,))
+@pytest.mark.parametrize("ends_together", [False, True])
+def test_a_gather_without_the_data_of_a_killed_rank_raises(ends_together):
+    run(
+        kill_before_its_data_are_read, 3, ranks="processes", engine="mpi", dead=(VICTIM,),
+        args=(ends_together,),
+    )  # fmt: skip
 
 
 def fail_while_mpi_makes_a_group(rank):
