@@ -40,7 +40,8 @@ MPI = """
   meanwhile, the read fails. By its source MPICH takes that as fatal, and ends the reading process
   with exit status 143. That came in 3 of 18 kills of one series, and in 3 of some 200 later kills.
   `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the shrunk group may wait until its
-  time-out. Intel MPI ends the process with SIGABRT. MPICH's `gather` hides a failed read. So on one
+  time-out. Intel MPI ends the process with SIGABRT, and so does MPICH with
+  UNISONO_SHARED_MEMORY=0 on one host. MPICH's `gather` hides a failed read. So on one
   host a call on MPICH ends when it has ended on all ranks. In a group of several hosts the root
   detects the lost rank only after a call of more than 50 ms. In a shorter call it may get an array
   without the numbers of the killed rank; the next call raises.
