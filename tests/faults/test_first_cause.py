@@ -34,6 +34,7 @@ from tests.faults import first_cause
 from tests.faults.fault_calls import attempt, store, wait_for_count
 from tests.support.transport_worlds import connected, works
 from unisono.testing import run
+from unisono.transports import control
 from unisono.transports.control import FirstCause
 from unisono.transports.messages import Failure, Kind
 
@@ -205,6 +206,19 @@ def test_ranks_that_have_not_ended_are_asked_and_linked_ranks_first():
     for other in world[:9]:
         other.close()
     assert caller.explain(caller.down(8), 0.0, range(11)).peers == (9,)
+
+
+def test_the_others_are_asked_only_once_why_a_rank_has_left(monkeypatch):
+    """While a rank does not answer, each call to the rank that left would take 0.5 s."""
+    monkeypatch.setattr(control, "_FOLLOWS_S", 0.0)
+    caller, left, _ = connected("inproc", 3)
+    works(caller, left)
+    left.close()
+    asked = []
+    caller.ask = lambda *_: asked.append(1)
+    for _ in range(2):
+        assert caller.explain(caller.down(1), 0.0, range(3)).peers == (1,)
+    assert len(asked) == 1
 
 
 def test_an_interrupted_report_breaks_the_group_here():

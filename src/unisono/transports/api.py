@@ -241,12 +241,12 @@ class Transport(ABC):
             members: The ranks of the group. A failure of other ranks is a cause only if the ended
                 rank had an error because of it.
         """
-        causes = self._failures.first
-        if error.left and self.may_wait() and not causes.find(since_s, error.peer, members):
+        causes, own = self._failures.first, failure_of(error, self.rank)
+        known = self._failures.is_reported(own) or causes.find(since_s, error.peer, members)
+        if error.left and self.may_wait() and not known:
             # The report of the failure for which it left may still be on its way here.
             asked = {*members} - {self.rank, error.peer}
             self.ask(0, 0, self._failures.to_ask(asked, self._linked()), Deadline(_INFORM_S))
-        own = failure_of(error, self.rank)
         if self._failures.report(own):
             for peer in self._linked():
                 if peer != error.peer and self.down(peer) is None:

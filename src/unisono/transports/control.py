@@ -285,6 +285,10 @@ class Failures:
             self._down[error.peer] = error
         return True
 
+    def is_reported(self, failure: Failure) -> bool:
+        """Whether a call failed because of these lost ranks before."""
+        return failure.peers in self._reported
+
     def report(self, failure: Failure) -> bool:
         """Record that a call failed because of lost ranks; return whether it is the first call."""
         with self._lock:
