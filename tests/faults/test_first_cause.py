@@ -32,7 +32,9 @@ import pytest
 import unisono as dist
 from tests.faults import first_cause
 from tests.faults.fault_calls import attempt, store, wait_for_count
+from tests.support.transport_worlds import connected, works
 from unisono.testing import run
+from unisono.transports import control
 from unisono.transports.control import FirstCause
 from unisono.transports.messages import Failure, Kind
 
@@ -191,6 +193,45 @@ def test_own_failure_prevails_over_later_ones(rank):
         shared.set("reported", "")
     assert broken.wait(60.0)
     dist.barrier()
+
+
+def test_ranks_that_have_not_ended_are_asked_and_linked_ranks_first():
+    """Ranks 0 to 7 end, then rank 8 because of rank 9; rank 10 has no report of rank 9."""
+    world = connected("inproc", 11)
+    caller = world[10]
+    for other in world[:10]:
+        works(caller, other)
+    assert caller._failures.to_ask(range(10), [9]) == [9, *range(7)]
+    world[9]._failures.first.add(Failure("failed", "rank 9 raised", [9], 9))
+    for other in world[:9]:
+        other.close()
+    assert caller.explain(caller.down(8), 0.0, range(11)).peers == (9,)
+
+
+def test_the_others_are_asked_only_once_why_a_rank_has_left(monkeypatch):
+    """While a rank does not answer, each call to the rank that left would take 0.5 s."""
+    monkeypatch.setattr(control, "_FOLLOWS_S", 0.0)
+    caller, left, _ = connected("inproc", 3)
+    works(caller, left)
+    left.close()
+    asked = []
+    caller.ask = lambda *_: asked.append(1)
+    for _ in range(2):
+        assert caller.explain(caller.down(1), 0.0, range(3)).peers == (1,)
+    assert len(asked) == 1
+
+
+def test_an_interrupted_report_breaks_the_group_here():
+    """This rank takes no failure of another rank afterwards, so its calls would wait."""
+    transport, failure = connected("inproc", 2)[0], Failure("failed", "rank 0 raised", [0], 0)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    transport._control = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        transport.fail(1, failure, [1])
+    assert transport.failure(1) is failure
 
 
 def end_for_own_reasons(rank):

@@ -41,9 +41,6 @@ _NO_CONTEXT = -1
 # them may have to be made first. Without a limit, a stopped rank would keep the error back.
 _INFORM_S = 0.5
 
-# Ranks that are asked why another rank has left.
-_MOST_ASKED = 8
-
 
 class Transport(ABC):
     """One rank's end of the links to all other ranks.
@@ -204,9 +201,12 @@ class Transport(ABC):
             return
         self._failures.first.add(failure)
         self._failures.defer(context, failure)
-        # The end of this rank may concern linked ranks outside the group, too.
-        sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self._linked()})
-        self._break(context, failure)
+        try:
+            # The end of this rank may concern linked ranks outside the group, too.
+            sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self._linked()})
+        finally:
+            # After Ctrl-C, too, because this rank takes no other failure any more.
+            self._break(context, failure)
         if self.may_wait():
             deadline = Deadline(_INFORM_S)
             for transfer in sent:
@@ -241,12 +241,12 @@ class Transport(ABC):
             members: The ranks of the group. A failure of other ranks is a cause only if the ended
                 rank had an error because of it.
         """
-        causes = self._failures.first
-        if error.left and self.may_wait() and not causes.find(since_s, error.peer, members):
+        causes, own = self._failures.first, failure_of(error, self.rank)
+        known = self._failures.is_reported(own) or causes.find(since_s, error.peer, members)
+        if error.left and self.may_wait() and not known:
             # The report of the failure for which it left may still be on its way here.
-            others = sorted(set(members) - {error.peer})
-            self.ask(0, 0, others[:_MOST_ASKED], Deadline(_INFORM_S))
-        own = failure_of(error, self.rank)
+            asked = {*members} - {self.rank, error.peer}
+            self.ask(0, 0, self._failures.to_ask(asked, self._linked()), Deadline(_INFORM_S))
         if self._failures.report(own):
             for peer in self._linked():
                 if peer != error.peer and self.down(peer) is None:
@@ -346,7 +346,8 @@ class Transport(ABC):
         Returns:
             Whether this was unknown.
         """
-        if self.closed or not self._failures.add_down(error):
+        # A closed rank records it, too, or it would report another rank that leaves as crashed.
+        if not self._failures.add_down(error) or self.closed:
             return False
         self.messages.peer_down(error)
         self._questions.drop(error.peer)

@@ -27,6 +27,9 @@ _MOST_CAUSES = 8
 # which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
 _HISTORY = 8
 
+# Ranks that are asked why another rank has left.
+_MOST_ASKED = 8
+
 
 class Watched(Protocol):
     """A group as the log of calls sees it."""
@@ -261,6 +264,14 @@ class Failures:
         """Return why a rank is gone, or None."""
         return self._down.get(peer)
 
+    def to_ask(self, ranks: Collection[int], linked: Collection[int]) -> list[int]:
+        """Return the ranks that are asked why another rank has left: linked ranks first.
+
+        A question to any other rank makes a connection, and that rank may have ended, too.
+        """
+        present = [rank for rank in ranks if self.down(rank) is None]
+        return sorted(present, key=lambda rank: (rank not in linked, rank))[:_MOST_ASKED]
+
     def add_down(self, error: LinkDown) -> bool:
         """Record that a rank is gone; return whether this was unknown.
 
@@ -273,6 +284,10 @@ class Failures:
                 return False
             self._down[error.peer] = error
         return True
+
+    def is_reported(self, failure: Failure) -> bool:
+        """Whether a call failed because of these lost ranks before."""
+        return failure.peers in self._reported
 
     def report(self, failure: Failure) -> bool:
         """Record that a call failed because of lost ranks; return whether it is the first call."""

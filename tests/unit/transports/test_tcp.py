@@ -303,6 +303,23 @@ def test_a_rank_that_leaves_before_its_call_is_answered_says_good_bye(monkeypatc
         closer.join()
 
 
+def test_ranks_that_leave_at_the_same_time_are_not_reported_as_lost():
+    """Rank 1 leaves while rank 0 closes its messages; rank 2 stays."""
+    with tcp_world(3) as (a, b, c):
+        works(a, b), works(a, c), works(b, c)
+        close_messages = a.messages.close
+
+        def close_late():
+            b.close()
+            close_messages()
+
+        a.messages.close = close_late
+        a.close()
+        waiting = c.recv(None, KEY, memoryview(bytearray(1)))
+        assert waiting.wait_until(Deadline(SOON))
+        assert [c.down(rank).left for rank in (0, 1)] == [True, True], waiting.error
+
+
 def test_clients_without_a_hello_are_limited_in_number(monkeypatch):
     monkeypatch.setattr(handshake, "_MOST_GREETINGS", 4)
     monkeypatch.setattr(handshake, "_LEAST_S", 0.2)
