@@ -277,7 +277,7 @@ def start(folder, seed, ways, dead, python):
         try:
             run(
                 life, SIZE, ranks="processes", engine="mpi", args=(str(folder), seed, ways),
-                timeout=LONG_S * 2, dead=dead,
+                timeout=LONG_S * 1.5, dead=dead,
             )  # fmt: skip
         except Exception as error:
             return [f"{error}\n{error.__cause__ or ''}"]
