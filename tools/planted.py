@@ -186,12 +186,12 @@ def prepare() -> None:
         return
     venv.create(COPY / ".venv", symlinks=True)
     bin_here, bin_there = Path(sys.prefix, "bin"), PYTHON.parent
-    # Only lines with paths: .pth files of the present environment are not read, so that the
-    # present unisono is not found before the copy's.
     # The MPI library of the present environment: without it the tests of MPI would be skipped.
     for file in Path(sys.prefix, "lib").iterdir():
         if not (there := COPY / ".venv/lib" / file.name).exists():
             there.symlink_to(file)
+    # Only lines with paths: .pth files of the present environment are not read, so that the
+    # present unisono is not found before the copy's.
     packages = Path(*Path(subprocess.__file__).parts[-2:-1]) / "site-packages"
     (COPY / ".venv/lib" / packages / "parent.pth").write_text(
         f"{Path(sys.prefix, 'lib') / packages}\n"

@@ -6,8 +6,8 @@ of data. It uses the MPI library of this environment, and those of UNISONO_TEST_
 A world begins with 4 ranks. It has a round of each fault in a drawn order. A kill ends the stage:
 the other ranks shrink the world, and the next stage has a rank less. So a fault may meet a library
 with calls that earlier faults have left. In each second world the ranks agree in shared memory, in
-the others by MPI. A rank whose call failed writes nonsense into its arrays,
-because MPI may still read them: no other rank may get that.
+the others by MPI. A rank whose call failed writes nonsense into its arrays, because MPI may still
+read them: no other rank may get that.
 """
 
 import argparse
@@ -291,8 +291,7 @@ def start(folder, seed, ways, dead, python):
         mpiexec = Path(python).parent / "mpiexec"
         flags = ["--allow-run-as-root", "--oversubscribe", "--enable-recovery", "-n", str(SIZE)]
         done = subprocess.run(
-            [mpiexec, *flags, *command], cwd=ROOT, text=True,
-            env=clean_environment(),
+            [mpiexec, *flags, *command], env=clean_environment(), cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             timeout=4 * LONG_S, check=False,
         )  # fmt: skip
