@@ -138,22 +138,34 @@ def test_a_rank_that_leaves_a_broken_group_is_not_blamed(rank):
         assert "rank 1 raised KeyError: 'x'" in caught.text
 
 
+def hold_reports(group, hold):
+    """Let rank 1 call `hold(peer)` before it reports a failure; return the event of the break."""
+    comm, broken = group.backends["cpu"]._comm, threading.Event()
+    send = comm.transport._control
+
+    def send_late(peer, context, kind, words):
+        if kind is Kind.FAIL:
+            hold(peer)
+        return send(peer, context, kind, words)
+
+    if comm.transport.rank == 1:
+        comm.transport._control = send_late
+    comm.transport.on_failure(comm.context, lambda _: broken.set())
+    dist.barrier()
+    return broken
+
+
 @pytest.mark.ranks(3, kind="threads", engine="native")
 def test_a_rank_that_leaves_before_all_ranks_are_informed_is_not_blamed(rank):
     """Rank 0 has rank 1's report and leaves; rank 2 gets that report after its own call."""
     whole, shared = dist.new_group(), store()
-    comm = whole.backends["cpu"]._comm
-    send, broken = comm.transport._control, threading.Event()
 
-    def send_late(peer, context, kind, words):
-        if kind is Kind.FAIL and peer == 2:
+    def hold(peer):
+        if peer == 2:
             shared.wait(["seen"], 60.0)
-        return send(peer, context, kind, words)
 
-    comm.transport.on_failure(comm.context, lambda _: broken.set())
-    dist.barrier()
+    broken = hold_reports(whole, hold)
     if rank == 1:
-        comm.transport._control = send_late
         whole.report_failure("KeyError: 'x'")
     if rank == 0:
         assert broken.wait(60.0)
@@ -172,18 +184,13 @@ def test_own_failure_prevails_over_later_ones(rank):
     """Rank 2 reports that rank 0 was lost while rank 1 is about to report its own error."""
     whole, shared = dist.new_group(), store()
     comm = whole.backends["cpu"]._comm
-    send, broken = comm.transport._control, threading.Event()
 
-    def send_late(peer, context, kind, words):
-        if kind is Kind.FAIL:
-            shared.set("began", "")
-            shared.wait(["reported"], 60.0)
-        return send(peer, context, kind, words)
+    def hold(_):
+        shared.set("began", "")
+        shared.wait(["reported"], 60.0)
 
-    comm.transport.on_failure(comm.context, lambda _: broken.set())
-    dist.barrier()
+    broken = hold_reports(whole, hold)
     if rank == 1:
-        comm.transport._control = send_late
         whole.report_failure("KeyError: 'x'")
         caught = attempt(dist.all_reduce, np.ones(2), group=whole)
         assert (caught.kind, caught.peers) == ("CollectiveAbortedError", (1,)), caught
