@@ -192,7 +192,7 @@ void bind_recorder(nb::module_& m) {
       "The rank for which the running collective waits; -1: none.")
     .def_prop_ro("last", &Recorder::last, "Number of the last record.");
   m.def(
-    "ticks", [] { return std::pair(unisono::ticks(), unisono::now_ns()); },
+    "ticks", [] { return unisono::at_one_moment(unisono::ticks, unisono::now_ns); },
     "Return the time in ticks and on the monotonic clock.");
   m.def("code_of", &code_of, nb::arg("number"), "Return the code object of a site, or None.");
   m.def("add_own_folder", &unisono::add_own_folder, nb::arg("folder"),

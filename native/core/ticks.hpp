@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -31,6 +33,26 @@ inline uint64_t ticks() {
   return count;
 #endif
   return static_cast<uint64_t>(now_ns());
+}
+
+// Both clocks at one moment: the closest of some readings. Between two reads the thread may lose
+// its core for milliseconds, which would move all times of a rank.
+template <class Ticks, class Clock>
+std::pair<uint64_t, int64_t> at_one_moment(Ticks read_ticks, Clock read_clock) {
+  constexpr int kReadings = 3;
+  std::pair<uint64_t, int64_t> closest;
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  uint64_t before = read_ticks();
+  for (int i = 0; i < kReadings; ++i) {
+    const int64_t now = read_clock();
+    const uint64_t after = read_ticks();
+    if (after - before < least) {
+      least = after - before;
+      closest = {before + least / 2, now};
+    }
+    before = after;
+  }
+  return closest;
 }
 
 }  // namespace unisono

@@ -31,6 +31,22 @@ void test_a_call_is_recorded_from_begin_to_end() {
   assert(recorder.totals()[3].calls == 1 && recorder.totals()[3].elements == 10);
 }
 
+void test_clocks_are_read_at_one_moment() {
+  // A read takes 1 tick, and a tick is 2 ns. The thread loses its core before some reads.
+  for (const int interrupted : {-1, 0, 1, 2, 3, 4}) {
+    uint64_t time = 1000;
+    int read = 0;
+    const auto next = [&] {
+      time += 1 + (read == interrupted || read == 5 ? 100'000 : 0);
+      ++read;
+      return time;
+    };
+    const auto [ticks, now] =
+      unisono::at_one_moment(next, [&] { return static_cast<int64_t>(2 * next()); });
+    assert(2 * ticks == static_cast<uint64_t>(now));
+  }
+}
+
 void test_a_record_is_written_when_the_run_waits() {
   Recorder recorder(2);
   const unisono::Recorded call{1, 0, 1, -1};
@@ -67,6 +83,7 @@ void test_a_dropped_record_counts_no_call() {
 
 int main() {
   test_a_call_is_recorded_from_begin_to_end();
+  test_clocks_are_read_at_one_moment();
   test_a_record_is_written_when_the_run_waits();
   test_the_end_of_an_overwritten_record_is_ignored();
   test_a_dropped_record_counts_no_call();
