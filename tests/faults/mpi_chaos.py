@@ -26,6 +26,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -34,9 +35,10 @@ from tests.support.tools import ROOT
 from tests.worlds.test_detection import clean_environment
 from unisono.engines import mpi_engine
 from unisono.errors import UnisonoError, UnsupportedError
+from unisono.launcher.spawn import SpawnContext
 from unisono.lowlevel import CPUOptions
 from unisono.stores import TCPStore
-from unisono.testing import run
+from unisono.testing import ranks
 
 SIZE = 4
 # Of arrays, in numbers of 8 bytes.
@@ -45,6 +47,8 @@ SMALL, BIG = 2, 1 << 21
 SHORT_S, LONG_S = 2.0, 60.0
 # How long after a fault, and after the time-out that finds it, a rank may take to raise.
 HANG_S = 15.0
+# After it each other rank wakes a stopped rank, because the rank that should may have ended.
+WAKE_S = 5.0
 
 # By fault: the error of the other ranks, and its text; {} is the rank to blame.
 ERRORS = {
@@ -175,15 +179,22 @@ class Rank:
         """Wake a stopped rank, and meet all ranks in the default group."""
         this = self.this
         self.mark("ended")
+        spare = threading.Timer(WAKE_S, self.wake)
         if this.way == "stop" and this.alive[this.victim - 1] == self.me:
             # The stopped rank goes on while the others still end, or long after that.
             time.sleep(float(self.random.choice([0, 0.5])))
-            os.kill(
-                int((self.folder / f"{this.alive[this.victim]}.pid").read_text()), signal.SIGCONT
-            )
+            self.wake()
+        elif this.way == "stop" and not self.is_victim:
+            spare.start()
         dist.destroy_process_group(self.group)
         self.group = dist.group.WORLD
         self.call(10_002, BIG)
+        spare.cancel()
+
+    def wake(self):
+        """Let the stopped rank go on."""
+        path = self.folder / f"{self.this.alive[self.this.victim]}.pid"
+        os.kill(int(path.read_text()), signal.SIGCONT)
 
     def leave_mpi(self):
         self.left_mpi = True
@@ -274,14 +285,25 @@ def one_world(seed, ways, python=sys.executable):
 def start(folder, seed, ways, dead, python):
     """Run the ranks to their end; return what was wrong with that."""
     if python == sys.executable and not needs_launcher():
-        try:
-            run(
-                life, SIZE, ranks="processes", engine="mpi", args=(str(folder), seed, ways),
-                timeout=LONG_S * 1.5, dead=dead,
-            )  # fmt: skip
-        except Exception as error:
-            return [f"{error}\n{error.__cause__ or ''}"]
-        return []
+        made, problems = [], []
+
+        def context(*args, **named):
+            made.append(SpawnContext(*args, **named))
+            return made[0]
+
+        with mock.patch.object(ranks, "SpawnContext", context):
+            try:
+                ranks.run(
+                    life, SIZE, ranks="processes", engine="mpi", args=(str(folder), seed, ways),
+                    timeout=LONG_S * 1.5, dead=dead,
+                )  # fmt: skip
+            except Exception as error:
+                problems.append(f"{error}\n{error.__cause__ or ''}")
+        # A rank that is to be killed may end by itself before.
+        status = [process.exitcode for each in made for process in each.processes]
+        if problems or any(code not in (0, -signal.SIGKILL) for code in status):
+            problems.append(f"exit status by rank: {status}")
+        return problems
     # Served here, because a launcher's first rank may be killed.
     with contextlib.closing(
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
