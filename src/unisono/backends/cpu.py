@@ -223,15 +223,6 @@ class CPUBackend(ArrayBackend):
         result: bool = True,
         members: int | None = None,
     ) -> Pending:
-        """Submit one collective.
-
-        Args:
-            spec: The call without its memory.
-            operands: Its memory.
-            options: How to run it.
-            result: Whether this rank's output gets a result.
-            members: Number of ranks that contribute to this rank's result, for AVG; None: all.
-        """
         subject, input, output, outputs = operands
         op = spec.op
         self.require_usable(options.label or spec.called)
