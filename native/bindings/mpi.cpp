@@ -59,15 +59,16 @@ void bind_mpi(nb::module_& m) {
   nb::class_<MPICall>(m, "MPICall")
     .def("__init__", &unisono::make_call, nb::arg("function"), nb::arg("arguments"),
          nb::arg("input_at"), nb::arg("output_at"), nb::arg("request_at"), nb::arg("kept").none(),
-         nb::keep_alive<1, 7>(), "A function's address and its arguments. Keeps `kept`.");
+         nb::keep_alive<1, 7>(), "A function's address and its arguments. Keeps `kept`.")
+    .def_rw("ends_together", &MPICall::ends_together,
+            "Whether the call ends when it has ended on all ranks.");
   nb::class_<Doubling>(m, "MPIDoubling")
     .def(nb::init<const MPICall&, const MPICall&, const MPICall&, int, int, std::size_t>(),
          nb::arg("send"), nb::arg("receive"), nb::arg("reduce"), nb::arg("rank"), nb::arg("ranks"),
          nb::arg("nbytes"), "An all_reduce of messages.");
   nb::class_<SharedAgreement>(m, "SharedAgreement")
-    .def(nb::init<std::shared_ptr<unisono::Segment>, int, const MPICall&, bool>(),
-         nb::arg("segment"), nb::arg("rank"), nb::arg("probe"), nb::arg("ends_together"),
-         "The agreement of one group, in shared memory.");
+    .def(nb::init<std::shared_ptr<unisono::Segment>, int, const MPICall&>(), nb::arg("segment"),
+         nb::arg("rank"), nb::arg("probe"), "The agreement of one group, in shared memory.");
   nb::class_<MPIGroup>(m, "MPIGroup")
     .def(nb::init<std::uintptr_t, const MPICall&, bool, std::optional<SharedAgreement>>(),
          nb::arg("test"), nb::arg("agreement"), nb::arg("crowded"), nb::arg("shared").none())

@@ -29,6 +29,9 @@ struct MPICall {
   int output_at = -1;
   int request_at = -1;  // -1: the function blocks until MPI needs the memory no more
 
+  // The call ends when it has ended on all ranks, because MPI may hide that a rank has died in it.
+  bool ends_together = false;
+
   bool blocks() const { return request_at < 0; }
   void set(int at, const void* address) {
     if (at >= 0) arguments[static_cast<size_t>(at)] = reinterpret_cast<std::intptr_t>(address);

@@ -62,7 +62,7 @@ Status MPIGroup::run(const MPICall& data, const Buffers& buffers, AgreementWords
   if (counts_) {
     ++begun_;
     started_ns_ = now_ns();
-    status = agree(words);
+    status = agree(Stage::agreeing, words);
   } else {
     status = move();
   }
@@ -78,9 +78,8 @@ Status MPIGroup::go_on(Idler* idler) {
   }
   if (stage_ == Stage::moving) {
     if (const Status status = wait(idler); !status.is_ok()) return status;
-    if (!shared_ || !shared_->ends_together()) return arrive();
-    enter(Stage::ending);
-    shared_->enter({1, 1});
+    if (!data_.ends_together) return arrive();
+    if (const Status status = agree(Stage::ending, {1, 1}); !status.is_ok()) return status;
   }
   if (stage_ == Stage::ending) {
     if (const Status status = wait(idler); !status.is_ok()) return status;
@@ -101,15 +100,15 @@ Status MPIGroup::end() {
   return {};
 }
 
-// Begin the agreement.
-Status MPIGroup::agree(AgreementWords words) {
+// Begin an agreement: what ends when all ranks have begun it.
+Status MPIGroup::agree(Stage stage, AgreementWords words) {
   if (shared_) {
-    enter(Stage::agreeing);
+    enter(stage);
     shared_->enter(words);
     return {};
   }
   agreed_ = {words.fingerprint, ~words.fingerprint, words.even, ~words.even};
-  return begin(Stage::agreeing, agreement_);
+  return begin(stage, agreement_);
 }
 
 // Give MPI the arrays.

@@ -59,7 +59,7 @@ class MPIGroup {
  private:
   enum class Stage { idle, agreeing, moving, ending, arrived };
 
-  Status agree(AgreementWords words);
+  Status agree(Stage stage, AgreementWords words);
   Status arrive();
   Status end();
   Status move();

@@ -17,13 +17,9 @@ namespace unisono {
 class SharedAgreement {
  public:
   // `probe`: MPI_Iprobe, with the places of its two results. A rank that waits here may have to move
-  // data of the last call for other ranks, and MPI does that in its calls only. `ends_together`: a
-  // call ends when it has ended on all ranks, because MPI may hide that a rank has died in it.
-  SharedAgreement(std::shared_ptr<Segment> segment, int rank, const MPICall& probe,
-                  bool ends_together)
-      : segment_(std::move(segment)), rank_(rank), probe_(probe), ends_together_(ends_together) {}
-
-  bool ends_together() const { return ends_together_; }
+  // data of the last call for other ranks, and MPI does that in its calls only.
+  SharedAgreement(std::shared_ptr<Segment> segment, int rank, const MPICall& probe)
+      : segment_(std::move(segment)), rank_(rank), probe_(probe) {}
 
   // Publish this rank's words of the next call. All ranks have compared those of the call before
   // the last, which these replace: they have published the words of the last call.
@@ -73,7 +69,6 @@ class SharedAgreement {
   std::shared_ptr<Segment> segment_;
   int rank_;
   MPICall probe_;
-  bool ends_together_;
   uint64_t epoch_ = 0;
   int arrived_ = 0;  // ranks below this one have published their words
 };

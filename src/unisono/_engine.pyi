@@ -394,6 +394,13 @@ class MPICall:
     ) -> None:
         """A function's address and its arguments. Keeps `kept`."""
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether the call ends when it has ended on all ranks."""
+
+    @ends_together.setter
+    def ends_together(self, arg: bool, /) -> None: ...
+
 class MPIDoubling:
     def __init__(
         self, send: MPICall, receive: MPICall, reduce: MPICall, rank: int, ranks: int, nbytes: int
@@ -401,7 +408,7 @@ class MPIDoubling:
         """An all_reduce of messages."""
 
 class SharedAgreement:
-    def __init__(self, segment: Segment, rank: int, probe: MPICall, ends_together: bool) -> None:
+    def __init__(self, segment: Segment, rank: int, probe: MPICall) -> None:
         """The agreement of one group, in shared memory."""
 
 class MPIGroup:

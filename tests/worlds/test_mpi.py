@@ -593,19 +593,22 @@ def state_of(pid):
         return ""
 
 
-def kill_before_its_data_are_read(rank, ends_together):
+def kill_before_its_data_are_read(rank, kind, way):
     """Rank 1 dies between the agreement and the moment at which rank 0 reads its array.
 
-    The call ends on all ranks together, or rank 0 asks the others after its end.
+    The call ends on all ranks together: they agree on that in shared memory or by MPI. Or rank 0
+    asks the others after its end.
     """
-    if ends_together:
-        MPIEngine._confirm = lambda *_: None
+    if way == "asks":
+        mpi_calls._HIDES_DEATH.clear()
     else:
-        mpi_engine._HIDES_DEATH = "no library"
+        MPIEngine._confirm = lambda *_: None
+    if way == "MPI":
+        mpi_engine.share_memory = lambda *_: None
     group, store = dist.new_group(timeout=30), dist.group.WORLD.store
     engine = group.backends["cpu"]._engine
     x = np.full(10_000, float(rank))
-    outs = [np.full(x.size, -5.0) for _ in range(3)] if rank == 0 else None
+    outs = [np.full(x.size, -5.0) for _ in range(3)]
     dist.barrier(group=group)
     store.set(f"pid/{rank}", str(os.getpid()))
     pids = [int(store.get(f"pid/{each}")) for each in range(3)]
@@ -630,17 +633,24 @@ def kill_before_its_data_are_read(rank, ends_together):
         threading.Thread(target=wake, daemon=True).start()
     if rank == 0:
         store.set("in", "")
-    kind, text, _ = attempt(lambda: dist.gather(x, outs, 0, group=group))
+    if kind == "gather":
+        error, text, _ = attempt(
+            lambda: dist.gather(x, outs if rank == 0 else None, 0, group=group)
+        )
+    else:
+        given = outs if rank == VICTIM else None
+        error, text, _ = attempt(lambda: dist.scatter(x, given, VICTIM, group=group))
     if rank == 0:
-        assert kind == "PeerLostError", (kind, text, outs[VICTIM][:2])
+        assert error == "PeerLostError", (error, text, outs[VICTIM][:2], x[:2])
 
 
 @pytest.mark.whole("one more world, 3 s")
-@pytest.mark.parametrize("ends_together", [False, True])
-def test_a_gather_without_the_data_of_a_killed_rank_raises(ends_together):
+@pytest.mark.parametrize("way", ["shared memory", "MPI", "asks"])
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_a_call_without_the_data_of_a_killed_rank_raises(kind, way):
     run(
         kill_before_its_data_are_read, 3, ranks="processes", engine="mpi", dead=(VICTIM,),
-        args=(ends_together,),
+        args=(kind, way),
     )  # fmt: skip
 
 

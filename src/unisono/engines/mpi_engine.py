@@ -64,10 +64,6 @@ _FLAG = dtype_named("uint8")
 # The program of each call for C++: MPI has the steps.
 _NO_STEPS: Any = None if _engine is None else _engine.Program(0, 0, 0, 0, 0)
 
-# MPICH 5 ends a gather without an error if it cannot read the array of a rank that has died. Intel
-# MPI then ends the process.
-_HIDES_DEATH = "MPICH"
-
 # Calls that did not end, with the memory that MPI may still read and write.
 _unfinished: list[tuple[object, ...]] = []
 
@@ -235,9 +231,7 @@ class MPIEngine(QueueEngine):
         self._mpi_comm = made[0]
         self._maker = CallMaker(handle(made[0]), comm.rank, comm.size)
         crowded = comm.transport.hosts.count(hosts[comm.rank]) > usable_cores()
-        beside = shared and _engine.SharedAgreement(
-            shared[0], comm.rank, self._maker.probe(), self.over.startswith(_HIDES_DEATH)
-        )
+        beside = shared and _engine.SharedAgreement(shared[0], comm.rank, self._maker.probe())
         agreement = self._maker.agreement()
         self._native_group = _engine.MPIGroup(address("MPI_Test"), agreement, crowded, beside)
 
