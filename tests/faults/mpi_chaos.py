@@ -215,7 +215,7 @@ class Rank:
                     n += 1
                 if not this.in_data or this.way in ("late", "mismatch"):
                     self.hurt()
-            kind = 0 if this.way == "mismatch" else int(self.random.integers(3))
+            kind = 0 if this.way == "mismatch" else int(self.random.integers(5))
             self.call(k, n, kind)
 
     def hurt(self):
@@ -239,7 +239,7 @@ class Rank:
         """Make one call, and compare the result."""
         group, this = self.group, self.this
         me, p = group.rank(), group.size()
-        n = n if kind < 2 else n // p * p
+        n, root = n if kind < 2 else max(n // p, 1) * p, k % p
         x = np.full(n, float(me + k))
         given, out = x.copy(), x
         try:
@@ -247,22 +247,32 @@ class Rank:
                 group.all_reduce(x)
                 expected = sum(range(p)) + p * k
             elif kind == 1:
-                group.broadcast(x, k % p)
-                expected = k % p + k
-            else:
+                group.broadcast(x, root)
+                expected = root + k
+            elif kind == 2:
                 out = np.zeros(n)
                 group.all_to_all_single(out, x)
                 expected = np.repeat(np.arange(p) + k, n // p)
+            elif kind == 3:
+                out = np.zeros(n)
+                parts = list(out.reshape(p, -1)) if me == root else None
+                dist.gather(x[: n // p], parts, root, group=group)
+                expected = np.repeat(np.arange(p) + k, n // p) if me == root else 0
+            else:
+                out = np.zeros(n // p)
+                parts = list(x.reshape(p, -1)) if me == root else None
+                dist.scatter(out, parts, root, group=group)
+                expected = root + k
         except UnisonoError:
             if this.way in ("late", "mismatch"):
                 assert np.array_equal(x, given), f"call {k}: the array has changed"
             x[:] = out[:] = -7
             raise
-        if not (good := out == expected).all():
-            bad = np.flatnonzero(~good)
+        expected = np.broadcast_to(expected, out.shape)
+        if (bad := np.flatnonzero(out != expected)).size:
             raise AssertionError(
-                f"call {k} of kind {kind}: {bad.size} of {n} numbers are wrong, the first at "
-                f"{bad[0]}: {out[bad[0]]}, expected {np.broadcast_to(expected, n)[bad[0]]}"
+                f"call {k} of kind {kind}: {bad.size} of {out.size} numbers are wrong, first at "
+                f"{bad[0]}: {out[bad[0]]}, expected {expected[bad[0]]}"
             )
 
 
