@@ -41,8 +41,8 @@ MPI = """
   with exit status 143. That came in 3 of 18 kills of one series, and in 3 of some 200 later kills.
   `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids the read, but then the shrunk group may wait until its
   time-out. Intel MPI ends the process with SIGABRT, and so does MPICH with
-  UNISONO_SHARED_MEMORY=0 on one host. MPICH's `gather` and `scatter` hide a failed read. So on
-  MPICH they end when they have ended on all ranks.
+  UNISONO_SHARED_MEMORY=0 on one host. MPICH's non-blocking collectives hide a failed read.
+  So on MPICH a call ends when it has ended on all ranks.
 - If a rank is killed while MPI makes a group (some ms of its first call), MPI can make no group any
   more. Calls of new groups and `shrink_group` raise UnsupportedError. Groups work with
   `CPUOptions(engine="auto")`.

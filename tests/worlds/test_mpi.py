@@ -4,6 +4,7 @@ UNISONO_TEST_MPI may list virtual environments with mpi4py, another MPI library,
 The bodies run there, too, under the mpiexec of the library.
 """
 
+import itertools
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
 from unisono.base.deadline import Deadline
 from unisono.engines import join_mpi, mpi_calls, mpi_engine, mpi_library
-from unisono.engines.mpi_engine import MPIEngine, _unfinished
+from unisono.engines.mpi_engine import MPIEngine, _unfinished, _Watch
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
 from unisono.stores import HashStore
@@ -593,6 +594,19 @@ def state_of(pid):
         return ""
 
 
+def stop_when(engine, *, moving):
+    """Stop this process when its next call waits in the agreement, or in MPI with its arrays."""
+    look = _Watch.look
+
+    def stop(*args, **named):
+        if engine._native_group.is_moving() == moving:
+            _Watch.look = look
+            os.kill(os.getpid(), signal.SIGSTOP)
+        look(*args, **named)
+
+    _Watch.look = stop
+
+
 def kill_before_its_data_are_read(rank, kind, way):
     """Rank 1 dies between the agreement and the moment at which rank 0 reads its array.
 
@@ -600,53 +614,79 @@ def kill_before_its_data_are_read(rank, kind, way):
     asks the others after its end.
     """
     if way == "asks":
-        mpi_calls._HIDES_DEATH.clear()
+        mpi_calls.CallMaker._hides_death = property(lambda _: False, lambda *_: None)
     else:
         MPIEngine._confirm = lambda *_: None
     if way == "MPI":
         mpi_engine.share_memory = lambda *_: None
     group, store = dist.new_group(timeout=30), dist.group.WORLD.store
     engine = group.backends["cpu"]._engine
-    x = np.full(10_000, float(rank))
+    x = np.full(30_000, 1.0 + rank)
     outs = [np.full(x.size, -5.0) for _ in range(3)]
+    calls = {
+        "gather": lambda: dist.gather(x, outs if rank == 0 else None, 0, group=group),
+        "scatter": lambda: dist.scatter(x, outs if rank == VICTIM else None, VICTIM, group=group),
+        "reduce": lambda: dist.reduce(x, 0, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(outs[0], x, group=group),
+    }
+    # MPI chooses its ways, and the ranks the op.
+    calls[kind]()
+    for array, value in [(x, 1.0 + rank), *((out, -5.0) for out in outs)]:
+        array[:] = value
     dist.barrier(group=group)
     store.set(f"pid/{rank}", str(os.getpid()))
     pids = [int(store.get(f"pid/{each}")) for each in range(3)]
+    # In an all_to_all rank 1 dies when it has read rank 0's array, so it waits for that.
+    has_read = kind == "all_to_all"
+
+    def stopped(rank):
+        return state_of(pids[rank]) == "T"
 
     def die():
         wait_until(engine._native_group.is_moving)
+        if has_read:
+            wait_until(lambda: (outs[0][: x.size // 3] == 1).all())
         os.kill(os.getpid(), signal.SIGKILL)
 
     def wake():
+        if has_read:
+            wait_until(lambda: stopped(0))
+            os.kill(pids[VICTIM], signal.SIGCONT)
         wait_until(lambda: state_of(pids[VICTIM]) in ("Z", ""))
         # So long that rank 0 asks whether a rank has given up.
         time.sleep(0.1)
         os.kill(pids[0], signal.SIGCONT)
 
-    if rank == VICTIM:
+    if rank == 0:
+        stop_when(engine, moving=has_read)
+    elif rank == VICTIM:
         threading.Thread(target=die, daemon=True).start()
-    if rank == 2:
-        wait_until(lambda: store.check(["in"]))
-        # Until rank 0 is in the agreement.
-        time.sleep(0.1)
-        os.kill(pids[0], signal.SIGSTOP)
-        threading.Thread(target=wake, daemon=True).start()
-    if rank == 0:
-        store.set("in", "")
-    if kind == "gather":
-        error, text, _ = attempt(
-            lambda: dist.gather(x, outs if rank == 0 else None, 0, group=group)
-        )
+        if has_read:
+            stop_when(engine, moving=False)
+        else:
+            wait_until(lambda: stopped(0))
     else:
-        given = outs if rank == VICTIM else None
-        error, text, _ = attempt(lambda: dist.scatter(x, given, VICTIM, group=group))
+        threading.Thread(target=wake, daemon=True).start()
+        wait_until(lambda: stopped(VICTIM if has_read else 0))
+    error, text, _ = attempt(calls[kind])
     if rank == 0:
-        assert error == "PeerLostError", (error, text, outs[VICTIM][:2], x[:2])
+        assert error == "PeerLostError", (error, text, x[:2], [out[::10_000] for out in outs])
 
 
-@pytest.mark.whole("one more world, 3 s")
-@pytest.mark.parametrize("way", ["shared memory", "MPI", "asks"])
-@pytest.mark.parametrize("kind", ["gather", "scatter"])
+READS = [
+    *itertools.product(["reduce", "gather", "scatter"], ["shared memory", "MPI", "asks"]),
+    # By MPI no rank can be ahead of a stopped rank.
+    ("all_to_all", "shared memory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        READS[0],
+        *(pytest.param(*each, marks=pytest.mark.whole("as the first")) for each in READS[1:]),
+    ],
+)
 def test_a_call_without_the_data_of_a_killed_rank_raises(kind, way):
     run(
         kill_before_its_data_are_read, 3, ranks="processes", engine="mpi", dead=(VICTIM,),

@@ -27,10 +27,6 @@ _BLOCKING_BYTES = 128 * 1024
 # An int holds no larger count or displacement. The functions with the suffix _c take 64 bits.
 _MOST = 2**31 - 1
 
-# MPICH 5 ends these without an error if it cannot read the array of a rank that has died. Intel MPI
-# then ends the process.
-_HIDES_DEATH = {"MPICH": ("gather", "gatherv", "scatter", "scatterv")}
-
 # Places of the caller's memory among the arguments.
 _INPUT, _OUTPUT, _REQUEST = "input", "output", "request"
 
@@ -87,7 +83,9 @@ class CallMaker:
         found = library()
         self._here = int(found.MPI.IN_PLACE)
         self._blocks = found.is_openmpi
-        self._hides_death = _HIDES_DEATH.get(found.name.split()[0], ())
+        # MPICH 5 ends a non-blocking collective without an error if it cannot read the array of a
+        # rank that has died. Intel MPI, which is made from MPICH, then ends the process.
+        self._hides_death = not (found.is_openmpi or found.name.startswith("Intel"))
         self.nothing = _engine.MPICall(0, [], -1, -1, -1, None)
 
     def agreement(self) -> Any:
@@ -196,7 +194,7 @@ class CallMaker:
         ]
         numbers = [0 if isinstance(word, str) else word for word in words]
         call = _engine.MPICall(address(function + suffix), numbers, *places, kept)
-        call.ends_together = name in self._hides_death
+        call.ends_together = self._hides_death and nbytes > 0
         return call
 
 

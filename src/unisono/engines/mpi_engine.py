@@ -316,9 +316,9 @@ class MPIEngine(QueueEngine):
 
         That rank may have written into its arrays before MPI read them. Its failure, which is on
         its way here, comes before the answer. A rank that left has done its part. A rank that died
-        may not have: MPICH then ends a gather without an error, and without that rank's data. A
-        rank that has ended the call may be in C code that holds its interpreter lock, and even
-        waits for this rank. So the wait for answers ends.
+        may not have, and a library may end the call without that rank's data. A rank that has ended
+        the call may be in C code that holds its interpreter lock, and even waits for this rank. So
+        the wait for answers ends.
         """
         comm = self.comm
         question = comm.transport.inquire(comm.context, task.seq, comm.others)
