@@ -6,8 +6,9 @@ of data. It uses the MPI library of this environment, and those of UNISONO_TEST_
 A world begins with 4 ranks. It has a round of each fault in a drawn order. A kill ends the stage:
 the other ranks shrink the world, and the next stage has a rank less. So a fault may meet a library
 with calls that earlier faults have left. In each second world the ranks agree in shared memory, in
-the others by MPI. A rank whose call failed writes nonsense into its arrays, because MPI may still
-read them: no other rank may get that.
+the others by MPI. In worlds 2 and 3 of each 4, a fault in data may also come while MPI makes the
+group; MPI can then make no further group, and the world ends. A rank whose call failed writes
+nonsense into its arrays, because MPI may still read them: no other rank may get that.
 """
 
 import argparse
@@ -112,7 +113,7 @@ def life(_, folder, seed, ways):
         mpi_engine.share_memory = lambda *_: None
     for each in plan(seed, ways):
         faulthandler.dump_traceback_later(4 * HANG_S, exit=True)
-        rank = Rank(folder, me, each)
+        rank = Rank(folder, me, each, while_made=seed % 4 > 1)
         rank.run()
         if rank.left_mpi:
             break
@@ -124,8 +125,8 @@ def life(_, folder, seed, ways):
 class Rank:
     """One rank in one round."""
 
-    def __init__(self, folder, me, this):
-        self.folder, self.me, self.this = folder, me, this
+    def __init__(self, folder, me, this, while_made):
+        self.folder, self.me, self.this, self.while_made = folder, me, this, while_made
         self.is_victim = this.alive[this.victim] == me
         self.random = np.random.default_rng((this.number, this.moment))
         self.left_mpi = False
@@ -135,13 +136,11 @@ class Rank:
         this = self.this
         short = this.way in ("stop", "late")
         self.group = dist.new_group(timeout=SHORT_S if short else LONG_S)
-        if self.is_victim and this.in_data and this.way in ("kill", "stop", "abort"):
-            threading.Timer(this.moment / 1e3, self.hurt).start()
         record = {"number": this.number, "kind": "", "text": "", "peers": []}
         try:
             self.calls()
         except UnsupportedError as error:
-            # On all ranks: a fault of an earlier round came while MPI made a group.
+            # A fault of an earlier round came while MPI made a group.
             if "MPI can make no group any more" not in error.what:
                 raise
             self.leave_mpi()
@@ -153,10 +152,14 @@ class Rank:
             record |= {"kind": "WRONG", "text": str(error), "ended_s": time.monotonic()}
         if this.way == "mismatch" and record["kind"] == "CollectiveMismatchError":
             self.call(10_000, SMALL)
-        if this.way == "kill":
-            self.shrink(record)
-        else:
-            self.leave()
+        try:
+            self.shrink(record) if this.way == "kill" else self.leave()
+        except UnisonoError:
+            # A stopped rank may find alone that MPI can make no group any more.
+            if not any(self.folder.glob(f"{this.number} left MPI *")):
+                raise
+            self.leave_mpi()
+            return
         with (self.folder / f"{self.me}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -180,6 +183,7 @@ class Rank:
         this = self.this
         self.mark("ended")
         spare = threading.Timer(WAKE_S, self.wake)
+        spare.daemon = True
         if this.way == "stop" and this.alive[this.victim - 1] == self.me:
             # The stopped rank goes on while the others still end, or long after that.
             time.sleep(float(self.random.choice([0, 0.5])))
@@ -206,8 +210,14 @@ class Rank:
     def calls(self):
         """Make calls until one fails."""
         this = self.this
-        # The first call makes MPI's communicator; a fault may come in it, too.
+        is_timed = self.is_victim and this.in_data and this.way in ("kill", "stop", "abort")
+        timer = threading.Timer(this.moment / 1e3, self.hurt)
+        if is_timed and self.while_made:
+            timer.start()
+        # The first call makes MPI's communicator.
         self.call(0, SMALL)
+        if is_timed and not self.while_made:
+            timer.start()
         for k in range(1, 5000):
             n = BIG if this.in_data or (k == this.moment and self.random.integers(2)) else SMALL
             if k == this.moment and self.is_victim:
@@ -215,7 +225,7 @@ class Rank:
                     n += 1
                 if not this.in_data or this.way in ("late", "mismatch"):
                     self.hurt()
-            kind = 0 if this.way == "mismatch" else int(self.random.integers(5))
+            kind = 0 if this.way == "mismatch" else int(self.random.integers(6))
             self.call(k, n, kind)
 
     def hurt(self):
@@ -239,7 +249,7 @@ class Rank:
         """Make one call, and compare the result."""
         group, this = self.group, self.this
         me, p = group.rank(), group.size()
-        n, root = n if kind < 2 else max(n // p, 1) * p, k % p
+        n, root = n if kind in (0, 1, 3) else max(n // p, 1) * p, k % p
         x = np.full(n, float(me + k))
         given, out = x.copy(), x
         try:
@@ -254,6 +264,9 @@ class Rank:
                 group.all_to_all_single(out, x)
                 expected = np.repeat(np.arange(p) + k, n // p)
             elif kind == 3:
+                dist.reduce(x, root, group=group)
+                expected = sum(range(p)) + p * k if me == root else me + k
+            elif kind == 4:
                 out = np.zeros(n)
                 parts = list(out.reshape(p, -1)) if me == root else None
                 dist.gather(x[: n // p], parts, root, group=group)
@@ -358,6 +371,10 @@ def records(folder, rounds, problems):
     for this in rounds:
         victim = this.alive[this.victim]
         path = folder / f"{this.number} fault {victim}"
+        # A rank that left MPI when it shrank a group has a record.
+        without = [r for r in this.alive if this.number not in by_rank.get(r, {})]
+        if any((folder / f"{this.number} left MPI {r}").exists() for r in without):
+            continue
         if any(folder.glob("* left MPI *")) and not path.exists():
             continue
         if not path.exists():
