@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parents[2]
 MARKERS = (
@@ -36,7 +36,12 @@ def pytest_addoption(parser):
     parser.addoption("--sample", help="a text that draws the sample; by default the commit")
 
 
+# On a busy machine an example, or making one, may take seconds.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
 def pytest_configure(config):
+    settings.load_profile("busy")
     config.stash[LEFT_OUT] = Counter()
     ALL[:] = [config.option.all]
     for line in MARKERS:
@@ -100,7 +105,7 @@ def drawn(request):
 
 def examples(number, sampled):
     """Return settings of Hypothesis: the number of examples with --all, and without."""
-    return settings(max_examples=number if any(ALL) else sampled, deadline=None)
+    return settings(max_examples=number if any(ALL) else sampled)
 
 
 def sample(items, text):

@@ -19,7 +19,7 @@ def per_host(monkeypatch, request):
     monkeypatch.setenv("UNISONO_RANKS_PER_HOST", str(request.param))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), size=st.integers(2, 5))
 def test_as_the_reference_engine_bit_for_bit(seed, size):
     test_stress.check_engines_agree(size, seed)

@@ -106,7 +106,8 @@ def check_time_out(call, request, reason):
         f"recv(float64[2], {request}) in group 'default' timed out after 50 ms on rank 1 of 2: "
         + reason
     ), caught.value.what
-    assert where == "" or "test_p2p.py:" in where
+    # On a busy machine the other rank may not answer in time.
+    assert where == "" or "test_p2p.py:" in where or "rank 0 (process" in where
 
 
 PLAIN = [

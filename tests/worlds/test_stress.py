@@ -9,7 +9,7 @@ import unisono as dist
 from unisono.schedules import available
 from unisono.testing import run
 
-few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=6, suppress_health_check=list(HealthCheck))
 OPS = ["all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all"]
 REDUCTIONS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX,
               dist.ReduceOp.AVG]  # fmt: skip

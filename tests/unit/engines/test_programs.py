@@ -46,7 +46,7 @@ def rows(*steps):
     return Program(np.array(steps, np.int64).reshape(-1, 7), 8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     moves=st.lists(
         st.tuples(

@@ -5,15 +5,13 @@ import struct
 import tracemalloc
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidArgumentError
 from unisono.stores.tcp import wire
 from unisono.stores.tcp.wire import Op, ReplyDecoder, Request, RequestDecoder, WireError
 
-# On a busy machine the time that one example takes says nothing.
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 HELLO = wire.encode_request(Op.VALIDATE, wire.MAGIC)
 KEY = st.text("ab/\0\u00e9\u6f22", max_size=20)
 VALUE = st.binary(max_size=50)
@@ -62,7 +60,6 @@ def test_requests_are_torchs_bytes():
     assert wire.encode_reply(Op.CANCEL_WAIT, wire.WAIT_CANCELED) == b"\x01"
 
 
-@unhurried
 @given(st.lists(requests(), max_size=6), st.lists(st.integers(0), max_size=8))
 def test_requests_survive_any_split(sent, cuts):
     data = HELLO + b"".join(wire.encode_request(op, *args) for op, args in sent)
@@ -71,7 +68,6 @@ def test_requests_survive_any_split(sent, cuts):
     assert received == [Request(Op.VALIDATE, (wire.MAGIC,)), *sent]
 
 
-@unhurried
 @given(st.data(), st.lists(st.integers(0), max_size=8))
 def test_replies_survive_any_split(data, cuts):
     ops = data.draw(st.lists(st.sampled_from(sorted(REPLIES)), max_size=6))

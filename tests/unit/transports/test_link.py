@@ -82,7 +82,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     frames=st.lists(st.tuples(SIZES, st.booleans(), st.booleans()), min_size=1, max_size=8),
     cuts=st.lists(st.integers(0, 2**20), max_size=12),

@@ -158,7 +158,7 @@ def test_second_connection_of_a_rank_is_refused_quietly(caplog):
     assert not caplog.text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.one_of(st.binary(max_size=200), st.just(b"GET / HTTP/1.1\r\n\r\n" * 9)))
 def test_strangers_do_no_harm(data):
     with tcp_world(2) as world:
