@@ -320,6 +320,29 @@ def test_ranks_that_leave_at_the_same_time_are_not_reported_as_lost():
         assert [c.down(rank).left for rank in (0, 1)] == [True, True], waiting.error
 
 
+def test_ranks_that_answer_a_good_bye_are_not_reported_as_lost(monkeypatch):
+    """Rank 0 leaves. Rank 1 closes its link while rank 0 still sends to rank 2."""
+    monkeypatch.setattr(tcp_transport, "_LINGER_S", 60.0)
+    with tcp_world(3) as (a, b, c):
+        works(a, b), works(a, c)
+        closer = threading.Thread(target=a.close)
+        assert c._loop.hold()
+        try:
+            a.send(2, KEY, memoryview(bytes(64 << 20)))
+            closer.start()
+            patience = Deadline(SOON)
+            while not a._links[1].closed:
+                assert not patience.expired()
+            assert a._links[2].pending()
+        finally:
+            c._loop.release()
+        closer.join()
+        # Rank 2 has read to the end of its link to rank 0, and has no link to rank 1.
+        assert c.down(0).left
+        assert c.down(1) is None
+        works(b, c)
+
+
 def test_clients_without_a_hello_are_limited_in_number(monkeypatch):
     monkeypatch.setattr(handshake, "_MOST_GREETINGS", 4)
     monkeypatch.setattr(handshake, "_LEAST_S", 0.2)

@@ -404,7 +404,8 @@ class TCPTransport(Transport):
     def _end(self, link: Link, reason: str, left: bool, established: bool) -> None:
         """Record the end of the rank of a link, and end its transfers."""
         error = self.down(link.peer) or self._end_of(link.peer, reason, left)
-        if established and not error.left:
+        # While this rank leaves, its peers answer its good-bye: they close their links, too.
+        if established and not error.left and self._leave is None:
             self.spread(error)
         else:
             self.mark_down(error)
