@@ -225,7 +225,7 @@ class FirstCause:
         recent = [failure for at_s, failure in self._fresh() if at_s >= since_s]
         for first in recent:
             if follows or not set(members).isdisjoint(first.peers):
-                # The exception of a rank tells more than the end of its connection.
+                # The exception of a rank replaces the end of its connection.
                 same = [each for each in recent if each.peers == first.peers]
                 return next((each for each in same if each.kind != "lost"), first)
         return None
