@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from abc import ABC, abstractmethod
@@ -75,19 +74,6 @@ class Communicator:
         return Context(
             rank=transport.rank, world_size=transport.world_size, group=self.name, **fields
         )
-
-    def last_met_s(self) -> float:
-        """Return when the last call but one began that waits for all ranks, or the group was made.
-
-        On the monotonic clock. A rank that ends because of a failure takes part in one later call
-        at most: in one that it had begun before. So the ranks have survived earlier failures.
-        """
-        records = () if self.trace is None else self.trace.newest()
-        met = (each for each in records if each.waits_for_all and each.outcome == "completed")
-        last = list(itertools.islice(met, 2))
-        if len(last) < 2:
-            return self.made_s
-        return max(self.made_s, time.monotonic() - (time.time_ns() - last[1].enqueued_ns) / 1e9)
 
     def closed(self) -> str | None:
         """Return why no call can be made any more, or None."""

@@ -144,7 +144,7 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     if isinstance(error, Failure):
         return error
     if isinstance(error, LinkDown):
-        cause = comm.transport.explain(error, comm.last_met_s(), comm.ranks)
+        cause = comm.transport.explain(error, comm.made_s, comm.ranks)
         table = cause.table or _table_of_lost(error.peer, comm, call)
         return Failure(cause.kind, cause.reason, cause.peers, me, table)
     if isinstance(error, Expired):
@@ -333,7 +333,7 @@ def message_error(
     if isinstance(status, Failure):
         return broken_group_error(status, comm, op)
     if isinstance(status, LinkDown):
-        cause = comm.transport.explain(status, comm.last_met_s(), comm.ranks)
+        cause = comm.transport.explain(status, comm.made_s, comm.ranks)
         return _CLASSES[cause.kind](
             f"{call} in group '{comm.name}' failed on {comm.here}: {cause.reason}",
             context=comm.where(op=op, peers=cause.peers, nbytes=nbytes),

@@ -15,6 +15,10 @@ from typing import NamedTuple
 
 from unisono.trace.flight_recorder import RankRecords
 from unisono.trace.joined import JoinedGroup
+from unisono.trace.records import TraceRecord
+
+# Operations that end on a rank only after all ranks have begun them.
+_ROUND_TRIPS = ("all_reduce", "all_gather", "reduce_scatter")
 
 _UNKNOWN = ""
 """The clock of files without the name of a clock."""
@@ -135,7 +139,7 @@ def _bounds(
     for group in groups:
         for call in group.calls:
             records = call.records
-            if sum(each.waits_for_all for each in records.values()) < len(group.ranks):
+            if len(records) < len(group.ranks) or not all(map(_waits_for_all, records.values())):
                 continue
             begun: dict[str, int] = {}
             ended: dict[str, int] = {}
@@ -156,6 +160,11 @@ def _bounds(
                 end = message.receive.ended_ns - ahead[message.target]
                 _tighten(latest, a, b, end - message.send.enqueued_ns + ahead[message.source])
     return latest
+
+
+def _waits_for_all(record: TraceRecord) -> bool:
+    # A rank without elements need not be waited for.
+    return record.op == "barrier" or (record.op.startswith(_ROUND_TRIPS) and record.count > 0)
 
 
 def _place(reference: str, latest: _Bounds) -> dict[str, tuple[int, int]]:

@@ -26,9 +26,6 @@ from unisono.trace import ring
 MESSAGES = frozenset({"send", "recv", "recv_array", "probe"})
 """The operations that are messages between two ranks."""
 
-# Operations that end on a rank only after all ranks have begun them.
-_ROUND_TRIPS = ("all_reduce", "all_gather", "reduce_scatter")
-
 # 1 + Code of native/core/status.hpp.
 _OUTCOMES = {
     **{0: "running", 1: "completed", 2: "mismatch", 3: "timed out", 4: "peer lost"},
@@ -100,12 +97,6 @@ class TraceRecord:
     def is_message(self) -> bool:
         """Whether the call is a send or a receive."""
         return self.tag is not None
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether the call ends only after all ranks have begun it."""
-        # A rank without elements need not be waited for.
-        return self.op == "barrier" or (self.op.startswith(_ROUND_TRIPS) and self.count > 0)
 
 
 # Wall clock = _scale * ticks; made again for each reading, so that a corrected clock counts.

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.base.completion import Completion
@@ -208,11 +207,17 @@ class FirstCause:
 
     def add(self, failure: Failure, age_s: float = 0.0) -> None:
         """Take a failure that is so old into account."""
-        at_s, key = time.monotonic() - age_s, (failure.kind, failure.peers)
+        at_s, peers = time.monotonic() - age_s, failure.peers
         with self._lock:
-            fresh = {(each.kind, each.peers): (known_s, each) for known_s, each in self._fresh()}
-            fresh[key] = min(fresh.get(key, (at_s, failure)), (at_s, failure), key=itemgetter(0))
-            self._known = sorted(fresh.values(), key=itemgetter(0))
+            fresh = {entry[1].peers: entry for entry in self._fresh()}
+            if peers in fresh:
+                # The exception of a rank replaces the end of its connection.
+                known_s, known = fresh[peers]
+                if known.kind != "lost" or failure.kind == "lost":
+                    failure = known
+                at_s = min(at_s, known_s)
+            fresh[peers] = at_s, failure
+            self._known = sorted(fresh.values(), key=lambda entry: entry[0])
 
     def find(self, since_s: float, ended: int, members: Collection[int]) -> Failure | None:
         """Return the first fresh cause of the end of a rank, not older than `since_s`.
@@ -222,12 +227,9 @@ class FirstCause:
         """
         failed_s = self._followers.get(ended, -math.inf)
         follows = failed_s >= time.monotonic() - _FOLLOWS_S
-        recent = [failure for at_s, failure in self._fresh() if at_s >= since_s]
-        for first in recent:
-            if follows or not set(members).isdisjoint(first.peers):
-                # The exception of a rank replaces the end of its connection.
-                same = [each for each in recent if each.peers == first.peers]
-                return next((each for each in same if each.kind != "lost"), first)
+        for at_s, failure in self._fresh():
+            if at_s >= since_s and (follows or not set(members).isdisjoint(failure.peers)):
+                return failure
         return None
 
     @property
