@@ -406,7 +406,8 @@ class DynamicRendezvous:
                 deadline = Deadline(self._member.timing.close_s)
             if not others or (deadline is not None and deadline.expired()):
                 return
-            _, events, _ = decide(replace(self._member, ended=False), state, time.monotonic())
+            member, events, _ = decide(replace(self._member, ended=False), state, time.monotonic())
+            self._member = replace(self._member, beats=member.beats)
             for event in events:
                 if isinstance(event, Lost):
                     self._apply(store, event)

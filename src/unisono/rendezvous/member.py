@@ -4,6 +4,10 @@ All agents share a `State` (see `unisono.rendezvous.state`). A `Member` is the k
 agent besides: the world of its workers, and the times of the last changes. Times are of the agent's
 own monotonic clock, so the clocks of hosts need not agree. A node is alive while its heartbeat
 counter grows.
+
+An agent may stand still (stopped, swapped out, a frozen machine) while the others go on. Then its
+clock goes on, too, but it does not see their heartbeats. So it judges a node only by what it has
+read of it. The time between two readings counts as half of `dead_after_s` at most.
 """
 
 from __future__ import annotations
@@ -87,6 +91,23 @@ class End:
 Action = Start | Stop | End
 
 
+@dataclass(frozen=True)
+class Beat:
+    """The last heartbeat count of another node.
+
+    Attributes:
+        count: The count.
+        came_s: Time of the first reading that had this count.
+        read_s: Time of the last reading.
+        silent_s: Time between these two, without the parts in which this agent stood still.
+    """
+
+    count: int
+    came_s: float
+    read_s: float
+    silent_s: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """The knowledge of one agent besides the shared state.
@@ -103,7 +124,7 @@ class Member:
         changed_s: Time of the last change among the nodes of the forming world.
         seen_nodes: Epoch and ids of these nodes.
         hosts: Names of the hosts of all nodes that were ever seen.
-        beats: Last heartbeat count of each other node, and the time of its arrival.
+        beats: Last heartbeat of each other node.
     """
 
     node: Node
@@ -117,7 +138,7 @@ class Member:
     changed_s: float = 0.0
     seen_nodes: tuple[int, tuple[str, ...]] = (-1, ())
     hosts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    beats: Mapping[str, tuple[int, float]] = field(default_factory=lambda: MappingProxyType({}))
+    beats: Mapping[str, Beat] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def observe(member: Member, counts: Mapping[str, int], now: float) -> Member:
@@ -125,8 +146,11 @@ def observe(member: Member, counts: Mapping[str, int], now: float) -> Member:
     beats = {}
     for node_id, count in counts.items():
         known = member.beats.get(node_id)
-        fresh = known is None or known[0] != count
-        beats[node_id] = (count, now) if fresh or known is None else known
+        if known is None or known.count != count:
+            beats[node_id] = Beat(count, now, now)
+        else:
+            passed_s = min(now - known.read_s, member.timing.dead_after_s / 2)
+            beats[node_id] = replace(known, read_s=now, silent_s=known.silent_s + passed_s)
     return replace(member, beats=MappingProxyType(beats))
 
 
@@ -138,8 +162,8 @@ def stopped(member: Member) -> Member:
 def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event], list[Action]]:
     """Return the new member, the events to apply to the state, and the actions to execute.
 
-    Call it after every change of the state, and also from time to time without a change. It may
-    return an event again until the state has it; `apply` ignores a repeated event.
+    Call it after every change of the state, and also from time to time without a change. Apply all
+    events. It may return an event again until the state has it; `apply` ignores a repeated event.
     """
     if member.ended:
         return member, [], []
@@ -148,7 +172,8 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
         member = replace(member, seen_nodes=nodes, changed_s=now)
     here = {node.id: node.host for node in (*state.members, *state.waiting)}
     member = replace(member, hosts=MappingProxyType({**member.hosts, **here}))
-    events: list[Event] = list(_lost_nodes(member, state, now))
+    member, lost = _without_lost(member, state)
+    events: list[Event] = [*lost]
     if member.running:
         member, actions = _while_running(member, state)
         return member, events, actions
@@ -156,20 +181,23 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
     return member, events + more, actions
 
 
-def _lost_nodes(member: Member, state: State, now: float) -> list[Lost]:
+def _without_lost(member: Member, state: State) -> tuple[Member, list[Lost]]:
+    """Return the events of lost nodes, and the member without what it has read of them.
+
+    Such a node may join again before its next heartbeat is read.
+    """
     limit_s = member.timing.dead_after_s
-    found = []
+    beats, found = {}, []
     # In a running world a node whose workers have succeeded may leave without harm.
     done = state.succeeded if state.phase is Phase.RUNNING else ()
-    for node_id in state.present:
-        if node_id in done:
-            continue
-        _, since_s = member.beats.get(node_id, (0, now))
-        if node_id != member.node.id and now - since_s >= limit_s:
+    for node_id, beat in member.beats.items():
+        if node_id in done or beat.silent_s < limit_s:
+            beats[node_id] = beat
+        elif node_id in state.present:
             # The state has only the id of an expected node, not its host.
             host = member.hosts.get(node_id, node_id)
             found.append(Lost(node_id, f"node {host} was lost (no heartbeat for {limit_s:g} s)"))
-    return found
+    return replace(member, beats=MappingProxyType(beats)), found
 
 
 def _while_running(member: Member, state: State) -> tuple[Member, list[Action]]:
@@ -202,7 +230,7 @@ def _while_idle(
         # If the world went on without this node, the node may join the same world again.
         return replace(member, epoch=0), [Join(member.node, member.limits)], []
     rival = rival_of(member.node, state)
-    if rival is not None and member.beats.get(rival.id, (0, 0.0))[1] > since_s:
+    if rival is not None and (beat := member.beats.get(rival.id)) and beat.came_s > since_s:
         # The rival is alive, so this node does not replace it.
         error = rank_taken(member.node, rival)
         member, _, actions = _end(member, False, f"{error.what} ({error.hint})")

@@ -2,8 +2,12 @@
 
 import queue
 import socket
+import threading
+import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,6 +191,71 @@ def test_lost_agent_is_noticed(agents):
     dying.rendezvous._leaving = True
     world = living.world()
     assert (world.epoch, [node.id for node in world.members]) == (2, ["n0"])
+
+
+class Halting(PrefixStore):
+    """A store whose user stands still after a request, while the other agents go on."""
+
+    def __init__(self, shared, clock):
+        super().__init__("shared", shared)
+        self.requests_left = 0
+        self._clock = clock
+        self._halted = threading.Semaphore(0)
+
+    def halt(self, request):
+        """Let the user stand still after a request from now on, and wait until it goes on."""
+        self.requests_left = request
+        assert self._halted.acquire(timeout=LIMIT_S)
+
+    def get(self, key, timeout=None):
+        return self._after(super().get(key, timeout))
+
+    def multi_get(self, keys, timeout=None):
+        return self._after(super().multi_get(keys, timeout))
+
+    def add(self, key, amount):
+        return self._after(super().add(key, amount))
+
+    def check(self, keys, timeout=None):
+        return self._after(super().check(keys, timeout))
+
+    def _after(self, answer):
+        self.requests_left -= 1
+        if self.requests_left == 0:
+            beats_of(super(), "n0", 2)
+            self._clock.ahead_s = 1000.0 + getattr(self._clock, "ahead_s", 0.0)
+            self._halted.release()
+        return answer
+
+
+def beats_of(store, name, count):
+    """Wait for heartbeats of an agent."""
+    key = f"unisono/rendezvous/job/beat/{name}"
+    seen = store.add(key, 0)
+    while store.add(key, 0) < seen + count:
+        pass
+
+
+def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):
+    # Only the clock of a thread that stood still is ahead.
+    clock = threading.local()
+    fake = SimpleNamespace(monotonic=lambda: time.monotonic() + getattr(clock, "ahead_s", 0.0))
+    monkeypatch.setattr("unisono.rendezvous.dynamic.time", fake)
+    limits = Limits(min_nodes=1, max_nodes=2, max_restarts=0)
+    timing = Timing(dead_after_s=LIMIT_S, last_call_s=LIMIT_S)
+    with HashStore() as shared:
+        plain, halting = PrefixStore("shared", shared), Halting(shared, clock)
+        first = Agent(0, limits, lambda: PrefixStore("shared", shared), timing=timing)
+        sleeper = Agent(1, limits, lambda: halting, timing=timing)
+        with closing(first.rendezvous), closing(sleeper.rendezvous):
+            for agent in (first, sleeper):
+                agent.world()
+            # After each request: some between two heartbeats, some of a heartbeat.
+            for request in range(1, 13):
+                halting.halt(request)
+                beats_of(plain, "n1", 2)
+                state = loads(plain.get("unisono/rendezvous/job/state"))
+                assert (state.epoch, [n.id for n in state.members]) == (1, ["n0", "n1"])
 
 
 @pytest.mark.parametrize(

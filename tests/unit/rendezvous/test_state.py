@@ -240,7 +240,8 @@ def test_lost_node_ends_a_job_that_must_not_restart_and_cannot_go_on():
 def test_lost_node_is_told_by_its_host_though_it_was_only_expected():
     state = joined(limits(2), 2)
     member, _, _ = decide(Member(node=node(0), limits=limits(2)), state, 0.0)
-    member = observe(member, {"n1": 1}, 0.0)
+    for now in (0.0, 5.0, 10.0):
+        member = observe(member, {"n1": 1}, now)
     ended = apply(state, Failed("n0", 1, False, "a peer was lost"))
     assert ended.expected == ("n0", "n1")
     _, events, _ = decide(member, ended, 10.0)
@@ -527,6 +528,64 @@ def test_agent_that_only_slept_comes_back():
     cluster.pass_time(30)
     assert ids(cluster.state) == ["n0", "n1"]
     assert sleeper.started[-1] == cluster.state.epoch
+
+
+def pair_that_runs():
+    """Return a cluster of two agents that run the world of both, which may come and go."""
+    cluster = Cluster(elastic(1, 2))
+    for _ in range(2):
+        cluster.add()
+    cluster.pass_time(15)
+    assert (cluster.state.phase, ids(cluster.state)) == (Phase.RUNNING, ["n0", "n1"])
+    return cluster
+
+
+@pytest.mark.parametrize("at", ["before it read heartbeats", "while it read them", "after that"])
+def test_agent_that_stood_still_takes_no_other_for_lost(at):
+    cluster = pair_that_runs()
+    first, sleeper = cluster.agents
+    read = {"n0": first.beats}
+    for _ in range(30):
+        cluster.now += 1
+        cluster.beat(first)
+    if at == "while it read them":
+        # What the store answered before the agent stood still.
+        sleeper.member = observe(sleeper.member, read, cluster.now)
+    elif at == "before it read heartbeats":
+        cluster.beat(sleeper)
+    cluster.turn(sleeper)
+    assert ids(cluster.state) == ["n0", "n1"]
+    cluster.crash(first)
+    cluster.pass_time(TIMING.dead_after_s + 10)
+    assert ids(cluster.state) == ["n1"]
+
+
+def test_lost_node_may_join_again_before_its_next_heartbeat_is_read():
+    cluster = pair_that_runs()
+    first, sleeper = cluster.agents
+    for _ in range(3):
+        cluster.now += 5
+        cluster.beat(first)
+    cluster.turn(first)
+    assert ids(cluster.state) == ["n0"]
+    cluster.turn(sleeper)
+    cluster.obey(sleeper)
+    for agent in (sleeper, first):
+        cluster.turn(agent)
+    assert (ids(cluster.state), cluster.state.epoch) == (["n0", "n1"], 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_nobody_is_lost_if_the_whole_machine_stood_still(order):
+    cluster = pair_that_runs()
+    cluster.now += 100
+    # The agent that goes on first finds the heartbeats of the other as they were before.
+    for number in order:
+        cluster.beat(cluster.agents[number])
+        cluster.turn(cluster.agents[number])
+    cluster.pass_time(50)
+    assert (cluster.state.phase, cluster.state.epoch) == (Phase.RUNNING, 1)
+    assert ids(cluster.state) == ["n0", "n1"]
 
 
 def test_nobody_waits_for_ever():
