@@ -104,7 +104,9 @@ class DynamicRendezvous:
         self._next_beat_s = 0.0
         self._pending: State | None = None
         self._store: PrefixStore | None = None
-        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: if a signal comes after the time-out of its `get`, it waits for ever.
+        # A process that was stopped gets such signals (seen with Python 3.11).
+        self._inbox: queue.Queue[Event | None] = queue.Queue()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._leaving = False
         self._abandoned = False

@@ -1,7 +1,12 @@
 """The shell of the elastic rendezvous over every kind of store, with threads as agents."""
 
+import ctypes
+import os
 import queue
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -256,6 +261,39 @@ def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):
                 beats_of(plain, "n1", 2)
                 state = loads(plain.get("unisono/rendezvous/job/state"))
                 assert (state.epoch, [n.id for n in state.members]) == (1, ["n0", "n1"])
+
+
+BEATING = """
+import signal
+from tests.unit.rendezvous.test_dynamic import Agent, HashStore, Limits, beats_of
+signal.signal(signal.SIGUSR1, lambda *_: None)
+signal.alarm(60)
+shared = HashStore()
+agent = Agent(0, Limits(min_nodes=2, max_nodes=2, max_restarts=0), lambda: shared)
+print(agent.rendezvous._thread.native_id, flush=True)
+while True:
+    beats_of(shared, "n0", 2)
+    print("beats", flush=True)
+    input()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sends a signal to a thread")
+def test_heartbeats_go_on_if_a_signal_came_while_the_agent_was_stopped():
+    command = [sys.executable, "-c", BEATING]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1) as agent:
+        try:
+            thread = int(agent.stdout.readline())
+            for _ in range(5):
+                assert agent.stdout.readline() == "beats\n"
+                agent.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, agent.pid, os.WSTOPPED)
+                time.sleep(0.05)  # longer than the pause of the thread, which is in it mostly
+                assert ctypes.CDLL(None).tgkill(agent.pid, thread, signal.SIGUSR1) == 0
+                agent.send_signal(signal.SIGCONT)
+                agent.stdin.write("\n")
+        finally:
+            agent.kill()
 
 
 @pytest.mark.parametrize(
