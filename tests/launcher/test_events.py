@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from tests.support.launches import gone
-from tests.support.nodes import CONF, LOSING, PATIENT, REDUCING, WORKER, Job, by_rank
+from tests.support.nodes import CONF, LOSING, PATIENT, REDUCING, TELLING, WORKER, Job, by_rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
 
@@ -21,10 +21,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pi
 @pytest.fixture
 def job(job_of):
     return job_of()
-
-
-# How long an agent waits for other nodes until it says so.
-PATIENCE = {"unisono.launcher.agent._PATIENCE_S": 0.1}
 
 
 def places(*workers):
@@ -287,8 +283,8 @@ def test_second_ctrl_c_ends_even_the_host_of_the_store(job):
 
 
 def test_ctrl_c_while_waiting_for_others(job):
-    agent = job.node(patches=PATIENCE)
-    agent.told("waiting for other nodes")
+    agent = job.node(patches=TELLING)
+    agent.told("waiting for other nodes: 1 of at least 2 came (")
     agent.send_signal(signal.SIGINT)
     assert agent.ended() == 130
 
@@ -338,10 +334,10 @@ def test_host_of_the_store_dies(job):
 
 
 def test_nobody_comes(job):
-    agent = job.node(conf=f"{CONF},join_timeout=1", patches=PATIENCE)
+    # The time runs from the moment at which the node joins.
+    agent = job.node(conf=f"{CONF},join_timeout=0.2")
     assert agent.ended() == 1
-    assert "waiting for other nodes: 1 of at least 2 came (" in agent.err
-    assert "timed out after 1 s: 1 of at least 2 nodes came" in agent.err
+    assert "timed out after 0.2 s: 1 of at least 2 nodes came" in agent.err
 
 
 def test_no_rendezvous_at_the_endpoint(job):
@@ -365,7 +361,7 @@ def test_client_that_the_store_refuses_is_told(job_of, hosts):
     # Torch's clients know no token.
     job = job_of(WORKER.replace("env = os.environ", "env = os.environ\ndel env['UNISONO_TOKEN']"))
     # The node that comes first has rank 0 and serves the workers' store.
-    first = job.node(conf=f"{PATIENT},is_host=1", patches=PATIENCE)
+    first = job.node(conf=f"{PATIENT},is_host=1", patches=TELLING)
     first.told("1 of at least 2 came")
     job.node(conf=f"{PATIENT},is_host=0")
     first.told("it is on another machine and has no token; give it the job's token, UNISONO_TOKEN;")

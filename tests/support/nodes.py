@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 
 from tests.support.launches import Launch
 from tests.support.netns import TOKEN
 from tests.support.ports import free_port
+from unisono.rendezvous.dynamic import DynamicRendezvous
 
 # Agents wait half a second for more nodes, but a minute for a heartbeat: on a busy machine an agent
 # can stand still for seconds.
@@ -71,6 +73,23 @@ class Up:
     restart: int
     pid: int
     total: int
+
+
+_progress = DynamicRendezvous.progress
+
+
+def progress_after_joining(rendezvous):
+    """Return what an agent waits for, once it has joined; on a busy host that takes a while."""
+    while not rendezvous._state.is_member(rendezvous.node_id):
+        time.sleep(0.01)
+    return _progress(rendezvous)
+
+
+# Agents say at once, and not after 5 s, for what they wait.
+TELLING = {
+    "unisono.launcher.agent._PATIENCE_S": 0.1,
+    "unisono.rendezvous.dynamic.DynamicRendezvous.progress": progress_after_joining,
+}
 
 
 class Agent(Launch):
