@@ -130,13 +130,14 @@ class Rank:
         self.is_victim = this.alive[this.victim] == me
         self.random = np.random.default_rng((this.number, this.moment))
         self.left_mpi = False
+        self.record = {}
 
     def run(self):
         """Let the fault happen, record how the call ended, and meet the other ranks again."""
         this = self.this
         short = this.way in ("stop", "late")
         self.group = dist.new_group(timeout=SHORT_S if short else LONG_S)
-        record = {"number": this.number, "kind": "", "text": "", "peers": []}
+        record = self.record = {"number": this.number, "kind": "", "text": "", "peers": []}
         try:
             self.calls()
         except UnsupportedError as error:
@@ -160,8 +161,12 @@ class Rank:
                 raise
             self.leave_mpi()
             return
+        self.write()
+
+    def write(self):
+        """Write the record of this round."""
         with (self.folder / f"{self.me}.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(self.record) + "\n")
 
     def shrink(self, record):
         """Go on without the killed rank."""
@@ -201,8 +206,11 @@ class Rank:
         os.kill(int(path.read_text()), signal.SIGCONT)
 
     def leave_mpi(self):
+        """End the world, because a fault came while MPI made a group."""
         self.left_mpi = True
         self.mark("left MPI")
+        if self.record["kind"] == "WRONG":
+            self.write()
 
     def mark(self, what):
         (self.folder / f"{self.this.number} {what} {self.me}").write_text(repr(time.monotonic()))
@@ -371,8 +379,10 @@ def records(folder, rounds, problems):
     for this in rounds:
         victim = this.alive[this.victim]
         path = folder / f"{this.number} fault {victim}"
+        rows = {r: by_rank.get(r, {}).get(this.number) for r in this.alive}
+        problems += [f"{this}: {row}" for row in rows.values() if row and row["kind"] == "WRONG"]
         # A rank that left MPI when it shrank a group has a record.
-        without = [r for r in this.alive if this.number not in by_rank.get(r, {})]
+        without = [r for r, row in rows.items() if row is None]
         if any((folder / f"{this.number} left MPI {r}").exists() for r in without):
             continue
         if any(folder.glob("* left MPI *")) and not path.exists():

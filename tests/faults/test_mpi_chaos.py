@@ -1,4 +1,4 @@
-"""One world of tests/faults/mpi_chaos.py: three rounds of each fault."""
+"""Worlds of tests/faults/mpi_chaos.py: up to three rounds of each fault."""
 
 import pytest
 
@@ -11,9 +11,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_faults_one_after_another(seed):
+    """World 2 has faults while MPI makes a group, so it may end early."""
     ways = list(mpi_chaos.ERRORS)
     rounds, problems = mpi_chaos.one_world(seed, ways)
     assert not problems, "\n".join(problems)
-    assert {"abort", "mismatch", "kill"} <= {each.way for each, _, _ in rounds}
+    expected = {"abort", "mismatch", "kill"} if seed < 2 else set()
+    assert expected <= {each.way for each, _, _ in rounds}
