@@ -108,7 +108,7 @@ class _Job(Ranks):
         super().__init__(meeting, [f"Spark task {rank}" for rank in range(meeting.size)])
         self._context = context
         self._group = f"unisono-{uuid.uuid4().hex}"
-        self._ended: queue.SimpleQueue[list[Outcome] | Exception] = queue.SimpleQueue()
+        self._ended: queue.Queue[list[Outcome] | Exception] = queue.Queue()
         self._seen: set[int] = set()
         self._thread = InheritableThread(target=self._run, args=(task,), daemon=True)
         self._thread.start()
