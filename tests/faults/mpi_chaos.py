@@ -344,11 +344,13 @@ def start(folder, seed, ways, dead, python):
         mpiexec = Path(python).parent / "mpiexec"
         flags = ["--allow-run-as-root", "--oversubscribe", "--enable-recovery", "-n", str(SIZE)]
         done = subprocess.run(
-            [mpiexec, *flags, *command], env=clean_environment(), cwd=ROOT, text=True,
+            [mpiexec, *flags, *command], cwd=ROOT, text=True,
+            # mpiexec does not tell that a signal ended a rank.
+            env=clean_environment(PYTHONFAULTHANDLER="1"),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             timeout=4 * LONG_S, check=False,
         )  # fmt: skip
-    return [] if not re.search("Traceback|Timeout \\(", done.stdout) else [done.stdout]
+    return [done.stdout] if re.search("Traceback|Timeout \\(|Fatal", done.stdout) else []
 
 
 def needs_launcher():
