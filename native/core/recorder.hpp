@@ -104,14 +104,14 @@ class Recorder {
 
   // Begin a record and return its number. Overwrites the oldest record.
   uint64_t begin(const Recorded& call, uint64_t seq, Site site) {
-    write(++last_, call, seq, site, 0);
+    write(++last_, call, seq, site, ticks(), 0);
     return last_;
   }
   // As begin(), for a collective that runs at once on this thread. The record is written later, when
   // the run waits for its peers anyway, and `find_site` is called then.
   uint64_t begin_soon(const Recorded& call, uint64_t seq, Site (*find_site)()) {
     waits.clear();
-    soon_ = {&call, ++last_, seq, find_site};
+    soon_ = {&call, ++last_, seq, ticks(), find_site};
     return last_;
   }
   // Call `find_site` of begin_soon() before write_now() would.
@@ -124,7 +124,7 @@ class Recorder {
   void write_now() {
     if (soon_.call == nullptr) return;
     find_site();
-    write(soon_.number, *soon_.call, soon_.seq, soon_.site, 1);
+    write(soon_.number, *soon_.call, soon_.seq, soon_.site, soon_.begun, 1);
     soon_.call = nullptr;
   }
   // A run waits longer than a moment for a rank of the group.
@@ -180,17 +180,19 @@ class Recorder {
     const Recorded* call = nullptr;
     uint64_t number = 0;
     uint64_t seq = 0;
+    uint64_t begun = 0;
     Site (*find_site)() = nullptr;  // nullptr: `site` is found
     Site site{};
   };
 
-  void write(uint64_t number, const Recorded& call, uint64_t seq, Site site, uint64_t runs) {
+  void write(uint64_t number, const Recorded& call, uint64_t seq, Site site, uint64_t begun,
+             uint64_t runs) {
     Record& record = at(number);
     store(&record.number, 0);
     record.seq = seq;
     record.word = call.word;
     record.count = call.count;
-    record.enqueued = ticks();
+    record.enqueued = begun;
     record.started = record.enqueued * runs;
     record.ended = record.waited = 0;
     record.kind = call.kind;

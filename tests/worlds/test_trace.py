@@ -141,6 +141,19 @@ def test_without_records(monkeypatch):
 
 
 @pytest.mark.ranks(2, kind="processes")
+def test_a_record_lasts_as_long_as_its_call(rank):
+    x = np.zeros(1 << 17)
+    for calls in (3, 50):
+        began_ns = time.monotonic_ns()
+        for _ in range(calls):
+            dist.all_reduce(x)
+        took_ns = time.monotonic_ns() - began_ns
+    spans_ns = [r.ended_ns - r.enqueued_ns for r in dist.trace_records() if r.seq > 3]
+    assert len(spans_ns) == 50
+    assert 0.5 * took_ns < sum(spans_ns) < 1.01 * took_ns
+
+
+@pytest.mark.ranks(2, kind="processes")
 def test_statistics_are_the_sums_of_the_records(rank):
     x = np.zeros(1000, np.float32)
     for _ in range(20):
