@@ -202,10 +202,8 @@ class PreparedCalls:
         )  # fmt: skip
         what = None
         too_many = op is not None and whole > _MOST_REDUCED * itemsize
-        if op is None and (splits is None or blocks is not None):
-            # Elements of a size that MPI does not know are moved as bytes.
-            unit = 1 if dtype.kind == "x" else itemsize
-            too_many = (nbytes if blocks is None else whole) > self._engine.most_moved * unit
+        if splits is None or blocks is not None:
+            too_many = too_many or whole > self._engine.most_moved
         by_program = ordered or wish or self._override or too_many
         if self._engine.has_collectives and size > 1 and not by_program:
             algorithm, pipeline = self._engine.name, 1

@@ -263,7 +263,7 @@ class Engine(ABC):
     """Whether tasks name their collective (`Prepared.what`) if any algorithm may run it."""
 
     most_moved = 2**63
-    """Elements that a collective without a reduce op may move; a program moves more."""
+    """Bytes that a collective may move; a program moves more."""
 
     over = "messages"
     """What carries the data of programs ("messages", "shared memory"), as far as it is known."""
