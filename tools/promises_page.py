@@ -30,10 +30,12 @@ MPI = """
   after a call of more than 50 ms a rank asks the others whether they have given up. It waits 1 s
   for answers, because C code of a rank may hold the interpreter lock. If the report of a failure
   takes longer than that on the network, a wrong number is possible.
-- On Open MPI a call of 128 KiB or more blocks a thread in MPI. After such an error that thread may
-  stay there, and use a core. The process then ends without `MPI_Finalize`, because that would hang.
-- Open MPI 5 counts in 32 bits. More than 2,147,483,647 elements are moved by the links. If only the
-  sizes of lists or splits are that large, the call raises, and the group is broken.
+- On Open MPI a call of 128 KiB or more blocks a thread in MPI. Between hosts a thread makes all
+  calls. After such an error that thread may stay in MPI, and use a core. The process then ends
+  without `MPI_Finalize`, because that would hang.
+- Open MPI 5 counts in 32 bits, and Intel MPI loses data of a broadcast of 5 GiB. There the links
+  move more than 2,147,483,647 bytes. If only the sizes of lists or splits are that large, the call
+  raises, and the group is broken.
 - A killed rank: MPICH and Intel MPI without mpiexec go on. Open MPI goes on under
   `mpiexec --enable-recovery`. Other launchers usually end all ranks.
 - On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed
@@ -43,9 +45,11 @@ MPI = """
   time-out. Intel MPI ends the process with SIGABRT, and so does MPICH with
   UNISONO_SHARED_MEMORY=0 on one host. MPICH's non-blocking collectives hide a failed read.
   So on MPICH a call ends when it has ended on all ranks.
-- If a rank is killed while MPI makes a group (some ms of its first call), MPI can make no group any
-  more. Calls of new groups and `shrink_group` raise UnsupportedError. Groups work with
-  `CPUOptions(engine="auto")`.
+- Between hosts over TCP Intel MPI connects to a killed rank for ever (10 of 70 kills). MPICH
+  crashes with SIGSEGV when it sends to that rank (7 of 70).
+- If a rank is killed while MPI makes a group, that call does not return. That takes some ms of the
+  group's first call. After such a call MPI can make no group any more. Calls of new groups and
+  `shrink_group` raise UnsupportedError. Groups work with `CPUOptions(engine="auto")`.
 - A library has room for some 2,000 live groups (MPICH: 2,045). The next group fails on all ranks.
 - Sums and products of NaNs may differ between ranks in the NaN's bits.
 - More than 2**31 - 1 elements are reduced over unisono's own links.

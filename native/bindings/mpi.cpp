@@ -75,14 +75,16 @@ void bind_mpi(nb::module_& m) {
     .def("go_on", &unisono::go_on,
          "Wait for the call that returned WAITING; return (code, MPI's error).")
     .def("is_moving", &MPIGroup::is_moving, "Whether MPI has the arrays of the call.")
+    .def("give_up", &MPIGroup::give_up,
+         "Give MPI no array of the call any more; return whether MPI has them already.")
     .def("is_under_way", &MPIGroup::is_under_way,
          "Whether a call has begun and not ended: MPI may have memory of it.")
     .def("has_arrived", &MPIGroup::has_arrived,
          "Whether the data are there, and go_on() ends a call that took long.")
-    .def("is_blocked", &MPIGroup::is_blocked, "Whether a call blocks in MPI.")
+    .def("is_in_mpi", &MPIGroup::is_in_mpi, "Whether the thread for calls is in MPI.")
     .def("finished", &MPIGroup::finished, "Return the number of calls that have ended here.")
     .def("abort", &MPIGroup::abort, "Pass the next calls to Python.")
-    .def("close", &MPIGroup::close, "End the thread for blocking calls, if it is not in MPI.");
+    .def("close", &MPIGroup::close, "End the thread for calls, if it is not in MPI.");
   nb::class_<MPIRunner, unisono::Runner>(m, "MPIRunner")
     .def(nb::init<std::shared_ptr<MPIGroup>, const MPICall&>(), nb::arg("group"), nb::arg("call"),
          nb::keep_alive<1, 3>(), "Makes one kind of call.")

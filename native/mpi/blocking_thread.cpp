@@ -1,8 +1,11 @@
 #include "mpi/blocking_thread.hpp"
 
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include "core/clock.hpp"
 #include "core/finally.hpp"
@@ -16,7 +19,7 @@ constexpr int64_t kForeverNs = 3'600'000'000'000;
 
 }  // namespace
 
-void BlockingThread::begin(const MPICall& call) {
+void BlockingThread::begin(std::function<int()> call) {
   if (!thread_.joinable()) {
     // Signals must reach Python's main thread: taken here, they would not interrupt its wait.
     sigset_t all, before;
@@ -25,7 +28,7 @@ void BlockingThread::begin(const MPICall& call) {
     const Finally unblock([&before] { pthread_sigmask(SIG_SETMASK, &before, nullptr); });
     thread_ = std::thread(&BlockingThread::serve, state_);
   }
-  state_->call = call;
+  state_->call = std::move(call);
   change_and_wake(state_->begun);
 }
 
@@ -45,8 +48,18 @@ void BlockingThread::close() {
   const bool is_stuck = is_busy();
   state_->is_closed = true;
   change_and_wake(state_->begun);
+#ifdef __GLIBC__
+  if (is_stuck) on_exit(&end_at_once, new std::shared_ptr<State>(state_));
+#endif
   // In the child of a fork the thread does not exist.
   is_stuck || fork_guard_.is_forked() ? thread_.detach() : thread_.join();
+}
+
+// The exit handlers of a library crash while a thread is in the library.
+void BlockingThread::end_at_once(int status, void* state) {
+  if ((*static_cast<std::shared_ptr<State>*>(state))->is_over) return;
+  std::fflush(nullptr);
+  _exit(status);
 }
 
 void BlockingThread::serve(const std::shared_ptr<State>& state) {
@@ -55,7 +68,7 @@ void BlockingThread::serve(const std::shared_ptr<State>& state) {
     const uint64_t ended = state->ended.load();
     while (state->begun.load() == ended) futex_wait(state->begun, ended, kForeverNs);
     if (state->is_closed) break;
-    state->error = state->call.make();
+    state->error = state->call();
     change_and_wake(state->ended);
   }
   state->is_over = true;

@@ -1,13 +1,14 @@
-// A thread for calls that block in MPI, so that the wait for such a call has an end.
+// A thread for calls that block in MPI, or may, so that the wait for such a call has an end.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "core/fork_guard.hpp"
-#include "mpi/call.hpp"
 
 namespace unisono {
 
@@ -19,8 +20,9 @@ class BlockingThread {
   BlockingThread(const BlockingThread&) = delete;
   BlockingThread& operator=(const BlockingThread&) = delete;
 
-  // Begin a call; the last call must have returned. Throws std::system_error without a thread.
-  void begin(const MPICall& call);
+  // Begin a call, which returns an error code. The last call must have returned. Throws
+  // std::system_error without a thread.
+  void begin(std::function<int()> call);
   // Wait until the call has returned. False: the time-out came first.
   bool wait(int64_t timeout_ns) const;
   // Whether a call has not returned.
@@ -32,7 +34,8 @@ class BlockingThread {
   }
   // The error code of the last call, which has returned.
   int error() const { return state_->error; }
-  // End the thread after its call.
+  // End the thread after its call. If it is still in the call at the end of the process, no exit
+  // handlers of libraries run.
   void close();
 
  private:
@@ -42,9 +45,10 @@ class BlockingThread {
     std::atomic<uint64_t> ended{0};
     std::atomic<bool> is_closed{false};
     std::atomic<bool> is_over{false};  // the thread makes no call any more
-    MPICall call;
+    std::function<int()> call;
     int error = 0;
   };
+  static void end_at_once(int status, void* state);
   static void serve(const std::shared_ptr<State>& state);
 
   std::shared_ptr<State> state_ = std::make_shared<State>();

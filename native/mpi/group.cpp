@@ -57,35 +57,73 @@ Status MPIGroup::run(const MPICall& data, const Buffers& buffers, AgreementWords
   data_.set(data_.request_at, request_.data());
   doubling_ = doubling;
   array_ = buffers.output;
+  words_ = words;
   counts_ = words.fingerprint != 0;
-  Status status{};
   if (counts_) {
     ++begun_;
     started_ns_ = now_ns();
-    status = agree(Stage::agreeing, words);
-  } else {
-    status = move();
   }
-  return status.is_ok() ? go_on(idler) : status;
+  stage_ = Stage::begun;
+  return go_on(idler);
 }
 
 Status MPIGroup::go_on(Idler* idler) {
+  if (shared_) return advance(idler);
+  if (!is_begun_) {
+    try {
+      // The owner keeps the group while a call is under way.
+      thread_.begin([this] {
+        status_ = advance(nullptr);
+        return 0;
+      });
+    } catch (const std::system_error&) {
+      stage_ = Stage::idle;
+      return {Code::no_memory};
+    }
+    is_begun_ = true;
+  }
+  if (idler != nullptr) idler->idle();
+  if (!thread_.wait(look_ns())) return {Code::waiting};
+  is_begun_ = false;
+  return status_;
+}
+
+bool MPIGroup::give_up() {
+  for (Stage before : {Stage::begun, Stage::agreeing}) {
+    stage_.compare_exchange_strong(before, Stage::left);
+  }
+  return is_moving();
+}
+
+// Go on with the call until it has ended, or a moment is over.
+Status MPIGroup::advance(Idler* idler) {
+  if (stage_ == Stage::begun) {
+    const Status status =
+      counts_ ? agree(Stage::begun, Stage::agreeing, words_) : move(Stage::begun);
+    if (!status.is_ok()) return status;
+  }
   if (stage_ == Stage::agreeing) {
     Status status = wait(idler);
-    if (status.is_ok()) status = compare();
-    if (status.is_ok() && (data_.function != 0 || doubling_)) status = move();
+    if (!status.is_ok()) return status;
+    status = compare();
+    if (!status.is_ok() || (data_.function == 0 && !doubling_)) {
+      enter(Stage::agreeing, Stage::idle);
+      return status;
+    }
+    status = move(Stage::agreeing);
     if (!status.is_ok()) return status;
   }
   if (stage_ == Stage::moving) {
     if (const Status status = wait(idler); !status.is_ok()) return status;
     if (!data_.ends_together) return arrive();
-    if (const Status status = agree(Stage::ending, {1, 1}); !status.is_ok()) return status;
+    const Status status = agree(Stage::moving, Stage::ending, {1, 1});
+    if (!status.is_ok()) return status;
   }
   if (stage_ == Stage::ending) {
     if (const Status status = wait(idler); !status.is_ok()) return status;
     return arrive();
   }
-  return stage_ == Stage::arrived ? end() : Status{};
+  return stage_ == Stage::arrived ? end() : Status{Code::closed};
 }
 
 // The data are there.
@@ -101,43 +139,45 @@ Status MPIGroup::end() {
 }
 
 // Begin an agreement: what ends when all ranks have begun it.
-Status MPIGroup::agree(Stage stage, AgreementWords words) {
+Status MPIGroup::agree(Stage before, Stage stage, AgreementWords words) {
+  if (!enter(before, stage)) return {Code::closed};
   if (shared_) {
-    enter(stage);
     shared_->enter(words);
     return {};
   }
   agreed_ = {words.fingerprint, ~words.fingerprint, words.even, ~words.even};
-  return begin(stage, agreement_);
+  return begin(agreement_);
 }
 
 // Give MPI the arrays.
-Status MPIGroup::move() {
-  if (!doubling_) return begin(Stage::moving, data_);
-  if (received_.size() < doubling_->nbytes()) {
+Status MPIGroup::move(Stage before) {
+  if (doubling_ && received_.size() < doubling_->nbytes()) {
     try {
       received_.resize(doubling_->nbytes());
     } catch (const std::bad_alloc&) {
+      enter(before, Stage::idle);
       return {Code::no_memory};
     }
   }
-  enter(Stage::moving);
+  if (!enter(before, Stage::moving)) return {Code::closed};
+  if (!doubling_) return begin(data_);
   const int error = doubling_->begin(array_, received_.data());
   return error == 0 ? Status{} : failed(error);
 }
 
-void MPIGroup::enter(Stage stage) {
-  stage_ = stage;
+// Whether the caller has not given up before.
+bool MPIGroup::enter(Stage before, Stage stage) {
+  if (!stage_.compare_exchange_strong(before, stage)) return false;
   blocks_ = false;
   began_ns_ = 0;
+  return true;
 }
 
-Status MPIGroup::begin(Stage stage, const MPICall& call) {
-  enter(stage);
+Status MPIGroup::begin(const MPICall& call) {
   blocks_ = call.blocks();
-  if (blocks_) {
+  if (blocks_ && shared_) {
     try {
-      thread_.begin(call);
+      thread_.begin([call] { return call.make(); });
     } catch (const std::system_error&) {
       stage_ = Stage::idle;
       return {Code::no_memory};
@@ -156,8 +196,7 @@ Status MPIGroup::failed(int error) {
 
 // The ranks have reduced the words and their complements with MIN. So a word is equal on all ranks
 // if its least value is the complement of its least complement.
-Status MPIGroup::compare() {
-  stage_ = Stage::idle;
+Status MPIGroup::compare() const {
   if (shared_) return shared_->compare();
   if (agreed_[0] != ~agreed_[1]) return {Code::mismatch};
   // 0 is the word of sizes that are not even, even if all ranks have it.
@@ -169,6 +208,8 @@ int64_t MPIGroup::look_ns() const { return is_moving() ? kMovingLookNs : kLookNs
 
 Status MPIGroup::wait(Idler* idler) {
   if (!blocks_) return poll(idler);
+  // This is the thread then, and the call has returned.
+  if (!shared_) return {};
   if (idler != nullptr) idler->idle();
   if (!thread_.wait(look_ns())) return {Code::waiting};
   return thread_.error() == 0 ? Status{} : failed(thread_.error());

@@ -5,6 +5,9 @@
 // come. The agreement is in shared memory on one host, else an all_reduce of 4 numbers in memory of
 // this object. A call whose wait is long returns Code::waiting. The caller then looks for lost
 // ranks, aborts and the deadline, and goes on with the same call.
+//
+// Without the agreement in shared memory a thread makes all calls of MPI. The network between hosts
+// may keep MPI_Test for ever, when a rank has died: Intel MPI then connects again and again.
 #pragma once
 
 #include <array>
@@ -44,10 +47,14 @@ class MPIGroup {
   bool has_arrived() const { return stage_ == Stage::arrived; }
   // Whether MPI has the caller's arrays.
   bool is_moving() const { return stage_ == Stage::moving; }
+  // Give MPI no array of the call any more; return whether MPI has the arrays already.
+  bool give_up();
   // Whether a call has begun and not ended: MPI may have memory of it.
-  bool is_under_way() const { return stage_ != Stage::idle && stage_ != Stage::arrived; }
-  // Whether a call blocks in MPI.
-  bool is_blocked() const { return thread_.is_busy(); }
+  bool is_under_way() const {
+    return is_in_mpi() || (stage_ != Stage::idle && stage_ != Stage::arrived);
+  }
+  // Whether the thread is in MPI.
+  bool is_in_mpi() const { return thread_.is_busy(); }
   // The number of calls that have ended here.
   int64_t finished() const { return finished_.load(std::memory_order_relaxed); }
 
@@ -57,14 +64,16 @@ class MPIGroup {
   void close() { thread_.close(); }
 
  private:
-  enum class Stage { idle, agreeing, moving, ending, arrived };
+  // left: given up before MPI got an array.
+  enum class Stage { idle, begun, agreeing, moving, ending, arrived, left };
 
-  Status agree(Stage stage, AgreementWords words);
+  Status advance(Idler* idler);
+  Status agree(Stage before, Stage stage, AgreementWords words);
   Status arrive();
   Status end();
-  Status move();
-  Status begin(Stage stage, const MPICall& call);
-  void enter(Stage stage);
+  Status move(Stage before);
+  Status begin(const MPICall& call);
+  bool enter(Stage before, Stage stage);
   bool is_shared() const {
     return shared_ && (stage_ == Stage::agreeing || stage_ == Stage::ending);
   }
@@ -72,7 +81,7 @@ class MPIGroup {
   int64_t look_ns() const;
   Status wait(Idler* idler);
   Status poll(Idler* idler);
-  Status compare();
+  Status compare() const;
   Status failed(int error);
 
   const MPITest test_;
@@ -88,7 +97,10 @@ class MPIGroup {
   // For `doubling_`. A program may prepare a thousand calls, and only one of them runs.
   std::vector<char> received_;
   std::array<uint64_t, 2> request_{};  // an int or a pointer
-  Stage stage_ = Stage::idle;
+  AgreementWords words_{};
+  std::atomic<Stage> stage_{Stage::idle};
+  bool is_begun_ = false;  // the thread has a part of the call, or its status was not taken
+  Status status_{};        // of that part
   bool blocks_ = false;
   bool counts_ = false;     // whether the call counts as finished when its data are there
   int64_t began_ns_ = 0;    // the first look at the clock in this stage; 0: not yet

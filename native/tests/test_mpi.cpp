@@ -1,4 +1,4 @@
-// Calls of two imaginary MPI libraries: their results, disagreement, long waits, errors; own ops.
+// Calls of two imaginary MPI libraries: results, disagreement, long waits, hangs, errors; own ops.
 #include "core/clock.hpp"
 #include "mpi/group.hpp"
 #include "mpi/own_ops.hpp"
@@ -28,6 +28,7 @@ struct Library {
   std::array<uint64_t, 4> other{~uint64_t{0}, ~uint64_t{0}, ~uint64_t{0}, ~uint64_t{0}};
   std::atomic<int> tests{0};        // tests before a request is done; -1: it is never done
   std::atomic<bool> is_open{true};  // whether a blocking call returns
+  std::atomic<bool> hangs{false};   // whether MPI_Test does not return
   std::atomic<int> returned{0};     // number of blocking calls that have reduced
   std::atomic<int> error{0};
   std::vector<int> counts;  // of the calls that were made
@@ -58,6 +59,7 @@ extern "C" int ints_iallreduce(const void* in, void* out, int count, int type, i
 }
 extern "C" int ints_test(int* request, int* done, int* status) {
   assert(*request == 1);
+  while (library.hangs) std::this_thread::yield();
   status[4] = 9;
   *done = library.tests == 0 ? 1 : 0;
   if (library.tests > 0) --library.tests;
@@ -116,6 +118,7 @@ struct Rank {
     library.other = {kWord, ~kWord, 1, ~uint64_t{1}};
     library.tests = 3;
     library.is_open = true;
+    library.hangs = false;
     library.error = 0;
     library.counts.clear();
   }
@@ -174,13 +177,14 @@ void test_long_waits() {
   assert(rank.finish(rank.group.go_on()).is_ok() && rank.is(2) && rank.group.finished() == 1);
   library.is_open = false;
   assert(rank.run(kBlocking).code == Code::waiting);
-  assert(rank.group.is_moving() && rank.group.is_blocked() && rank.is(2));
+  while (!rank.group.is_moving()) assert(rank.group.go_on().code == Code::waiting);
+  assert(rank.group.is_in_mpi() && rank.is(2));
   assert(rank.group.go_on().code == Code::waiting && rank.group.finished() == 1);
   library.is_open = true;
   assert(rank.finish(rank.group.go_on()).is_ok() && rank.is(3) && rank.group.finished() == 2);
-  assert(!rank.group.is_under_way() && !rank.group.is_blocked());
+  assert(!rank.group.is_under_way() && !rank.group.is_in_mpi());
   rank.group.close();
-  assert(!rank.group.is_blocked());
+  assert(!rank.group.is_in_mpi());
 }
 
 // The caller looks for a rank that has given up before a call that took long ends.
@@ -197,19 +201,35 @@ void test_late_data() {
   assert(rank.group.go_on().is_ok() && rank.group.finished() == 1);
 }
 
-// The thread of a call that never returns outlives its group.
+// A caller gives up a call that never returns, and closes the group.
 void test_stuck() {
-  auto rank = std::make_unique<Rank>();
-  std::vector<double> data = rank->data;
-  library.is_open = false;
+  Rank rank;
+  library.hangs = true;
   library.returned = 0;
-  Buffers buffers{};
-  buffers.output = reinterpret_cast<char*>(data.data());
-  assert(rank->group.run(kBlocking, buffers, {kWord, 1}, nullptr).code == Code::waiting);
-  rank.reset();
+  assert(rank.run(kNothing).code == Code::waiting && rank.group.go_on().code == Code::waiting);
+  library.hangs = false;
+  assert(rank.finish(rank.group.go_on()).is_ok());
+  library.is_open = false;
+  assert(rank.run(kBlocking, 0).code == Code::waiting);
+  while (!rank.group.is_moving()) assert(rank.group.go_on().code == Code::waiting);
+  assert(rank.group.give_up() && rank.group.is_under_way());
+  rank.group.close();
+  assert(rank.group.is_in_mpi() && library.returned == 0);
   library.is_open = true;
-  while (library.returned == 0) std::this_thread::yield();
-  assert(data[0] == 2);
+  while (rank.group.is_in_mpi()) std::this_thread::yield();
+  assert(library.returned == 1 && rank.is(2));
+}
+
+// MPI gets no array of a call that the caller has given up, although the ranks agree.
+void test_given_up() {
+  Rank rank;
+  library.hangs = true;
+  assert(rank.run(kData).code == Code::waiting);
+  assert(!rank.group.give_up() && rank.group.is_under_way());
+  library.hangs = false;
+  assert(rank.finish(rank.group.go_on()).code == Code::closed && rank.is(1));
+  assert(rank.run(kData).code == Code::closed && rank.group.finished() == 0);
+  assert(library.counts == std::vector<int>{4} || library.counts.empty());
 }
 
 void test_errors() {
@@ -286,6 +306,7 @@ int main() {
   test_long_waits();
   test_late_data();
   test_stuck();
+  test_given_up();
   test_errors();
   test_pointers();
   test_own_ops();

@@ -70,8 +70,13 @@ struct Post {
   std::map<Link, std::vector<std::shared_ptr<Message>>> queues;
   std::map<Link, size_t> taken;
 } post_office;
-thread_local int this_rank = 0;
-thread_local std::vector<std::shared_ptr<Message>> requests;
+struct Client {
+  int rank = 0;
+  std::atomic<int> next_request{0};
+  std::vector<std::shared_ptr<Message>> requests;
+};
+Client only;  // in a test of one rank, whose group makes its calls on another thread
+thread_local Client* client = &only;
 
 extern "C" int post_isend(const double* from, int count, int type, int peer, int tag, int comm,
                           int* request) {
@@ -79,11 +84,11 @@ extern "C" int post_isend(const double* from, int count, int type, int peer, int
   const std::scoped_lock locked(post_office.mutex);
   auto message = std::make_shared<Message>();
   message->numbers.assign(from, from + count);
-  post_office.queues[{this_rank, peer}].push_back(message);
+  post_office.queues[{client->rank, peer}].push_back(message);
   auto sent = std::make_shared<Message>();
   sent->is_done = true;
-  requests.push_back(sent);
-  *request = static_cast<int>(requests.size()) - 1;
+  client->requests.push_back(sent);
+  *request = static_cast<int>(client->requests.size()) - 1;
   return error;
 }
 extern "C" int post_irecv(double* into, int count, int type, int peer, int tag, int comm,
@@ -92,15 +97,15 @@ extern "C" int post_irecv(double* into, int count, int type, int peer, int tag, 
   auto received = std::make_shared<Message>();
   received->into = into;
   received->numbers.assign(1, static_cast<double>(peer));
-  requests.push_back(received);
-  *request = static_cast<int>(requests.size()) - 1;
+  client->requests.push_back(received);
+  *request = static_cast<int>(client->requests.size()) - 1;
   return 0;
 }
 extern "C" int post_test(const int* request, int* flag, void* /*status*/) {
   const std::scoped_lock locked(post_office.mutex);
-  Message& mine = *requests[static_cast<size_t>(*request)];
+  Message& mine = *client->requests[static_cast<size_t>(*request)];
   if (!mine.is_done) {
-    const Post::Link link{static_cast<int>(mine.numbers[0]), this_rank};
+    const Post::Link link{static_cast<int>(mine.numbers[0]), client->rank};
     if (post_office.taken[link] < post_office.queues[link].size()) {
       const Message& found = *post_office.queues[link][post_office.taken[link]++];
       std::copy(found.numbers.begin(), found.numbers.end(), mine.into);
@@ -154,9 +159,8 @@ void test_wait_in_shared_memory() {
 }
 
 // A call has not ended while another rank has not ended its part, if MPI may hide a death in it.
-thread_local int next_request = 0;
 extern "C" int no_data(int* request) {
-  *request = next_request++;
+  *request = client->next_request++;
   return 0;
 }
 const MPICall kData{at(&no_data), {0}, -1, -1, 0, true};
@@ -166,8 +170,8 @@ std::shared_ptr<Message> done() {
   return message;
 }
 void test_end() {
-  next_request = 0;
-  requests = {done()};
+  only.next_request = 0;
+  only.requests = {done()};
   const auto segment = segment_of(2);
   SharedAgreement other(segment, 1, kProbe);
   MPIGroup group(at(&post_test), {}, false, SharedAgreement(segment, 0, kProbe));
@@ -181,20 +185,25 @@ void test_end() {
 
 // The same in a group whose ranks agree by MPI: the third request is that of the end.
 void test_end_by_mpi() {
-  next_request = 0;
-  requests = {done(), done(), std::make_shared<Message>()};
-  requests[2]->numbers.assign(1, 1);
+  only.next_request = 0;
+  only.requests = {done(), done(), std::make_shared<Message>()};
+  only.requests[2]->numbers.assign(1, 1);
   MPIGroup group(at(&post_test), kData, false);
   assert(group.run(kData, {}, {kWord, 1}, nullptr).code == Code::waiting);
+  while (only.next_request < 3) assert(group.go_on().code == Code::waiting);
   assert(group.is_under_way() && !group.is_moving() && group.finished() == 0);
-  requests[2]->is_done = true;
+  {
+    const std::scoped_lock locked(post_office.mutex);
+    only.requests[2]->is_done = true;
+  }
   assert(finished(&group, group.go_on()).is_ok() && group.finished() == 1);
   // Another call ends by itself.
-  requests = {done(), done()};
-  next_request = 0;
+  only.requests = {done(), done()};
+  only.next_request = 0;
   MPICall alone = kData;
   alone.ends_together = false;
-  assert(group.run(alone, {}, {kWord, 1}, nullptr).is_ok() && next_request == 2);
+  assert(finished(&group, group.run(alone, {}, {kWord, 1}, nullptr)).is_ok());
+  assert(only.next_request == 2);
 }
 
 std::shared_ptr<Doubling> doubling_of(int rank, int ranks) {
@@ -210,8 +219,9 @@ void test_doubling(bool ends_together) {
     post_office.taken.clear();
     const auto segment = segment_of(ranks);
     const auto live = [&](int rank) {
-      this_rank = rank;
-      requests.clear();
+      Client mine;
+      mine.rank = rank;
+      client = &mine;
       MPIGroup group(at(&post_test), {}, true, SharedAgreement(segment, rank, kProbe));
       MPICall data_call;
       data_call.ends_together = ends_together;
@@ -234,14 +244,14 @@ void test_doubling(bool ends_together) {
 
 // MPI keeps the array of the receive that has begun before a send fails.
 void test_doubling_error() {
-  this_rank = 0;
-  requests.clear();
+  only.requests.clear();
   std::vector<double> data{1, 2, 3};
   MPIGroup group(at(&post_test), {}, false);
   error = 16;
   Buffers buffers{};
   buffers.output = reinterpret_cast<char*>(data.data());
-  const Status status = group.run({}, buffers, {0, 1}, nullptr, doubling_of(0, 2));
+  const Status begun = group.run({}, buffers, {0, 1}, nullptr, doubling_of(0, 2));
+  const Status status = finished(&group, begun);
   assert(status.code == Code::library && status.peer == 16 && group.is_under_way());
   assert(group.run({}, buffers, {0, 1}, nullptr).code == Code::closed);
   error = 0;

@@ -141,7 +141,7 @@ class Rank:
         try:
             self.calls()
         except UnsupportedError as error:
-            # A fault of an earlier round came while MPI made a group.
+            # A call of an earlier round has not returned, such as the making of a group.
             if "MPI can make no group any more" not in error.what:
                 raise
             self.leave_mpi()
@@ -174,8 +174,8 @@ class Rank:
         try:
             dist.shrink_group([self.this.victim])
         except UnsupportedError as error:
-            # The rank was killed while MPI made the group.
-            if "while MPI made one" not in error.what:
+            # The rank was killed while MPI made the group, or waited in its network.
+            if "MPI can make no group any more" not in error.what:
                 raise
             dist.shrink_group([self.this.victim], pg_options=CPUOptions(engine="auto"))
             self.leave_mpi()
@@ -206,7 +206,7 @@ class Rank:
         os.kill(int(path.read_text()), signal.SIGCONT)
 
     def leave_mpi(self):
-        """End the world, because a fault came while MPI made a group."""
+        """End the world, because a call of MPI has not returned."""
         self.left_mpi = True
         self.mark("left MPI")
         if self.record["kind"] == "WRONG":

@@ -4,6 +4,7 @@ UNISONO_TEST_MPI may list virtual environments with mpi4py, another MPI library,
 The bodies run there, too, under the mpiexec of the library.
 """
 
+import ctypes
 import itertools
 import os
 import re
@@ -275,7 +276,7 @@ def ways_of_a_call(rank):
     native = blocking.backends["cpu"]._engine._native_group
     dist.destroy_process_group(blocking)
     # Otherwise the process would end without MPI_Finalize if this group had broken.
-    assert not native.is_blocked()
+    assert not native.is_in_mpi()
     mpi_calls._BLOCKING_BYTES, mpi_calls._MOST = before, 0
     if found.is_openmpi:  # Open MPI 5 lacks the functions for large counts.
         with pytest.raises(
@@ -703,7 +704,7 @@ def fail_while_mpi_makes_a_group(rank):
     assert kind == "PeerLostError", text
     kind, text, _ = attempt(lambda: dist.shrink_group([VICTIM]))
     assert kind == "UnsupportedError"
-    assert "no group any more: a rank left while MPI made one" in text
+    assert "MPI can make no group any more" in text
     shrunk = dist.shrink_group([VICTIM], pg_options=CPUOptions(engine="auto"))
     shrunk.all_reduce(x := np.ones(3))
     assert x.tolist() == [2] * 3
@@ -712,6 +713,43 @@ def fail_while_mpi_makes_a_group(rank):
 @pytest.mark.whole("one more world, 5 s")
 def test_a_rank_ends_while_mpi_makes_a_group():
     run(fail_while_mpi_makes_a_group, 3, ranks="processes", engine="mpi", dead=(VICTIM,))
+
+
+def hang_in_mpi_test(rank):
+    """MPI_Test does not return, as in the network of Intel MPI when a rank has died."""
+    test = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)
+    may_return, in_library = threading.Event(), test(mpi_calls.address("MPI_Test"))
+    may_return.set()
+    wrapped = test(lambda *words: may_return.wait() and in_library(*words))
+    mpi_engine.address = lambda _: ctypes.cast(wrapped, ctypes.c_void_p).value
+    mpi_engine.share_memory = lambda *_: None
+
+    def fails(group, fault, **how):
+        """Make a call in which rank 0 does not return, and the fault comes."""
+        group.all_reduce(np.ones(3))
+        dist.barrier()
+        if rank == 0:
+            may_return.clear()
+        fault()
+        return attempt(lambda: group.all_reduce(np.ones(3), **how))
+
+    kind, text, _ = fails(dist.new_group(), lambda: None, timeout=0.5)
+    assert kind == "CollectiveTimeoutError", text
+    may_return.set()
+    group = dist.new_group(timeout=60)
+    die = partial(os.kill, os.getpid(), signal.SIGKILL)
+    kind, text, peers = fails(group, die if rank == VICTIM else lambda: None)
+    assert (kind, peers) == ("PeerLostError", (VICTIM,)), text
+    kind, text, _ = attempt(lambda: dist.shrink_group([VICTIM]))
+    assert kind == "UnsupportedError"
+    assert "MPI can make no group any more: a call of MPI has not returned" in text
+    shrunk = dist.shrink_group([VICTIM], pg_options=CPUOptions(engine="auto"))
+    shrunk.all_reduce(x := np.ones(3))
+    assert x.tolist() == [2] * 3
+
+
+def test_a_call_that_mpi_never_ends():
+    run(hang_in_mpi_test, 3, ranks="processes", engine="mpi", dead=(VICTIM,), timeout=60)
 
 
 # ---- torch ------------------------------------------------------------------------------------

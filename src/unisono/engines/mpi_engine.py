@@ -7,8 +7,8 @@ or lost, carry an abort and the texts of calls that differ, and move messages (s
 A call has two parts. The agreement is in shared memory if the ranks are on one host, else an
 all_reduce of 4 numbers in memory of the engine. No array of the caller is in MPI before all ranks
 have come, because MPI cannot take an array back. Then MPI's collective runs. C++ makes the calls
-(`native/mpi`). If it waits longer than a moment, it returns to Python, which looks for lost ranks
-and the deadline between further moments.
+(`native/mpi`), on a thread if the ranks are on several hosts. If it waits longer than a moment, it
+returns to Python, which looks for lost ranks and the deadline between further moments.
 """
 
 from __future__ import annotations
@@ -157,9 +157,13 @@ class MPIEngine(QueueEngine):
 
     def keep_memory(self, *memory: object) -> None:
         group = self._native_group
+        is_moving = group.give_up()
         if group.is_under_way():
             _unfinished.append((self, *memory))
-        if group.is_moving():
+        if group.is_in_mpi() and not library().is_openmpi:
+            # The other libraries hold a lock meanwhile, which the making of a group needs.
+            process.held.append((group.is_in_mpi, self._has_lost))
+        if is_moving:
             time.sleep(_SETTLED_S)
 
     def finished(self) -> int:
@@ -177,7 +181,7 @@ class MPIEngine(QueueEngine):
     def close(self) -> None:
         if self.comm.closed():
             return
-        died = any(map(self._has_died, self.comm.others))
+        died = self._has_lost()
         # A call that still runs breaks the group here.
         super().close()
         if self._broken or died:
@@ -193,12 +197,16 @@ class MPIEngine(QueueEngine):
     def _stuck(self) -> list[Callable[[], bool]]:
         """Return the questions whether a thread is in MPI, and may stay there."""
         group = self._native_group
-        return [self._helper.is_stuck, *([] if group is None else [group.is_blocked])]
+        return [self._helper.is_stuck, *([] if group is None else [group.is_in_mpi])]
 
     def _has_died(self, rank: int) -> bool:
         """Whether a rank did not leave by itself, as far as this rank knows."""
         down = self.comm.transport.down(rank)
         return down is not None and not down.left
+
+    def _has_lost(self) -> bool:
+        """Whether a rank died, as far as this rank knows."""
+        return any(map(self._has_died, self.comm.others))
 
     def _is_lost(self, rank: int) -> bool:
         """Whether a rank of a failed call has died, or may have."""
@@ -299,7 +307,7 @@ class MPIEngine(QueueEngine):
                 if group.has_arrived():
                     self._confirm(task)
                 else:
-                    watch.look(note if group.is_moving() else "")
+                    watch.look(lambda: note if group.give_up() else "")
                 code, error = group.go_on()
             watch.close()
         if code == _engine.MISMATCH:
@@ -402,7 +410,7 @@ class MPIEngine(QueueEngine):
                 watch.look()
         except BaseException:
             _unfinished.append((done, self))
-            process.making.append((done, lambda: any(map(self._has_died, self.comm.others))))
+            process.held.append((lambda: not done.done(), self._has_lost))
             raise
         watch.close()
         if done.error is not None:
@@ -420,11 +428,11 @@ class _Watch:
         self._asked: Question | None = None
         self._left_s = 0.0
 
-    def look(self, note: str = "", *, last: bool = False) -> None:
+    def look(self, note: Callable[[], str] = str, *, last: bool = False) -> None:
         """Raise the reason for which the wait must end, if there is one.
 
         Args:
-            note: The effect of a time-out.
+            note: Gives up the call, and returns the effect of a time-out.
             last: Whether this rank does not wait any more.
         """
         comm = self._comm
@@ -443,7 +451,7 @@ class _Watch:
         if self._asked is None and self._late.expired():
             self._asked = transport.inquire(comm.context, 0, comm.others, places=True)
         if self._deadline.expired():
-            raise Expired(self._asked, note)
+            raise Expired(self._asked, note())
 
     def close(self) -> None:
         """End the question to the other ranks, if there is one."""

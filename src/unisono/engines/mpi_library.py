@@ -15,6 +15,7 @@ import functools
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -39,8 +40,9 @@ _LOAD = "install an MPI library (pip install mpich), or set MPI4PY_LIBMPI=/path/
 # and need only the data that this rank has sent.
 _FINALIZE_S, _OTHERS_S = 10.0, 2.0
 
-# How long a rank that is late, or stopped, may take to end the making of a group.
-_MAKING_S = 5.0
+# How long a call of MPI that was given up may take to return. The first value is for the death of a
+# rank, the second for a rank that is late or stopped.
+_LOST_S, _HELD_S = 1.0, 5.0
 
 # Set by launchers that speak PMI or PMIx. With one of them MPI asks the launcher, not unisono.
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK")
@@ -170,15 +172,14 @@ class _Process:
         pmi: Answers the library if no launcher does.
         broken: Of the groups that broke: whether a thread is still in MPI.
         lost: Whether a rank died.
-        making: Communicators that were being made when their group broke, and whether one of their
-            ranks died.
+        held: Of calls that hold MPI: whether the call is in MPI, and whether a rank of it died.
     """
 
     def __init__(self) -> None:
         self.pmi: PMIServer | None = None
         self.broken: list[Callable[[], bool]] = []
         self.lost = False
-        self.making: list[tuple[Completion, Callable[[], bool]]] = []
+        self.held: list[tuple[Callable[[], bool], Callable[[], bool]]] = []
         self._helper = Helper("unisono-mpi")
         self._pid = 0
 
@@ -222,14 +223,16 @@ class _Process:
     def why_no_group(self) -> str:
         """Return why MPI can make no further group in this process, or "".
 
-        The libraries make one communicator of a process at a time, and would wait for ever.
+        The libraries make one communicator of a process at a time, and would wait for ever. They
+        also wait for a call in their network, which may connect to a dead rank for ever.
         """
-        deadline = Deadline(_MAKING_S)
-        for done, has_died in self.making:
-            while not done.wait_until(Deadline(0.05)):
-                if has_died() or deadline.expired():
-                    return "MPI can make no group any more: a rank left while MPI made one"
-        self.making.clear()
+        soon, later = Deadline(_LOST_S), Deadline(_HELD_S)
+        for is_in_mpi, has_died in self.held:
+            while is_in_mpi():
+                if later.expired() or (soon.expired() and has_died()):
+                    return "MPI can make no group any more: a call of MPI has not returned"
+                time.sleep(0.01)
+        self.held.clear()
         return ""
 
     def is_unusable(self) -> bool:
