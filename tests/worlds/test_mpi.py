@@ -293,6 +293,13 @@ def ways_of_a_call(rank):
     prepared = few.backends["cpu"]._prepared_calls._prepared.values()
     moved = [each for each in prepared if each.exchange is None and each.what is not None]
     assert {each.what.kind for each in moved if not each.what.reduces} <= {"barrier"}
+    # A call that no program has replaced raises.
+    outs = [np.zeros(20 + each) for each in range(p)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mpi_calls, "most_moved", lambda: 100)
+        text = rf"moves at most 100 bytes in a call, not {8 * sum(range(20, 20 + p))}"
+        with pytest.raises(UnsupportedError, match=text):
+            dist.all_gather(outs, outs[rank], group=dist.new_group())
     # C++ runs a call that is repeated, and its number shows it.
     calls, x = dist.group.WORLD.backends["cpu"].calls, np.ones(4)
     dist.all_reduce(x)
