@@ -24,6 +24,13 @@ PLAIN = """Traceback (most recent call last):
 ValueError: first line
 second line"""
 
+# As after an exception that ended the script; and in a call of a script.
+AT_EXIT = """Fatal Python error: Aborted
+
+Thread 0x00007f0156602b80 (most recent call first):
+  <no Python frame>"""
+IN_CALL = AT_EXIT.replace("<no Python frame>", 'File "a.py", line 7 in f')
+
 
 def failure(rank, text="", time_s=0.0, exit_code=1):
     return WorkerFailure(rank=rank, pid=100 + rank, exit_code=exit_code, time_s=time_s, text=text)
@@ -39,7 +46,9 @@ def failure(rank, text="", time_s=0.0, exit_code=1):
         (f"{PLAIN.replace('a.py', 'thread.py')}\nlog line\n{PLAIN}\n", PLAIN),
         (f"{PLAIN}\nException ignored in: <f>\nTraceback (most recent call last):\n  x\nE", PLAIN),
         (f"Exception ignored in: <f>\nTraceback (most recent call last):\n  x\nE\n{PLAIN}", PLAIN),
-        (f"log\nFatal Python error: Aborted\n\n{'x'}", "Fatal Python error: Aborted\n\nx"),
+        (f"log\n{AT_EXIT}", AT_EXIT),
+        (f"log\n{PLAIN}\nterminate called\n{AT_EXIT}", f"{PLAIN}\nterminate called\n{AT_EXIT}"),
+        (f"log\n{PLAIN}\n{IN_CALL}", IN_CALL),
         ('log\n  File "a.py", line 1\n    (\nSyntaxError: bad', None),
     ],
 )
@@ -72,6 +81,9 @@ def test_whole_text_of_the_real_interpreter_is_kept(program):
         (PLAIN, "ValueError: first line"),
         (f"KeyError: 1\n\n{PLAIN}", "ValueError: first line"),
         ("\n".join(f"[rank1]: {line}" for line in PLAIN.splitlines()), "ValueError: first line"),
+        (f"{PLAIN}\n{AT_EXIT}", "ValueError: first line"),
+        (f"{PLAIN}\n{IN_CALL}", "Fatal Python error: Aborted"),
+        (AT_EXIT, "Fatal Python error: Aborted"),
         ("no traceback: at all", ""),
         ("", ""),
     ],

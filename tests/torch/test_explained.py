@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from unisono.base.stacks import offered_stacks
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import jobs_of, verdict_of
 from unisono.cli.main import main
+from unisono.launcher.report import exception_line
 from unisono.trace.flight_recorder import decode
 
 pytest.importorskip("torch.distributed")
+
+# Gloo's threads sometimes abort a process that ends by an exception.
+CODES = {"unisono": (1,), "gloo": (1, 128 + signal.SIGABRT)}
 
 # Rank 1 waits until the test opens the pipe for writing. The second time it waits for ever.
 LATE = """\
@@ -153,7 +158,7 @@ def test_a_late_rank_of_a_gloo_group_is_shown_by_its_stack(launches, capsys):
     assert stacks.endswith(f'  File "{launches.folder}/script.py", line 6, in load\n')
     let_go_on(launches)
     code, _, err = launch.finish()
-    assert code == 1
+    assert code in CODES["gloo"]
     assert "RuntimeError" in err[err.index("unisono run: first failure: rank 0 ") :]
     assert "unisono run: rank 1 stopped by the launcher, in load (script.py:6), called " in err
 
@@ -162,9 +167,10 @@ def test_a_late_rank_of_a_gloo_group_is_shown_by_its_stack(launches, capsys):
 @pytest.mark.parametrize("backend", ["unisono", "gloo"])
 def test_the_launcher_names_the_first_cause(launches, backend):
     code, _, err = start(launches, 3, backend, FIRST).finish()
-    assert code == 1
-    report = err[err.index("unisono run: first failure: rank 1 ") :].splitlines()
-    assert report[-1] == "[rank1]: ValueError: no data"
+    assert code in CODES[backend]
+    found = err[err.index("unisono run: first failure: rank 1 ") :].splitlines()[1:]
+    assert found[0] == "[rank1]: Traceback (most recent call last):"
+    assert exception_line("\n".join(found)) == "ValueError: no data"
     for rank in (0, 2) if backend == "unisono" else ():
         of_rank = [line for line in err.splitlines() if line.startswith(f"[rank{rank}]: ")]
         if of_rank:  # the launcher may stop it first

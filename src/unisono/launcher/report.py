@@ -35,6 +35,7 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
 )
 _FATAL = "Fatal Python error: "
+_FRAME = '  File "'
 _IGNORED = "Exception ignored"
 _LAST_LINES = 20
 
@@ -105,9 +106,21 @@ def _is_noise(lines: Sequence[str], header: int) -> bool:
     return header > 0 and _IGNORED in lines[header - 1]
 
 
+def _headers(lines: Sequence[str]) -> list[int]:
+    """Return where the tracebacks begin.
+
+    A fatal error outside of all Python code comes from the end of the interpreter: after an
+    exception Gloo's threads may abort the process there. The exception is the reason of the end.
+    """
+    found = [i for i, line in enumerate(lines) if _HEADER.match(line) and not _is_noise(lines, i)]
+    rest = lines[found[-1] :] if len(found) > 1 else [""]
+    if rest[0].startswith(_FATAL) and not any(line.startswith(_FRAME) for line in rest):
+        found.pop()
+    return found
+
+
 def _start_of_traceback(lines: Sequence[str]) -> int | None:
-    headers = [i for i, line in enumerate(lines) if _HEADER.match(line)]
-    headers = [i for i in headers if not _is_noise(lines, i)]
+    headers = _headers(lines)
     if not headers:
         # A script that does not compile has no traceback, only the line and the error.
         places = [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
@@ -177,7 +190,7 @@ def error_document(failure: WorkerFailure) -> dict[str, Any]:
 def exception_line(text: str) -> str:
     """Return the line "ValueError: ..." of a traceback, or ""."""
     lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
-    headers = [i for i, line in enumerate(lines) if _HEADER.match(line) or _SYNTAX.match(line)]
+    headers = _headers(lines) or [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
     if not headers:
         return ""
     if lines[headers[-1]].startswith(_FATAL):
