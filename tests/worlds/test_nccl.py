@@ -833,7 +833,7 @@ def test_streams_take_streams_and_events_no_callbacks():
 
 def test_libraries_and_their_state(monkeypatch):
     assert dist.is_nccl_available()
-    assert dist.engine_info().nccl == "experimental: not yet run on a GPU"
+    assert dist.engine_info().nccl == "experimental: run on a single GPU only"
     assert "NCCL: experimental" in str(dist.engine_info())
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     with pytest.raises(UnsupportedError, match="backend 'nccl' needs nccl4py and the libraries"):

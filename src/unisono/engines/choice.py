@@ -140,5 +140,5 @@ def engine_info() -> EngineInfo:
         memory,
         usable_cores(),
         "" if native is None else native.BUILD,
-        why_no_nccl() or "experimental: not yet run on a GPU",
+        why_no_nccl() or "experimental: run on a single GPU only",
     )

@@ -11,5 +11,5 @@
     library    nccl4py and cuda-core, imported on first use
 
 Only this package imports nccl4py, cuda-core and CuPy. unisono.bench gets nccl4py from `library`.
-The backend has not run on a GPU yet.
+The backend has run on a single GPU only.
 """
