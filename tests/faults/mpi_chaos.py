@@ -284,8 +284,10 @@ class Rank:
                 parts = list(x.reshape(p, -1)) if me == root else None
                 dist.scatter(out, parts, root, group=group)
                 expected = root + k
-        except UnisonoError:
-            if this.way in ("late", "mismatch"):
+        except UnisonoError as error:
+            # On a busy machine a call before the fault may time out in its data.
+            is_late = this.way == "late" and re.search("(never|had not) entered it", error.what)
+            if this.way == "mismatch" or is_late:
                 assert np.array_equal(x, given), f"call {k}: the array has changed"
             x[:] = out[:] = -7
             raise
