@@ -3,14 +3,14 @@
 Run from the repository root: `python tools/planted.py [NAME ...]`. The copy with its own virtual
 environment is build/planted, so the developer's tree never changes. The exit status is 1 if the
 tests do not catch a fault, or if a fault does not apply or does not compile. It is also 1 if one of
-the catching tests fails without a fault, too.
+the catching tests fails without a fault, too. A patch names the test that catches its fault. That
+test runs first; if it passes, the whole suite runs, and the name in the patch is a problem.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -29,15 +29,16 @@ PYTHON = COPY / ".venv/bin/python"
 LOG = COPY / "build/last.log"
 # A digest of the C++ sources that the copy's engine was built from.
 BUILT = COPY / "build/built"
-# By fault, the test that caught it last. This test runs first.
-CAUGHT = COPY / "build/caught.json"
 BUILD = [
     *("-m", "pip", "install", "-qq", "--disable-pip-version-check"),
     *("--no-build-isolation", "--no-deps", "-e", "."),
 ]
 PR_SET_CHILD_SUBREAPER = 36
+# Exit status of pytest.
+NOTHING_RAN = 5
 
-# Folders of tests by the package or the native folder that a fault changes, nearest first.
+# Folders of tests by the package or the native folder that a fault changes, nearest first. The
+# others have tests/unit/FOLDER and the tests of the commands.
 NEAREST = {
     "autoload": "torch",
     "backends": "worlds unit/schedules faults",
@@ -50,19 +51,15 @@ NEAREST = {
     "engines": "unit/engines worlds faults",
     "errors": "project worlds",
     "groups": "worlds faults",
-    "integrations": "unit/integrations",
     "kernels": "unit/engines worlds",
     "launcher": "launcher faults",
     "messages": "unit/engines unit/transports worlds faults",
     "mpi": "unit/engines worlds",
     "parallel": "unit/parallel torch faults",
-    "rendezvous": "unit/rendezvous launcher",
     "schedules": "unit/schedules worlds",
     "shared": "unit/engines worlds faults",
-    "simulate": "unit/simulate",
     "steps": "unit/engines worlds faults",
     "store": "unit/stores",
-    "stores": "unit/stores",
     "testing": "unit/testing worlds unit",
     "torch": "torch",
     "transports": "unit/transports worlds faults",
@@ -78,7 +75,7 @@ class Verdict(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        found = self.caught_by or f"ERROR: {self.problem}"
+        found = f"ERROR: {self.problem}" if self.problem else self.caught_by
         return f"{self.name:32} {self.seconds:6.0f} s  {found}"
 
 
@@ -115,15 +112,17 @@ def plant(patch: Path) -> Verdict:
     problem = "the patch does not apply" if applied.returncode else build()
     caught_by = None
     if not problem:
-        known = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
-        last, (first, rest) = known.get(patch.stem), suite(changed(patch))
-        if last and run_tests([last]) == last:
-            caught_by = last
-        else:
+        named, (first, rest) = catcher(patch), suite(changed(patch))
+        caught_by = run_tests([named])
+        if not caught_by:
             caught_by = run_tests(first) or run_tests(rest)
-        CAUGHT.write_text(json.dumps(known | {patch.stem: caught_by}))
-        problem = "" if caught_by else "no test fails"
+            problem = f"{named} passes; {caught_by or 'no test'} fails"
     return Verdict(patch.stem, caught_by or "", problem, time.monotonic() - began)
+
+
+def catcher(patch: Path) -> str:
+    """Return the test that a patch names."""
+    return re.findall(r"^Caught by: (\S+)$", patch.read_text(encoding="utf-8"), re.MULTILINE)[0]
 
 
 def changed(patch: Path) -> list[str]:
@@ -136,7 +135,11 @@ def suite(files: list[str]) -> tuple[list[str], list[str]]:
     modules = [Path(file).with_suffix("") for file in files]
     # src/unisono/PACKAGE/... or native/FOLDER/...
     changed_folders = {module.parts[2 if module.parts[0] == "src" else 1] for module in modules}
-    folders = [test for folder in changed_folders for test in NEAREST[folder].split()]
+    folders = [
+        test
+        for folder in changed_folders
+        for test in NEAREST.get(folder, f"unit/{folder} launcher").split()
+    ]
     stems = [module.name.lstrip("_") for module in modules]
     ranks = {}
     for path in sorted(COPY.glob("tests/**/test_*.py")):
@@ -159,7 +162,7 @@ def run_tests(tests: list[str]) -> str | None:
         return None
     options = ["-x", "-q", "-rfE", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
     status, output = run([str(PYTHON), "-m", "pytest", *options, *tests])
-    if not status:
+    if status in (0, NOTHING_RAN):
         return None
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return failed[0] if failed else f"pytest (exit status {status}, see {LOG})"

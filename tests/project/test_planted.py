@@ -21,9 +21,13 @@ def test_every_fault_applies():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_fault_says_what_it_is_and_what_a_user_would_suffer():
-    head = re.compile(r"Fault: .+\.\nHarm: .+\.\n\n--- a/")
-    assert [path.name for path in PATCHES if not head.match(path.read_text(encoding="utf-8"))] == []
+def test_every_fault_says_what_it_is_what_a_user_would_suffer_and_what_catches_it():
+    head = re.compile(r"Fault: .+\.\nHarm: .+\.\nCaught by: (tests/.+\.py)::(test_\w+)\n\n--- a/")
+    for path in PATCHES:
+        match = head.match(path.read_text(encoding="utf-8"))
+        assert match, path.name
+        tests = (ROOT / match[1]).read_text(encoding="utf-8")
+        assert f"def {match[2]}(" in tests, path.name
 
 
 def test_every_package_and_native_folder_has_a_fault():
