@@ -64,18 +64,20 @@ def test_messages_are_recorded_with_peer_and_tag(rank):
 
 @pytest.mark.ranks(2, kind="processes")
 def test_a_record_says_for_which_rank_a_call_waited(rank):
-    pause_s, store = 0.4, dist.group.WORLD.store
+    pause_s, store = 1.0, dist.group.WORLD.store
     if rank == 0:
-        store.set("comes", "1")
+        work = dist.barrier(async_op=True)
+        store.set("waits", "1")
+        work.wait()
     else:
-        store.wait(["comes"])
+        store.wait(["waits"])
         time.sleep(pause_s)
-    dist.barrier()
+        dist.barrier()
     late = dist.trace_records()[-1]
     taken_s = (late.ended_ns - late.enqueued_ns) / 1e9
     if rank == 0:
         assert late.waited_for == 1
-        assert pause_s / 4 < late.waited_ns / 1e9 <= taken_s
+        assert pause_s / 10 < late.waited_ns / 1e9 <= taken_s
 
 
 @pytest.mark.ranks(2)
