@@ -13,11 +13,13 @@ for _ in range(5):
 store = dist.group.WORLD.store
 if dist.get_rank() == 0:
     work = dist.barrier(async_op=True)
+    while dist.trace_records()[-1].waited_for is None:
+        time.sleep(0.01)
     store.set("waits", "1")
     work.wait()
 else:
     store.wait(["waits"])
-    time.sleep(1.0)
+    time.sleep(0.2)
     dist.barrier()
 dist.destroy_process_group()
 """
