@@ -79,7 +79,7 @@ test-reference: $(STAMP)
 
 # On a machine with a GPU, torch and nccl4py; ranks share the GPU. Without a GPU all are skipped.
 test-gpu: $(STAMP)
-	@UNISONO_TEST_GPU=1 $(PYTEST) --all -rs tests/worlds/test_gpu.py
+	@UNISONO_TEST_GPU=1 $(PYTEST) --all tests/worlds/test_gpu.py
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import reserved_port
 from unisono.base import config as settings
 from unisono.base.extension import why_absent
 
@@ -75,6 +76,13 @@ def _helpers_of_multiprocessing():
 
     resource_tracker.ensure_running()
     forkserver.ensure_running()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Return a port for a server of this test."""
+    with reserved_port() as number:
+        yield number
 
 
 @pytest.fixture(autouse=True)

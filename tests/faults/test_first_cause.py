@@ -20,6 +20,7 @@ The orders of events that named a follower, and what prevents each:
 """
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ import pytest
 import unisono as dist
 from tests.faults import first_cause
 from tests.faults.fault_calls import attempt, store, wait_for_count
+from tests.support import selection
 from tests.support.transport_worlds import connected, works
 from unisono.testing import run
 from unisono.transports import control
@@ -264,9 +266,9 @@ def test_independent_failures_are_named_each_in_its_group():
 
 
 @pytest.mark.parametrize("medium", list(first_cause.MEDIA))
-def test_random_rounds_name_the_first_rank(medium):
+def test_random_rounds_name_the_first_rank(medium, pytestconfig):
     command = [sys.executable, "-m", "tests.faults.first_cause", "8", "--medium", medium]
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = random.Random(selection.seed(pytestconfig) + medium).getrandbits(32)
     result = subprocess.run(
         [*command, "--seed", str(seed)],
         cwd=Path(__file__).parents[2],

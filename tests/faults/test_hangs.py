@@ -72,8 +72,8 @@ store().add("prepared", 1)
 wait_for_count("prepared", 3)
 if rank in LATE:
     hang()
-# Half of it is for the answers of the other ranks, also on a busy machine.
-caught = attempt(CALL, timeout=2.0)
+# Half of it is for the answers of the other ranks, also on a busy machine; at most LATE_S.
+caught = attempt(CALL, timeout=4.0)
 # A rank that leaves now would end the hang of another rank.
 store().add("caught", 1)
 wait_for_count("caught", 3 - len(LATE))

@@ -233,8 +233,11 @@ def test_what_a_forked_child_does_to_its_copy_of_a_group_concerns_nobody(rank, h
             os._exit(0)
     if child is not None:
         os.waitpid(child, 0)
+        wait_for_count("waits", 2)
         # Who waits for long looks whether the others are still there.
         time.sleep(0.1)
+    else:
+        store().add("waits", 1)
     dist.barrier()
     check_usable()
     x = np.full(3, float(rank))

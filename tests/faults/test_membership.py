@@ -16,7 +16,6 @@ import pytest
 
 import unisono as dist
 from tests.faults.scripts import SRC, Forked, outcome, ranks_of, started
-from tests.support.ports import free_port
 from tests.support.programs import python
 from unisono.c10d import lifecycle, steps
 from unisono.c10d.steps import Step
@@ -327,7 +326,7 @@ dist.barrier()
         assert [(e["size"], e["step"], e["group"]) for e, _, _ in found] == [(2, 6, group)] * 2
 
 
-def test_without_its_store_a_job_reports_that_it_cannot_go_on():
+def test_without_its_store_a_job_reports_that_it_cannot_go_on(port):
     body = script(
         """
 add()
@@ -345,7 +344,7 @@ except dist_errors.StoreConnectionError as problem:
 """
     )
     # Rank 0 serves the store.
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with started([[]] * 3, body, place, Forked) as processes:
         found = [outcome(each) for each in processes]
     assert [code for _, code, _ in found] == [-signal.SIGKILL, 0, 0], found

@@ -388,7 +388,7 @@ def test_nothing_is_left_however_it_ends(launches, way):
     os.close(launch.worker)
     # After SIGKILL no process is left that could report the end of all others.
     if code < 0:
-        assert launch.survivors(2.0) == 0
+        assert launch.survivors(LIMIT_S) == 0
     returned, _, err = launch.finish()
     assert launch.survivors(0.1) == 0
     assert returned == code
@@ -446,7 +446,7 @@ def test_killed_outer_launcher_ends_an_inner_launch(launches, tmp_path):
     launch = launches.start(script=outer)
     launch.follow(8)
     launch.send_signal(signal.SIGKILL)
-    assert launch.survivors(2.0) == 0
+    assert launch.survivors(LIMIT_S) == 0
 
 
 def test_lines_of_ranks_do_not_mix(launches):

@@ -183,7 +183,7 @@ def test_children_end_with_their_parent(launches, method, signum):
     parent = parent_of(launches, method, in_thread=False)
     children = [int(line) for line in parent.lines(2)]
     parent.send_signal(signum)
-    assert gone(children, 5.0)
+    assert gone(children)
     assert parent.wait() == -signum
 
 
@@ -195,4 +195,4 @@ def test_children_outlive_the_thread_that_made_them(launches, method):
     assert len(children) == 2
     assert not gone(children, 0.01)
     parent.send_signal(signal.SIGKILL)
-    assert gone(children, 5.0)
+    assert gone(children)

@@ -12,11 +12,15 @@ for _ in range(5):
     dist.all_reduce(np.zeros(250_000, np.float32))
 store = dist.group.WORLD.store
 if dist.get_rank() == 0:
-    store.set("comes", "1")
+    work = dist.barrier(async_op=True)
+    while dist.trace_records()[-1].waited_for is None:
+        time.sleep(0.01)
+    store.set("waits", "1")
+    work.wait()
 else:
-    store.wait(["comes"])
-    time.sleep(0.5)
-dist.barrier()
+    store.wait(["waits"])
+    time.sleep(0.2)
+    dist.barrier()
 dist.destroy_process_group()
 """
 

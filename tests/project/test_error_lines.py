@@ -23,7 +23,7 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import frozen
-from tests.support.ports import free_port
+from tests.support.ports import reserved_port
 from unisono import errors
 from unisono.backends import CPUOptions, registry
 from unisono.base import buffers, log
@@ -274,6 +274,12 @@ def listening(call):
         call(server.getsockname()[1])
 
 
+def refused(call):
+    """Call with a port on which nobody listens."""
+    with reserved_port() as port:
+        call(port)
+
+
 def large_multi_get():
     """Ask a server for more than it sends at once."""
     listener = socket.create_server((HERE, 0))
@@ -347,7 +353,7 @@ def closed_under_a_thread(store):
 
 
 def met_twice():
-    meeting = dist.rendezvous(f"tcp://{HERE}:{free_port()}?rank=0&world_size=1")
+    meeting = dist.rendezvous(f"tcp://{HERE}:0?rank=0&world_size=1")
     store, _, _ = next(meeting)
     with store:
         next(meeting)
@@ -646,7 +652,7 @@ WITHOUT_A_WORLD["StoreConnection"] = {
     "the store server cannot listen on nowhere.invalid:0: {}":
         lambda: TCPStore("nowhere.invalid", 0, is_master=True),
     "cannot connect from {} to the store at 127.0.0.1:{} within 0.05 s ({}refused)":
-        lambda: TCPStore(HERE, free_port(), timeout=0.05),
+        lambda: refused(lambda port: TCPStore(HERE, port, timeout=0.05)),
     "PING on the store at here:1: bad reply: nonsense": bad_reply,
 }
 WITHOUT_A_WORLD["Handshake"] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.support.launches import Launch
 from tests.support.netns import TOKEN
-from tests.support.ports import free_port
+from tests.support.ports import reserved_port
 from unisono.rendezvous.dynamic import DynamicRendezvous
 
 # Agents wait half a second for more nodes, but a minute for a heartbeat: on a busy machine an agent
@@ -116,7 +116,7 @@ class Job(contextlib.ExitStack):
         super().__init__()
         self.folder = folder
         self._variables = variables
-        self.port = free_port()
+        self.port = self.enter_context(reserved_port())
         # The first agent is on the first host.
         self._hosts = list(hosts)
         self.has_hosts = bool(hosts)

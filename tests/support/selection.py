@@ -7,7 +7,8 @@ Markers:
     alone: Bounds a time, so that no other test must run beside it.
 
 The fixture `drawn` does the same for a loop inside a test, and `examples` for Hypothesis. A test
-that is named with its parameters on the command line always runs.
+that is named with its parameters on the command line always runs. The end of a run says what did
+not run, and why.
 """
 
 import random
@@ -25,6 +26,8 @@ MARKERS = (
     "alone: bounds a time; no other test may run beside it",
 )
 LEFT_OUT = pytest.StashKey[Counter]()
+# The most lines; a machine without torch and servers has fewer reasons.
+REASONS = 10
 # Whether --all is given, for what is decided when a module of tests is imported.
 ALL = []
 
@@ -43,6 +46,7 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 def pytest_configure(config):
     settings.load_profile("busy")
     config.stash[LEFT_OUT] = Counter()
+    seed(config)  # Now, because a commit may come before the end of the run.
     ALL[:] = [config.option.all]
     for line in MARKERS:
         config.addinivalue_line("markers", line)
@@ -72,6 +76,8 @@ def seed(config):
     return config.option.sample
 
 
+# After `-m` and `-k`, so that only tests that they ask for are counted.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     if config.option.all:
         return
@@ -85,7 +91,17 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left)
         items[:] = kept
     whole = sum(item.get_closest_marker("whole") is not None for item in left)
-    config.stash[LEFT_OUT] = Counter({"whole": whole, "sweep": len(left) - whole})
+    config.stash[LEFT_OUT] = Counter(whole=whole, sweep=len(left) - whole)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = dict(config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take what one worker has left out: the controller collects nothing, the workers the same."""
+    # A worker that died has no output.
+    if told := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = Counter(told)
 
 
 @pytest.fixture
@@ -124,10 +140,16 @@ def sample(items, text):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    write = terminalreporter.write_line
+    reports = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.most_common(REASONS):
+        write(f"skipped: {count}, {reason}")
+    if len(reasons) > REASONS:
+        write(f"skipped: others, for {len(reasons) - REASONS} more reasons; -rs shows them")
     left = config.stash[LEFT_OUT]
-    if hasattr(config, "workerinput") or not left.total():
-        return
-    terminalreporter.write_line(
-        f"not run: {left['sweep']} cases of sweeps and {left['whole']} tests marked `whole`; "
-        "`make test-all` runs them"
-    )
+    if left.total():
+        write(
+            f"not run: {left['sweep']} cases of sweeps and {left['whole']} tests marked `whole`; "
+            f"`make test-all` runs them, --sample={seed(config)} draws the same sweeps"
+        )

@@ -18,7 +18,7 @@ _TRIES = 5
 def why_not(program, module):
     """Return why a server cannot be used here, or None."""
     if shutil.which(program) is None:
-        return f"{program} is not installed (Debian: apt-get install redis-server etcd-server)"
+        return f"{program} is not installed; `make servers`"
     try:
         __import__(module)
     except ImportError as error:

@@ -59,7 +59,7 @@ def common_folder(rank):
 @pytest.mark.ranks(3, kind="processes")
 def test_torchs_analyser_finds_the_mismatch_and_the_missing_rank(rank):
     with common_folder(rank) as folder:
-        unequal, late = dist.new_group(), dist.new_group(timeout=1)
+        unequal, late = dist.new_group(), dist.new_group()
         x = np.zeros(4, np.float32)
         for group in (unequal, late):
             dist.all_reduce(x, group=group)
@@ -69,7 +69,7 @@ def test_torchs_analyser_finds_the_mismatch_and_the_missing_rank(rank):
         dist.barrier()
         if rank != 2:
             with pytest.raises(CollectiveTimeoutError):
-                dist.broadcast(x, 0, group=late)
+                dist.broadcast(x, 0, group=late, timeout=3)
         # Rank 2 is in no call, and learns of the failure in the background.
         assert wait_until((folder / f"trace_rank_{rank}").exists)
         dist.barrier()

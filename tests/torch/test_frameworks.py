@@ -13,7 +13,7 @@ MISSING = [n for n in ("torch", "accelerate", "lightning") if importlib.util.fin
 
 pytestmark = [
     pytest.mark.whole("needs accelerate and lightning, which load for 5 s"),
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}; see `make frameworks`"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}; `make frameworks`"),
 ]
 
 # Each rank prints the type of the group, and the parameters after 2 steps on 2 ranks.

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import unisono as dist
-from tests.support.ports import free_port
 from unisono.c10d.queries import get_node_local_rank
 from unisono.errors import RendezvousError
 
@@ -105,7 +104,7 @@ def test_two_mpiexec_at_once_are_two_worlds(script, tmp_path):
 
 @needs_mpiexec
 @pytest.mark.parametrize("kind", ["FileStore", "TCPStore"])
-def test_counters_of_the_page_for_users_of_mpi4py(tmp_path, monkeypatch, kind):
+def test_counters_of_the_page_for_users_of_mpi4py(tmp_path, monkeypatch, port, kind):
     page = (Path(__file__).parents[2] / "docs/howto/from-mpi4py.md").read_text(encoding="utf-8")
     program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
     check = f"assert type(store._underlying_non_prefix_store) is dist.{kind}\ndist.destroy"
@@ -113,7 +112,7 @@ def test_counters_of_the_page_for_users_of_mpi4py(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     env = {"TMPDIR": str(tmp_path)}
     if kind == "TCPStore":
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     assert output([MPIEXEC, "-n", "3", sys.executable, "script.py"], **env) == ["4950"]
     lines = [line.split() for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert sorted(int(rank) for rank, _ in lines) == [0, 1, 2]
@@ -187,8 +186,8 @@ def test_launcher_on_one_node(script, tmp_path, job, names):
     assert ranks_started_by_hand(script, envs) == expected(2)
 
 
-def test_indexed_job_with_an_address(script):
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+def test_indexed_job_with_an_address(script, port):
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # One meeting only: rank 1 may come to the second while the store of the first still listens.
     common["MEETINGS"] = "1"
     envs = [common | {"JOB_COMPLETION_INDEX": str(r), "LOCAL_RANK": str(r)} for r in range(2)]

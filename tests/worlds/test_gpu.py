@@ -29,7 +29,7 @@ from unisono.testing import run
 def why_no_gpu():
     """Return why these tests cannot run, or ""."""
     if os.environ.get("UNISONO_TEST_GPU") != "1":
-        return "UNISONO_TEST_GPU is not 1; make test-gpu sets it"
+        return "runs on a GPU only; `make test-gpu`"
     if not dist.is_nccl_available():
         return "nccl4py is not installed"
     try:

@@ -84,7 +84,7 @@ def under_mpiexec(size, folder, *words):
 def run_bodies(command, modules, least, *, in_memory=True):
     """Run bodies; `in_memory`: the ranks agree in shared memory, else by MPI."""
     code, text = launched(
-        [*command, "-m", "tests.support.mpi_bodies", *modules],
+        [*command, "-m", "tests.support.mpi_runner", *modules],
         UNISONO_SHARED_MEMORY=str(int(in_memory)),
     )
     assert code == 0, text

@@ -228,7 +228,8 @@ def test_a_message_does_not_wait_for_a_call_that_its_receiver_makes_later(rank, 
     dist.all_reduce(x)
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
-        time.sleep(0.1)  # so that the call has sent what it sends before the other one comes
+        # Then the call has sent what it sends, before the other one comes.
+        assert wait_until(lambda: dist.trace_records()[-1].waited_for == 1)
         assert dist.isend(data, 1).wait(LIMIT_S / 4)
         store.set("sent", b"1")
         assert work.wait(LIMIT_S)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import wait_until
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 from unisono.lowlevel import CPUOptions
 
@@ -64,18 +65,21 @@ def test_messages_are_recorded_with_peer_and_tag(rank):
 
 @pytest.mark.ranks(2, kind="processes")
 def test_a_record_says_for_which_rank_a_call_waited(rank):
-    pause_s, store = 0.4, dist.group.WORLD.store
+    pause_s, store = 0.2, dist.group.WORLD.store
     if rank == 0:
-        store.set("comes", "1")
+        work = dist.barrier(async_op=True)
+        assert wait_until(lambda: dist.trace_records()[-1].waited_for == 1)
+        store.set("waits", "1")
+        work.wait()
     else:
-        store.wait(["comes"])
+        store.wait(["waits"])
         time.sleep(pause_s)
-    dist.barrier()
+        dist.barrier()
     late = dist.trace_records()[-1]
     taken_s = (late.ended_ns - late.enqueued_ns) / 1e9
     if rank == 0:
         assert late.waited_for == 1
-        assert pause_s / 4 < late.waited_ns / 1e9 <= taken_s
+        assert pause_s * 0.9 < late.waited_ns / 1e9 <= taken_s
 
 
 @pytest.mark.ranks(2)

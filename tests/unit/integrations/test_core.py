@@ -160,7 +160,8 @@ def test_ranks_that_wait_end_when_another_fails(executors, meet):
     assert isinstance(pickle.loads(outcome.error), StoreConnectionError)
 
 
-def test_rank_that_comes_too_late_fails_at_once(meet):
+def test_rank_that_comes_too_late_fails_at_once(meet, monkeypatch):
+    monkeypatch.setattr("unisono.integrations.meeting._CONNECT_S", 60.0)
     meeting = meet(2)
     close_meeting(meeting)
     began_s = time.monotonic()
@@ -168,7 +169,7 @@ def test_rank_that_comes_too_late_fails_at_once(meet):
         attend(meeting)
     text = " is closed because another rank has failed, or cannot be reached"
     assert caught.value.what.endswith(text)
-    assert time.monotonic() - began_s < 4
+    assert time.monotonic() - began_s < 30
 
 
 def test_rank_that_starts_again_is_refused(meet):

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.ports import free_port
 from tests.support.together import on_threads
 from unisono.errors import RendezvousError
 from unisono.rendezvous import endpoint
@@ -325,8 +324,7 @@ def test_local_addresses():
     assert own_address("127.0.0.1") == "127.0.0.1"
 
 
-def test_first_agent_on_the_host_serves_the_store():
-    port = free_port()
+def test_first_agent_on_the_host_serves_the_store(port):
     options = {"hosting": None, "timeout_s": LIMIT_S, "read_timeout_s": 5.0}
     first = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)
     second = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 
-from tests.support.ports import free_port
 from tests.support.together import on_threads
 from unisono.errors import RendezvousError, StoreError
 from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
@@ -40,8 +39,7 @@ def all_ranks(make, world_size):
 
 
 @pytest.mark.parametrize("scheme", ["env", "tcp", "file"])
-def test_ranks_meet(scheme, environment, tmp_path):
-    port = free_port()
+def test_ranks_meet(scheme, environment, tmp_path, port):
     environment(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     urls = {
         "env": "env://?rank={}",

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from tests.support.ports import free_port
 from unisono.stores import TCPStore
 
 WORLDS = 3
@@ -67,8 +66,8 @@ def first_to_end(processes):
 
 
 @pytest.mark.parametrize("method", ["env://", "tcp://", "file://", "store"])
-def test_init_destroy_init(method, tmp_path):
-    port, size = free_port(), 3
+def test_init_destroy_init(method, tmp_path, port):
+    size = 3
     urls = {"tcp://": f"tcp://127.0.0.1:{port}", "file://": f"file://{tmp_path}/meet"}
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
         processes = [

@@ -248,10 +248,7 @@ def test_unknown_host_is_named():
         TCPStore("no-such-host.invalid", 1234, timeout=0)
 
 
-def test_client_waits_for_a_late_server():
-    (listener,) = listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    listener.close()
+def test_client_waits_for_a_late_server(port):
     thread, outcome = in_thread(lambda: TCPStore("127.0.0.1", port, timeout=20))
     with TCPStore("127.0.0.1", port, is_master=True):
         thread.join()

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 import unisono as dist
-from tests.support import nccl_bodies
-from tests.support.mpi_bodies import bodies
+from tests.support import nccl_on_numpy
+from tests.support.mpi_runner import bodies
 from tests.support.together import on_threads
 from tests.worlds import test_mismatch
 from unisono.groups.world import World, use
@@ -49,7 +49,7 @@ def test_body(fn, case):
     def rank_thread(rank):
         with use(World()):
             dist.init_process_group(
-                nccl_bodies.NAME,
+                nccl_on_numpy.NAME,
                 store=store,
                 rank=rank,
                 world_size=SIZE,
@@ -63,5 +63,5 @@ def test_body(fn, case):
                     dist.destroy_process_group()
 
     usual = {name: call for name, call in test_mismatch.CASES.items() if name != "algorithm"}
-    with nccl_bodies.installed(), mock.patch.object(test_mismatch, "CASES", usual):
+    with nccl_on_numpy.installed(), mock.patch.object(test_mismatch, "CASES", usual):
         on_threads(*(partial(rank_thread, rank) for rank in range(SIZE)))

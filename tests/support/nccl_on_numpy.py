@@ -1,4 +1,4 @@
-"""Bodies of other tests on the NCCL backend over the fake NCCL, with NumPy arrays.
+"""The NCCL backend over the fake NCCL, with NumPy arrays: for the bodies of other tests.
 
 The backend serves NumPy arrays here: their memory stands for memory of a GPU. The host waits where
 it would only make a stream wait, because NumPy has no streams. The comparison comes before the

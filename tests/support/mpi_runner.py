@@ -1,6 +1,6 @@
-"""Bodies of other tests on the MPI engine, under any launcher.
+"""Run the bodies of other tests on the MPI engine, under any launcher.
 
-python -m tests.support.mpi_bodies module ... calls every test function of tests.worlds.<module>
+python -m tests.support.mpi_runner module ... calls every test function of tests.worlds.<module>
 that has the marker `ranks` with this number of ranks and no fixtures. Each body gets a new default
 group. The last line of rank 0 gives their number.
 """
