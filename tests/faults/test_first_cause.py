@@ -17,6 +17,7 @@ The orders of events that named a follower, and what prevents each:
 | an exception after the end of its rank's connection | the exception replaces the end |
 | a rank ends soon after a failure in another group | only a rank with an error is a follower |
 | the end of a rank that left a broken group, in shared memory | the rank aborts, then leaves |
+| a rank ends in another group than the rank from which it has the report | it reports back, too |
 """
 
 import os
@@ -111,31 +112,39 @@ def test_a_rank_that_leaves_a_broken_group_is_not_blamed(rank):
     """Rank 2 sees in shared memory that rank 0 has left, before it gets rank 1's report."""
     whole = dist.new_group()
     dist.barrier(group=whole)
-    transport, timers = whole.backends["cpu"]._comm.transport, []
-    arrive = transport.on_control
+    comm, held, broken, is_late = whole.backends["cpu"]._comm, [], threading.Event(), []
+    arrive = comm.transport.on_control
 
-    def arrive_late(peer, context, kind, body):
-        if kind is Kind.FAIL:
-            timers.append(threading.Timer(0.5, arrive, (peer, context, kind, body)))
-            timers[-1].start()
+    def arrive_late(*frame):
+        if frame[2] is Kind.FAIL and not is_late:
+            held.append(frame)
         else:
-            arrive(peer, context, kind, body)
+            arrive(*frame)
+
+    def deliver():
+        is_late.append(True)
+        for frame in held:
+            arrive(*frame)
 
     if rank == 2:
-        transport.on_control = arrive_late
+        comm.transport.on_control = arrive_late
+    comm.transport.on_failure(comm.context, lambda _: broken.set())
     dist.barrier()
     if rank == 1:
         whole.report_failure("KeyError: 'x'")
-        store().set("reported", "")
         store().wait(["seen"], 60.0)
     if rank == 0:
-        store().wait(["reported"], 60.0)
+        assert broken.wait(60.0)
+        shared = store()
         dist.destroy_process_group()
+        shared.set("left", "")
     if rank == 2:
+        store().wait(["left"], 60.0)
+        timer = threading.Timer(0.5, deliver)
+        timer.start()
         caught = attempt(dist.all_reduce, np.ones(2), group=whole)
         store().set("seen", "")
-        for timer in timers:
-            timer.join()
+        timer.join()
         assert (caught.kind, caught.peers) == ("PeerFailedError", (1,)), caught
         assert "rank 1 raised KeyError: 'x'" in caught.text
 
@@ -215,6 +224,20 @@ def test_ranks_that_have_not_ended_are_asked_and_linked_ranks_first():
     for other in world[:9]:
         other.close()
     assert caller.explain(caller.down(8), 0.0, range(11)).peers == (9,)
+
+
+def test_a_rank_that_takes_a_failure_is_a_follower_for_the_rank_that_passed_it_on():
+    """Rank 1 gets rank 0's report from rank 2 and ends, while rank 2 waits for it in a pair."""
+    world = connected("inproc", 4)
+    for each in world[:3]:
+        each._linked = lambda: range(3)
+    failure = Failure("lost", "rank 3 was lost", [3], 0)
+    world[2]._handle(0, 1, Kind.FAIL, {"failure": failure.words, "members": None})
+    assert world[1]._failures.get(1) is None  # rank 0 may still send what came before
+    world[1]._handle(0, 1, Kind.FAIL, {"failure": failure.words, "members": None})
+    assert world[1]._failures.get(1).peers == (3,)
+    world[1].close()
+    assert world[2].explain(world[2].down(1), 0.0, (1, 2)).peers == (3,)
 
 
 def test_the_others_are_asked_only_once_why_a_rank_has_left(monkeypatch):
