@@ -333,8 +333,7 @@ class Transport(ABC):
             return
         is_direct = peer == failure.by or self.down(failure.by) is not None
         if self._failures.defer(context, failure):
-            # Ranks that know it, too. Otherwise they would not know that a call of this rank fails,
-            # and in another group they would blame this rank for its end.
+            # Also ranks that know it: in another group they would blame this rank for its end.
             self._inform(context, failure, among, self._linked())
         if is_direct:
             self._break(context, failure)
