@@ -45,10 +45,12 @@ help:
 demo: $(DEMO)
 	@$(BIN)/unisono run --fold=never --nproc-per-node 4 examples/train_digits.py
 
-# Tests that bound a time run after the others, with no test beside them.
-test: check
-	@$(PYTEST) $(PARALLEL) -m "not alone"
-	@$(PYTEST) -m alone
+# The checks run beside the tests. Tests that bound a time run last, with nothing beside them.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory check >.venv/check.log 2>&1 & \
+	$(PYTEST) $(PARALLEL) -m "not alone"; tests=$$?; \
+	wait $$!; checks=$$?; cat .venv/check.log; \
+	test $$tests$$checks = 00 && $(PYTEST) -m alone
 
 test-all: check
 	@$(PYTEST) --all $(PARALLEL) -m "not alone"
