@@ -47,7 +47,7 @@ demo: $(DEMO)
 
 # The checks run beside the tests. Tests that bound a time run last, with nothing beside them.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory check >.venv/check.log 2>&1 & \
+	@make --no-print-directory check >.venv/check.log 2>&1 & \
 	$(PYTEST) $(PARALLEL) -m "not alone"; tests=$$?; \
 	wait $$!; checks=$$?; cat .venv/check.log; \
 	test $$tests$$checks = 00 && $(PYTEST) -m alone
