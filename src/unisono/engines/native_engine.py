@@ -227,9 +227,6 @@ class NativeEngine(QueueEngine):
         # Before the group leaves, because no call may begin in it any more.
         self.calls.close()
         if self._group is not None:
-            if self._failure_known.is_set():
-                # Ranks that do not know the failure yet would take the end of this rank for it.
-                self._group.abort()
             self._group.leave()
         super().close()
 
