@@ -114,7 +114,10 @@ def source_archive() -> Path:
     tracked = run("git", "ls-files", "native", "src").split()
     needed |= {name for name in tracked if not name.startswith("native/tests/")}
     require(needed <= names, f"{archive} lacks {sorted(needed - names)}")
-    require(not any(re.match("Makefile|(tests|docs|tools)/", name) for name in names), f"tests in {archive}")
+    require(
+        not any(re.match("Makefile|(tests|docs|tools)/", name) for name in names),
+        f"more in {archive}",
+    )
     return archive
 
 
