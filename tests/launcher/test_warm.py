@@ -93,9 +93,9 @@ class Job(Launches):
             time.sleep(0.01)
         return value
 
-    def warm(self, count=2):
-        """Wait for that many half-started workers; return their process numbers."""
-        return self.wait_for(lambda: self._warm(count), f"{count} half-started workers")
+    def warm(self):
+        """Wait for both half-started workers; return their process numbers."""
+        return self.wait_for(self._warm, "2 half-started workers")
 
     def ready(self):
         """Wait until both half-started workers have torch; return their process numbers."""
@@ -103,12 +103,22 @@ class Job(Launches):
         self.wait_for(lambda: all(map(self._is_ready, pids)), "torch in them")
         return pids
 
+    def ended(self):
+        """Wait until a half-started worker has failed; return its process number."""
+
+        def find():
+            # It is not waited for yet, and has no memory any more.
+            pids = [pid for main in children(self.launch.pid) for pid in children(main)]
+            return next((pid for pid in pids if not Path(f"/proc/{pid}/maps").read_text()), None)
+
+        return self.wait_for(find, "half-started worker that failed")
+
     def _is_ready(self, pid):
         # With torch there, the next thing that makes it sleep is to wait for its environment.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return (self.folder / f"loaded_{pid}").exists() and state == "S"
 
-    def _warm(self, count):
+    def _warm(self):
         found = set()
         # The process that was started here has one child, which has all the others.
         for pid in [pid for main in children(self.launch.pid) for pid in children(main)]:
@@ -118,7 +128,7 @@ class Job(Launches):
                 continue
             if any(entry.startswith(b"UNISONO_WARM_LINK=") for entry in environ):
                 found.add(pid)
-        return found if len(found) == count else None
+        return found if len(found) == 2 else None
 
     def saw(self, attempt):
         """Wait for both workers of an attempt; return what they saw."""
@@ -189,8 +199,7 @@ ONLY_IN_A_SCRIPT = TORCH + "import __main__\nassert hasattr(__main__, '__file__'
 def test_script_never_runs_in_a_half_started_worker_that_failed(job):
     job.begin("script.py", torch=ONLY_IN_A_SCRIPT)
     job.saw(0)
-    [pid, *_] = job.warm(1)
-    job.wait_for(lambda: not Path(f"/proc/{pid}/maps").read_text(), "end of the start")
+    job.ended()
     (code, _, err), _ = job.fail()
     # A second dump of the same attempt would have been an error.
     assert code == 0, err
@@ -203,8 +212,7 @@ def test_script_has_its_own_module_of_a_name_that_torch_loaded(job, tmp_path):
     (tmp_path / "app" / "script.py").write_text("import colorsys\n" + SCRIPT)
     job.begin("app/script.py", torch="import colorsys\n" + TORCH)
     [before, _] = job.saw(0)
-    [pid, *_] = job.warm(1)
-    job.wait_for(lambda: not Path(f"/proc/{pid}/maps").read_text(), "end of the start")
+    pid = job.ended()
     (code, _, _), states = job.fail()
     assert code == 0
     assert pid not in {state["pid"] for state in states}
