@@ -77,6 +77,7 @@ def test_only_a_tag_publishes_and_only_the_publisher_may_identify_itself():
     assert re.search(
         r"^on:\n  push:\n    tags: \[\"v\*\"\]\n  workflow_dispatch:$", RELEASE, re.MULTILINE
     )
+    assert "needs: [tests, archive, wheels]" in jobs["publish"]
     condition = "if: github.event_name == 'push' && vars.UNISONO_ACTIONS == 'on'"
     assert condition in jobs["publish"]
     assert "needs: publish" in jobs["site"]
