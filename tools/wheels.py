@@ -6,7 +6,7 @@ libraries that a system may lack, and the tag of the oldest glibc. Each wheel is
 empty environment. There 2 ranks run on the native engine, without a compiler in PATH.
 
 There is no wheel for all versions of Python (stable ABI). The native engine calls PyContextVar_Get
-and PyMethod_New, and the stable ABI lacks both.
+and PyMethod_New, and native/bindings/sites.cpp reads frames. The stable ABI has none of these.
 """
 
 from __future__ import annotations
