@@ -46,10 +46,11 @@ demo: $(DEMO)
 	@$(BIN)/unisono run --fold=never --nproc-per-node 4 examples/train_digits.py
 
 # The checks run beside the tests. Tests that bound a time run last, with nothing beside them.
+# A shell lets what runs beside it ignore Ctrl-C, so the trap ends the checks.
 test: $(STAMP)
-	@make --no-print-directory check >.venv/check.log 2>&1 & \
+	@make --no-print-directory check >.venv/check.log 2>&1 & trap "kill $$!; exit 130" INT; \
 	$(PYTEST) $(PARALLEL) -m "not alone"; tests=$$?; \
-	wait $$!; checks=$$?; cat .venv/check.log; \
+	wait $$!; checks=$$?; trap - INT; cat .venv/check.log; \
 	test $$tests$$checks = 00 && $(PYTEST) -m alone
 
 test-all: check
