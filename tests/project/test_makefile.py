@@ -17,10 +17,15 @@ DEMO, DEVELOPER, TORCH = "tools/build_engine.py", "[test,dev]", "torch=="
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
+def without_make():
+    """Return the environment without the variables of the make that runs the tests."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+
+
 def commands(folder, target):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "-n", target]
     return subprocess.run(
-        ["make", "-n", target], cwd=folder, env=env, capture_output=True, text=True, check=True
+        command, cwd=folder, env=without_make(), capture_output=True, text=True, check=True
     ).stdout
 
 
@@ -67,7 +72,7 @@ def start(folder, *command, **options):
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=os.environ | {"MAKEFLAGS": ""},
+        env=without_make(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
