@@ -617,7 +617,7 @@ def test_the_context_of_a_thread_is_left_as_it_was():
 
 
 def test_a_kernel_that_does_not_end_is_stopped_at_the_deadline():
-    gate = threading.Event()
+    gate, raised = threading.Event(), threading.Barrier(2)
 
     def body(rank):
         x = fake_cuda.array([1.0])
@@ -627,6 +627,7 @@ def test_a_kernel_that_does_not_end_is_stopped_at_the_deadline():
         work = dist.all_reduce(x, async_op=True, timeout=0.5)
         with pytest.raises(UnisonoError) as caught:
             work.wait(LIMIT_S)
+        raised.wait(LIMIT_S)  # else the kernel of the other rank could still end
         gate.set()
         return caught.value.what
 
