@@ -5,7 +5,6 @@ import pytest
 from unisono.testing.check_transport import TRANSPORT_CHECKS, check_vanishing
 
 
-@pytest.mark.sweep(90)
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
 def test_transport(make, check):
     check(make)
