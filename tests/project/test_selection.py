@@ -1,11 +1,14 @@
-"""What a run of the tests says about tests that did not run: tests/support/selection.py."""
+"""What a run of the tests leaves out, and what it says about that: tests/support/selection.py."""
 
+import itertools
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.programs import python
+from tests.support.selection import sample
 
 TESTS = """
     import pytest
@@ -80,3 +83,18 @@ def test_with_all_tests_only_skips_are_told(summary):
     told, last = summary("--all", "-n", "1")
     assert sorted(told) == sorted(SKIPPED)
     assert last.startswith("15 passed, ")
+
+
+def test_a_sample_has_every_value_of_each_parameter():
+    def case(*values):
+        mark = SimpleNamespace(args=(4,))
+        name = f"test_some.py::test_calls[{'-'.join(values)}]"
+        return SimpleNamespace(nodeid=name, get_closest_marker=lambda _: mark)
+
+    cases = [case(*values) for values in itertools.product("1234", ("native", "reference"))]
+    samples = [sample(cases, str(commit)) for commit in range(60)]
+    for drawn in samples:
+        assert len(drawn) == 4
+        assert {name.partition("[")[2][0] for name in drawn} == set("1234")
+        assert {name.partition("-")[2] for name in drawn} == {"native]", "reference]"}
+    assert set().union(*samples) == {each.nodeid for each in cases}

@@ -2,7 +2,8 @@
 
 Markers:
     sweep(keep): Of all parameter sets of this test function, `keep` run. They are drawn anew with
-        each commit, so that over time all of them run.
+        each commit, so that over time all of them run. They have as many values of each parameter
+        among them as can be.
     whole(reason): Runs in `make test-all` only.
     alone: Bounds a time, so that no other test must run beside it.
 
@@ -134,9 +135,24 @@ def sample(items, text):
         mark = cases[0].get_closest_marker("sweep")
         names = [item.nodeid for item in cases]
         if mark is not None and len(names) > mark.args[0]:
-            names = random.Random(text + name).sample(names, mark.args[0])
+            shuffled = random.Random(text + name).sample(names, len(names))
+            names = spread(shuffled, mark.args[0])
         drawn.update(names)
     return drawn
+
+
+def spread(names, keep):
+    """Return the first name, then those that add most values of parameters to the names before.
+
+    Otherwise a fault of one engine would escape a sample that happens to leave that engine out.
+    """
+    values = {name: set(name.partition("[")[2].rstrip("]").split("-")) for name in names}
+    chosen = [names[0]]
+    while len(chosen) < keep:
+        seen = set().union(*(values[name] for name in chosen))
+        others = [name for name in names if name not in chosen]
+        chosen.append(max(others, key=lambda name: len(values[name] - seen)))
+    return chosen
 
 
 def pytest_terminal_summary(terminalreporter, config):
