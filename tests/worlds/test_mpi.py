@@ -482,6 +482,7 @@ def fail_in(rank, what, count):
     """Meet, let the fault happen in or before a call, and return how the call ended."""
     x, end = np.ones(count), dist.group.WORLD.store
     dist.all_reduce(x)
+    end.set(f"met/{rank}", "")
     hurt = {
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -490,6 +491,8 @@ def fail_in(rank, what, count):
         "mismatch": lambda: time.sleep(0),
     }[what]
     if rank == VICTIM:
+        # The others may still need what this rank has sent for their first call.
+        end.wait(["met/0", "met/2"], 60)
         end.set("pid", str(os.getpid()))
         if count == BIG and what not in ("late", "mismatch"):
             threading.Timer(0.2, hurt).start()
