@@ -478,11 +478,18 @@ def attempt(call):
     return "", "", ()
 
 
+def meet(rank, place):
+    """Return when all ranks are here: one that dies earlier may take with it what others need."""
+    store = dist.group.WORLD.store
+    store.set(f"{place}/{rank}", "")
+    store.wait([f"{place}/{each}" for each in range(3)], 60)
+
+
 def fail_in(rank, what, count):
     """Meet, let the fault happen in or before a call, and return how the call ended."""
     x, end = np.ones(count), dist.group.WORLD.store
     dist.all_reduce(x)
-    end.set(f"met/{rank}", "")
+    meet(rank, "met")
     hurt = {
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -491,8 +498,6 @@ def fail_in(rank, what, count):
         "mismatch": lambda: time.sleep(0),
     }[what]
     if rank == VICTIM:
-        # The others may still need what this rank has sent for their first call.
-        end.wait(["met/0", "met/2"], 60)
         end.set("pid", str(os.getpid()))
         if count == BIG and what not in ("late", "mismatch"):
             threading.Timer(0.2, hurt).start()
@@ -737,7 +742,7 @@ def hang_in_mpi_test(rank):
     def fails(group, fault, **how):
         """Make a call in which rank 0 does not return, and the fault comes."""
         group.all_reduce(np.ones(3))
-        dist.barrier()
+        meet(rank, group.group_name)
         if rank == 0:
             may_return.clear()
         fault()
