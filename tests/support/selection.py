@@ -147,11 +147,12 @@ def spread(names, keep):
     Otherwise a fault of one engine would escape a sample that happens to leave that engine out.
     """
     values = {name: set(name.partition("[")[2].rstrip("]").split("-")) for name in names}
-    chosen = [names[0]]
+    chosen, others = names[:1], names[1:]
+    seen = set(values[names[0]])
     while len(chosen) < keep:
-        seen = set().union(*(values[name] for name in chosen))
-        others = [name for name in names if name not in chosen]
         chosen.append(max(others, key=lambda name: len(values[name] - seen)))
+        others.remove(chosen[-1])
+        seen |= values[chosen[-1]]
     return chosen
 
 
