@@ -421,14 +421,19 @@ class MPIGroup:
     def is_moving(self) -> bool:
         """Whether MPI has the arrays of the call."""
 
+    def give_up(self) -> bool:
+        """
+        Give MPI no array of the call any more; return whether MPI has them already.
+        """
+
     def is_under_way(self) -> bool:
         """Whether a call has begun and not ended: MPI may have memory of it."""
 
     def has_arrived(self) -> bool:
         """Whether the data are there, and go_on() ends a call that took long."""
 
-    def is_blocked(self) -> bool:
-        """Whether a call blocks in MPI."""
+    def is_in_mpi(self) -> bool:
+        """Whether the thread for calls is in MPI."""
 
     def finished(self) -> int:
         """Return the number of calls that have ended here."""
@@ -437,7 +442,7 @@ class MPIGroup:
         """Pass the next calls to Python."""
 
     def close(self) -> None:
-        """End the thread for blocking calls, if it is not in MPI."""
+        """End the thread for calls, if it is not in MPI."""
 
 class MPIRunner(Runner):
     @overload
