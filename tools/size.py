@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-MODULE = 500
+MODULE = 700
 FUNCTION = 60
 TOP_LEVEL = 20
 # Without self and cls.
@@ -25,7 +25,7 @@ METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 38_670
+TREE = 40_200
 CPP_FILE = 400
 
 # Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),
@@ -35,10 +35,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/errors.py", "definitions"): (35, "one class per kind of error, in one place"),
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
     ("src/unisono/rendezvous/state.py", "State attributes"): (15, "the fields of one document"),
-    ("src/unisono/groups/process_group.py", "lines"): (
-        551,
-        "operations that are no functions have their examples at the methods",
-    ),
     ("src/unisono/trace/records.py", "TraceRecord attributes"): (20, "the columns of one record"),
     ("src/unisono/c10d/lifecycle.py", "init_process_group parameters"): (9, "torch's signature"),
     ("src/unisono/c10d/objects/functions.py", "send_object_list parameters"): (
