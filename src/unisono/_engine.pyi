@@ -422,9 +422,7 @@ class MPIGroup:
         """Whether MPI has the arrays of the call."""
 
     def give_up(self) -> bool:
-        """
-        Give MPI no array of the call any more; return whether MPI has them already.
-        """
+        """Give MPI no array any more; return whether MPI has them already."""
 
     def is_under_way(self) -> bool:
         """Whether a call has begun and not ended: MPI may have memory of it."""
