@@ -77,7 +77,7 @@ _HOMES = {
     "groups.work": "Future Work collect_all wait_all wait_any",
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",
-    "transports.messages": "ANY_TAG MessageInfo",
+    "transports.messages": "ANY_TAG MessageInfo PROC_NULL",
     "stores": "FileStore HashStore PrefixStore Store TCPStore",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

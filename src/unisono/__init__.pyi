@@ -140,6 +140,7 @@ from unisono.trace import TraceRecord as TraceRecord
 from unisono.trace import write_trace as write_trace
 from unisono.transports.messages import ANY_TAG as ANY_TAG
 from unisono.transports.messages import MessageInfo as MessageInfo
+from unisono.transports.messages import PROC_NULL as PROC_NULL
 
 __all__ = [
     "ANY_TAG",
@@ -175,6 +176,7 @@ __all__ = [
     "Neighbors",
     "OperationStats",
     "P2POp",
+    "PROC_NULL",
     "PickleSerializer",
     "PrefixStore",
     "ProcessGroup",
@@ -1143,7 +1145,7 @@ def isend(
 
     Args:
         tensor: [...] any layout.
-        dst: Global rank of the receiver.
+        dst: Global rank of the receiver; `PROC_NULL`: send nothing.
         group: The default group if None.
         tag: A receive takes messages of its tag, in order.
         group_dst: The receiver's rank in the group, instead of `dst`.

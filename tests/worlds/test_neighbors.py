@@ -42,7 +42,8 @@ def check_grid(shape, periodic, sizes):
     mesh = dist.init_device_mesh("cpu", shape)
     known = neighbors_of(rank, shape, periodic)
     for dim in range(len(shape)):
-        assert mesh.shift(dim, periodic=periodic[dim]) == tuple(known[2 * dim : 2 * dim + 2])
+        ends = [dist.PROC_NULL if peer is None else peer for peer in known[2 * dim : 2 * dim + 2]]
+        assert mesh.shift(dim, periodic=periodic[dim]) == tuple(ends)
     inputs = [
         None if peer is None else block(rank, i, sizes[i // 2]) for i, peer in enumerate(known)
     ]

@@ -57,6 +57,76 @@ def test_a_batch_with_a_mistake_leaves_no_receive_behind(rank):
         assert (lost == 0).all()
 
 
+def halo_by_messages(x, halos, peers):
+    for halo, (peer, other) in zip(halos, (peers, peers[::-1]), strict=True):
+        assert dist.sendrecv(x, other, halo, peer) == peer
+
+
+def halo_by_works(x, halos, peers):
+    works = [dist.irecv(halo, peer) for halo, peer in zip(halos, peers, strict=True)]
+    for peer in peers:
+        dist.send(x, peer)
+    dist.wait_all(works)
+    assert [work.source_rank() for work in works] == list(peers)
+
+
+def halo_by_batch(x, halos, peers):
+    ops = [dist.P2POp(dist.irecv, halo, peer) for halo, peer in zip(halos, peers, strict=True)]
+    ops += [dist.P2POp(dist.isend, x, peer) for peer in peers]
+    dist.wait_all(dist.batch_isend_irecv(ops))
+
+
+def halo_by_group(x, halos, peers):
+    pg = dist.group.WORLD
+    works = [pg.recv(halo, peer, async_op=True) for halo, peer in zip(halos, peers, strict=True)]
+    works += [pg.send(x, peer, async_op=True) for peer in peers]
+    dist.wait_all(works)
+
+
+@pytest.mark.ranks(3, kind="both")
+@pytest.mark.parametrize(
+    "exchange", [halo_by_messages, halo_by_works, halo_by_batch, halo_by_group]
+)
+def test_a_halo_exchange_needs_no_case_for_the_edges(rank, exchange):
+    # mpi4py's values for the same program with Cart.Shift and MPI.PROC_NULL.
+    mesh = dist.init_device_mesh("cpu", (3,))
+    halos = np.full((2, 3), -1.0)
+    exchange(np.full(3, float(rank)), halos, mesh.shift(0, periodic=False))
+    assert halos[:, 0].tolist() == [[-1.0, 1.0], [0.0, 2.0], [1.0, -1.0]][rank]
+    # No receive is left that would take a later message.
+    got = np.zeros(1)
+    if rank == 2:
+        dist.send(np.array([7.0]), 0)
+    elif rank == 0:
+        assert (dist.recv(got), got[0]) == (2, 7)
+
+
+@pytest.mark.ranks(1)
+def test_messages_with_proc_null_move_nothing(rank):
+    null, x = dist.PROC_NULL, np.arange(3)
+    for peer in (null, np.int64(null)):
+        dist.send(x, peer)
+        assert dist.isend(x[::2], peer).wait()
+        assert dist.recv(x, peer) == null
+        assert dist.recv(x, peer, partial=True) == 0
+        assert dist.recv(x, group_src=peer) == null
+    array, source, tag = dist.recv_array(null)
+    assert (array.size, source, tag) == (0, null, dist.ANY_TAG)
+    found = dist.probe(null)
+    assert (found.source, found.tag, found.nbytes) == (null, dist.ANY_TAG, 0)
+    objects = ["kept"]
+    dist.send_object_list(objects, null)
+    assert (dist.recv_object_list(objects, null), objects) == (null, ["kept"])
+    assert x.tolist() == [0, 1, 2]
+    for call in (dist.send, dist.isend):
+        with pytest.raises(InvalidArgumentError, match="PROC_NULL"):
+            call(x, None)
+    with pytest.raises(InvalidArgumentError, match="tag=-5"):
+        dist.send(x, null, tag=-5)
+    with pytest.raises(InvalidArgumentError):
+        dist.broadcast(x, null)
+
+
 @pytest.mark.ranks(4, kind="both")
 def test_messages_in_a_group(rank):
     group = dist.new_group([2, 0], sort_ranks=False)

@@ -32,7 +32,10 @@ def group_rank_of(
         global_rank = default
     if global_rank is None:
         check_keywords(call.removeprefix("i"), call, how)
-        raise InvalidArgumentError(f"{call}: must specify a global rank or a group rank")
+        raise InvalidArgumentError(
+            f"{call}: must specify a global rank or a group rank",
+            hint="PROC_NULL is the rank beyond the edge of a grid",
+        )
     try:
         return group.group_rank(global_rank)
     except UsageError as error:

@@ -31,6 +31,7 @@ from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current
+from unisono.transports.messages import PROC_NULL
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 Override = tuple[str | None, Any]
@@ -209,10 +210,11 @@ class DeviceMesh:
 
     def shift(
         self, mesh_dim: int | str, steps: int = 1, *, periodic: bool = True
-    ) -> tuple[int | None, int | None]:
+    ) -> tuple[int, int]:
         """Return the global ranks `steps` before and after this rank along a dimension.
 
-        As in MPI_Cart_shift, send to the second, receive from the first. None: the dimension ends.
+        As in MPI_Cart_shift, send to the second, receive from the first. Where the dimension
+        ends it is `PROC_NULL`, with which messages move nothing.
 
         Raises:
             InvalidArgumentError: This rank is in no grid.
@@ -224,8 +226,8 @@ class DeviceMesh:
         (line, place), size = found[0].tolist(), table.shape[1]
         steps = as_integer(steps, "steps")
 
-        def rank_at(at: int) -> int | None:
-            return int(table[line, at % size]) if periodic or 0 <= at < size else None
+        def rank_at(at: int) -> int:
+            return int(table[line, at % size]) if periodic or 0 <= at < size else PROC_NULL
 
         return rank_at(place - steps), rank_at(place + steps)
 

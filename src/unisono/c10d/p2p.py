@@ -6,7 +6,7 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -22,12 +22,25 @@ from unisono.groups.operations import in_cpp
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.groups.world import Group, member_group, resolve
-from unisono.transports.messages import ANY_TAG, MessageInfo
+from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo, is_proc_null
+
+
+def peer_of(
+    group: ProcessGroup,
+    call: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    how: Iterable[str] = (),
+) -> int:
+    """Return as `group_rank_of`, for a message, which may be to or from `PROC_NULL`."""
+    if group_rank is None and is_proc_null(global_rank):
+        return PROC_NULL
+    return group_rank_of(group, call, global_rank, group_rank, None, how)
 
 
 def sender_of(group: ProcessGroup, call: str, src: int | None, group_src: int | None) -> int | None:
     """Return the rank in `group` of a sender; None, that is any rank, if neither is given."""
-    return None if src is None and group_src is None else group_rank_of(group, call, src, group_src)
+    return None if src is None and group_src is None else peer_of(group, call, src, group_src)
 
 
 def isend(
@@ -42,7 +55,7 @@ def isend(
 
     Args:
         tensor: [...] any layout.
-        dst: Global rank of the receiver.
+        dst: Global rank of the receiver; `PROC_NULL`: send nothing.
         group: The default group if None.
         tag: A receive takes messages of its tag, in order.
         group_dst: The receiver's rank in the group, instead of `dst`.
@@ -60,7 +73,7 @@ def isend(
     port = pg.plain_port
     if port is not None and group_dst is None and not how and port.try_send(tensor, dst, tag):
         return Work(Pending((tensor,), done=True), "send")
-    peer = group_rank_of(pg, "isend", dst, group_dst, None, how)
+    peer = peer_of(pg, "isend", dst, group_dst, how)
     return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
 
 
@@ -114,7 +127,7 @@ def send(
     """
     if (pg := member_group(group, "send")) is None:
         return
-    peer = group_rank_of(pg, "send", dst, group_dst, None, how)
+    peer = peer_of(pg, "send", dst, group_dst, how)
     pg.send(tensor, peer, tag, **how)
 
 
@@ -133,7 +146,8 @@ def recv(
 
     Args:
         tensor: [...] any layout.
-        src: Global rank of the sender; any rank without `src` and `group_src`.
+        src: Global rank of the sender; any rank without `src` and `group_src`. With
+            `PROC_NULL` the tensor keeps its values, and the call returns `PROC_NULL`.
         group: The default group if None.
         tag: Of the message; `ANY_TAG` takes every tag.
         group_src: The sender's rank in the group, instead of `src`.
@@ -273,9 +287,9 @@ def sendrecv(
 
     Args:
         send_tensor: [...] any layout.
-        dst: Global rank of the receiver.
+        dst: Global rank of the receiver; `PROC_NULL`: send nothing.
         recv_tensor: [...] any layout.
-        src: Global rank of the sender; any rank if None.
+        src: Global rank of the sender; any rank if None, none if `PROC_NULL`.
         group: The default group if None. On a rank that is no member: warns, returns -1.
         send_tag: Of the message to `dst`.
         recv_tag: Of the message from `src`; `ANY_TAG` takes every tag.
@@ -292,7 +306,7 @@ def sendrecv(
     """
     if (pg := member_group(group, "sendrecv")) is None:
         return -1
-    to = group_rank_of(pg, "sendrecv", dst, None)
+    to = peer_of(pg, "sendrecv", dst, None)
     peer = sender_of(pg, "sendrecv", src, None)
     how: How = {"async_op": True, "_label": "sendrecv", "timeout": timeout}
     sent, into = (view(x, write=False, pack=False).memory for x in (send_tensor, recv_tensor))
@@ -318,7 +332,7 @@ class P2POp:
     Args:
         op: `isend` or `irecv`.
         tensor: Tensor to send, or to receive into.
-        peer: Global rank of the sender or receiver.
+        peer: Global rank of the sender or receiver; `PROC_NULL`: no rank.
         group: The default group if None.
         tag: As for isend.
         group_peer: Its rank in the group, instead of `peer`.
@@ -342,8 +356,8 @@ class P2POp:
         self.tensor = tensor
         self.group = pg
         self.tag = tag
-        self.group_peer = group_rank_of(pg, "P2POp", peer, group_peer)
-        self.peer = pg.ranks[self.group_peer]
+        self.group_peer = peer_of(pg, "P2POp", peer, group_peer)
+        self.peer = PROC_NULL if is_proc_null(self.group_peer) else pg.ranks[self.group_peer]
 
     def __repr__(self) -> str:
         return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag})"

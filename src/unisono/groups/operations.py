@@ -32,7 +32,7 @@ from unisono.base.types import ReduceOp
 from unisono.engines.functions import run_in_cpp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnisonoError
 from unisono.groups.protocols import GroupView
-from unisono.transports.messages import ANY_TAG
+from unisono.transports.messages import ANY_TAG, PROC_NULL
 
 Checked = tuple[Any, tuple[Any, ...]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,8 +128,10 @@ def as_integer(value: Any, what: str) -> int:
     raise ArgumentTypeError(f"{what} must be an integer, got {value!r}")
 
 
-def _member(group: GroupView, rank: Any, what: str) -> int:
+def _member(group: GroupView, rank: Any, what: str, *, or_null: bool = False) -> int:
     number = as_integer(rank, what)
+    if or_null and number == PROC_NULL:
+        return number
     if not 0 <= number < group.size():
         raise InvalidArgumentError(
             f"{what}={number} is not a rank of group '{group.name}' (0..{group.size() - 1})"
@@ -295,14 +297,15 @@ OPS: dict[str, OpSchema] = {
         OpSchema(
             "send", "send", ("send",), "[tensor] peer tag", "",
             lambda group, tensor, peer, tag: (
-                tensor, (tensor, _member(group, peer, "dst"), _tag(tag)),
+                tensor, (tensor, _member(group, peer, "dst", or_null=True), _tag(tag)),
             ),
             repeat="tensor:sent peer",
         ),
         OpSchema(
             "recv", "recv_", ("recv",), "[tensor] peer tag", "",
             lambda group, tensor, peer, tag: (
-                tensor, (tensor, _member(group, peer, "src"), _tag(tag, receives=True)),
+                tensor,
+                (tensor, _member(group, peer, "src", or_null=True), _tag(tag, receives=True)),
             ),
             repeat="tensor:received peer",
         ),
@@ -316,7 +319,7 @@ OPS: dict[str, OpSchema] = {
                 check=lambda group, peer, tag: (
                     None,
                     (
-                        None if peer is None else _member(group, peer, "src"),
+                        None if peer is None else _member(group, peer, "src", or_null=True),
                         _tag(tag, receives=True),
                     ),
                 ),
@@ -328,6 +331,13 @@ OPS: dict[str, OpSchema] = {
 """Name of the operation -> its row."""
 
 CHECKS = {name: schema.check for name, schema in OPS.items()}
+
+PEER_AT = {
+    name: words.index("peer")
+    for name, schema in OPS.items()
+    if "peer" in (words := [*schema.data_names, *schema.settings.split()])
+}
+"""Name of an operation that is one message -> place of the other rank in the arguments."""
 
 _BY_C10D_OP = {schema.c10d_op: schema for schema in OPS.values() if schema.c10d_op}
 

@@ -12,6 +12,8 @@ from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, Unpack
 
+import numpy as np
+
 from unisono.backends import (
     BackendConfig,
     CallOptions,
@@ -30,12 +32,12 @@ from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError,
 from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
 from unisono.groups.dispatch import backend_of, dispatcher
 from unisono.groups.keywords import How, check_keywords
-from unisono.groups.operations import CHECKS, as_integer
+from unisono.groups.operations import CHECKS, PEER_AT, as_integer
 from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.stream_queue import StreamQueue
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
-from unisono.transports.messages import ANY_TAG
+from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo
 
 # Errors raised before a call is submitted. The other ranks are already waiting in the call.
 _ARGUMENT_ERRORS = (ArgumentTypeError, InvalidArgumentError, UnsupportedError)
@@ -363,13 +365,13 @@ class ProcessGroup(C10dNames):
     # ---- point to point -------------------------------------------------------------------
 
     def send(self, tensor: Array, peer: int, tag: int = 0, **how: Unpack[How]) -> Work:
-        """Send to a rank; done when the tensor may be changed."""
+        """Send to a rank; done when the tensor may be changed. `PROC_NULL`: send nothing."""
         return self._call_kernel("send", (tensor, peer, tag), how)
 
     def recv(
         self, tensor: Array, peer: int | None = None, tag: int = 0, **how: Unpack[How]
     ) -> Work:
-        """Receive from a rank, or from any rank if `peer` is None."""
+        """Receive from a rank, from any rank (None), or nothing (`PROC_NULL`)."""
         if peer is None:
             return self.recv_any_source(tensor, tag, **how)
         return self._call_kernel("recv", (tensor, peer, tag), how)
@@ -482,6 +484,8 @@ class ProcessGroup(C10dNames):
         try:
             subject, arguments = CHECKS[op](self, *arguments)
             options = self._options(op, splits, **how)
+            if op in PEER_AT and arguments[PEER_AT[op]] == PROC_NULL:
+                return Work(_no_message(op, arguments), op)
             device = next(iter(self.backends)) if subject is None else device_of(subject)
             kernel = dispatcher.kernel(op, device)
             queue = self._stream_queue
@@ -541,6 +545,18 @@ class ProcessGroup(C10dNames):
             if broken := backend.broken():
                 parts.append(f"broken: {broken}")
         return f"<ProcessGroup '{self.name}' {' '.join(parts)}>"
+
+
+def _no_message(op: str, arguments: tuple[Any, ...]) -> Pending:
+    """Return the end of a message to or from `PROC_NULL`."""
+    outputs: dict[str, Any] = {
+        "recv_array": np.empty(0, np.uint8),
+        "probe": MessageInfo(PROC_NULL, ANY_TAG, None, 0, 0),
+    }
+    pending = Pending([outputs.get(op, arguments[0])], done=True)
+    if op != "send":
+        pending.source, pending.tag, pending.count = PROC_NULL, ANY_TAG, 0
+    return pending
 
 
 def group_timeout_s(timeout: Timeout | None) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral
 from typing import NamedTuple
 
 LEFT = "it left: its transport was closed"
@@ -15,6 +16,20 @@ LEFT = "it left: its transport was closed"
 
 ANY_TAG = -1
 """The tag of a receive or probe of any tag. It takes tags below 2**62; the library has the rest."""
+
+PROC_NULL = -2
+"""The rank of no process, as `DeviceMesh.shift` returns it where a dimension ends.
+
+A message to or from it is done at once and moves nothing: a receive leaves its array unchanged, and
+its source is `PROC_NULL`, its tag `ANY_TAG`, its size 0. So a program needs no case for the edges
+of a grid. Source: MPI_PROC_NULL (MPI 4.1, 3.10).
+"""
+
+
+def is_proc_null(rank: object) -> bool:
+    """Whether the rank of a message is `PROC_NULL`; it may be no number at all."""
+    return isinstance(rank, Integral) and rank == PROC_NULL
+
 
 Unreached = dict[int, list[str]]
 """By rank, the addresses at which it could not be reached, each with the reason."""

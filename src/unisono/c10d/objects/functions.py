@@ -26,15 +26,16 @@ from typing import Any
 import numpy as np
 
 from unisono.base.deadline import Timeout
-from unisono.c10d.arguments import group_rank_of, root_of
+from unisono.c10d.arguments import root_of
 from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.objects.packet import FIRST_BYTES
 from unisono.c10d.objects.serializer import Serializer
-from unisono.c10d.p2p import sender_of
+from unisono.c10d.p2p import peer_of, sender_of
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
 from unisono.groups.keywords import takes_own_keywords
 from unisono.groups.operations import list_on_root, one_each
 from unisono.groups.world import Group, member_group
+from unisono.transports.messages import PROC_NULL, is_proc_null
 
 Function = Callable[[Any, Any], Any]
 
@@ -234,10 +235,12 @@ def send_object_list(
     """
     if (pg := member_group(group, "send_object_list", stacklevel=4)) is None:
         return
-    peer = group_rank_of(pg, "send_object_list", dst, group_dst)
+    peer = peer_of(pg, "send_object_list", dst, group_dst)
     if peer == pg.rank():
         raise InvalidArgumentError("send_object_list to this rank itself would wait for ever")
     _require_list(object_list)
+    if is_proc_null(peer):
+        return
     call = ObjectCall(pg, "send_object_list", timeout, serializer).begin()
     packet = call.pack(lambda: object_list)
     call.wait([call.send(packet.first, peer, tag), *call.send_parts(packet, peer)])
@@ -282,6 +285,8 @@ def recv_object_list(
     if wanted == pg.rank():
         raise InvalidArgumentError("recv_object_list from this rank itself would wait for ever")
     _require_list(object_list)
+    if is_proc_null(wanted):
+        return PROC_NULL
     call = ObjectCall(pg, "recv_object_list", timeout, serializer).begin()
     first = np.empty(FIRST_BYTES, np.uint8)
     source = pg.recv(first, wanted, tag, timeout=call.remaining_s).source_rank()
