@@ -65,6 +65,28 @@ def test_blocks_of_equal_size(rank):
         dist.new_subgroups()
 
 
+@pytest.mark.ranks(4, kind="both")
+def test_split_by_color_and_key(rank):
+    # Expected: MPI_Comm_split; equal keys keep the order of the parent.
+    mine = dist.split_group(color=rank % 2, key=-rank, group_desc="parity")
+    assert (mine.name, members(mine)) == ("parity", [[2, 0], [3, 1]][rank % 2])
+    x = np.array([float(rank)])
+    dist.broadcast(x, group=mine, group_src=0)
+    assert x[0] == [2, 3][rank % 2]
+    equal = dist.split_group(color=np.int64(7), key=-1 if rank == 3 else 0)
+    assert members(equal) == [3, 0, 1, 2]
+    again = dist.split_group(equal, color=-1 if rank == 0 else 0, key=0)
+    assert again is None if rank == 0 else members(again) == [3, 1, 2]
+    assert dist.split_group(color=-1) is None
+    # A color that only one rank gives wrong: all raise, and the group stays usable.
+    error = ArgumentTypeError if rank == 1 else CollectiveMismatchError
+    with pytest.raises(error, match="color must be an integer"):
+        dist.split_group(color="red" if rank == 1 else 0)
+    with pytest.raises(InvalidArgumentError, match="expected one"):
+        dist.split_group(split_ranks=[[0, 1, 2, 3]], color=0)
+    check_usable()
+
+
 @pytest.fixture
 def two_ranks_on_a_host(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -25,6 +25,7 @@ from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.c10d.lifecycle import bind
+from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.operations import as_integer
@@ -272,11 +273,16 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
     backend: str | None = None,
+    *,
+    color: int | None = None,
+    key: int = 0,
 ) -> ProcessGroup | None:
     """Split a group into disjoint groups; exactly its ranks call.
 
-    Works on every device that the parent has a backend for, the CPU included. The links of the
-    parent are shared. The call returns when all ranks of the parent have called it.
+    All ranks give the same lists (`split_ranks`), or each rank gives its own `color` and `key`, as
+    for MPI_Comm_split. Works on every device that the parent has a backend for, the CPU included.
+    The links of the parent are shared. The call returns when all ranks of the parent have called
+    it.
 
     Args:
         parent_pg: Group to split; the default group if None.
@@ -285,30 +291,58 @@ def split_group(
         pg_options: Passed on to the backend.
         group_desc: Name shown in errors.
         backend: The parent's backends to keep: "cpu:unisono"; all if None.
+        color: In place of `split_ranks`: ranks of one color make a group; negative: no group.
+        key: Ranks of one color are ordered by their keys, then by their ranks in the parent.
 
     Returns:
-        This rank's group; None if it is in no list.
+        This rank's group; None if it is in no list, or has a negative color.
 
     Raises:
-        InvalidArgumentError: No list, lists that overlap, ranks outside the parent, or a backend
-            that the parent does not have. No group is made then.
+        InvalidArgumentError: No list, lists that overlap, ranks outside the parent, lists and a
+            color, or a backend that the parent does not have. No group is made then.
         CollectiveMismatchError: Ranks gave different lists. No group is made then.
+
+    Examples: On rank 1 of 2
+        >>> pg = dist.split_group(color=0, key=-rank)
+        >>> dist.get_process_group_ranks(pg)
+        [1, 0]
     """
     parent = require_group(parent_pg)
     with reporting_bad_arguments(parent, "split_group"):
-        lists = _check_lists(split_ranks, parent, "split_ranks")
         if backend is not None:
             _check_kept(BackendConfig(backend), parent)
-    parent.agree(f"split_group({[list(part) for part in lists]})", timeout=timeout)
+        if color is None:
+            lists = _check_lists(split_ranks, parent, "split_ranks")
+        elif split_ranks is None:
+            mine = as_integer(color, "color"), as_integer(key, "key")
+        else:
+            raise InvalidArgumentError("split_ranks and color are both given; expected one")
+    if color is None:
+        parent.agree(f"split_group({[list(part) for part in lists]})", timeout=timeout)
+    else:
+        lists = _lists_by_color(parent, mine, timeout)
     number = parent.counts["split"]
     parent.counts["split"] += 1
     for at, part in enumerate(lists):
         if parent.rank() in part:
-            key = f"{parent.key}/split/{number}/{at}"
+            name = f"{parent.key}/split/{number}/{at}"
             members = tuple(parent.ranks[rank] for rank in part)
             settings = _Settings(timeout, backend, pg_options, group_desc)
-            return _make_group(parent, members, key, settings)
+            return _make_group(parent, members, name, settings)
     return None
+
+
+def _lists_by_color(
+    parent: ProcessGroup, mine: tuple[int, int], timeout: Timeout | None
+) -> list[tuple[int, ...]]:
+    """Return the ranks of each color, in the order of their keys; all ranks get the same."""
+    with ObjectCall(parent, "split_group", timeout, None) as call:
+        rows = call.loads_all(call.all_gather(call.pack(lambda: mine)))
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for rank, (color, key) in enumerate(rows):
+        if color >= 0:
+            parts.setdefault(color, []).append((key, rank))
+    return [tuple(rank for _, rank in sorted(parts[color])) for color in sorted(parts)]
 
 
 def _check_kept(kept: BackendConfig, parent: ProcessGroup) -> None:
