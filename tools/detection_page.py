@@ -29,7 +29,9 @@ TAIL = """
 SLURM_PROCID counts only if a variable that begins with SLURM_STEP is set, because a batch script
 outside of srun also has SLURM_PROCID. If Slurm's variables have the same values as PMI's
 (`srun --mpi=pmi2`), Slurm's are used, because they also describe the hosts. A pod of an Indexed Job
-cannot read the number of pods, so set WORLD_SIZE to the job's `completions`.
+cannot read the number of pods, so set WORLD_SIZE to the job's `completions`. `VC_*_NUM` means the
+only variable of that form: the job has one task. In a job of several tasks use Volcano's plug-in
+`pytorch`, which sets the variables of the first row.
 
 ## Where the ranks meet
 
@@ -43,7 +45,9 @@ cannot read the number of pods, so set WORLD_SIZE to the job's `completions`.
    `init_process_group()` of a process.
 4. In an Indexed Job: at the pod with index 0, port 29500 and then the next ports. The name of that
    pod is `<job>-0` with the domain of this pod, so the job needs a headless service.
-5. Otherwise: an error asks for MASTER_ADDR. If only MASTER_ADDR or only MASTER_PORT is set, it
+5. In a LeaderWorkerSet: at LWS_LEADER_ADDRESS, and in a Volcano job (plug-ins `env` and `svc`) at
+   the first host of `VC_*_HOSTS`, at the same ports.
+6. Otherwise: an error asks for MASTER_ADDR. If only MASTER_ADDR or only MASTER_PORT is set, it
    replaces the derived value.
 
 ## Worlds of one

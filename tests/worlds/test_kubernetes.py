@@ -73,10 +73,29 @@ print(rank, size, socket.gethostname(), engine, sums, flush=True)
 """
 
 
+def indexed_job(index, pods):
+    # WORLD_SIZE is from the manifest.
+    return {"JOB_COMPLETION_INDEX": str(index), "WORLD_SIZE": str(pods)}
+
+
+def leader_worker_set(index, pods):
+    return {
+        "LWS_WORKER_INDEX": str(index),
+        "LWS_GROUP_SIZE": str(pods),
+        "LWS_LEADER_ADDRESS": f"train-0.{DOMAIN}",
+    }
+
+
+def volcano_job(index, pods):
+    hosts = ",".join(f"train-{each}.{DOMAIN}" for each in range(pods))
+    return {"VC_TASK_INDEX": str(index), "VC_WORKER_NUM": str(pods), "VC_WORKER_HOSTS": hosts}
+
+
 class Cluster:
     """A job `train` of some pods, on one node of the cluster or on a node each."""
 
-    def __init__(self, folder, hosts, *, one_node):
+    def __init__(self, folder, hosts, *, one_node, kind):
+        self.kind = kind
         self.pods = hosts
         self.folder = folder
         self._processes = []
@@ -99,9 +118,8 @@ class Cluster:
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOSTNAME": f"train-{index}",
             "HOME": "/root",
-            "JOB_COMPLETION_INDEX": str(index),
+            **self.kind(index, len(self.pods)),
             # From the manifest: its `env`, the token from a Secret.
-            "WORLD_SIZE": str(len(self.pods)),
             "UNISONO_TOKEN": netns.TOKEN,
             "PYTHONPATH": SRC,
         }
@@ -132,9 +150,9 @@ def cluster(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     with contextlib.ExitStack() as stack:
 
-        def make(pods, *, one_node=False):
+        def make(pods, *, one_node=False, kind=indexed_job):
             hosts = stack.enter_context(netns.Network(pods)).hosts
-            made = Cluster(tmp_path, hosts, one_node=one_node)
+            made = Cluster(tmp_path, hosts, one_node=one_node, kind=kind)
             stack.callback(made.close)
             return made
 
@@ -154,6 +172,14 @@ def test_indexed_job_meets_at_its_first_pod(cluster, one_node):
     job.publish(0, 1, 2)
     running = [job.start(index, sys.executable, "train.py") for index in range(3)]
     assert outputs(running) == [f"{i} 3 train-{i} {ENGINE} [6.0, 6.0]\n" for i in range(3)]
+
+
+@pytest.mark.parametrize("kind", [leader_worker_set, volcano_job])
+def test_pods_meet_at_the_pod_that_a_variable_names(cluster, kind):
+    job = cluster(2, kind=kind)
+    job.publish(0, 1)
+    running = [job.start(index, sys.executable, "train.py") for index in range(2)]
+    assert outputs(running) == [f"{i} 2 train-{i} {ENGINE} [3.0, 3.0]\n" for i in range(2)]
 
 
 def test_first_pod_that_comes_last(cluster):

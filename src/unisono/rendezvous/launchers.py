@@ -5,8 +5,9 @@ Pure: the functions read a mapping. `meeting` opens the store of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from unisono.errors import RendezvousError
 from unisono.rendezvous.url import parse_integer, ranks_of
@@ -21,6 +22,8 @@ GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Launcher:
     """The variables of one launcher; of several names the first that is set counts.
 
+    A name may have a `*`. It counts if exactly one variable that is set matches it.
+
     Attributes:
         name: Name of the launcher in texts.
         rank: Rank of this process. If it is set, this launcher started the process.
@@ -30,6 +33,8 @@ class Launcher:
         nodes: Number of hosts.
         job: Parts of the job's name. Without them the job is named after the launcher's process.
         needs: Prefix of variables, of which at least 1 must be set. If none is, ignore `rank`.
+        first_host: The host of rank 0, alone or as the first of a list with commas.
+        is_pod: Whether each process has an address of its own, at which any fixed port is free.
         same: Pairs of variables. If each pair is equal, a later row of the table has the same
             values and more.
     """
@@ -42,6 +47,8 @@ class Launcher:
     nodes: Names = ()
     job: Names = ()
     needs: str = ""
+    first_host: Names = ()
+    is_pod: bool = False
     same: tuple[tuple[str, str], ...] = ()
 
 
@@ -91,10 +98,35 @@ LAUNCHERS = (
         # A batch script outside of srun has SLURM_PROCID=0, too, but there are no other ranks.
         needs="SLURM_STEP",
     ),
+    # After Open MPI and PMI, because jsrun starts MPI programs with their variables, too.
+    Launcher(
+        name="jsrun (LSF)",
+        rank="JSM_NAMESPACE_RANK",
+        world_size=("JSM_NAMESPACE_SIZE",),
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+        job=("LSB_JOBID", "PMIX_NAMESPACE"),
+    ),
     Launcher(
         name="Kubernetes Indexed Job",
         rank="JOB_COMPLETION_INDEX",
         world_size=("WORLD_SIZE",),
+        is_pod=True,
+    ),
+    Launcher(
+        name="Kubernetes LeaderWorkerSet",
+        rank="LWS_WORKER_INDEX",
+        world_size=("LWS_GROUP_SIZE",),
+        first_host=("LWS_LEADER_ADDRESS",),
+        is_pod=True,
+    ),
+    # The number counts the pods of one task only, so a job of several tasks needs RANK.
+    Launcher(
+        name="Volcano job of one task",
+        rank="VC_TASK_INDEX",
+        world_size=("VC_*_NUM",),
+        first_host=("VC_*_HOSTS",),
+        is_pod=True,
     ),
 )
 
@@ -178,7 +210,7 @@ def _believable(launcher: Launcher, env: Mapping[str, str]) -> bool:
 
 
 def _place(launcher: Launcher, env: Mapping[str, str]) -> LauncherPlace:
-    size_text = _first(launcher.world_size, env)
+    size_text = first_value(launcher.world_size, env)
     if not size_text:
         names = " or ".join(launcher.world_size)
         raise RendezvousError(
@@ -186,20 +218,20 @@ def _place(launcher: Launcher, env: Mapping[str, str]) -> LauncherPlace:
             "set: this would make a world of one in each process",
             hint=f"set {launcher.world_size[0]} to the number of processes",
         )
-    size_name = next(name for name in launcher.world_size if env.get(name))
+    size_name = next(_present(launcher.world_size, env))
     rank, world_size = ranks_of(
         parse_integer(env[launcher.rank], f"environment variable {launcher.rank}"),
         parse_integer(size_text, f"environment variable {size_name}"),
         f"{launcher.name} ({launcher.rank}, {size_name})",
     )
-    local_rank = _first(launcher.local_rank, env)
+    local_rank = first_value(launcher.local_rank, env)
     return LauncherPlace(
         launcher=launcher,
         rank=rank,
         world_size=world_size,
         local_rank=int(local_rank) if local_rank.isdecimal() else None,
-        one_host=_first(launcher.local_size, env) == str(world_size)
-        or _first(launcher.nodes, env) == "1",
+        one_host=first_value(launcher.local_size, env) == str(world_size)
+        or first_value(launcher.nodes, env) == "1",
         job=_job(launcher, env),
     )
 
@@ -220,8 +252,17 @@ def _job(launcher: Launcher, env: Mapping[str, str]) -> str:
     return "/".join(words) if any(words) else ""
 
 
-def _first(names: Names, env: Mapping[str, str]) -> str:
-    return next((env[name] for name in names if env.get(name)), "")
+def first_value(names: Names, env: Mapping[str, str]) -> str:
+    """Return the value of the first variable of `names` that is set; "" if none is."""
+    return next((env[name] for name in _present(names, env)), "")
+
+
+def _present(names: Names, env: Mapping[str, str]) -> Iterator[str]:
+    """Yield the variables that `names` mean, as far as they are set."""
+    for name in names:
+        found = [each for each in env if fnmatchcase(each, name)] if "*" in name else [name]
+        if len(found) == 1 and env.get(found[0]):
+            yield found[0]
 
 
 def _check_really_alone(env: Mapping[str, str]) -> None:
@@ -231,7 +272,7 @@ def _check_really_alone(env: Mapping[str, str]) -> None:
     for launcher in LAUNCHERS[1:]:
         if not env.get(launcher.rank) or not _believable(launcher, env):
             continue
-        size = _first(launcher.world_size, env)
+        size = first_value(launcher.world_size, env)
         if size and size != "1":
             raise RendezvousError(
                 f"RANK={env['RANK']} and WORLD_SIZE=1 are set, but {launcher.name} started {size} "

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from unisono.base.deadline import Timeout
 from unisono.base.host import stat_fields
 from unisono.errors import RendezvousError
-from unisono.rendezvous.launchers import LauncherPlace
+from unisono.rendezvous.launchers import LauncherPlace, first_value
 from unisono.stores import FileStore, PrefixStore, Store, TCPStore
 
 _KUBERNETES_PORT = 29500
@@ -64,7 +64,7 @@ def job_port(place: LauncherPlace, meeting: int = 0) -> int:
     Raises:
         RendezvousError: The job has no name.
     """
-    if place.launcher.rank == "JOB_COMPLETION_INDEX":
+    if place.launcher.is_pod:
         return _KUBERNETES_PORT + meeting
     if not place.job:
         raise RendezvousError(
@@ -81,6 +81,8 @@ def first_host(place: LauncherPlace, env: Mapping[str, str]) -> str:
     Raises:
         RendezvousError: The host is unknown.
     """
+    if hosts := first_value(place.launcher.first_host, env):
+        return hosts.partition(",")[0].strip()
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
     if place.launcher.rank == "SLURM_PROCID" and nodes:
         return _first_of_node_list(nodes)

@@ -43,11 +43,33 @@ SRUN = {
 }
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "4711"}
 INDEXED_JOB = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "12",
+    "JSM_NAMESPACE_LOCAL_RANK": "5",
+    "JSM_NAMESPACE_LOCAL_SIZE": "6",
+    "LSB_JOBID": "815",
+    "PMIX_NAMESPACE": "2",
+}
+LEADER_WORKER_SET = {
+    "LWS_WORKER_INDEX": "1",
+    "LWS_GROUP_SIZE": "3",
+    "LWS_LEADER_ADDRESS": "serve-0.serve.default",
+}
+VOLCANO = {
+    "VC_TASK_INDEX": "1",
+    "VK_TASK_INDEX": "1",
+    "VC_WORKER_NUM": "2",
+    "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job",
+}
 ONE_NODE_SRUN = SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu007"}
 
 VARIABLES = {
     name
-    for env in (TORCHRUN, OPEN_MPI, MVAPICH, HYDRA, SRUN, INDEXED_JOB)
+    for env in (
+        *(TORCHRUN, OPEN_MPI, MVAPICH, HYDRA, SRUN, INDEXED_JOB),
+        *(JSRUN, LEADER_WORKER_SET, VOLCANO),
+    )
     for name in (*env, *GIVEN)
 }
 
@@ -77,6 +99,12 @@ def environment(monkeypatch, tmp_path):
         (SRUN, "srun (Slurm)", (5, 8, 1, False, "4711/0/")),
         (ONE_NODE_SRUN, "srun (Slurm)", (5, 8, 1, True, "4711/0/")),
         (INDEXED_JOB, "Kubernetes Indexed Job", (2, 4, None, False, "")),
+        (JSRUN, "jsrun (LSF)", (5, 12, 5, False, "815/2")),
+        (JSRUN | {"JSM_NAMESPACE_SIZE": "6"}, "jsrun (LSF)", (5, 6, 5, True, "815/2")),
+        # MPI under jsrun is Open MPI's.
+        (JSRUN | OPEN_MPI, "mpiexec (Open MPI)", (3, 8, 3, True, "prterun-host-17@1/")),
+        (LEADER_WORKER_SET, "Kubernetes LeaderWorkerSet", (1, 3, None, False, "")),
+        (VOLCANO, "Volcano job of one task", (1, 2, None, False, "")),
         # unisono run and torchrun inside of the others
         (SRUN | TORCHRUN, "unisono run, torchrun", (3, 8, 1, False, "")),
         # Hydra starts its helpers with srun: there, Slurm's numbers are those of the helpers.
@@ -111,6 +139,9 @@ def test_incomplete_variables_are_left_to_env(env):
         ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 means several"),
         ({"JOB_COMPLETION_INDEX": "0"}, "WORLD_SIZE is not set: this would make a world of one"),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not set: this would make a world of one"),
+        ({"LWS_WORKER_INDEX": "0"}, "LWS_GROUP_SIZE is not set: this would make a world of one"),
+        # The index counts the pods of one task, so with two tasks it is no rank.
+        (VOLCANO | {"VC_PS_NUM": "1"}, r"VC_\*_NUM is not set: this would make a world of one"),
         (HYDRA | {"RANK": "0", "WORLD_SIZE": "1"}, "started 2 processes"),
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "started 8 processes"),
         (HYDRA | {"PMI_RANK": "x"}, "PMI_RANK must be an integer, got 'x'"),
@@ -162,6 +193,16 @@ def test_first_pod_of_an_indexed_job(monkeypatch, fqdn, expected):
     monkeypatch.setattr("socket.getfqdn", lambda: fqdn)
     place = find_place(INDEXED_JOB)
     assert (first_host(place, INDEXED_JOB), job_port(place)) == (expected, 29500)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [(LEADER_WORKER_SET, "serve-0.serve.default"), (VOLCANO, "job-worker-0.job")],
+)
+def test_first_pod_that_a_variable_names(env, expected):
+    place = find_place(env)
+    assert (first_host(place, env), job_port(place)) == (expected, 29500)
+    assert job_port(place, 2) == 29502
 
 
 def test_rank_0s_host_is_asked_for_where_nothing_says_it(monkeypatch):
