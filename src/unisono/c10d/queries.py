@@ -17,7 +17,7 @@ from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
 from unisono.groups.operations import as_integer
 from unisono.groups.world import Group, current, require_group, resolve
-from unisono.rendezvous.launchers import find_place
+from unisono.rendezvous.launchers import local_rank
 
 
 def is_initialized() -> bool:
@@ -48,12 +48,8 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
     Source: torch.distributed.get_node_local_rank, torch 2.13.
     """
-    environment = config.environ()
-    if text := environment.get("LOCAL_RANK"):
-        return int(text)
-    place = find_place(environment)
-    if place is not None and place.local_rank is not None:
-        return place.local_rank
+    if (number := local_rank(config.environ())) is not None:
+        return number
     if fallback_rank is None:
         raise RendezvousError(
             "the local rank is not known: neither LOCAL_RANK nor a launcher's own variable is set",

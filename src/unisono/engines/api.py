@@ -17,6 +17,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.types import DType, ReduceOp
 from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
+from unisono.rendezvous.launchers import local_rank
 from unisono.schedules import Buf, Layout, Program, Schedule, lower
 from unisono.trace import make_trace, number_of_kind
 from unisono.transports import Transport
@@ -52,7 +53,7 @@ class Communicator:
         self.made_s = time.monotonic()
         self._pid = os.getpid()
         self._closed = False
-        self.trace = make_trace(transport.rank, ranks, name, key)
+        self.trace = make_trace(transport.rank, ranks, name, key, local_rank)
         # The members are part of the number. Otherwise ranks that disagree about the members of a
         # group of this name would mix their messages. As it is, a time-out names the absent ranks.
         digest = blake2b(repr((name, key, ranks)).encode(), digest_size=7).digest()

@@ -174,6 +174,18 @@ def find_place(env: Mapping[str, str]) -> LauncherPlace | None:
     return None
 
 
+def local_rank(env: Mapping[str, str]) -> int | None:
+    """Return the number of this process on its host; None if no launcher has set it.
+
+    Raises:
+        RendezvousError: As `find_place`.
+    """
+    if text := env.get("LOCAL_RANK"):
+        return parse_integer(text, "environment variable LOCAL_RANK")
+    place = find_place(env)
+    return None if place is None else place.local_rank
+
+
 def is_alone(env: Mapping[str, str], rank: int = -1, world_size: int = -1) -> bool:
     """Return whether neither the user nor the environment indicates other ranks.
 

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from unisono.base import config
+from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError, UnsupportedError
-from unisono.trace.records import all_traces
+from unisono.trace.records import TraceRecord, all_traces
 from unisono.trace.stats import stats_of
 
+_log = get_logger("trace.metrics")
+
 _HOST = "127.0.0.1"
-_LABELS = ("rank", "group", "operation")
+_GROUP = ("rank", "group")
+_LABELS = (*_GROUP, "operation")
 
 _lock = threading.Lock()
 _server: Any = None
 
 
-def serve_metrics() -> None:
+def serve_metrics(local_rank: Callable[[Mapping[str, str]], int | None]) -> None:
     """Serve the metrics if UNISONO_METRICS_PORT is set; a second call does nothing.
 
+    If the port is taken, log a warning: a job must not end because it cannot be watched.
+
+    Args:
+        local_rank: Returns the number of this process on its host, from its environment.
+
     Raises:
-        InvalidArgumentError: UNISONO_METRICS_PORT is no port, or the port is taken.
+        InvalidArgumentError: UNISONO_METRICS_PORT is no port.
         UnsupportedError: The package prometheus-client is not installed.
     """
     global _server
@@ -31,13 +41,13 @@ def serve_metrics() -> None:
         return
     with _lock:
         if _server is None:
-            _server = _serve(text)
+            _server = _serve(text, local_rank(config.environ()) or 0)
 
 
-def _serve(text: str) -> Any:
+def _serve(text: str, local_rank: int) -> Any:
+    """Return (server, thread), or () if the port is taken."""
     host, _, port = text.rpartition(":")
-    local_rank = config.environ().get("LOCAL_RANK", "0")
-    if not port.isdecimal() or not local_rank.isdecimal():
+    if not port.isdecimal():
         raise InvalidArgumentError(
             f"environment variable UNISONO_METRICS_PORT={text!r} is not PORT or ADDRESS:PORT"
         )
@@ -50,13 +60,17 @@ def _serve(text: str) -> Any:
         ) from None
     registry = prometheus_client.CollectorRegistry()
     registry.register(_Collector())
-    number = int(port) + int(local_rank)
+    number = int(port) + local_rank
     try:
         return prometheus_client.start_http_server(number, host or _HOST, registry)
     except OSError as error:
-        raise InvalidArgumentError(
-            f"UNISONO_METRICS_PORT={text!r}: cannot serve on port {number}: {error.strerror}"
-        ) from error
+        _log.warning(
+            "UNISONO_METRICS_PORT=%s: cannot serve metrics on port %d: %s",
+            text,
+            number,
+            error.strerror,
+        )
+        return ()
 
 
 class _Collector:
@@ -71,10 +85,21 @@ class _Collector:
         spent = CounterMetricFamily("unisono_seconds", "Time of the calls", labels=_LABELS)
         worst = GaugeMetricFamily("unisono_worst_seconds", "The longest call", labels=_LABELS)
         waited = CounterMetricFamily(
-            "unisono_waited_seconds",
-            "Time that the rank has waited for another rank",
-            labels=("rank", "group", "peer"),
+            "unisono_waited_seconds", "Time that the rank has waited for others", labels=_GROUP
         )
+        # Its value is a rank. With a label for the other rank, all ranks of a job would make as
+        # many series as there are pairs of ranks.
+        slowest = GaugeMetricFamily(
+            "unisono_waited_most_for", "The rank for which it has waited longest", labels=_GROUP
+        )
+        age = GaugeMetricFamily(
+            "unisono_call_seconds", "Age of the oldest call that has not ended", labels=_LABELS
+        )
+        waits = GaugeMetricFamily(
+            "unisono_call_waits_for", "The rank for which this call waits", labels=_LABELS
+        )
+        restarts = GaugeMetricFamily("unisono_restarts", "Restarts of the launch")
+        restarts.add_metric((), int(config.environ().get("TORCHELASTIC_RESTART_COUNT") or 0))
         for stats in map(stats_of, all_traces()):
             whose = str(stats.rank), stats.group
             for op, row in stats.operations.items():
@@ -82,6 +107,19 @@ class _Collector:
                 nbytes.add_metric((*whose, op), row.nbytes)
                 spent.add_metric((*whose, op), row.total_s)
                 worst.add_metric((*whose, op), row.worst_s)
-            for peer, waited_s in stats.waited_s.items():
-                waited.add_metric((*whose, str(peer)), waited_s)
-        yield from (calls, nbytes, spent, worst, waited)
+            waited.add_metric(whose, sum(stats.waited_s.values()))
+            if (peer := next(iter(stats.waited_s), None)) is not None and stats.waited_s[peer] > 0:
+                slowest.add_metric(whose, peer)
+        for trace in all_traces():
+            now_ns = time.time_ns()
+            oldest = min(trace.records(only_open=True), key=_begin_ns, default=None)
+            if oldest is not None:
+                labels = str(trace.rank), trace.name, oldest.op
+                age.add_metric(labels, (now_ns - _begin_ns(oldest)) / 1e9)
+                if oldest.waited_for is not None:
+                    waits.add_metric(labels, oldest.waited_for)
+        yield from (calls, nbytes, spent, worst, waited, slowest, age, waits, restarts)
+
+
+def _begin_ns(record: TraceRecord) -> int:
+    return record.started_ns or record.enqueued_ns

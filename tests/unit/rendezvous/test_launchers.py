@@ -8,7 +8,7 @@ from tests.support.together import on_threads
 from unisono.base.sockets import listen
 from unisono.errors import RendezvousError
 from unisono.rendezvous import meeting, rendezvous
-from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone
+from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone, local_rank
 from unisono.rendezvous.meeting import first_host, job_port
 from unisono.stores import FileStore, TCPStore
 
@@ -117,6 +117,7 @@ def test_place(env, name, expected):
     place = find_place(env)
     found = (place.rank, place.world_size, place.local_rank, place.one_host, place.job)
     assert (place.launcher.name, found) == (name, expected)
+    assert local_rank(env) == expected[2]
     assert not is_alone(env)
 
 

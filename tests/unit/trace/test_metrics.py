@@ -1,6 +1,7 @@
 """Prometheus' metrics of the recorded calls."""
 
 import socket
+import time
 import urllib.request
 
 import numpy as np
@@ -13,40 +14,70 @@ from unisono.trace import metrics
 parser = pytest.importorskip("prometheus_client.parser")
 
 
-def test_metrics_are_the_statistics(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    for _ in range(3):
-        dist.all_reduce(np.zeros(5))
-    server, thread = metrics._serve("0")
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
-            text = answer.read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-        dist.destroy_process_group()
-    mine = {"rank": "0", "group": "default", "operation": "all_reduce"}
-    values = {
-        sample.name: sample.value
+def read(url):
+    """Return the metrics by name and labels."""
+    with urllib.request.urlopen(url) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
         for family in parser.text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.labels == mine
     }
-    assert (values["unisono_calls_total"], values["unisono_bytes_total"]) == (3, 120)
-    assert 0 < values["unisono_worst_seconds"] <= values["unisono_seconds_total"]
 
 
-def test_a_taken_port_is_reported(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    server, thread = metrics._serve("0", 0)
+    yield f"http://127.0.0.1:{server.server_port}/metrics"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    dist.destroy_process_group()
+
+
+MINE = ("group", "default"), ("operation", "all_reduce"), ("rank", "0")
+
+
+def test_metrics_are_the_statistics(url):
+    for _ in range(3):
+        dist.all_reduce(np.zeros(5))
+    values = read(url)
+    assert values["unisono_calls_total", *MINE] == 3
+    assert values["unisono_bytes_total", *MINE] == 120
+    assert 0 < values["unisono_worst_seconds", *MINE] <= values["unisono_seconds_total", *MINE]
+    assert values["unisono_restarts",] == 3
+    assert not any(name[0].startswith("unisono_call_") for name in values)
+
+
+def test_metrics_show_the_call_that_waits(url):
+    began = time.monotonic()
+    work = dist.irecv(np.zeros(5), src=0)
+    first, second = read(url), read(url)
+    key = ("group", "default"), ("operation", "recv"), ("rank", "0")
+    age = "unisono_call_seconds", *key
+    assert 0 < first[age] < second[age] < time.monotonic() - began
+    assert second["unisono_call_waits_for", *key] == 0
+    dist.isend(np.ones(5), 0).wait()
+    work.wait()
+    ended = read(url)
+    assert age not in ended
+    assert ended["unisono_calls_total", *key] == 1
+    whose = ("group", "default"), ("rank", "0")
+    assert ended["unisono_waited_seconds_total", *whose] == 0  # for other ranks
+    # A million series for 1,000 ranks if each pair of ranks had one.
+    assert not any("peer" in dict(labels) for _, *labels in ended)
+
+
+def test_a_taken_port_is_a_warning(caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(InvalidArgumentError, match=f"cannot serve on port {port}: "):
-            metrics._serve(f"127.0.0.1:{port}")
+        assert metrics._serve(f"127.0.0.1:{port - 1}", 1) == ()
+    assert f"cannot serve metrics on port {port}: Address already in use" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["x", ":", "1.5", "host:"])
 def test_a_bad_port_is_refused(text):
     with pytest.raises(InvalidArgumentError, match="is not PORT or ADDRESS:PORT"):
-        metrics._serve(text)
+        metrics._serve(text, 0)
