@@ -49,6 +49,8 @@ _UNSENT_BYTES = 1024 * 1024
 _GREETING_S = 30.0
 _HURRY_S = 1.0
 _REST_S = 0.1
+CLOSE_S = 5.0
+"""Seconds for which `close` waits for a server's thread."""
 
 _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
@@ -174,7 +176,8 @@ class PythonServer:
         with contextlib.suppress(OSError):
             self._wake_in.send(b"x")
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            # It waits as long as nobody reads the log, for instance standard error at a full pipe.
+            self._thread.join(CLOSE_S)
         self._wake_in.close()
 
     @property
