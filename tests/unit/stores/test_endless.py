@@ -15,8 +15,8 @@ from unisono.rendezvous import dynamic
 from unisono.rendezvous.dynamic import DynamicRendezvous
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.membership import Arrival, Join, Member
-from unisono.rendezvous.state import Limits, Node, State, dumps
 from unisono.rendezvous.state import Join as NodeJoin
+from unisono.rendezvous.state import Limits, Node, State, dumps
 from unisono.stores import FileStore, HashStore, PrefixStore
 from unisono.stores.services.store import Entry, ServiceStore
 from unisono.stores.table import ChangeKind
@@ -83,14 +83,14 @@ def test_queue_whose_values_others_take(kind, tmp_path, monkeypatch):
         assert store.queue_pop("q", timeout=LIMIT_S) == b"v"
         store.queue_push("q", b"v")
         always_late(store, monkeypatch)
-        with pytest.raises(StoreTimeoutError, match="queue_pop on .* timed out after 0.05 s"):
+        with pytest.raises(StoreTimeoutError, match=r"queue_pop on .* timed out after 0\.05 s"):
             store.queue_pop("q", timeout=LIMIT_S)
 
 
 def test_change_of_a_service_that_another_thread_holds_up():
-    with TableService(timeout=LIMIT_S) as store, store._change_lock:
-        with pytest.raises(StoreTimeoutError, match="in use by other threads .* for 0.05 s"):
-            store.set("k", "v")
+    held_up = pytest.raises(StoreTimeoutError, match=r"in use by other threads .* for 0\.05 s")
+    with TableService(timeout=LIMIT_S) as store, store._change_lock, held_up:
+        store.set("k", "v")
 
 
 @pytest.mark.parametrize("make_link", [open_link, PythonLink])
@@ -172,5 +172,7 @@ def test_rank_whose_claim_others_change_all_the_time():
     with FickleStore() as store:
         store.set("rank/0", "1")
         store.acts = lambda key: store.set(key, f"{next(counter)}")
-        with pytest.raises(StoreTimeoutError, match="was changed by others all the time, for 0.05"):
+        with pytest.raises(
+            StoreTimeoutError, match=r"was changed by others all the time, for 0\.05"
+        ):
             claim(store)

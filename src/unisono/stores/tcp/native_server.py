@@ -50,6 +50,7 @@ class NativeServer:
                 options.serves_strangers,
                 options.max_reply_bytes,
                 options.max_greetings,
+                int(options.log_window_s * 1e9),
             )
         except RuntimeError as error:
             os.close(lines)
