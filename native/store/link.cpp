@@ -91,7 +91,8 @@ Link::Result Link::after_error(int64_t until_ns, short events) {
   if (errno != EAGAIN) return Result::error;
   const int64_t left_ns = until_ns - now_ns();
   if (left_ns <= 0) return Result::timeout;
-  if (left_ns > kSecond) return Result::ok;
+  // A signal may have come just before the call that has waited for a second.
+  if (left_ns > kSecond) return poll_ != nullptr && poll_() ? Result::interrupted : Result::ok;
   pollfd waiting{fd_, events, 0};
   const int ready = poll(&waiting, 1, static_cast<int>(left_ns / 1'000'000) + 1);
   if (ready < 0 && errno == EINTR && poll_ != nullptr && poll_()) return Result::interrupted;
