@@ -16,10 +16,11 @@ namespace {
 class StoreServer {
  public:
   StoreServer(std::vector<int> listeners, int log_fd, const nb::bytes& token, bool serves_strangers,
-              uint64_t max_reply_bytes, std::size_t max_greetings)
+              uint64_t max_reply_bytes, std::size_t max_greetings, int64_t log_window_ns)
       : server_(unisono::store::Server::start(std::move(listeners), log_fd,
                                               {std::string(token.c_str(), token.size()),
-                                               serves_strangers, max_reply_bytes, max_greetings})) {
+                                               serves_strangers, max_reply_bytes, max_greetings,
+                                               log_window_ns})) {
   }
 
   void stop() {
@@ -36,9 +37,9 @@ class StoreServer {
 
 void bind_store(nb::module_& m) {
   nb::class_<StoreServer>(m, "StoreServer")
-    .def(nb::init<std::vector<int>, int, const nb::bytes&, bool, uint64_t, std::size_t>(),
+    .def(nb::init<std::vector<int>, int, const nb::bytes&, bool, uint64_t, std::size_t, int64_t>(),
          nb::arg("listeners"), nb::arg("log_fd"), nb::arg("token"), nb::arg("serves_strangers"),
-         nb::arg("max_reply_bytes"), nb::arg("max_greetings"),
+         nb::arg("max_reply_bytes"), nb::arg("max_greetings"), nb::arg("log_window_ns"),
          "Serve torch's TCPStore protocol on a thread of its own.")
     .def("stop", &StoreServer::stop, "End the thread and close every socket.")
     .def_prop_ro("clients", &StoreServer::clients);

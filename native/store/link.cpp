@@ -40,6 +40,8 @@ Link::Result Link::exchange(int64_t timeout_ns, std::size_t most_bytes) {
   while (end == Result::ok && !expected_.empty()) {
     end = receive(until_ns, most_bytes);
     if (end == Result::ok) end = take();
+    // A reply may come byte by byte.
+    if (end == Result::ok && !expected_.empty() && now_ns() >= until_ns) end = Result::timeout;
   }
   return end;
 }
@@ -50,6 +52,7 @@ Link::Result Link::send_all(int64_t until_ns) {
     const ssize_t count = send(fd_, out_.data(), out_.size(), MSG_NOSIGNAL | flags);
     if (count >= 0) {
       out_.drop_front(static_cast<std::size_t>(count));
+      if (!out_.is_empty() && now_ns() >= until_ns) return Result::timeout;
     } else if (Result end = after_error(until_ns, POLLOUT); end != Result::ok) {
       return end;
     }
@@ -88,7 +91,8 @@ Link::Result Link::after_error(int64_t until_ns, short events) {
   if (errno != EAGAIN) return Result::error;
   const int64_t left_ns = until_ns - now_ns();
   if (left_ns <= 0) return Result::timeout;
-  if (left_ns > kSecond) return Result::ok;
+  // A signal may have come just before the call that has waited for a second.
+  if (left_ns > kSecond) return poll_ != nullptr && poll_() ? Result::interrupted : Result::ok;
   pollfd waiting{fd_, events, 0};
   const int ready = poll(&waiting, 1, static_cast<int>(left_ns / 1'000'000) + 1);
   if (ready < 0 && errno == EINTR && poll_ != nullptr && poll_()) return Result::interrupted;

@@ -16,7 +16,6 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include "store/connection.hpp"
@@ -121,6 +120,7 @@ Server::Server(std::vector<int> listeners, int log_fd, Options options)
     : listeners_(std::move(listeners)),
       log_fd_(log_fd),
       options_(std::move(options)),
+      log_limit_(options_.log_window_ns),
       pid_(getpid()),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -155,6 +155,7 @@ void Server::stop() {
   const uint64_t one = 1;
   if (write(wake_, &one, sizeof one) < 0) return;  // impossible: the counter is at 0
   if (thread_.joinable()) thread_.join();          // the thread may not have started
+  sum_up_log(LogLimit::kNever - 1);
   const std::lock_guard<std::mutex> held(connections_lock_);
   close_sockets();
   connections_.clear();
@@ -202,8 +203,10 @@ void Server::run() try {
 int Server::timeout_ms() {
   if (!later_.empty()) return 0;
   if (may_accept_) return out_of_descriptors_ ? kRetryAcceptMs : 0;
-  if (greetings_.empty()) return -1;
-  const int64_t left_ns = greetings_.front().until_ns - now_ns();
+  int64_t until_ns = log_limit_.due_ns();
+  if (!greetings_.empty()) until_ns = std::min(until_ns, greetings_.front().until_ns);
+  if (until_ns == LogLimit::kNever) return -1;
+  const int64_t left_ns = until_ns - now_ns();
   return static_cast<int>(std::max<int64_t>(left_ns, 0) / 1'000'000) + 1;
 }
 
@@ -358,6 +361,7 @@ void Server::doom(Connection& client, const std::string& why) {
 
 // Send replies to woken clients and close marked clients. Both can wake or mark further clients.
 void Server::tidy() {
+  sum_up_log(now_ns());
   while (!greetings_.empty()) {
     const Greeting& oldest = greetings_.front();
     auto found = connections_.find(oldest.fd);
@@ -388,13 +392,6 @@ void Server::drop(Connection& client) {
   close(fd);
   client_count_.store(connections_.size(), std::memory_order_relaxed);
   may_accept_ = may_accept_ || out_of_descriptors_;
-}
-
-void Server::log(std::string_view line) {
-  char end = '\n';
-  const iovec parts[] = {{const_cast<char*>(line.data()), line.size()}, {&end, 1}};
-  // If the pipe is full the line is lost: strangers must not be able to block the server.
-  if (writev(log_fd_, parts, 2) < 0) return;
 }
 
 }  // namespace unisono::store

@@ -19,6 +19,7 @@
 #include <sys/types.h>
 
 #include "store/buffer.hpp"
+#include "store/log_limit.hpp"
 #include "store/table.hpp"
 #include "store/token.hpp"
 #include "store/wire.hpp"
@@ -33,6 +34,8 @@ class Server {
     uint64_t max_reply_bytes = kMaxReplyBytes;
     // A client that has not identified itself is closed after this many later clients.
     std::size_t max_greetings = 4096;
+    // Within this time a few lines are logged; the others are summed up.
+    int64_t log_window_ns = 60'000'000'000;
   };
   struct Stopper {
     void operator()(Server* server) const;
@@ -78,11 +81,14 @@ class Server {
   void tidy();
   void drop(Connection& client);
   void log(std::string_view line);
+  void sum_up_log(int64_t until_ns);
+  void write_log(std::string_view line);
   void close_sockets();
 
   std::vector<int> listeners_;
   int log_fd_;
   const Options options_;
+  LogLimit log_limit_;
   const pid_t pid_;
   int epoll_ = -1;
   int wake_ = -1;

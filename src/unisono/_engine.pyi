@@ -89,6 +89,7 @@ class StoreServer:
         serves_strangers: bool,
         max_reply_bytes: int,
         max_greetings: int,
+        log_window_ns: int,
     ) -> None:
         """Serve torch's TCPStore protocol on a thread of its own."""
 

@@ -13,6 +13,7 @@ import sys
 import threading
 
 from unisono.base import config
+from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError
 
 _WHO = "%(asctime)s rank %(rank)s pid %(process)d %(name)s %(levelname)s %(message)s"
@@ -76,3 +77,45 @@ def log_once(log: logging.Logger, level: int, text: str, *arguments: object) -> 
             return
         _logged.add(line)
     log.log(level, text, *arguments)
+
+
+class LogLimit:
+    """Logs the first warnings of a while, and sums up the others in one line.
+
+    Strangers that knock by the thousand must not fill the log. Used by one thread.
+
+    Args:
+        log: Where to log.
+        window_s: The while, in seconds.
+    """
+
+    # More would hide other lines of the log.
+    _LINES = 5
+
+    def __init__(self, log: logging.Logger, window_s: float = 60.0) -> None:
+        self._log = log
+        self._window_s = window_s
+        self._ends: Deadline | None = None
+        self._shown = self._hidden = 0
+        self._last = ""
+
+    def add(self, line: str) -> None:
+        """Log a line, or count it for the next summary."""
+        if self._ends is None or (self._ends.expired() and not self._hidden):
+            self._ends, self._shown = Deadline(self._window_s), 0
+        if self._shown < self._LINES:
+            self._shown += 1
+            self._log.warning("%s", line)
+        else:
+            self._hidden += 1
+            self._last = line
+
+    def sum_up(self, *, ends: bool = False) -> float | None:
+        """Log the summary if it is due; return the seconds until then, None if there is none."""
+        if not self._hidden or self._ends is None:
+            return None
+        if not ends and not self._ends.expired():
+            return self._ends.remaining()
+        self._log.warning("%d more lines like these, the last: %s", self._hidden, self._last)
+        self._hidden = 0
+        return None

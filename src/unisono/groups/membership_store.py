@@ -12,7 +12,7 @@ from unisono.errors import StoreTimeoutError
 from unisono.rendezvous.membership import Event, State, apply, loads
 from unisono.rendezvous.state import dumps
 from unisono.stores import PrefixStore, Store
-from unisono.stores.api import Value
+from unisono.stores.api import Value, changed_too_often
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ class Document:
     def change(self, event: Event, timeout: Timeout | None = None) -> State:
         """Apply an event; return the state after it."""
         text = self._text(timeout)
+        deadline = Deadline(self._store.timeout)
         while True:
             before = loads(text)
             after = apply(before, event)
@@ -59,7 +60,10 @@ class Document:
                 if after.generation > max(1, before.generation):
                     self._store.set(f"formed/{after.world}.{after.generation}", b"")
                 return after
-            text = answer
+            if deadline.expired():
+                raise changed_too_often(self._store, _KEY, deadline)
+            # A store answers with the expected value if the key was deleted.
+            text = b"" if answer == text else answer
 
     def wait(self, world: int, generation: int) -> None:
         """Wait for a moment, or until this generation is formed."""

@@ -48,6 +48,7 @@ from unisono.rendezvous.state import (
 from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
+from unisono.stores.api import DEFAULT_TIMEOUT, changed_too_often
 
 _LOG = get_logger("rendezvous")
 _STATE = "state"
@@ -342,7 +343,7 @@ class DynamicRendezvous:
 
         Returns whether the event changed the state.
         """
-        text = store.get(_STATE)
+        text, deadline = store.get(_STATE), Deadline(DEFAULT_TIMEOUT)
         while True:
             before = loads(text)
             after = apply(before, event)
@@ -353,6 +354,11 @@ class DynamicRendezvous:
             if found == wanted:
                 _LOG.info("%s: %s, epoch %d", event, after.phase, after.epoch)
                 return True
+            if found == text:
+                # The last node of the run deleted it.
+                raise StoreError(f"the state of the job was deleted from {store!r}")
+            if deadline.expired():
+                raise changed_too_often(store, _STATE, deadline)
             text = found
 
     def _execute(self, store: PrefixStore, action: Action, state: State) -> None:

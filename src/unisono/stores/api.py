@@ -302,3 +302,10 @@ def barrier_timeout(
         f"barrier {key!r} on {store!r} timed out after {timeout_s:g} s: "
         f"{came} of {world_size} callers arrived"
     )
+
+
+def changed_too_often(store: Store, key: str, deadline: Deadline) -> StoreTimeoutError:
+    """Return the error of a compare_set that others were always faster than."""
+    return StoreTimeoutError(
+        f"{key!r} on {store!r} was changed by others all the time, for {deadline.timeout_s:g} s"
+    )

@@ -116,7 +116,9 @@ class TableStore(Store):
         while (value := self._do(ChangeKind.POP, key)) is None:
             if not block:
                 raise QueueEmptyError(f"queue {key!r} on {self!r} is empty")
-            if not self._poll(deadline, lambda table: table.queue_len(key) > 0):
+            there = self._poll(deadline, lambda table: table.queue_len(key) > 0)
+            # Another caller may take each value that this one sees.
+            if not there or deadline.expired():
                 raise keys_timeout(self, "queue_pop", [key], [key], deadline.timeout_s)
         return bytes(value)
 

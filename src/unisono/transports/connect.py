@@ -18,6 +18,7 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import HashStore, PrefixStore, Store
+from unisono.stores.api import changed_too_often
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
 from unisono.transports.native_messages import NativeMessages
@@ -107,7 +108,7 @@ def _publish(
     Returns:
         The number of the world in this store, and for each text the texts of all ranks.
     """
-    with _claimed(store, rank, world_size) as number:
+    with _claimed(store, rank, world_size, deadline) as number:
         keys = [f"{number}/address/{other}" for other in range(world_size)]
         store.set(keys[rank], f"{world_size} {mine}")
         texts = _gather(store, keys, rank, deadline)
@@ -134,7 +135,7 @@ def _placed(hosts: list[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _claimed(store: Store, rank: int, world_size: int) -> Iterator[int]:
+def _claimed(store: Store, rank: int, world_size: int, deadline: Deadline) -> Iterator[int]:
     """Claim this rank while the ranks meet; yield the number of the world in this store.
 
     A rank counts the worlds in which it has met the others. The count is equal on all ranks, so it
@@ -143,6 +144,7 @@ def _claimed(store: Store, rank: int, world_size: int) -> Iterator[int]:
 
     Raises:
         RendezvousError: Another process has this rank.
+        StoreTimeoutError: Other processes claim it again and again.
     """
     key, me = f"rank/{rank}", new_user()
     found, before = b"", 0
@@ -150,7 +152,13 @@ def _claimed(store: Store, rank: int, world_size: int) -> Iterator[int]:
         claim = f"{before + 1} {me}"
         if (answer := store.compare_set(key, found, claim)) == claim.encode():
             break
-        found = answer
+        if deadline.expired():
+            raise changed_too_often(store, key, deadline)
+        # A store answers with the expected value if the key was deleted.
+        found = b"" if answer == found else answer
+        if not found:
+            before = 0
+            continue
         number, _, holder = found.decode().partition(" ")
         before = int(number) - (1 if holder else 0)
         if holder and not _is_replaced(holder):

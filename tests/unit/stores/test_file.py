@@ -5,6 +5,8 @@ import errno
 import fcntl
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -342,3 +344,125 @@ def test_file_system_without_flock(path, monkeypatch):
         pass
     with pytest.raises(StoreError, match=r"No locks available(.|\n)*delete the empty file"):
         FileStore(path, 2)
+
+
+@contextlib.contextmanager
+def special(kind, path):
+    """Put a directory entry that is no regular file at a path."""
+    with contextlib.ExitStack() as stack:
+        if kind == "named pipe":
+            os.mkfifo(path)
+        elif kind == "directory":
+            os.mkdir(path)
+        elif kind == "socket":
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(path)
+        else:
+            try:
+                os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+            except PermissionError:
+                pytest.skip("a device node needs root")
+        yield
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("kind", ["named pipe", "directory", "socket", "character device"])
+def test_special_file_is_named_and_stays(tmp_path, monkeypatch, kind, link):
+    monkeypatch.chdir(tmp_path)  # the name of a socket has a limit
+    (tmp_path / "link").symlink_to("there")
+    opened = []
+    with special(kind, "there"):
+        before, names = os.lstat("there"), sorted(os.listdir())
+        with monkeypatch.context() as patch:
+            real = os.open
+            patch.setattr(os, "open", lambda path, *args: opened.append(path) or real(path, *args))
+            with pytest.raises(StoreError, match=f"there' is a {kind}, expected a regular file"):
+                FileStore("link" if link else "there", 2, timeout=0)
+        after = os.lstat("there")
+        # Its times, too: to open it already may have an effect.
+        assert (after.st_ino, after.st_mode, after.st_rdev) == (
+            before.st_ino,
+            before.st_mode,
+            before.st_rdev,
+        )
+        assert (after.st_mtime_ns, after.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
+        assert (sorted(os.listdir()), opened) == (names, [])
+
+
+def test_file_that_becomes_a_pipe_in_use_is_named(path):
+    store = FileStore(path)
+    os.unlink(path)
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match="is a named pipe, expected a regular file"):
+        store.set("k", "v")
+    store.close()
+    assert stat.S_ISFIFO(os.lstat(path).st_mode)
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "store"])
+def test_symbolic_link_is_another_name_of_the_file(tmp_path, there):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").mkdir()
+    path, link = tmp_path / "far" / "store", tmp_path / "near" / "link"
+    link.symlink_to(path)
+    if there == "empty":
+        path.touch()
+    elif there == "store":
+        FileStore(str(path)).close()
+    with FileStore(str(link), 2, timeout=9) as first, FileStore(str(path), 2, timeout=9) as other:
+        first.add("n", 1)
+        assert other.add("n", 1) == 2
+    assert link.is_symlink()
+    assert list((tmp_path / "far").iterdir()) == []
+    assert list((tmp_path / "near").iterdir()) == [link]
+
+
+def test_entry_that_can_be_neither_opened_nor_made_is_a_timeout(path, monkeypatch):
+    real = os.stat
+
+    def hidden(name, *args, **options):
+        if name == path:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real(name, *args, **options)
+
+    with open(path, "wb"):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", hidden)
+        with pytest.raises(StoreTimeoutError, match=r"could not be opened for 0\.05 s"):
+            FileStore(path, timeout=0.05)
+    assert os.listdir(os.path.dirname(path)) == ["store"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS])
+def test_file_system_without_hard_links(path, monkeypatch, number):
+    def no_links(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", no_links)
+    for _ in range(5):
+        stores = on_threads(*[lambda: FileStore(path, 8, timeout=20)] * 8)
+        assert sorted(store.add("n", 1) for store in stores) == list(range(1, 9))
+        for store in stores:
+            store.close()
+        assert os.listdir(os.path.dirname(path)) == []
+    monkeypatch.setattr(fcntl, "flock", no_links)
+    with pytest.raises(StoreError, match=r"no hard links either, choose a path on another"):
+        FileStore(path, 2, timeout=20)
+
+
+def test_two_hard_links_to_an_empty_file_are_refused(path):
+    with open(path, "wb"):
+        pass
+    os.link(path, path + "2")
+    for name in (path, path + "2"):
+        with pytest.raises(StoreError, match=r"has 2 names \(hard links\)(.|\n)*one name"):
+            FileStore(name, 2, timeout=20)
+    assert os.path.samefile(path, path + "2")
+
+
+def test_hard_link_in_another_directory_is_a_timeout_with_a_hint(path, tmp_path):
+    (tmp_path / "other").mkdir()
+    with FileStore(path, 2):
+        os.link(path, tmp_path / "other" / "store")
+        with pytest.raises(StoreTimeoutError, match=r"could not be locked(.|\n)*a hard link"):
+            FileStore(str(tmp_path / "other" / "store"), 2, timeout=0.05)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import netns
+from tests.support.calls import wait_until
 from tests.support.programs import python, start_python
 from unisono.base.sockets import listen
 from unisono.errors import HandshakeError
@@ -376,3 +378,37 @@ def test_other_machines_need_the_token(server_kind, insecure):
             "it needs the job's token, and this client has none",
             "in",
         ]
+
+
+@pytest.mark.parametrize("ends", ["the window", "the server"])
+@pytest.mark.usefixtures("server_kind")
+def test_strangers_by_the_thousand_are_summed_up(caplog, ends):
+    options = ServerOptions(token=TOKEN.encode(), log_window_s=0.5 if ends == "the window" else 600)
+    knocks = 300
+
+    def messages():
+        return [record.getMessage() for record in caplog.records]
+
+    with contextlib.closing(start_server(listen("127.0.0.1", 0), options)) as server:
+        for _ in range(knocks):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\n")
+                assert received(sock) == b""
+        with TCPStore("127.0.0.1", server.port, token=TOKEN, timeout=20) as store:
+            store.set("k", "v")
+        if ends == "the window":
+            # Nobody knocks any more, so the server must wake by itself.
+            assert wait_until(lambda: _told(messages()) == knocks)
+    lines = messages()
+    assert _told(lines) == knocks
+    first, *_, last = lines
+    assert "it is no client of a store" in first
+    assert re.search(r"\d+ more lines like these, the last: .*it is no client of a store", last)
+    if ends == "the server":
+        assert len(lines) == 6
+
+
+def _told(lines: list[str]) -> int:
+    """The number of closed connections that log lines tell."""
+    sums = [re.search(r"(\d+) more lines like these", line) for line in lines]
+    return sum(int(found[1]) if found else 1 for found in sums)

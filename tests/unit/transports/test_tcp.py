@@ -147,6 +147,20 @@ def test_wrong_hello_is_refused(change, caplog):
     assert "rank 0 refused a connection" in caplog.text
 
 
+def test_many_wrong_hellos_are_summed_up(caplog):
+    with tcp_world(2) as world:
+        for _ in range(30):
+            with dial(world[0]) as sock:
+                sock.sendall(Hello(2, 1, 0, 0, bytes(16)).pack())
+                assert sock.recv(10) == REFUSE
+                assert sock.recv(10) == b""
+        works(*world)
+    *lines, last = [record.getMessage() for record in caplog.records]
+    refused = "rank 0 refused a connection that claims rank 1"
+    assert lines == [refused] * 5
+    assert last == f"25 more lines like these, the last: {refused}"
+
+
 def test_second_connection_of_a_rank_is_refused_quietly(caplog):
     """It happens whenever two ranks call each other at once."""
     with tcp_world(2) as world:

@@ -111,7 +111,8 @@ class FileLock:
         if not holder:
             return StoreTimeoutError(
                 f"the store file {self._path!r} could not be locked for {timeout_s:g} s",
-                hint=f"if the file {self._free!r} is missing, delete the store file too",
+                hint=f"if the file {self._free!r} is missing, delete the store file too; if the "
+                "store file is a hard link, give all ranks one of its names",
             )
         return StoreTimeoutError(
             f"the store file {self._path!r} stayed locked for {timeout_s:g} s by "

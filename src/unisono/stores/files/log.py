@@ -11,8 +11,10 @@ is opened for each request, because NFS then fetches what other processes have w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import struct
 import time
 import uuid
@@ -30,6 +32,20 @@ _FRAME = struct.Struct("<II")
 _CHANGE = struct.Struct("<BIII")
 _HEADER_BYTES = 1024
 _PAUSE_S = 0.005
+# Turns without a look at the deadline: make an empty file, replace it, read it.
+_TURNS = 3
+_KINDS = {
+    stat.S_IFDIR: "directory",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+    stat.S_IFIFO: "named pipe",
+    stat.S_IFSOCK: "socket",
+}
+_NO_FLOCK_HINT = (
+    "its file system has no flock: delete the empty file, and ranks make it by a hard link; if "
+    "there are no hard links either, choose a path on another file system, or tcp://"
+)
+_NAMES_HINT = "all ranks must use one name; a symbolic link to it is as good"
 
 
 class RecordLog:
@@ -49,13 +65,24 @@ class RecordLog:
     """
 
     def __init__(self, path: str, label: str, deadline: Deadline) -> None:
-        self.path = path
+        # The lock is beside the file, so two links to one file must lead to one lock.
+        self.path = os.path.realpath(path)
         self.torn = False
         self._stolen = False
+        turns = 0
         while not (header := self._read_or_create(label, deadline)):
-            pass
+            turns += 1
+            if turns <= _TURNS:
+                continue
+            if deadline.expired():
+                raise StoreTimeoutError(
+                    f"the store file {self.path!r} could not be opened for {deadline.timeout_s:g} "
+                    "s: there is an entry of that name, but it leads to no file",
+                    hint="delete it, or choose another path",
+                )
+            time.sleep(min(_PAUSE_S, deadline.remaining()))
         self._begin_run(header)
-        self._lock = FileLock(path, self._run)
+        self._lock = FileLock(self.path, self._run)
 
     def _begin_run(self, header: bytes) -> None:
         magic, run, label, *_ = [*header.split(b"\n", 3), b"", b""]
@@ -71,18 +98,29 @@ class RecordLog:
     def _read_or_create(self, label: str, deadline: Deadline) -> bytes:
         """Return the header, or nothing if other processes are about to write one."""
         try:
+            # Before it is opened, because to open a device or a pipe may change it.
+            self._check_kind(os.stat(self.path).st_mode)
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._put(label, os.link, FileExistsError)
+            self._put(label, _link, FileExistsError)
             return b""
         except OSError as error:
             raise self._failed("open", error) from error
         try:
+            self._check_kind(os.fstat(fd).st_mode)
             if not (header := os.pread(fd, _HEADER_BYTES, 0)):
                 self._fill(fd, label, deadline)
             return header
         finally:
             os.close(fd)
+
+    def _check_kind(self, mode: int) -> None:
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+            raise StoreError(
+                f"the store file {self.path!r} is a {kind}, expected a regular file",
+                hint="choose another path; ranks make the file",
+            )
 
     def _fill(self, fd: int, label: str, deadline: Deadline) -> None:
         """Replace an empty file, such as one that mktemp made, by a new store.
@@ -97,13 +135,19 @@ class RecordLog:
             except BlockingIOError:
                 pass
             except OSError as error:
-                raise self._failed("use", error, "delete the empty file; ranks make it") from error
+                raise self._failed("use", error, _NO_FLOCK_HINT) from error
             if deadline.expired():
                 raise StoreTimeoutError(
                     f"the empty store file {self.path!r} stayed locked by another process for "
                     f"{deadline.timeout_s:g} s"
                 )
             time.sleep(min(_PAUSE_S, deadline.remaining()))
+        if (names := os.fstat(fd).st_nlink) > 1:
+            # Only this name would lead to the new store.
+            raise StoreError(
+                f"the empty store file {self.path!r} has {names} names (hard links)",
+                hint=_NAMES_HINT,
+            )
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                 self._put(label, os.replace)
@@ -176,6 +220,7 @@ class RecordLog:
         except OSError as error:
             raise self._failed("open", error) from error
         try:
+            self._check_kind(os.fstat(fd).st_mode)
             if os.pread(fd, len(self._header), 0) != self._header:
                 size = os.fstat(fd).st_size
                 if size < self._position:
@@ -252,7 +297,9 @@ class RecordLog:
                 written = 0
                 while written < len(data):
                     view = memoryview(data)[written:]
-                    written += os.pwrite(fd, view, self._position + written)
+                    if not (more := os.pwrite(fd, view, self._position + written)):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    written += more
             except BaseException as error:
                 os.ftruncate(fd, self._position)
                 if isinstance(error, OSError):
@@ -279,6 +326,20 @@ class RecordLog:
     def forget(self) -> None:
         """Delete the lock of a run whose file was deleted."""
         self._lock.discard_free()
+
+
+def _link(draft: str, path: str) -> None:
+    """Place a new store at a path where nothing is.
+
+    On a file system without hard links make an empty file, which `_fill` then replaces.
+    """
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        raise FileExistsError from None
 
 
 def _header(run: str, label: str) -> bytes:

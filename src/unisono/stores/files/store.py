@@ -43,15 +43,16 @@ class FileStore(TableStore):
     size then waits until its time-out, and the error names the processes of the old run.
 
     Args:
-        file_name: The file; created if missing. Its directory must exist.
+        file_name: The file, or a symbolic link to it; created if missing. Its directory must
+            exist.
         world_size: Number of ranks. The last of them to close the store deletes the file.
             -1: the file is kept, and so are its keys.
         timeout: Default for every blocking call, the constructor included; seconds or timedelta.
         run_id: The same on all ranks and different in every run, for example a job's number.
 
     Raises:
-        StoreError: The file cannot be opened, is no store, was damaged, or a living run with
-            another run id has it.
+        StoreError: The file cannot be opened, is no regular file or no store, was damaged, or a
+            living run with another run id has it.
         StoreTimeoutError: The run that has the file does not end.
 
     Source: torch.distributed.FileStore, torch 2.13, which hangs on a missing directory, a

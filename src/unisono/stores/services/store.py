@@ -31,6 +31,7 @@ from unisono.stores.api import (
     Store,
     Value,
     barrier_timeout,
+    changed_too_often,
     check_integer,
     check_key,
     check_keys,
@@ -243,7 +244,9 @@ class ServiceStore(Store):
         while (item := self._update(name, _pop)) is None:
             if not block:
                 raise QueueEmptyError(f"queue {key!r} on {self!r} is empty")
-            if not self._poll(deadline, lambda: self._entries([name])[0].value is not None):
+            there = self._poll(deadline, lambda: self._entries([name])[0].value is not None)
+            # Another client may take each value that this one sees.
+            if not there or deadline.expired():
                 raise keys_timeout(self, "queue_pop", [key], [key], deadline.timeout_s)
         return item
 
@@ -382,10 +385,7 @@ class ServiceStore(Store):
 
     def _pause(self, pause_s: float, deadline: Deadline, name: str) -> None:
         if deadline.expired():
-            raise StoreTimeoutError(
-                f"{name!r} on {self!r} was changed by others all the time, for "
-                f"{deadline.timeout_s:g} s"
-            )
+            raise changed_too_often(self, name, deadline)
         time.sleep(random.uniform(0, pause_s))
 
     def _try_change(self, swaps: list[Swap]) -> bool:
@@ -401,10 +401,17 @@ class ServiceStore(Store):
             (self._mark,) = self._fetch([self._mark_name])
             return self._mark.value == mark
 
-        with self._change_lock:
+        lock = self._change_lock
+        if not lock.acquire(timeout=min(self._timeout_s, threading.TIMEOUT_MAX)):
+            raise StoreTimeoutError(
+                f"{self!r} was in use by other threads of this process for {self._timeout_s:g} s"
+            )
+        try:
             if self._mark.value is None:
                 (self._mark,) = self._entries([self._mark_name])
             return self._request(attempt)
+        finally:
+            lock.release()
 
     def _poll(self, deadline: Deadline, question: Callable[[], bool]) -> bool:
         """Ask until the answer is true; return False at the deadline."""

@@ -107,4 +107,6 @@ class PythonLink:
                 self._replies += self._decoder.feed(chunk)
             except WireError as error:
                 raise ValueError(error.what) from error
+            if not self._replies and deadline.expired():
+                raise TimeoutError("the reply came in parts, too slowly")
         return self._replies.pop(0)

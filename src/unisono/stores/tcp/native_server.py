@@ -15,7 +15,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
-from unisono.stores.tcp.python_server import ServerOptions
+from unisono.stores.tcp.python_server import CLOSE_S, ServerOptions
 
 # The same logger as the server in Python has.
 _LOG = get_logger("stores.tcp_server")
@@ -50,6 +50,7 @@ class NativeServer:
                 options.serves_strangers,
                 options.max_reply_bytes,
                 options.max_greetings,
+                int(options.log_window_s * 1e9),
             )
         except RuntimeError as error:
             os.close(lines)
@@ -71,7 +72,8 @@ class NativeServer:
             return
         self._server.stop()
         if threading.current_thread() is not self._logger:
-            self._logger.join()
+            # It waits as long as nobody reads the log, for instance standard error at a full pipe.
+            self._logger.join(CLOSE_S)
 
     def __repr__(self) -> str:
         return f"<NativeServer port={self.port} clients={self.clients}>"

@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.log import get_logger
+from unisono.base.log import LogLimit, get_logger
 from unisono.base.sockets import format_address, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
 from unisono.stores.table import Table, Watch
@@ -49,6 +49,8 @@ _UNSENT_BYTES = 1024 * 1024
 _GREETING_S = 30.0
 _HURRY_S = 1.0
 _REST_S = 0.1
+CLOSE_S = 5.0
+"""Seconds for which `close` waits for a server's thread."""
 
 _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
@@ -130,12 +132,14 @@ class ServerOptions:
         max_reply_bytes: A larger multi_get is refused.
         max_greetings: A client whose handshake is not finished is closed after this number of
             later connections.
+        log_window_s: Within this time a few lines are logged; the others are summed up.
     """
 
     token: bytes = b""
     serves_strangers: bool = field(default_factory=lambda: config.get("UNISONO_INSECURE") == "1")
     max_reply_bytes: int = MAX_REPLY_BYTES
     max_greetings: int = 4096
+    log_window_s: float = 60.0
 
 
 class PythonServer:
@@ -148,6 +152,7 @@ class PythonServer:
 
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self._options = options
+        self._log = LogLimit(_LOG, options.log_window_s)
         self._greetings: deque[tuple[float, _Connection]] = deque()
         self.port: int = listeners[0].getsockname()[1]
         self._table = Table()
@@ -174,7 +179,8 @@ class PythonServer:
         with contextlib.suppress(OSError):
             self._wake_in.send(b"x")
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            # It waits as long as nobody reads the log, for instance standard error at a full pipe.
+            self._thread.join(CLOSE_S)
         self._wake_in.close()
 
     @property
@@ -188,7 +194,9 @@ class PythonServer:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, events in self._selector.select(self._patience_s()):
+                waits_s = [self._patience_s(), self._log.sum_up()]
+                limit_s = min((each for each in waits_s if each is not None), default=None)
+                for key, events in self._selector.select(limit_s):
                     if key.data is None:
                         continue
                     if isinstance(key.data, _Connection):
@@ -199,6 +207,7 @@ class PythonServer:
             # Clients see their connections end at once instead of waiting for a dead thread.
             _LOG.exception("the store server on port %d failed", self.port)
         finally:
+            self._log.sum_up(ends=True)
             self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -218,7 +227,7 @@ class PythonServer:
             return
         except OSError as error:
             if not self._listeners.paused:
-                _LOG.warning("port %d: accept failed: %s", self.port, error)
+                self._log.add(f"port {self.port}: accept failed: {error}")
             self._listeners.pause(listener)
             return
         sock.setblocking(False)
@@ -393,7 +402,7 @@ class PythonServer:
 
     def _drop(self, connection: _Connection, why: str = "") -> None:
         if why:
-            _LOG.warning("port %d: closing %s: %s", self.port, connection.peer, why)
+            self._log.add(f"port {self.port}: closing {connection.peer}: {why}")
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.sock.close()

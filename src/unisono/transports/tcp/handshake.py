@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from unisono.base.host import reason_of
-from unisono.base.log import get_logger
+from unisono.base.log import LogLimit, get_logger
 from unisono.base.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
 from unisono.errors import HandshakeError
 from unisono.transports.tcp.address import TCPAddress
@@ -219,6 +219,7 @@ class Greetings:
     def __init__(self, loop: Loop, done: Callable[[socket.socket, Hello], None]) -> None:
         self._loop = loop
         self._done = done
+        self._log = LogLimit(_log)
         # With the time of each, oldest first.
         self._open: dict[_Greeting, float] = {}
 
@@ -235,6 +236,19 @@ class Greetings:
     def add(self, sock: socket.socket) -> None:
         """Wait for the hello of a connection."""
         self._open[_Greeting(self._loop, sock, self._ended)] = time.monotonic()
+
+    def warn(self, line: str) -> None:
+        """Log a line that a stranger can cause; many of them are summed up."""
+        self._log.add(line)
+        self._sum_up()
+
+    def end(self) -> None:
+        """Log the summary of the lines that were not logged."""
+        self._log.sum_up(ends=True)
+
+    def _sum_up(self) -> None:
+        if (left_s := self._log.sum_up()) is not None:
+            self._loop.start_timer(self._sum_up, left_s)
 
     def _ended(self, greeting: _Greeting, hello: Hello | None) -> None:
         del self._open[greeting]

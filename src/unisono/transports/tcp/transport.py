@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import logging
 import os
 import socket
 import threading
@@ -211,6 +210,7 @@ class TCPTransport(Transport):
             link.close(_own_end(link.peer))
         self._dials.cancel_all()
         self._close_listeners()
+        self._greetings.end()
         self._loop.close()
 
     def _close_listeners(self) -> None:
@@ -228,7 +228,7 @@ class TCPTransport(Transport):
                 return
             except OSError as error:
                 # Probably out of file descriptors. The client waits in the backlog.
-                _log.warning("rank %d cannot accept a connection: %s", self.rank, error)
+                self._greetings.warn(f"rank {self.rank} cannot accept a connection: {error}")
                 break
             sock.setblocking(False)
             with contextlib.suppress(OSError):  # the client may be gone already
@@ -247,8 +247,11 @@ class TCPTransport(Transport):
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
             # Two ranks that dial each other are normal, so that is no warning.
-            level = logging.DEBUG if known else logging.WARNING
-            _log.log(level, "rank %d refused a connection that claims rank %d", self.rank, peer)
+            text = f"rank {self.rank} refused a connection that claims rank {peer}"
+            if known:
+                _log.debug("%s", text)
+            else:
+                self._greetings.warn(text)
             with contextlib.suppress(OSError):
                 sock.send(REFUSE)
             sock.close()
