@@ -40,6 +40,34 @@ def open_entry(number, seq, op, group, **more):
     return entry(number, seq, op, group, **is_open | more)
 
 
+def gloo_entry(number, seq, op, group, file="train.py", *, as_json=False, **more):
+    """Return an entry of Gloo, which writes no times but that of the call, and no state."""
+    not_yet = 0 if as_json else None
+    frames = [
+        ("/venv/site-packages/torch/distributed/distributed_c10d.py", 3245),
+        ("/venv/site-packages/torch/distributed/c10d_logger.py", 83),
+        ("/home/me/torch/" + file, 10 + seq),
+        ("/home/me/torch/main.py", 5),
+    ]
+    at = [{"name": "f", "filename": file, "line": line} for file, line in frames]
+    return {
+        **entry(number, seq, op, group),
+        "frames": [] if as_json else at,
+        "process_group": [group, "default_pg" if group == DEFAULT else "undefined"],
+        "profiling_name": f"gloo:{op}",
+        "state": "scheduled",
+        "time_discovered_started_ns": not_yet,
+        "time_discovered_completed_ns": not_yet,
+        **more,
+    }
+
+
+def gloo_dump(entries, ranks):
+    """Return the dump of a rank of Gloo; `ranks`: of the default group, or () where it has none."""
+    config = {"": {"name": "", "desc": "", "ranks": str(list(ranks))}}
+    return {"version": "2.10", "pg_config": config, "entries": entries, "comm_lib_version": ""}
+
+
 def dump(entries, **groups):
     """Return the dump of a rank; `groups`: the ranks of each group, by its number after "g"."""
     config = {

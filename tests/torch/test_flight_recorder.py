@@ -18,10 +18,11 @@ import unisono as dist
 from tests.support import dumps
 from tests.support.calls import wait_until
 from tests.support.dumps import DEFAULT, HALF
+from unisono.cli.main import main
 from unisono.cli.trace.gather import read_files
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
 from unisono.trace.analysis import findings_of
-from unisono.trace.flight_recorder import decode
+from unisono.trace.decoding import decode
 from unisono.trace.joined import by_rank, join
 
 torch = pytest.importorskip("torch")
@@ -97,6 +98,59 @@ def test_torchs_own_file_is_read(rank):
     assert found.rank is None
     assert (record.op, record.dtype, record.count) == ("all_reduce", "float64", 6)
     assert record.route == "gloo"
+
+
+def dump_of_gloo(folder, rank):
+    """Write this rank's two files of Gloo's recorder."""
+    bindings = torch._C._distributed_c10d
+    for name, content in (
+        ("pickle", bindings._dump_fr_trace()),
+        ("json", bindings._dump_fr_trace_json()),
+    ):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / f"nccl_trace_rank_{rank}").write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
+
+
+@pytest.mark.ranks(3, kind="processes")
+def test_dumps_of_gloo_while_ranks_are_missing(rank):
+    """The calls that wait have no end, and a sub-group has no members in the files."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "10"
+    with common_folder(rank) as folder:
+        store = torch_dist.FileStore(str(folder / "store"), 3)
+        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        ends = torch_dist.new_group([0, 2])
+        torch_dist.all_reduce(torch.ones(4))
+        x, works = torch.ones(8), []
+        if rank != 1:
+            works.append(torch_dist.all_reduce(x, async_op=True))
+        if rank == 0:
+            works.append(torch_dist.all_reduce(torch.ones(5), group=ends, async_op=True))
+        dump_of_gloo(folder, rank)
+        dist.barrier()
+        if rank == 0:
+            line = test_dumps_of_gloo_while_ranks_are_missing.__code__.co_firstlineno + 11
+            places = {"pickle": (f" ({__file__}:{line})", f" ({__file__}:{line + 2})")}
+            for name in ("pickle", "json"):
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    assert main(["trace", str(folder / name)]) == 0
+                # JSON has no frames.
+                whole, sub = places.get(name, ("", ""))
+                assert out.getvalue().splitlines()[:3] == [
+                    "group 'default_pg': rank 1 never started all_reduce #2, in which ranks 0 and "
+                    f"2 waited{whole}",
+                    "group '1': all_reduce #1 did not end on rank 0, and the files do not name "
+                    f"the group's members{sub}",
+                    "group 'default_pg': behind #2 by 1: rank 1",
+                ]
+        if rank == 1:
+            torch_dist.all_reduce(x)
+        if rank == 2:
+            torch_dist.all_reduce(torch.ones(5), group=ends)
+        for work in works:
+            work.wait()
+        torch_dist.destroy_process_group()
 
 
 def their_verdicts(folder):

@@ -15,7 +15,7 @@ Source: microsoft/msccl-tools, msccl/language/ir.py.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -38,12 +38,14 @@ _TYPES = {
 _RECEIVES = ("r", "rrc", "rcs", "rrs", "rrcs")
 _SENDS = ("s", "rcs", "rrs", "rrcs")
 _ALL_TYPES = (*_RECEIVES, "s", "cpy", "re", "nop")
-# Scratch places that no program names: the input, if the program may write it, and sums that
-# are sent on, but not stored.
+# Scratch places that no program names. The first has the input, if the program may write it. The
+# others have sums that are sent on, but not stored, and messages that come before their receive.
 _KEPT, _PASSED = 1 << 30, 1 << 40
 # The largest number of chunks, so that a short text cannot ask for all memory. It is also the
-# distance of the places of such sums.
+# distance of the places of such sums and messages.
 _MOST = 1 << 16
+# Steps of a deadlock that its error names.
+_MOST_NAMED = 6
 
 Place = tuple[int, int]  # (buffer, chunk)
 Row = tuple[int, ...]
@@ -112,9 +114,20 @@ def _add_steps(
 
 
 class _Step(NamedTuple):
-    """A step of a program; `earlier` are the steps that it waits for."""
+    """A step of a program.
+
+    Attributes:
+        rank: Its rank.
+        place: Its thread block, and its number in it.
+        kind: Its type.
+        src: Buffer and chunk that it reads.
+        dst: Buffer and chunk that it writes.
+        chunks: Number of chunks.
+        earlier: The steps of this rank that it waits for.
+    """
 
     rank: int
+    place: tuple[int, int]
     kind: str
     src: tuple[str, int]
     dst: tuple[str, int]
@@ -128,6 +141,9 @@ def from_msccl(text: str) -> Schedule:
     The name is that of the program and a checksum of the text, so that ranks with different
     programs do not agree on a call. `register_schedule` proves it and makes it callable.
 
+    A message may come before its receive: it is kept in scratch memory. MSCCL keeps up to 8
+    messages of a connection; here there is no limit.
+
     Raises:
         InvalidArgumentError: The text is no such program, the collective is not all_reduce,
             all_gather, reduce_scatter or all_to_all, messages do not match, or steps wait for
@@ -136,22 +152,34 @@ def from_msccl(text: str) -> Schedule:
     try:
         algo = ElementTree.fromstring(text)
         p, chunks = int(algo.attrib["ngpus"]), int(algo.attrib["nchunksperloop"])
-        scratch = max((int(gpu.get("s_chunks", 0)) for gpu in algo.iter("gpu")), default=0)
+        scratch = max((int(gpu.get("s_chunks", 0)) for gpu in algo.findall("gpu")), default=0)
         steps, partner = _read_steps(algo, p)
-        collective = {name: key for key, name in _COLLECTIVES.items()}[algo.attrib["coll"]]
+        name = algo.attrib["coll"]
     except InvalidArgumentError:
         raise
     except (ElementTree.ParseError, KeyError, ValueError) as error:
         raise _error(f"the text is no program: {type(error).__name__} {error}") from None
-    if p != (gpus := len(algo.findall("gpu"))):
+    if p != (gpus := len(algo.findall("gpu"))) or p < 1:
         raise _error(f"ngpus is {p}, but the program has {gpus} gpu elements")
+    collective = {name: key for key, name in _COLLECTIVES.items()}.get(name)
+    if collective is None:
+        known = ", ".join(_COLLECTIVES.values())
+        raise _error(f"the collective {name!r} is not supported (supported: {known})")
+    if collective != "all_reduce" and chunks % p:
+        raise _error(f"nchunksperloop of {name} is {chunks}, expected a multiple of ngpus ({p})")
+    if {step.rank for step in steps} - set(range(p)):
+        raise _error(f"the id of a gpu is not 0 to {p - 1}")
+    if other := {end[0] for step in steps for end in (step.src, step.dst)} - set("ios"):
+        raise _error(f"unknown buffer {min(other)!r} (known: i, o, s)")
     named = [n for step in steps for n in (step.chunks, step.src[1], step.dst[1])]
     if chunks < 1 or min(named, default=0) < -1 or max(chunks, scratch, *named) > _MOST:
         raise _error(f"the program has no chunks, or a chunk or count is not 0 to {_MOST:,}")
     in_place = algo.get("inplace", "1") == "1" and collective != "all_to_all"
     placed = _Places(collective, p, chunks, scratch, in_place)
-    rounds, sends, takes = _rounds(steps, partner)
-    rows = _rows(steps, partner, sends, takes, placed)
+    order = _order(steps, partner)
+    at = _Events(steps, partner).rounds()
+    rounds = 1 + max((at[2 * i + 1] for i in partner), default=-1)
+    rows = _rows(steps, partner, order, at, placed)
     table = {k: np.array(rows.get(k, []), np.int64).reshape(-1, 8) for k in range(-1, rounds)}
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
@@ -175,13 +203,13 @@ def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_Step], dict[in
     steps: list[_Step] = []
     sent: dict[tuple[int, ...], list[int]] = defaultdict(list)
     taken: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for gpu in algo.iter("gpu"):
+    for gpu in algo.findall("gpu"):
         rank, index = int(gpu.attrib["id"]), dict[tuple[int, int], int]()
         waits: list[tuple[int, tuple[int, int]]] = []
-        for block in gpu.iter("tb"):
+        for block in gpu.findall("tb"):
             keys = ("id", "send", "recv", "chan")
             name, to, source, channel = (int(block.attrib[key]) for key in keys)
-            for number, found in enumerate(block.iter("step")):
+            for number, found in enumerate(block.findall("step")):
                 get, i = found.attrib, len(steps)
                 kind, place = get["type"], (name, int(get.get("s", number)))
                 if kind not in _ALL_TYPES:
@@ -194,7 +222,8 @@ def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_Step], dict[in
                     for side in ("src", "dst")
                 ]
                 count = int(get.get("cnt", 0))
-                steps.append(_Step(rank, kind, ends[0], ends[1], count, [i - 1] if number else []))
+                earlier = [i - 1] if number else []
+                steps.append(_Step(rank, place, kind, ends[0], ends[1], count, earlier))
                 if kind in _SENDS:
                     sent[rank, to, channel].append(i)
                 if kind in _RECEIVES:
@@ -209,72 +238,204 @@ def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_Step], dict[in
     return steps, dict(pairs)
 
 
-def _rounds(
-    steps: list[_Step], partner: dict[int, int]
-) -> tuple[int, dict[int, int], dict[int, int]]:
-    """Return the number of rounds, the round of each send, and that of each other step.
+def _order(steps: list[_Step], partner: dict[int, int]) -> list[int]:
+    """Return the steps such that each comes after the steps that it waits for.
 
-    A step that sends does so after the round of what it waits for, except after other sends. A
-    message is received in the round in which it is sent, so both ends wait for one another. Rounds
-    grow until all these conditions hold.
+    A receive also waits for its send.
+
+    Raises:
+        InvalidArgumentError: Steps wait for each other, though sends wait for no receive.
     """
-    later: list[list[int]] = [[] for _ in steps]
-    for i, step in enumerate(steps):
-        for j in step.earlier:
-            later[j].append(i)
     source = {taker: sender for sender, taker in partner.items()}
-    sends, takes = dict.fromkeys(partner, 0), dict.fromkeys(range(len(steps)), -1)
-    work, waiting = deque(range(len(steps))), [True] * len(steps)
-    while work:
-        i = work.popleft()
-        waiting[i] = False
-        step, old = steps[i], (sends.get(i), takes[i])
-        begin = max((max(sends.get(j, -1), takes[j]) for j in step.earlier), default=-1)
-        if i in source:
-            takes[i] = max(begin, sends[source[i]], 0)
-        elif i not in partner:
-            takes[i] = begin
-        if i in partner:
-            free = [sends[j] if j in sends else takes[j] + 1 for j in step.earlier]
-            sends[i] = max(0, takes[i] + 1, takes[partner[i]], *free)
-        if (sends.get(i), takes[i]) == old:
-            continue
-        if max(sends.get(i, 0), takes[i]) > len(steps):
-            raise _error(f"deadlock: steps of rank {step.rank} wait for each other")
-        for j in (*later[i], *(end[i] for end in (partner, source) if i in end)):
-            if not waiting[j]:
-                waiting[j] = True
-                work.append(j)
-    return max(sends.values(), default=-1) + 1, sends, takes
+    later: list[list[int]] = [[] for _ in steps]
+    missing = [0] * len(steps)
+    for i, step in enumerate(steps):
+        for j in (*step.earlier, *((source[i],) if i in source else ())):
+            later[j].append(i)
+            missing[i] += 1
+    order = [i for i, count in enumerate(missing) if not count]
+    for i in order:  # which grows
+        for j in later[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                order.append(j)
+    if len(order) < len(steps):
+        raise _deadlock(steps, source, next(i for i, count in enumerate(missing) if count), order)
+    return order
+
+
+def _deadlock(
+    steps: list[_Step], source: dict[int, int], first: int, order: list[int]
+) -> InvalidArgumentError:
+    """Return the error that names a circle of steps, one of which `first` waits for."""
+    done, path = set(order), {first: 0}
+    while True:
+        step = steps[first]
+        ahead = [j for j in (*step.earlier, source.get(first, -1)) if j >= 0 and j not in done]
+        first = ahead[0]
+        if first in path:
+            break
+        path[first] = len(path)
+    circle = list(path)[path[first] :]
+    names = [
+        f"step {s} ({steps[i].kind}) of thread block {block} of rank {steps[i].rank}"
+        for i in circle[:_MOST_NAMED]
+        for block, s in [steps[i].place]
+    ]
+    rest = [f"{len(circle) - len(names)} more steps"] if len(circle) > len(names) else []
+    return _error(
+        f"deadlock: {', which waits for '.join([*names, *rest])}, which waits for the first"
+    )
+
+
+class _Events:
+    """The events of a program, and after which other events each must be, in rounds.
+
+    Event 2i is that step i takes its message or works locally, and event 2i + 1 that it sends. A
+    step that sends does so after the round of what it waits for, except after other sends.
+    """
+
+    def __init__(self, steps: list[_Step], partner: dict[int, int]) -> None:
+        self.steps, self.partner = steps, partner
+        self.takers = set(partner.values())
+        self.edges: list[list[tuple[int, int]]] = [[] for _ in range(2 * len(steps))]
+        for i, step in enumerate(steps):
+            sends, first = i in partner, self.first(i)
+            if sends and first == 2 * i:
+                self.edges[first].append((2 * i + 1, 1))
+            for j in step.earlier:
+                if j in partner:
+                    self.edges[2 * j + 1].append((first, 0))
+                else:
+                    self.edges[2 * j].append((first, int(first != 2 * i)))
+        for sender, taker in partner.items():
+            self.edges[2 * sender + 1].append((2 * taker, 0))
+
+    def first(self, i: int) -> int:
+        """Return the first event of a step."""
+        return 2 * i + 1 if i in self.partner and i not in self.takers else 2 * i
+
+    def rounds(self) -> list[int]:
+        """Return the round of each event; -1: before the first round.
+
+        A message is received in the round in which it is sent, unless its receive waits for
+        something that comes after the send. The message then has to be kept.
+        """
+        together = set(self.partner)
+        while True:
+            both = [list(edges) for edges in self.edges]
+            for sender in together:
+                both[2 * self.partner[sender]].append((2 * sender + 1, 0))
+            parts = _components(both)
+            part_of = {event: number for number, part in enumerate(parts) for event in part}
+            apart = {
+                part_of[event]
+                for event, edges in enumerate(both)
+                for other, rounds in edges
+                if rounds and part_of[event] == part_of[other]
+            }
+            if not apart:
+                break
+            together = {each for each in together if part_of[2 * each + 1] not in apart}
+        at = [-1 if i % 2 == 0 and i // 2 not in self.takers else 0 for i in range(len(both))]
+        for part in parts:
+            begin = max(at[event] for event in part)
+            for event in part:
+                at[event] = begin
+            for event in part:
+                for other, rounds in both[event]:
+                    at[other] = max(at[other], begin + rounds)
+        # A send that waits until its receive needs no memory for the message.
+        for part in reversed(parts):
+            for event in part:
+                if event % 2 and event // 2 not in together and event // 2 in self.partner:
+                    at[event] = min(at[other] - rounds for other, rounds in both[event])
+        return at
+
+
+def _components(edges: list[list[tuple[int, int]]]) -> list[list[int]]:
+    """Return the strongly connected components of a graph.
+
+    A component comes before the components to which its edges lead.
+
+    Source: R. Tarjan, "Depth-first search and linear graph algorithms", 1972.
+    """
+    done = len(edges) + 1
+    number, low, used = ([0] * len(edges) for _ in range(3))
+    seen, parts = list[int](), list[list[int]]()
+    count = 0
+    for root in range(len(edges)):
+        path = [] if number[root] else [root]
+        while path:
+            node = path[-1]
+            if not number[node]:
+                count += 1
+                number[node] = low[node] = count
+                seen.append(node)
+            if used[node] < len(edges[node]):
+                other, _ = edges[node][used[node]]
+                used[node] += 1
+                if not number[other]:
+                    path.append(other)
+                elif low[other] != done:
+                    low[node] = min(low[node], number[other])
+                continue
+            path.pop()
+            if path:
+                low[path[-1]] = min(low[path[-1]], low[node])
+            if low[node] == number[node]:
+                part = list[int]()
+                while not part or part[-1] != node:
+                    part.append(seen.pop())
+                    low[part[-1]] = done
+                parts.append(part)
+    return parts[::-1]
 
 
 def _rows(
-    steps: list[_Step],
-    partner: dict[int, int],
-    sends: dict[int, int],
-    takes: dict[int, int],
-    placed: _Places,
+    steps: list[_Step], partner: dict[int, int], order: list[int], at: list[int], placed: _Places
 ) -> dict[int, list[Row]]:
-    """Return the rows of each round; round -1 has the local steps before the first message."""
-    position = {i: n for n, i in enumerate(_in_order(steps))}
+    """Return the rows of each round; round -1 has the local steps before the first message.
+
+    Args:
+        steps: Of the program.
+        partner: Of each step that sends, the step that receives.
+        order: Of `_order`.
+        at: The round of each event of `_Events`.
+        placed: Where the chunks are.
+    """
     source = {taker: sender for sender, taker in partner.items()}
     taking: dict[int, list[int]] = defaultdict(list)
-    for i, step in enumerate(steps):
-        if i in source or step.kind in ("cpy", "re"):
-            taking[takes[i]].append(i)
+    coming: dict[int, list[int]] = defaultdict(list)
+    for i in order:
+        if i in source or steps[i].kind in ("cpy", "re"):
+            taking[at[2 * i]].append(i)
+        if i in source:
+            coming[at[2 * source[i] + 1]].append(i)
     rows: dict[int, list[Row]] = {}
-    for k in sorted(taking):
-        takers = sorted(taking[k], key=position.__getitem__)
+    boxes: dict[int, list[int]] = {}
+    for k in sorted({*taking, *coming}):
         # All ranks send what they hold when the round begins.
         given = {}
-        for i in takers:
-            if i in source:
-                sender = steps[source[i]]
-                end = "src" if sender.kind == "s" else "dst"
-                given[i] = _held(sender, _place(sender, source[i], placed, end), placed)
+        for i in coming[k]:
+            sender = steps[source[i]]
+            end = "src" if sender.kind == "s" else "dst"
+            given[i] = _held(sender, _place(sender, source[i], placed, end), placed)
         out: list[Row] = []
         back: list[Row] = []
-        for i in takers:
+
+        def receive(i: int, op: Op, target: Place) -> None:
+            sizes, there = given[i]  # noqa: B023
+            rank, peer = steps[i].rank, steps[source[i]].rank
+            for first, to, n in _runs(there, placed.written(rank, target, sizes)):
+                out.append((peer, Op.SEND, rank, *first, -1, -1, n))  # noqa: B023
+                back.append((rank, op, peer, -1, -1, *to, n))  # noqa: B023
+
+        for i in coming[k]:
+            if at[2 * i] > k:
+                boxes[i] = given[i][0]
+                receive(i, Op.RECV, _own(i, 1))
+        for i in taking[k]:
             rank, kind = steps[i].rank, steps[i].kind
             own, held = (_place(steps[i], i, placed, end) for end in ("src", "dst"))
             if i not in source:
@@ -283,34 +444,25 @@ def _rows(
                 continue
             if "rr" in kind and own != held:
                 back += _local(Op.COPY, steps[i], own, held, placed)
-            sizes, there = given[i]
-            here = placed.written(rank, held, sizes)
-            peer, op = steps[source[i]].rank, Op.RECV_REDUCE if "rr" in kind else Op.RECV
-            for first, target, n in _runs(there, here):
-                out.append((peer, Op.SEND, rank, *first, -1, -1, n))
-                back.append((rank, op, peer, -1, -1, *target, n))
+            if i not in boxes:
+                receive(i, Op.RECV_REDUCE if "rr" in kind else Op.RECV, held)
+                continue
+            there, here = (placed.written(rank, place, boxes[i]) for place in (_own(i, 1), held))
+            op = Op.REDUCE if "rr" in kind else Op.COPY
+            back += [(rank, op, -1, *first, *to, n) for first, to, n in _runs(there, here)]
         rows[k] = out + back
     return rows
 
 
-def _in_order(steps: list[_Step]) -> list[int]:
-    """Return the steps such that each comes after the steps that it waits for."""
-    done, order = [False] * len(steps), list[int]()
-    for i in range(len(steps)):
-        stack = [i]
-        while stack:
-            missing = [j for j in steps[stack[-1]].earlier if not done[j]]
-            stack += missing
-            if not missing and not done[last := stack.pop()]:
-                done[last] = True
-                order.append(last)
-    return order
+def _own(index: int, which: int) -> Place:
+    """Return a place that no program names: the sum (0) or the message (1) of one step."""
+    return (SCRATCH, _PASSED + (2 * index + which) * _MOST)
 
 
 def _place(step: _Step, index: int, placed: _Places, end: str) -> Place:
     """Return the place of an end of a step; a sum that is only sent on has one of its own."""
     if end == "dst" and step.kind == "rrs":
-        return (SCRATCH, _PASSED + index * _MOST)
+        return _own(index, 0)
     return placed.named(step.rank, *(step.dst if end == "dst" else step.src))
 
 

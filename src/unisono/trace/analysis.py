@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from unisono.base.text import name_ranks
 from unisono.trace.flight_recorder import RankRecords
-from unisono.trace.joined import Call, JoinedGroup, begin_of, read_ns
+from unisono.trace.joined import Call, JoinedGroup, begin_of, end_of
 from unisono.trace.records import TraceRecord
 
 _MOST_ROWS = 5
@@ -127,6 +127,7 @@ def _first_difference(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> F
             _mismatch(call)
             or _absence(call, sorted(missing), no_records, ranks)
             or _failure(call, ranks)
+            or (None if group.are_known else _unknown_absence(call, group))
         )
         if found and call.seq >= first_seq:
             return Finding(at_ns, f"group '{group.name}': {found[0]}", tuple(sorted(found[1])))
@@ -160,13 +161,35 @@ def _absence(
     """Return which ranks have not made a call that others have made."""
     made, record = sorted(call.records), min(call.records.values(), key=lambda r: r.enqueued_ns)
     if missing:
-        until_ns = max(map(read_ns, ranks.values()))
-        end_ns = max(each.ended_ns or until_ns for each in call.records.values())
-        waited = f"{name_ranks(made)} waited {_s(end_ns - record.enqueued_ns)}{_site(record)}"
+        ends = [_end_ns(each, ranks[rank]) for rank, each in call.records.items()]
+        known = [end_ns for end_ns in ends if end_ns is not None]
+        took = f" {_s(max(known) - record.enqueued_ns)}" if len(known) == len(ends) else ""
+        waited = f"{name_ranks(made)} waited{took}{_site(record)}"
         return f"{name_ranks(missing)} never started {_name(record)}, in which {waited}", missing
-    if no_records and any(each.outcome != "completed" for each in call.records.values()):
+    if no_records and any(
+        each.outcome not in ("completed", "ended") for each in call.records.values()
+    ):
         left = f"{_name(record)} did not end on {name_ranks(made)}, and {name_ranks(no_records)}"
         return f"{left} left no records{_site(record)}", no_records
+    return None
+
+
+def _end_ns(record: TraceRecord, records: RankRecords) -> int | None:
+    """Return when a call ended, or until when it is known to wait; None if neither is known."""
+    return None if records.origin is None and record.ended_ns is None else end_of(record, records)
+
+
+def _unknown_absence(call: Call, group: JoinedGroup) -> tuple[str, list[int]] | None:
+    """Return that ranks may be missing in a call of a group whose members no file has.
+
+    A rank that has made no call of the group may be no member.
+    """
+    record, made = next(iter(call.records.values())), name_ranks(sorted(call.records))
+    unknown = f"the files do not name the group's members{_site(record)}"
+    if any(each.outcome == "running" for each in call.records.values()):
+        return f"{_name(record)} did not end on {made}, and {unknown}", []
+    if len(group.ranks) == 1 and call is group.calls[-1]:
+        return f"only {made} made {_name(record)}, and {unknown}", []
     return None
 
 
@@ -177,10 +200,10 @@ def _failure(call: Call, ranks: Mapping[int, RankRecords]) -> tuple[str, list[in
         outcomes[record.outcome].append(rank)
     ends = [record.ended_ns for record in call.records.values() if record.ended_ns is not None]
     is_late = ends and any(
-        record.ended_ns is None and _read_ns(ranks[rank]) > max(ends) + _LATE_NS
+        record.is_open and _read_ns(ranks[rank]) > max(ends) + _LATE_NS
         for rank, record in call.records.items()
     )
-    if not is_late and outcomes.keys() <= {"completed", "running", "queued"}:
+    if not is_late and outcomes.keys() <= {"completed", "ended", "running", "queued"}:
         return None
     sides = [f"{outcome} on {name_ranks(which)}" for outcome, which in outcomes.items()]
     record = next(iter(call.records.values()))

@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.trace.clocks import Axis
 from unisono.trace.flight_recorder import RankRecords
-from unisono.trace.joined import JoinedGroup, begin_of, read_ns
+from unisono.trace.joined import JoinedGroup, begin_of, end_of, read_ns
 from unisono.trace.records import TraceRecord
 
 Event = dict[str, Any]
@@ -101,8 +101,7 @@ class _Events:
                 yield _meta("thread_sort_index", rank, row, sort_index=row)
 
     def _end(self, rank: int, record: TraceRecord) -> int:
-        end_ns = read_ns(self._ranks[rank]) if record.ended_ns is None else record.ended_ns
-        return max(end_ns, begin_of(record) + _LEAST_NS)
+        return max(end_of(record, self._ranks[rank]), begin_of(record) + _LEAST_NS)
 
     def _add_slice(self, group: JoinedGroup, rank: int, record: TraceRecord) -> int:
         """Add the part of a call in which it runs; return its row, the first that is free."""
@@ -132,9 +131,9 @@ class _Events:
 def name_of(record: TraceRecord) -> str:
     """Return "all_reduce #8", with the outcome unless the call has completed."""
     name = f"{record.op} #{record.seq}"
-    if record.outcome == "completed":
+    if record.outcome in ("completed", "ended"):
         return name
-    return f"{name} under way" if record.ended_ns is None else f"{name} {record.outcome}"
+    return f"{name} under way" if record.is_open else f"{name} {record.outcome}"
 
 
 def _args(record: TraceRecord) -> dict[str, Any]:

@@ -1,22 +1,19 @@
-"""The file format of torch's flight recorder: for torch's analyser, and to read torch's files.
+"""The file format of torch's flight recorder, for torch's analyser; `decoding` reads files.
 
 Source: torch.distributed.flight_recorder and _dump_fr_trace of torch 2.13 (format 2.10).
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pickle
-import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from unisono.errors import InvalidArgumentError
-from unisono.trace.records import MESSAGES, TraceRecord
+from unisono.trace.records import TraceRecord
 
 _VERSION = "2.10"
 
@@ -44,18 +41,15 @@ _BLOCKS = {
     "reduce_scatter_tensor_coalesced": (1, 0),
     **dict.fromkeys(("all_to_all", "all_to_all_single"), (1, 1)),
 }
-_DTYPES = {
+TORCH_DTYPES = {
     **{"bool": "Bool", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long"},
     **{"uint8": "Byte", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64"},
     **{"float16": "Half", "bfloat16": "BFloat16", "float32": "Float", "float64": "Double"},
     **{"complex64": "ComplexFloat", "complex128": "ComplexDouble"},
 }
-_BY_TORCH = {name: dtype for dtype, name in _DTYPES.items()}
 _STATES = {"queued": "scheduled", "completed": "completed"}
-_OUTCOMES = {"scheduled": "queued", "started": "running"}
 
-_COLUMNS = tuple(each.name for each in fields(TraceRecord))
-_TYPES: dict[str, Any] = {"int": int, "str": str, "int | None": int | None}
+COLUMNS = tuple(each.name for each in fields(TraceRecord))
 
 # A ring that has lost records begins at a number of the call that differs by rank. So the first
 # entry is the first whose number is a multiple of this, which is mostly the same on all ranks.
@@ -69,7 +63,7 @@ class GroupRecords:
     Attributes:
         key: Name of the group that no other group of the world has.
         name: Name of the group.
-        ranks: Global ranks of the members, in group order.
+        ranks: Global ranks of the members, in group order; empty if the file does not have them.
         records: Oldest first.
     """
 
@@ -154,7 +148,7 @@ def _to_plain(mine: RankRecords) -> dict[str, Any]:
     groups = [
         {
             **{"key": group.key, "name": group.name, "ranks": list(group.ranks)},
-            "records": [{name: getattr(each, name) for name in _COLUMNS} for each in group.records],
+            "records": [{name: getattr(each, name) for name in COLUMNS} for each in group.records],
         }
         for group in mine.groups
     ]
@@ -186,7 +180,7 @@ def _collectives(group: GroupRecords) -> list[TraceRecord]:
 
 def _entry(record: TraceRecord, group: tuple[str, str], name: str) -> dict[str, Any]:
     place = {"name": record.function, "filename": record.file, "line": record.line}
-    dtypes = [_DTYPES.get(record.dtype, record.dtype)] if record.dtype else []
+    dtypes = [TORCH_DTYPES.get(record.dtype, record.dtype)] if record.dtype else []
     return {
         "frames": [place] if record.file else [],
         "record_id": record.seq,
@@ -257,117 +251,3 @@ def _message(name: str, rank: int, record: TraceRecord, number: int, group: str)
         "output_sizes": [[record.count]],
         "is_p2p": True,
     }
-
-
-# ---- reading ----------------------------------------------------------------------------------
-
-
-class _Plain(pickle.Unpickler):
-    """Reads values that consist of numbers, strings, lists and dicts only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class: a file may come from anywhere, and a class could run code."""
-        raise InvalidArgumentError(f"a trace file has no place for {module}.{name}")
-
-
-def decode(content: bytes) -> RankRecords:
-    """Return the records of a file: of this library, of torch's Gloo or of its NCCL.
-
-    Args:
-        content: The file, a pickle or JSON.
-
-    Raises:
-        InvalidArgumentError: It is no such file.
-    """
-    try:
-        is_json = content[:1] == b"{"
-        dump = json.loads(content) if is_json else _Plain(io.BytesIO(content)).load()
-        found = _foreign(dump) if "unisono" not in dump else _own(dump["unisono"])
-        _check(found)
-        return found
-    except InvalidArgumentError:
-        raise
-    except Exception as error:
-        raise InvalidArgumentError(f"this is no file of a flight recorder: {error!r}") from error
-
-
-def _check(found: RankRecords) -> None:
-    """Raise TypeError if a value has another type than its attribute, as in a damaged file."""
-    parts: list[Any] = [found, *([found.origin] if found.origin else []), *found.groups]
-    for part in [*parts, *(record for group in found.groups for record in group.records)]:
-        for each in fields(part):
-            value = getattr(part, each.name)
-            if not isinstance(value, _TYPES.get(str(each.type), object)):
-                raise TypeError(f"{each.name} is {value!r:.50}, expected {each.type}")
-
-
-def _own(found: dict[str, Any]) -> RankRecords:
-    groups = [
-        GroupRecords(
-            *(group["key"], group["name"], tuple(map(int, group["ranks"]))),
-            [TraceRecord(**{name: each[name] for name in _COLUMNS}) for each in group["records"]],
-        )
-        for group in found["groups"]
-    ]
-    return RankRecords(found["rank"], groups, found["origin"] and Origin(**found["origin"]))
-
-
-def _foreign(dump: dict[str, Any]) -> RankRecords:
-    groups: dict[str, GroupRecords] = {}
-    # torch numbers the records of all groups together, from 0 or 1.
-    first = min((entry["record_id"] for entry in dump["entries"]), default=0)
-    lost = first if first > 1 else 0
-    for key, config in dump.get("pg_config", {}).items():
-        groups[key] = GroupRecords(key, config["desc"], tuple(json.loads(config["ranks"] or "[]")))
-    for entry in dump["entries"]:
-        key, name = entry["process_group"]
-        group = groups.setdefault(key, GroupRecords(key, name, ()))
-        number = lost + len(group.records) + 1
-        group.records.append(_record(entry, number, group.ranks))
-    return RankRecords(None, list(groups.values()))
-
-
-def _record(entry: dict[str, Any], number: int, ranks: tuple[int, ...]) -> TraceRecord:
-    op, _, ends = entry["profiling_name"].partition(":")[2].partition(" ")
-    sizes, dtypes = entry.get("input_sizes") or [[]], entry.get("input_dtypes") or [""]
-    frame: dict[str, Any] = next(iter(entry.get("frames") or []), {})
-    is_message = op in MESSAGES or bool(entry.get("is_p2p"))
-    peer = None
-    if is_message and ends:
-        member = int(ends.replace("<-", "->").split("->")[1])
-        peer = ranks[member] if member < len(ranks) else member
-    return TraceRecord(
-        number=number,
-        seq=entry["p2p_seq_id" if is_message else "collective_seq_id"],
-        op=op,
-        dtype=_BY_TORCH.get(dtypes[0], dtypes[0]),
-        count=math.prod(sizes[0]) if sizes[0] else 0,
-        nbytes=0,
-        algorithm="",
-        route=entry["profiling_name"].partition(":")[0],
-        peer=peer,
-        tag=0 if is_message else None,
-        fingerprint=0 if is_message else _fingerprint(op, entry),
-        file=frame.get("filename", ""),
-        line=frame.get("line", 0),
-        function=frame.get("name", ""),
-        enqueued_ns=entry["time_created_ns"],
-        started_ns=entry.get("time_discovered_started_ns"),
-        ended_ns=entry.get("time_discovered_completed_ns"),
-        outcome=_OUTCOMES.get(entry["state"], entry["state"]),
-        waited_ns=0,
-        waited_for=None,
-    )
-
-
-def _fingerprint(op: str, entry: dict[str, Any]) -> int:
-    """Return a number that is equal on all ranks if the calls match, as torch's analyser has it."""
-    given, result = entry.get("input_sizes"), entry.get("output_sizes")
-    dtypes = {*(entry.get("input_dtypes") or ()), *(entry.get("output_dtypes") or ())}
-    parts = (
-        op,
-        None if op in ("all_to_all", "scatter") else given,
-        None if op in ("all_to_all", "gather") else result,
-        sorted(dtypes),
-    )
-    return zlib.crc32(json.dumps(parts).encode()) or 1

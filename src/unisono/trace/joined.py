@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from unisono.errors import InvalidArgumentError
+from unisono.trace.decoding import DEFAULT_NAME
 from unisono.trace.flight_recorder import GroupRecords, RankRecords
 from unisono.trace.records import TraceRecord
 
@@ -19,6 +20,13 @@ _FOLLOWED = {"completed", "running", "queued"}
 def begin_of(record: TraceRecord) -> int:
     """Return when a call has begun to run, or, if it is queued, when it was made."""
     return record.enqueued_ns if record.started_ns is None else record.started_ns
+
+
+def end_of(record: TraceRecord, records: RankRecords) -> int:
+    """Return when a call ended, or when its rank was read; its begin if only the end is unknown."""
+    if record.ended_ns is None:
+        return read_ns(records) if record.is_open else begin_of(record)
+    return record.ended_ns
 
 
 def read_ns(each: RankRecords) -> int:
@@ -73,7 +81,8 @@ class JoinedGroup:
 
     Attributes:
         name: Of the group.
-        ranks: Global ranks of the members.
+        ranks: Global ranks of the members; of those with records if no file has the members.
+        are_known: Whether a file has the members.
         members: The records of the ranks with a file, by rank.
         calls: In the order of their numbers.
         messages: Of the pairs of ranks that have all their records.
@@ -81,6 +90,7 @@ class JoinedGroup:
 
     name: str
     ranks: tuple[int, ...]
+    are_known: bool
     members: dict[int, GroupRecords]
     calls: list[Call]
     messages: list[Message]
@@ -144,19 +154,36 @@ def join(ranks: Mapping[int, RankRecords]) -> list[JoinedGroup]:
     """Return the groups, each with its calls of all ranks."""
     members: dict[tuple[str, tuple[int, ...]], dict[int, GroupRecords]] = {}
     names: dict[tuple[str, tuple[int, ...]], str] = {}
+    known = {(group.key, group.ranks) for each in ranks.values() for group in each.groups}
     for rank, each in ranks.items():
         for group in each.groups:
             # Groups that torch splits from another have equal keys.
-            key = group.key, group.ranks or tuple(ranks)
+            key = group.key, group.ranks or _members_of(group, rank, ranks, known)
             none = {
                 each: GroupRecords(key[0], group.name, key[1]) for each in key[1] if each in ranks
             }
             members.setdefault(key, none)[rank] = group
             names[key] = group.name
     return [
-        JoinedGroup(names[key], key[1], found, _calls(found), list(_messages(found)))
+        JoinedGroup(
+            names[key], key[1] or tuple(found), bool(key[1]), found, _calls(found),
+            list(_messages(found)),
+        )
         for key, found in members.items()
-    ]
+    ]  # fmt: skip
+
+
+def _members_of(
+    group: GroupRecords,
+    rank: int,
+    ranks: Mapping[int, RankRecords],
+    known: Set[tuple[str, tuple[int, ...]]],
+) -> tuple[int, ...]:
+    """Return the members of a group that one rank's file does not have; () if no file has them."""
+    others = {found for key, found in known if key == group.key and rank in found}
+    if group.name == DEFAULT_NAME:
+        return tuple(sorted(set(ranks).union(*others)))
+    return others.pop() if len(others) == 1 else ()
 
 
 def shifted(ranks: Mapping[int, RankRecords], by_ns: Mapping[int, int]) -> dict[int, RankRecords]:

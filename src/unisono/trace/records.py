@@ -67,7 +67,7 @@ class TraceRecord:
         started_ns: When the call had its turn.
         ended_ns: When it ended.
         outcome: "queued", "running", "completed", "mismatch", "timed out", "peer lost", "aborted",
-            "failed", ...
+            "failed", ...; "ended" in a file that has neither the time nor whether it failed.
         waited_ns: How long the call waited for other ranks.
         waited_for: The global rank for which it waited longest, or waits now; None without waits.
     """
@@ -92,6 +92,11 @@ class TraceRecord:
     outcome: str
     waited_ns: int
     waited_for: int | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the call has not ended."""
+        return self.ended_ns is None and self.outcome != "ended"
 
     @property
     def is_message(self) -> bool:

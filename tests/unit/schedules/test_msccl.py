@@ -1,5 +1,10 @@
 """MSCCL-XML: programs written by hand, schedules read back, and errors by name."""
 
+import contextlib
+import random
+import time
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
 
@@ -38,18 +43,22 @@ def test_a_schedule_is_read_back(collective, algorithm):
                 assert getattr(ours, name) == getattr(theirs, name), (name, p)
 
 
-def program(blocks, coll="allreduce", chunks=3, inplace=1, sizes="3 0 3"):
-    """Return a program; `blocks(rank)` gives (send, recv, steps), a step is a line of fields."""
+def program(blocks, coll="allreduce", chunks=3, inplace=1, sizes="3 0 3", ranks=3):
+    """Return a program; `blocks(rank)` gives (send, recv, steps), a step is a line of fields.
+
+    The fields are as in `names`. A channel may follow the steps.
+    """
     names = ["type", "srcbuf", "srcoff", "dstbuf", "dstoff", "cnt", "depid", "deps"]
     i, o, s = sizes.split()
     lines = [
-        f'<algo name="mine" proto="LL" nchannels="1" nchunksperloop="{chunks}" ngpus="3" '
+        f'<algo name="mine" proto="LL" nchannels="1" nchunksperloop="{chunks}" ngpus="{ranks}" '
         f'coll="{coll}" inplace="{inplace}">'
     ]
-    for rank in range(3):
+    for rank in range(ranks):
         lines.append(f'<gpu id="{rank}" i_chunks="{i}" o_chunks="{o}" s_chunks="{s}">')
-        for number, (to, source, steps) in enumerate(blocks(rank)):
-            lines.append(f'<tb id="{number}" send="{to}" recv="{source}" chan="0">')
+        for number, (to, source, steps, *channel) in enumerate(blocks(rank)):
+            chan = channel[0] if channel else 0
+            lines.append(f'<tb id="{number}" send="{to}" recv="{source}" chan="{chan}">')
             for index, step in enumerate(steps):
                 pairs = zip(names, [*step.split(), "-1", "-1"], strict=False)
                 fields = " ".join(f'{name}="{value}"' for name, value in pairs)
@@ -129,6 +138,113 @@ def test_in_place_blocks():
     assert cost(schedule).rounds == 1
 
 
+def kept(first, answer):
+    """Return a program of which a connection has to keep a message.
+
+    Rank 1 reduces chunk 0 only when it has the result of chunk 1. Rank 0 works on chunk 1 only when
+    it has sent chunk 0.
+    """
+
+    def blocks(rank):
+        peer = 1 - rank
+        if rank == 0:
+            yield peer, peer, ["s i 0 i 0 1", answer], 0
+            yield peer, peer, ["rrc i 1 i 1 1 0 0", "s i 1 i 1 1"], 1
+        else:
+            yield peer, peer, first, 0
+            yield peer, peer, ["s i 1 i 1 1", "r i 1 i 1 1"], 1
+
+    return program(blocks, chunks=2, sizes="2 0 1", ranks=2)
+
+
+KEPT = [
+    kept(["rrc i 0 i 0 1 1 1", "s i 0 i 0 1"], "r i 0 i 0 1"),
+    kept(["rrcs i 0 i 0 1 1 1"], "r i 0 i 0 1"),
+    kept(["rrs i 0 s 0 1 1 1", "r i 0 i 0 1"], "rcs i 0 i 0 1"),
+    kept(["r i 0 s 0 1 1 1", "re s 0 i 0 1", "s i 0 i 0 1"], "r i 0 i 0 1"),
+]
+
+
+@pytest.mark.parametrize("text", KEPT)
+@pytest.mark.parametrize("count", [1, 7, 30])
+def test_a_message_that_comes_before_its_receive_is_kept(text, count, execute):
+    schedule = from_msccl(text)
+    verify(schedule)
+    given = np.random.default_rng(1).integers(-99, 99, (2, count))
+    outputs = list(given.copy())
+    execute(schedule, [layout_for(schedule, count)] * 2, [np.empty(0, int)] * 2, outputs)
+    assert (np.array(outputs) == given.sum(axis=0)).all()
+
+
+def test_only_messages_that_must_be_kept_take_memory():
+    text = KEPT[0].replace('s_chunks="1"', 's_chunks="0"')
+    assert from_msccl(text).scratch_chunks == 1
+    # Without the wait of rank 0, it sends the message when rank 1 takes it.
+    assert from_msccl(text.replace('depid="0"', 'depid="-1"')).scratch_chunks == 0
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_program_with_a_kept_message_is_called(rank):
+    for text in KEPT:
+        schedule = from_msccl(text)
+        register_schedule(schedule)
+        data = np.arange(10.0) * (rank + 1)
+        dist.all_reduce(data, algorithm=schedule.algorithm)
+        assert data.tolist() == (np.arange(10.0) * 3).tolist()
+
+
+def long_program(steps, wrong):
+    """Return a program of many steps: rank 0 sends on two channels, of which one is late."""
+
+    def blocks(rank):
+        if rank:
+            waits = ["r i 0 i 0 1"] * steps
+            yield -1, 0, ["nop i -1 i -1 0 1 0" if wrong else "nop i -1 i -1 0", *waits], 0
+            waits[0] += f" 0 {steps}"
+            yield -1, 0, waits, 1
+        else:
+            yield 1, -1, ["s i 0 i 0 1"] * steps, 0
+            # Sent before the second channel's receives begin, so the first channel's wait.
+            yield 1, -1, ["s i 1 i 1 1"] * steps, 1
+
+    return program(blocks, chunks=2, sizes="2 0 0", ranks=2)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_time_grows_with_the_size_of_a_program(wrong):
+    """A program of 440 KB, for which a quadratic search takes a minute or more."""
+    text = long_program(1_000, wrong)
+    begin_s = time.process_time()
+    if wrong:
+        with pytest.raises(InvalidArgumentError, match="deadlock: step 0 "):
+            from_msccl(text)
+    else:
+        from_msccl(text)
+    assert time.process_time() - begin_s < 20
+
+
+VALUES = ["", "-1", "0", "1", "3", "x", "1.5", "70000", "9" * 30, "9" * 5000, "i", "s", "rrs"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_damaged_programs_are_refused_or_read(seed):
+    """Each error is one of the promised classes; no value takes all memory."""
+    draw = random.Random(seed)
+    texts = [program(ring, sizes="3 3 0"), program(pairs), *KEPT]
+    for _ in range(200):
+        algo = ElementTree.fromstring(draw.choice(texts))
+        algo.set("coll", draw.choice(["allreduce", "allgather", "reduce_scatter", "alltoall"]))
+        for _ in range(draw.randint(1, 3)):
+            node = draw.choice(list(algo.iter()))
+            name = draw.choice(list(node.attrib))
+            if draw.random() < 0.2:
+                del node.attrib[name]
+            else:
+                node.set(name, draw.choice(VALUES))
+        with contextlib.suppress(InvalidArgumentError, ScheduleError):
+            verify(from_msccl(ElementTree.tostring(algo, encoding="unicode")))
+
+
 def call(rank):
     text = program(ring, sizes="3 3 0")
     schedule = from_msccl(text)
@@ -173,15 +289,44 @@ def waits_in_a_circle(rank):
     yield -1, (rank - 1) % 3, ["r i 0 i 0 1"]
 
 
+def copies(rank):
+    yield -1, -1, ["cpy i 0 i 1 1"]
+
+
+def copies_in_a_circle(rank):
+    yield -1, -1, ["cpy i 0 i 1 1 1 0"]
+    yield -1, -1, ["cpy i 1 i 0 1 0 0"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("<algo", "the text is no program: ParseError"),
         ("<algo/>", "the text is no program: KeyError"),
-        (program(ring, "allscan"), "the text is no program: KeyError"),
+        (
+            program(ring, "broadcast"),
+            "the collective 'broadcast' is not supported .supported: allr",
+        ),
+        (
+            program(ring, "allgather", chunks=2),
+            "of allgather is 2, expected a multiple of ngpus .3",
+        ),
+        (program(ring, "alltoall", chunks=4), "of alltoall is 4, expected a multiple of ngpus .3"),
+        (program(copies).replace('gpu id="2"', 'gpu id="3"'), "the id of a gpu is not 0 to 2"),
+        (
+            program(ring).replace('srcbuf="i"', 'srcbuf="x"', 1),
+            "unknown buffer 'x' .known: i, o, s",
+        ),
+        ('<algo ngpus="0" nchunksperloop="1" coll="allgather"/>', "ngpus is 0, but"),
         (program(ring).replace("rrs", "rrx"), "^MSCCL: unknown type 'rrx' "),
         (program(ring).replace('type="r"', 'type="nop"'), "a message has no receiver"),
-        (program(waits_in_a_circle), "deadlock: steps of rank"),
+        (
+            program(waits_in_a_circle),
+            r"deadlock: step 0 \(s\) of thread block 0 of rank 0, which waits for step 0 \(r\) of "
+            r"thread block 1 of rank 0, which waits for step 0 \(s\) of thread block 0 of rank 2, "
+            r".* of thread block 1 of rank 1, which waits for the first$",
+        ),
+        (program(copies_in_a_circle), r"deadlock: step 0 \(cpy\) of thread block 0 of rank 0, wh"),
         (program(pairs).replace('type="r"', 'type="s"', 1), "a message has no receiver"),
         # Without limits these take all memory.
         (program(ring).replace('ngpus="3"', 'ngpus="1000000000"'), "ngpus is 1000000000, but"),

@@ -11,11 +11,11 @@ from tests.support.dumps import DEFAULT, HALF, entry, open_entry
 from unisono.cli.main import main
 from unisono.errors import InvalidArgumentError
 from unisono.trace.analysis import findings_of, report
+from unisono.trace.decoding import decode
 from unisono.trace.flight_recorder import (
     GroupRecords,
     Origin,
     RankRecords,
-    decode,
     encode,
     encode_short,
 )
@@ -189,6 +189,64 @@ def test_dumps_of_nccl(tmp_path, capsys, as_json):
     )
 
 
+def test_call_of_nccl_without_an_end_has_no_duration(tmp_path, capsys):
+    mine = [entry(0, 1, "all_reduce", DEFAULT), open_entry(1, 2, "all_reduce", DEFAULT)]
+    all_dumps = [dumps.dump(each, g0=range(2)) for each in (mine, mine[:1])]
+    assert main(["trace", *dumps.write(tmp_path, all_dumps)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "group 'default_pg': rank 1 never started all_reduce #2, in which rank 0 waited "
+        "(train.py:12)"
+    )
+    # After its end, it has one.
+    mine[1] = entry(1, 2, "all_reduce", DEFAULT)
+    assert main(["trace", *dumps.write(tmp_path, all_dumps)]) == 0
+    assert "in which rank 0 waited 1 us (train.py:12)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_dumps_of_gloo(tmp_path, capsys, as_json, has_ended):
+    """Rank 1 lacks a call; rank 2, which has made no call of the sub-group, may be a member."""
+    first = dumps.gloo_entry(0, 1, "all_reduce", DEFAULT, as_json=as_json)
+    last = [
+        dumps.gloo_entry(1, 2, "all_reduce", DEFAULT, as_json=as_json, retired=has_ended),
+        dumps.gloo_entry(2, 1, "all_reduce", HALF, as_json=as_json, retired=has_ended),
+    ]
+    all_dumps = [
+        dumps.gloo_dump([first, *last], ()),
+        dumps.gloo_dump([first], range(4)),
+        dumps.gloo_dump([first, last[0]], ()),
+    ]
+    assert main(["trace", *dumps.write(tmp_path, all_dumps, as_json=as_json)]) == 0
+    sites = (
+        ("", "") if as_json else (" (/home/me/torch/train.py:12)", " (/home/me/torch/train.py:11)")
+    )
+    sub = "only rank 0 made all_reduce #1" if has_ended else "all_reduce #1 did not end on rank 0"
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "group 'default_pg': rank 1 never started all_reduce #2, in which ranks 0 and 2 "
+        f"waited{sites[0]}",
+        f"group '1': {sub}, and the files do not name the group's members{sites[1]}",
+        "group 'default_pg': there are no records of rank 3",
+        "group 'default_pg': behind #2 by 1: rank 1",
+    ]
+
+
+def test_members_of_a_sub_group_are_those_with_calls(tmp_path, capsys):
+    """Rank 1 is no member of the sub-group of ranks 0 and 2, so it is not behind."""
+    calls = [dumps.gloo_entry(n, n + 1, "all_reduce", HALF) for n in range(2)]
+    ranks = [dumps.gloo_dump(each, ()) for each in (calls, [], calls[:1])]
+    assert main(["trace", *dumps.write(tmp_path, ranks)]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "group '1': rank 2 never started all_reduce #2, in which rank 0 waited "
+        "(/home/me/torch/train.py:12)",
+        "group '1': behind #2 by 1: rank 2",
+    ]
+    # One file with the members is enough for all of them.
+    ranks[2]["pg_config"]["1"] = {"name": "1", "desc": "undefined", "ranks": "[0, 2, 3]"}
+    assert main(["trace", *dumps.write(tmp_path, ranks)]) == 0
+    assert "group '1': there are no records of rank 3" in capsys.readouterr().out
+
+
 def test_names_of_a_stranger_do_not_control_the_terminal(tmp_path, capsys):
     mine = [entry(0, 1, "all_reduce", DEFAULT)]
     theirs = [entry(0, 1, "\x1b[2J", DEFAULT)]
@@ -299,6 +357,21 @@ def test_named_pipe_in_a_folder_is_left_out(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"trace: {tmp_path / 'pipe_1'} is no regular file: left out\n")
     assert "there are no records" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("/no/such/folder", "trace: cannot read /no/such/folder: No such file or directory"),
+        (
+            "no_such_file",
+            "trace: there is no file 'no_such_file', and no rank of 'no_such_file' an",
+        ),
+    ],
+)
+def test_missing_file_is_called_a_file(capsys, name, text):
+    assert main(["trace", name]) == 1
+    assert text in capsys.readouterr().err
 
 
 def test_empty_folder(tmp_path, capsys):

@@ -10,11 +10,11 @@ import pytest
 import unisono as dist
 from tests.support.calls import wait_until
 from unisono.errors import InvalidArgumentError
+from unisono.trace.decoding import decode
 from unisono.trace.flight_recorder import (
     GroupRecords,
     Origin,
     RankRecords,
-    decode,
     encode,
     encode_short,
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from unisono.cli.flags import check_writable
 from unisono.cli.look.command import add_token_flag, find_jobs, token_of
 from unisono.cli.terminal import plain
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, LaunchError
 
 if TYPE_CHECKING:
     from unisono.trace.clocks import Trip
@@ -97,9 +97,16 @@ def _gather(words: Sequence[str], token: str) -> tuple[list[RankRecords], list[T
     """Return the records that the words of the command line name."""
     from unisono.cli.trace.gather import ask_ranks, read_files
 
-    if len(words) > 1 or any(map(os.path.exists, words)):
+    if len(words) > 1 or any(os.path.exists(word) or os.sep in word for word in words):
         return read_files(words), []
-    jobs = find_jobs(words[0] if words else None, token)
+    try:
+        jobs = find_jobs(words[0] if words else None, token)
+    except LaunchError as error:
+        if not words:
+            raise
+        raise InvalidArgumentError(
+            f"trace: there is no file {words[0]!r}, and {error.what}", hint=error.hint
+        ) from None
     if len(jobs) > 1:
         pids = ", ".join(str(next(iter(job.states.values()))["pid"]) for job in jobs)
         raise InvalidArgumentError(

@@ -16,7 +16,8 @@ from unisono.cli.look.verdict import Job
 from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.trace.clocks import Trip
-from unisono.trace.flight_recorder import RankRecords, decode
+from unisono.trace.decoding import decode
+from unisono.trace.flight_recorder import RankRecords
 from unisono.trace.snapshot import clock_name
 from unisono.transports.tcp.wire import CLOCK, CLOCK_TIME, RECORDS
 

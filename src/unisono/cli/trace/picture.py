@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unisono.trace.flight_recorder import RankRecords
-from unisono.trace.joined import JoinedGroup, begin_of, read_ns
+from unisono.trace.joined import JoinedGroup, begin_of, end_of, read_ns
 from unisono.trace.records import TraceRecord
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish. Rarer operations are grey.
@@ -91,9 +91,9 @@ def _bars(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Iterator[_Bar
         for record in member.records:
             if record.outcome == "queued":
                 continue
-            begin_ns, end_ns = begin_of(record), record.ended_ns
+            begin_ns, end_ns = begin_of(record), end_of(record, ranks[rank])
             # A call that has not ended may wait for a rank that has not come.
-            end_ns, ready_ns = (read_ns(ranks[rank]),) * 2 if end_ns is None else (end_ns, begin_ns)
+            ready_ns = end_ns if record.is_open else begin_ns
             if (rank, record.number) in late:
                 ready_ns = begin_of(late[rank, record.number][1])
             yield _Bar(rank, record, begin_ns, min(max(ready_ns, begin_ns), end_ns), end_ns)
@@ -134,7 +134,7 @@ class _Canvas:
             ):
                 part = self._part(begin_ns, end_ns)
                 parts[bar.rank, bar.record.op, alpha, bar.record.is_message].append(part)
-            if bar.record.ended_ns is None:
+            if bar.record.is_open:
                 self._hatch(bar.rank, self._part(bar.begin_ns, bar.end_ns), "black")
             is_long = bar.end_ns - bar.begin_ns > _NUMBERED * self._span_ns
             if is_long and len(self._rows) <= _MOST_NUMBERED:
