@@ -25,15 +25,10 @@ from unisono.errors import LaunchError
 from unisono.launcher.attempt import Attempt, AttemptResult, LaunchResources
 from unisono.launcher.environment import LOOPBACK, Place, new_launch_id
 from unisono.launcher.output.files import Output
-from unisono.launcher.report import (
-    SETTLE_S,
-    WorkerFailure,
-    is_consequence,
-    root_cause_first,
-    signal_name,
-)
+from unisono.launcher.report import SETTLE_S, WorkerFailure, root_cause_first, signal_name
 from unisono.launcher.signals import Signals
 from unisono.launcher.spec import LaunchResult, LaunchSpec, Meeting
+from unisono.launcher.traceback_text import is_consequence
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.replacements import Replacements

@@ -15,7 +15,8 @@ from unisono.base.deadline import Deadline
 from unisono.base.process_identity import Life, life_of
 from unisono.errors import UnisonoError
 from unisono.launcher.environment import Place
-from unisono.launcher.report import WorkerFailure, is_consequence
+from unisono.launcher.report import WorkerFailure
+from unisono.launcher.traceback_text import is_consequence
 from unisono.launcher.workers.worker import Worker
 from unisono.rendezvous.dynamic import Answer, DynamicRendezvous
 from unisono.rendezvous.membership import State, loads
