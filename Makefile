@@ -17,7 +17,7 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 # all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores fuzz-signals docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make chaos-mpi  ranks that are killed, stopped, late or wrong under MPI (ROUNDS=200)"
 	@echo "make fuzz-membership  random lives of a job whose ranks come and go"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
+	@echo "make fuzz-signals  signals at random moments of launches (SEED=1 ROUNDS=300)"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
 	@echo "make site    build the documents with an API reference into build/site"
 	@echo "make wheels  build dist/ for each installed Python (PYTHONS='...'), and try each wheel"
@@ -203,6 +204,9 @@ fuzz-membership: $(STAMP)
 
 fuzz-stores: $(STAMP)
 	@$(BIN)/python tests/unit/stores/fuzz.py 600
+
+fuzz-signals: $(STAMP)
+	@$(BIN)/python -m tests.fuzz.signal_storm $(SEED) $(ROUNDS)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,22 +1,23 @@
 """Reports: the right traceback out of a standard error, the right failure out of several."""
 
+import random
 import signal
+import traceback
 
 import pytest
 
 from tests.support.programs import python
+from unisono.errors import CollectiveAbortedError, PeerFailedError, PeerLostError, StepAborted
 from unisono.launcher.report import (
     SETTLE_S,
     ExitLog,
     WorkerFailure,
-    exception_line,
     exit_status,
-    extract_traceback,
-    is_consequence,
     leavers,
     render,
     root_cause_first,
 )
+from unisono.launcher.traceback_text import exception_line, extract_traceback, is_consequence
 
 PLAIN = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -108,6 +109,83 @@ def test_exception_line(text, expected):
 def test_consequences_of_another_ranks_end(last_line, expected):
     text = f'Traceback (most recent call last):\n  File "a.py", line 1\n{last_line}'
     assert is_consequence(text) is expected
+
+
+GLOO = "[/a/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9"
+
+
+def raised(error, how="bare", above=None):
+    """Return an error as it is after its `raise`."""
+    try:
+        if how == "from":
+            raise error from above
+        if how == "context":
+            try:
+                raise above
+            finally:
+                raise error
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def shown(error):
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("how", ["from", "context"])
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        (PeerLostError("rank 1 was lost"), True),
+        (RuntimeError(GLOO), True),
+        (ValueError("bad batch"), False),
+        # torch's DataLoader raises from it when one of its workers has died.
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+    ],
+)
+def test_wrapped_error_counts_as_what_it_wraps(how, inner, expected):
+    outer = raised(KeyError("outer"), how, raised(RuntimeError("middle"), how, raised(inner)))
+    for text in (shown(outer), "\n".join(f"[rank0]: {x}" for x in shown(outer).splitlines())):
+        assert is_consequence(text) is expected
+        assert exception_line(text) == "KeyError: 'outer'"
+
+
+def test_error_that_ddp_has_made_a_text_of_is_a_consequence():
+    text = "Got the following error when running the callback: PeerFailedError: rank 1 raised x"
+    assert is_consequence(shown(raised(RuntimeError(f"{text}\n\nAt:\n  /a/b.py(1): f\n"))))
+    assert not is_consequence(shown(raised(RuntimeError(text.replace("PeerFailed", "Value")))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exceptions_of_every_shape_count_as_their_objects_tell(seed):
+    draw = random.Random(seed)
+    peers = PeerLostError, PeerFailedError, CollectiveAbortedError, StepAborted
+
+    def make(depth):
+        """Return an error and whether it reports only the end of a peer."""
+        if depth and draw.random() < 0.4:
+            members = [make(depth - 1) for _ in range(draw.randint(1, 4))]
+            error = ExceptionGroup("several\n  | or so", [error for error, _ in members])
+            follows = all(follows for _, follows in members)
+        else:
+            follows = draw.random() < 0.6
+            error = draw.choice(peers)("x\ny") if follows else ValueError("one\n\ntwo: 2")
+        if draw.random() < 0.2:
+            return error, follows  # never raised: it has no traceback
+        if not depth or draw.random() < 0.5:
+            return raised(error), follows
+        above, above_follows = make(depth - 1)
+        if draw.random() < 0.2:
+            return raised(error, "from", above), follows or above_follows
+        how = draw.choice(["from", "context"])
+        return raised(error, how, raised(above)), follows or above_follows
+
+    for _ in range(20):
+        error, follows = make(draw.randint(0, 4))
+        text = shown(raised(error))
+        assert is_consequence(text) is follows, text
+        assert exception_line(text).startswith(type(error).__name__) or "." in exception_line(text)
 
 
 def test_root_cause_is_the_earliest_original_failure():

@@ -218,7 +218,16 @@ def test_real_traceback_is_printed_last(launches):
     assert (code, report[1], report[-1]) == (1, f"{file} 1", "SyntaxError: invalid syntax")
 
 
-def test_original_failure_beats_an_earlier_consequence(launches, tmp_path):
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("error", "PeerLostError: rank 1 is gone"),
+        ("RuntimeError('step') from error", "RuntimeError: step"),
+        ("RuntimeError('step')", "RuntimeError: step"),
+        ("ExceptionGroup('tasks', [error])", "ExceptionGroup: tasks (1 sub-exception)"),
+    ],
+)
+def test_original_failure_beats_an_earlier_consequence(launches, tmp_path, raised, told):
     # Rank 1 raises only after the end of rank 0.
     script = """
 import os, select, signal
@@ -229,18 +238,47 @@ if rank == 2:
 if rank == 0:
     with open("fifo", "w") as fifo:
         fifo.write(str(os.getpid()))
-    raise PeerLostError("rank 1 is gone")
+    try:
+        raise PeerLostError("rank 1 is gone")
+    except PeerLostError as error:
+        raise RAISED
 with open("fifo") as fifo:
     select.select([os.pidfd_open(int(fifo.read()))], [], [])
 raise ValueError("the cause")
 """
     os.mkfifo(tmp_path / "fifo")
-    code, _, err = launches.run("-n3", script=script)
+    code, _, err = launches.run("-n3", script=script.replace("RAISED", raised))
     assert code == 1
     lines = err.splitlines()
     assert lines[-1] == "ValueError: the cause"
     [consequence] = [line for line in lines if line.startswith("unisono run: rank 0")]
-    assert consequence.endswith("exited with code 1: PeerLostError: rank 1 is gone")
+    assert consequence.endswith(f"exited with code 1: {told}")
+
+
+def test_worker_whose_error_wraps_a_lost_peer_is_not_replaced(launches, tmp_path):
+    # Rank 1 raises only after the end of rank 0, whose replacement would not help.
+    script = """
+import os, select
+class PeerLostError(Exception): pass
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    raise SystemExit
+if os.environ["RANK"] == "0":
+    with open("fifo", "w") as fifo:
+        fifo.write(str(os.getpid()))
+    try:
+        raise PeerLostError("rank 1 is gone")
+    except PeerLostError as error:
+        raise RuntimeError("step") from error
+with open("fifo") as fifo:
+    select.select([os.pidfd_open(int(fifo.read()))], [], [])
+raise ValueError("the cause")
+"""
+    os.mkfifo(tmp_path / "fifo")
+    options = "--restart=worker", "--max-restarts=1"
+    code, _, err = launches.run("-n2", *options, script=script)
+    [line] = [line for line in err.splitlines() if line.startswith("unisono run: ")]
+    assert (code, line.startswith("unisono run: rank 1 ")) == (0, True), err
+    assert line.endswith("ValueError: the cause; restart 1 of 1")
 
 
 @pytest.mark.parametrize("nprocs", [1, 2])

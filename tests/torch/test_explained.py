@@ -14,7 +14,7 @@ from unisono.base.stacks import offered_stacks
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import jobs_of, verdict_of
 from unisono.cli.main import main
-from unisono.launcher.report import exception_line
+from unisono.launcher.traceback_text import exception_line
 from unisono.trace.decoding import decode
 
 pytest.importorskip("torch.distributed")

@@ -11,7 +11,7 @@ from unisono.base.deadline import Deadline
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
 from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
 from unisono.integrations.member import Outcome
-from unisono.launcher.report import exception_line, is_consequence
+from unisono.launcher.traceback_text import exception_line, is_consequence
 
 T = TypeVar("T")
 

@@ -23,17 +23,13 @@ from unisono.base.config import get
 from unisono.base.deadline import Deadline
 from unisono.errors import LaunchError
 from unisono.launcher.attempt import Attempt, AttemptResult, LaunchResources
+from unisono.launcher.back_off import BackOff
 from unisono.launcher.environment import LOOPBACK, Place, new_launch_id
 from unisono.launcher.output.files import Output
-from unisono.launcher.report import (
-    SETTLE_S,
-    WorkerFailure,
-    is_consequence,
-    root_cause_first,
-    signal_name,
-)
+from unisono.launcher.report import SETTLE_S, WorkerFailure, root_cause_first, signal_name
 from unisono.launcher.signals import Signals
 from unisono.launcher.spec import LaunchResult, LaunchSpec, Meeting
+from unisono.launcher.traceback_text import is_consequence
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.replacements import Replacements
@@ -142,6 +138,7 @@ class Agent:
             descendants=Descendants() if descendants is None else descendants,
         )
         self._output: Output | None = None
+        self._back_off = BackOff()
         self._restarts = 0
         self._signum: int | None = None
         self._hurried = False
@@ -224,8 +221,8 @@ class Agent:
         result = None
         while (world := self._next_world()) is not None:
             result = self._run_world(world, output)
-            if result.signum is not None:
-                self._signum = result.signum
+            self._signum = result.signum or self._signum
+            if self._signum is not None:
                 break
         return self._launch_result(result)
 
@@ -239,18 +236,17 @@ class Agent:
             if not select.select([signals.fd], [], [], patience_s)[0]:
                 self.notify(f"waiting for other nodes: {self._rendezvous.progress()}")
                 patience_s = None
-            for signum in signals.read():
-                if signals.ends(signum):
-                    self._signum = signum
-                    return None
+            if (signum := next(filter(signals.ends, signals.read()), None)) is not None:
+                self._signum = signum
+                return None
 
     def _run_world(self, world: WorkerWorld, output: Output) -> AttemptResult:
         spec = self._resources.spec
         self._restarts = world.restarts
-        failed = False
+        failed, pause = False, Deadline(0.0)
 
         def on_failure(failure: WorkerFailure) -> None:
-            nonlocal failed
+            nonlocal failed, pause
             failed = True
             self._rendezvous.failed(
                 world.epoch,
@@ -259,9 +255,11 @@ class Agent:
             )
             used = world.restarts + self._rendezvous.replaced
             if used < spec.limits.max_restarts:
+                pause = Deadline(self._back_off.pause_s())
+                later = f" in {pause.timeout_s:g} s" if pause.timeout_s >= 1.0 else ""
                 self.notify(
                     f"{failure.line_with_reason()}; "
-                    f"restart {used + 1} of {spec.limits.max_restarts}"
+                    f"restart {used + 1} of {spec.limits.max_restarts}{later}"
                 )
 
         place = Place(
@@ -274,7 +272,12 @@ class Agent:
         )
         job = self._rendezvous if spec.limits.replaces else None
         replacements = Replacements(
-            place, job, self._orders.answer, spec.limits.min_nprocs or spec.nprocs, self.notify
+            place,
+            job,
+            self._orders.answer,
+            spec.limits.min_nprocs or spec.nprocs,
+            self.notify,
+            self._back_off,
         )
         attempt = Attempt(
             self._resources,
@@ -299,8 +302,17 @@ class Agent:
             # After a signal this node leaves instead. If it reported `stopped` first, all nodes
             # would seem ready for the next world. A worker of another node that lost its peer to
             # the signal would then count as the failure.
+            self._wait(pause)
             self._rendezvous.stopped()
         return result
+
+    def _wait(self, pause: Deadline) -> None:
+        """Wait before a restart, until a signal or the end of the job."""
+        signals = self._resources.signals
+        while self._signum is None and self._orders.end is None and not pause.expired():
+            select.select([signals.fd], [], [], pause.remaining())
+            self._signum = next(filter(signals.ends, signals.read()), None)
+            self._orders.take()
 
     def _launch_result(self, result: AttemptResult | None) -> LaunchResult:
         end = self._orders.end
@@ -328,7 +340,8 @@ class Agent:
         rendezvous = self._rendezvous
         found = [replace(failure, node=rendezvous.node_id) for failure in result.failures]
         text = json.dumps([asdict(failure) for failure in found])
-        texts = rendezvous.exchange(text, _REPORT_S + self._resources.spec.grace_s)
+        limit_s = _REPORT_S + self._resources.spec.grace_s
+        texts = rendezvous.exchange(text, limit_s, canceled=self._is_hurried)
         found = [WorkerFailure(**fields) for text in texts for fields in json.loads(text)]
         return tuple(root_cause_first(found, first=rendezvous.blamed))
 
@@ -348,11 +361,14 @@ class Agent:
         how = f" ({signal_name(self._signum)})" if self._signum is not None else ""
         self._rendezvous.leave(f"node {host} left{how}")
         notified = False
+        limit = Deadline(self._resources.spec.grace_s)
         while not self._rendezvous.is_closed(timeout_s=0.0):
             select.select([self._resources.signals.fd], [], [], 0.05)
             if self._is_hurried():
                 self._rendezvous.abandon()
             others = self._rendezvous.hosted_for()
+            if (self._hurried or self._signum is not None) and not others and limit.expired():
+                return  # The store's host does not answer. The thread ends with the process.
             if self._signum is not None and others and not notified:
                 notified = True
                 self.notify(

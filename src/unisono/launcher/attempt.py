@@ -233,6 +233,7 @@ class Attempt:
         if not self._group.stopping:
             waits += [self._exits.known_in_s(), self._stop_in_s()]
             waits.append(self._replacements.look_in_s(self._group.running))
+            waits.append(self._replacements.answer_in_s())
             if (due_s := self._resources.warm.due_s()) is not None:
                 waits.append(due_s)
         if any(worker.exit_fd is None for worker in self._group.running):

@@ -25,6 +25,7 @@ from unisono.launcher.signals import PASSED_ON
 from unisono.launcher.workers.descendants import Descendants
 
 _KILL_TIMEOUT_S = 10.0
+_NO_ENDS = {signal.SIGCHLD, signal.SIGTSTP}
 
 
 def fork_launcher(ending: Collection[str]) -> Descendants:
@@ -32,6 +33,8 @@ def fork_launcher(ending: Collection[str]) -> Descendants:
 
     The guard waits for the launcher and ends with its exit code. If the guard is killed, the
     launcher kills its descendants and ends. Call the function while the process has one thread.
+    In the launcher the awaited signals stay blocked until it has entered its `Signals`. Otherwise
+    a KeyboardInterrupt could come where Python ignores exceptions, and the signal would be lost.
 
     Args:
         ending: Names of the signals that end the launch. The guard forwards them to the launcher,
@@ -71,7 +74,7 @@ def fork_launcher(ending: Collection[str]) -> Descendants:
     threading.Thread(
         target=_end_with_guard, args=(life, descendants), name="unisono-guard", daemon=True
     ).start()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before | awaited - _NO_ENDS)
     return descendants
 
 

@@ -1,15 +1,13 @@
 """Find the failure that came first, and report it: a line per rank, then its traceback.
 
-User code needs no addition. A Python worker prints its traceback on standard error, and this
-module reads the end of that stream.
+User code needs no addition. A Python worker prints its traceback on standard error, and the
+launcher reads the end of that stream (see `unisono.launcher.traceback_text`).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,34 +15,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.base.deadline import Deadline
+from unisono.launcher.traceback_text import (
+    exception_line,
+    extract_traceback,
+    has_traceback,
+    is_consequence,
+)
 
 SETTLE_S = 1.0
 """How long to wait for the original failure after a failure that only reports a lost peer."""
 
 _FOLLOWS_S = 10.0
 """How long after the failure of a replaced worker a failure may be its consequence."""
-
-_HEADER = re.compile(
-    r"(\[rank\d+\]: ?)?"
-    r"(Traceback \(most recent call last\):|  \+ Exception Group Traceback|Fatal Python error: )"
-)
-_SYNTAX = re.compile(r'(\[rank\d+\]: ?)?  File ".*", line \d+$')
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-_CHAINED = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
-_FATAL = "Fatal Python error: "
-_FRAME = '  File "'
-_IGNORED = "Exception ignored"
-_LAST_LINES = 20
-
-_CONSEQUENCES = re.compile(
-    r"(\w+\.)*(PeerLostError|PeerFailedError|CollectiveAbortedError|StoreConnectionError|"
-    r"StepAborted|ConnectionResetError|ConnectionAbortedError|BrokenPipeError|DistNetworkError)\b"
-    # Gloo raises a plain RuntimeError when a peer has closed its connection.
-    r"|.*(Connection closed by peer|Connection reset by peer|Broken pipe)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,59 +83,12 @@ def exit_status(exit_code: int) -> str:
     return f"was killed by {signal_name(-exit_code)}"
 
 
-def _is_noise(lines: Sequence[str], header: int) -> bool:
-    """Whether the traceback at `header` belongs to an exception that Python ignored."""
-    return header > 0 and _IGNORED in lines[header - 1]
-
-
-def _headers(lines: Sequence[str]) -> list[int]:
-    """Return where the tracebacks begin.
-
-    A fatal error outside of all Python code comes from the end of the interpreter: after an
-    exception Gloo's threads may abort the process there. The exception is the reason of the end.
-    """
-    found = [i for i, line in enumerate(lines) if _HEADER.match(line) and not _is_noise(lines, i)]
-    rest = lines[found[-1] :] if len(found) > 1 else [""]
-    if rest[0].startswith(_FATAL) and not any(line.startswith(_FRAME) for line in rest):
-        found.pop()
-    return found
-
-
-def _start_of_traceback(lines: Sequence[str]) -> int | None:
-    headers = _headers(lines)
-    if not headers:
-        # A script that does not compile has no traceback, only the line and the error.
-        places = [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
-        return places[-1] if places else None
-    start = headers.pop()
-    for earlier in reversed(headers):
-        between = lines[earlier:start]
-        if not any(mark in line for mark in _CHAINED for line in between):
-            break
-        start = earlier
-    return start
-
-
-def extract_traceback(stderr: str) -> str:
-    """Return the last traceback in a worker's standard error, with its chained causes.
-
-    Without a traceback, return the last 20 lines. Exceptions that Python ignored (`__del__`, weak
-    references) do not count.
-    """
-    lines = stderr.splitlines()
-    start = _start_of_traceback(lines)
-    if start is None:
-        return "\n".join(lines[-_LAST_LINES:])
-    of_it = itertools.takewhile(lambda line: not line.startswith(_IGNORED), lines[start:])
-    return "\n".join(of_it)
-
-
 def error_text(stderr: str, error_file: str) -> str:
     """Return a worker's traceback, or the last lines of its standard error.
 
     A traceback in standard error comes first, then the traceback in `error_file`.
     """
-    if _start_of_traceback(stderr.splitlines()) is None and (text := _described(error_file)):
+    if not has_traceback(stderr) and (text := _described(error_file)):
         return text
     return extract_traceback(stderr)
 
@@ -185,25 +120,6 @@ def error_document(failure: WorkerFailure) -> dict[str, Any]:
             "errorCode": failure.exit_code,
         }
     }
-
-
-def exception_line(text: str) -> str:
-    """Return the line "ValueError: ..." of a traceback, or ""."""
-    lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
-    headers = _headers(lines) or [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
-    if not headers:
-        return ""
-    if lines[headers[-1]].startswith(_FATAL):
-        return lines[headers[-1]]
-    for line in lines[headers[-1] + 1 :]:
-        if line and not line[0].isspace():
-            return line
-    return ""
-
-
-def is_consequence(text: str) -> bool:
-    """Whether a traceback only reports that another process was lost before."""
-    return _CONSEQUENCES.match(exception_line(text)) is not None
 
 
 class ExitLog:

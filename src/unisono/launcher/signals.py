@@ -1,4 +1,4 @@
-"""The file descriptor at which the agent waits: for signals, and for wake-ups by its threads."""
+"""Signals as bytes on the file descriptor at which the agent waits; and signals that wait."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Collection
-from typing import Self
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Self
 
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that end the launch, unless the user names others."""
@@ -21,8 +21,9 @@ _WAKE = b"\0"
 class Signals:
     """Turns signals into bytes on a file descriptor, from `__enter__` to `__exit__`.
 
-    A signal that was ignored before (nohup, a shell's background job) stays ignored. Outside
-    the main thread signals cannot be caught; only `wake` makes the descriptor readable.
+    A signal that was ignored before (nohup, a shell's background job) stays ignored. One that was
+    blocked, as `fork_launcher` leaves it, is let through. Outside the main thread signals cannot be
+    caught; only `wake` makes the descriptor readable.
 
     Args:
         ending: Names of the signals that end the launch. SIGUSR1 and SIGUSR2 are caught in any
@@ -41,13 +42,14 @@ class Signals:
         self.fd, self._sender = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._sender, False)
-        if threading.current_thread() is threading.main_thread():
+        if _is_main():
             # If SIGCHLD were ignored (inherited), the kernel would discard exit codes.
             self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _do_nothing)
             self._wakeup = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
             for signum in self._ending | {getattr(signal, name) for name in PASSED_ON}:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._previous[signum] = signal.signal(signum, _do_nothing)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -82,3 +84,62 @@ class Signals:
 
 def _do_nothing(signum: int, frame: object) -> None:
     """Handle a signal: without a handler, Python writes nothing to the descriptor."""
+
+
+class _Deferred:
+    """The handlers that `deferred` has taken away, by signal, and the signals that came since."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Callable[[int, Any], Any]] = {}
+        self.came: list[int] = []
+
+
+_deferred = _Deferred()
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Run the handlers of SIGINT and SIGTERM after the block, in which a child is started.
+
+    Python ignores an exception in a hook of `os.fork`, such as that of `logging`, so a Ctrl-C there
+    would be lost. Elsewhere in the block it would leave a child that nobody stops.
+    """
+    if not _is_main() or _deferred.handlers:
+        yield
+        return
+    found = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    with _blocked(found):
+        for signum, handler in found.items():
+            if callable(handler):
+                _deferred.handlers[signum] = handler
+                signal.signal(signum, lambda signum, frame: _deferred.came.append(signum))
+    try:
+        yield
+    finally:
+        run_deferred()
+
+
+def run_deferred() -> None:
+    """Put the handlers back, and run those of the signals that came; a forked child calls it."""
+    if not _is_main():
+        return
+    handlers = _deferred.handlers
+    with _blocked(handlers):
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        came, _deferred.came, _deferred.handlers = _deferred.came, [], {}
+    for signum in came:
+        handlers[signum](signum, None)
+
+
+@contextlib.contextmanager
+def _blocked(signals: Collection[int]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -40,6 +40,7 @@ from unisono.errors import (
 from unisono.launcher.environment import LOOPBACK, Place, new_launch_id, worker_environment
 from unisono.launcher.payload import CallArguments
 from unisono.launcher.report import ExitLog, leavers
+from unisono.launcher.signals import deferred, run_deferred
 from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
@@ -89,6 +90,7 @@ def _child(
     process: Any = multiprocessing.current_process()
     hint: str | None = GUARD_HINT
     try:
+        run_deferred()
         process._inheriting = True  # as multiprocessing does; `is_importing_main` reads it
         multiprocessing.spawn.prepare(main)
         del process._inheriting
@@ -212,7 +214,7 @@ class SpawnContext:
                 self._reports = dict.fromkeys(range(nprocs), starting)
                 for rank in range(nprocs):
                     self._links[rank], link = multiprocessing.Pipe(duplex=True)
-                    with link:
+                    with link, deferred():
                         process = context.Process(
                             target=_child,
                             args=(call, main, rank, link, use_death_signal, return_results),
@@ -220,9 +222,12 @@ class SpawnContext:
                             daemon=daemon,
                         )
                         process.start()
-                    self.processes.append(process)
+                        self.processes.append(process)
             token = get("UNISONO_TOKEN") or new_launch_id()
-            self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, token=token)
+            with deferred():
+                self._store = TCPStore(
+                    LOOPBACK, 0, is_master=True, wait_for_workers=False, token=token
+                )
             self._send_environment(self._store.port, token)
         except BaseException:
             self._running &= set(range(len(self.processes)))

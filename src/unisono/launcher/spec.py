@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.launcher.output.files import LogOptions
-from unisono.launcher.report import WorkerFailure, exception_line, signal_name
+from unisono.launcher.report import WorkerFailure, signal_name
 from unisono.launcher.signals import ENDING
+from unisono.launcher.traceback_text import exception_line
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 

@@ -152,10 +152,13 @@ class DynamicRendezvous:
         kind = Lost if broken else Left
         self._inbox.put(kind(self._member.node.id, reason))
 
-    def exchange(self, text: str, timeout_s: float) -> list[str]:
-        """Publish a text; return the texts of all members of the last world before the time-out.
+    def exchange(
+        self, text: str, timeout_s: float, *, canceled: Callable[[], bool] = lambda: False
+    ) -> list[str]:
+        """Publish a text; return the texts of all members of the last world.
 
-        The call does not wait for nodes that have left or were lost.
+        The call waits until the time-out, or until `canceled`. It does not wait for nodes that
+        have left or were lost.
         """
         store = self._store
         if store is None or self._is_only_node:
@@ -169,7 +172,7 @@ class DynamicRendezvous:
                 keys = {node.id: f"report/{epoch}/{node.id}" for node in state.order}
                 there = [key for key in keys.values() if store.check([key])]
                 awaited = [keys[i] for i in state.present if i in keys and keys[i] not in there]
-                if not awaited or deadline.expired():
+                if not awaited or deadline.expired() or canceled():
                     return [store.get(key).decode() for key in there] or [text]
                 time.sleep(_IDLE_POLL_S)
         except UnisonoError:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from unisono.backends import CPUOptions
 from unisono.base.config import VARIABLES, environ
 from unisono.c10d.lifecycle import init_process_group
-from unisono.errors import LaunchError, PeerError, UnisonoError, WorkerFailedError
+from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
 from unisono.groups.world import World, current, use
 from unisono.launcher import SpawnContext
 from unisono.stores import HashStore, Store
@@ -94,9 +94,9 @@ def run(
     else:
         raise ValueError(f"ranks must be 'threads' or 'processes', got {ranks!r}")
     failed = [
-        (isinstance(outcome.error, PeerError), outcome.time_s, rank, outcome)
+        (outcome.failure.is_peer, outcome.time_s, rank, outcome)
         for rank, outcome in enumerate(outcomes)
-        if outcome is not None and outcome.error is not None
+        if outcome is not None and outcome.failure is not None
     ]
     failed.sort(key=lambda each: each[:3])
     text = report({rank: o.failure for *_, rank, o in failed if o.failure}, world_size, ranks)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import unisono
 from unisono.base.text import name_ranks
-from unisono.errors import InternalError, PeerError, UnisonoError
+from unisono.errors import InternalError, UnisonoError
+from unisono.launcher.traceback_text import is_consequence
 
 __all__ = ["Failure", "frames_of", "report"]
 
@@ -46,7 +47,8 @@ class Failure(NamedTuple):
         line: The exception's class and its first line.
         text: The traceback.
         variables: The local variables at a plain `assert`, which itself shows no values.
-        is_peer: Whether the exception only reports the failure of another rank.
+        is_peer: Whether the exception only reports the failure of another rank, also if another
+            exception was raised from such a one.
     """
 
     line: str
@@ -66,7 +68,7 @@ class Failure(NamedTuple):
             own = [f for f in trace.stack if not f.filename.startswith(_PACKAGE)]
             trace.stack[:] = own or trace.stack
         text = "".join(trace.format()).rstrip()
-        return cls(line, text, _variables(error), isinstance(error, PeerError))
+        return cls(line, text, _variables(error), is_consequence(text))
 
 
 def frames_of(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

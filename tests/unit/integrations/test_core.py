@@ -246,6 +246,12 @@ def failed(rank, error):
         return member.failure(meeting_of(3), rank, raised)
 
 
+def wrapped(error):
+    outer = RuntimeError("step failed")
+    outer.__cause__ = error
+    return outer
+
+
 def meeting_of(size):
     return Meeting(HERE, 0, "", size, 1.0, None, "pickle")
 
@@ -260,6 +266,7 @@ def lost_error(*peers):
         # A consequence comes first, the cause later.
         ([failed(0, PeerFailedError("x")), failed(2, KeyError("cause"))], KeyError, None),
         ([failed(0, StoreConnectionError("x")), failed(1, OSError("cause"))], OSError, None),
+        ([failed(0, wrapped(PeerFailedError("x"))), failed(1, KeyError("cause"))], KeyError, None),
         # The framework's report and a survivor's: the survivor knows the operation.
         ([Outcome(rank=1, lost="gone"), failed(0, lost_error(1))], PeerLostError, (1,)),
         # The survivor's error is about another rank.

@@ -7,9 +7,10 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from unisono.launcher.workers.cpu_binding import MODES
 from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
 _PREFIX = "unisono run: "
+_LOOK_S = 0.1
 
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
@@ -148,6 +150,7 @@ def _run(options: argparse.Namespace) -> int:
     _warn_of_absent_workers(logs, len(commands))
     stats = prepare_stats() if options.stats else ""
     descendants = fork_launcher(spec.signals)
+    late = _LateSignals(spec.signals)
     notify = _show if status is None else partial(_show, write_line=status.write_line)
     agent = Agent(spec, notify=notify, descendants=descendants)
     if options.doctor:
@@ -168,13 +171,36 @@ def _run(options: argparse.Namespace) -> int:
     report = threading.Thread(target=_print_report, args=(result,), daemon=True)
     try:
         report.start()
-        report.join(None if agent.may_wait else options.grace)
+        while agent.may_wait and not late.came and report.is_alive():
+            report.join(_LOOK_S)
+        report.join(options.grace)
     except RuntimeError:  # the system allows no further thread
         _print_report(result)
-    if report.is_alive() or not agent.may_wait or not _are_flushed():
+    if report.is_alive() or not agent.may_wait or late.came or not _are_flushed():
         # At its end Python would flush again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)
     return result.exit_code
+
+
+class _LateSignals:
+    """Signals after the end of the agent: they change no exit code, but end the wait for a reader.
+
+    Args:
+        names: The signals that end a launch.
+
+    Attributes:
+        came: Whether one came.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.came = False
+        for signum in (getattr(signal, name) for name in names):
+            # `Signals` takes them over, and gives them back.
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: object) -> None:
+        self.came = True
 
 
 def _are_flushed() -> bool:

@@ -8,14 +8,17 @@ others, they wait for its rank. So its replacement is no newcomer, and takes tha
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from unisono.base.deadline import Deadline
 from unisono.base.process_identity import Life, life_of
 from unisono.errors import UnisonoError
+from unisono.launcher.back_off import BackOff
 from unisono.launcher.environment import Place
-from unisono.launcher.report import WorkerFailure, is_consequence
+from unisono.launcher.report import WorkerFailure
+from unisono.launcher.traceback_text import is_consequence
 from unisono.launcher.workers.worker import Worker
 from unisono.rendezvous.dynamic import Answer, DynamicRendezvous
 from unisono.rendezvous.membership import State, loads
@@ -38,6 +41,7 @@ class Replacements:
         answer: Function that takes the oldest answer of the job to `ask`; None if it is not there.
         least: Number of workers of this node that must run or have ended with exit code 0.
         notify: Function that shows a line of text.
+        back_off: The pauses before the restarts of this node.
 
     Attributes:
         newcomers: The newcomers that no rank has taken in, as far as known.
@@ -53,6 +57,7 @@ class Replacements:
         answer: Callable[[], Answer | None] = lambda: None,
         least: int = 0,
         notify: Callable[[str], None] = lambda line: None,
+        back_off: BackOff | None = None,
     ) -> None:
         self.newcomers: set[Worker] = set()
         self.count = 0
@@ -64,6 +69,8 @@ class Replacements:
         self._least = least
         self._idle = self._met = place.node.joined
         self._next = Deadline(_LOOK_S)
+        self._back_off = back_off or BackOff()
+        self._pause: Deadline | None = None
 
     def ask(self, worker: Worker, failure: WorkerFailure, running: Sequence[Worker]) -> bool:
         """Ask the job for a replacement; return False if it would be of no use.
@@ -75,15 +82,25 @@ class Replacements:
             return False
         assert self._rendezvous is not None
         self.asked.append((worker, failure))
+        self._pause = Deadline(self._back_off.pause_s())
         self._rendezvous.ask_to_replace(self._place.world.epoch)
         return True
 
     def answered(self) -> tuple[Worker, WorkerFailure, Answer] | None:
-        """Return the oldest failure of `asked` with its answer; None if there is no answer."""
-        if not self.asked or (answer := self._answer()) is None:
+        """Return the oldest failure of `asked` with its answer.
+
+        None if there is no answer, or if it is too early for a replacement.
+        """
+        if self._pause is not None and self._pause.expired():
+            self._pause = None
+        if not self.asked or self._pause is not None or (answer := self._answer()) is None:
             return None
         self.count += answer.granted
         return *self.asked.popleft(), answer
+
+    def answer_in_s(self) -> float:
+        """Return in how many seconds to call `answered`; infinity if a wake-up will come."""
+        return float("inf") if self._pause is None else self._pause.remaining()
 
     def has_met(self, rank: int) -> bool:
         """Return whether a worker has met the others in `init_process_group`.
@@ -91,12 +108,12 @@ class Replacements:
         A worker that never calls it has not met the others, either.
         """
         # The number of its worlds, then its process while it meets the others.
-        number, _, meets = self._claim(rank).partition(b" ")
+        size = self._place.world_size
+        own, *claims = self._claims([rank, (rank - 1) % size, (rank + 1) % size])
+        number, _, meets = own.partition(b" ")
         if not meets:
             return int(number or 0) > 0
         # If it fails after the last barrier of the meeting, its neighbours leave the meeting.
-        size = self._place.world_size
-        claims = (self._claim(other % size) for other in (rank - 1, rank + 1))
         return any(claim.isdigit() and int(claim) >= int(number) for claim in claims)
 
     def may_do_without(self, failed: Worker, workers: Sequence[Worker]) -> bool:
@@ -124,7 +141,7 @@ class Replacements:
         assert self._rendezvous is not None
         if self._may_wait:
             first, count = self._place.first_rank, self._place.node.nprocs
-            claims = [self._claim(rank) for rank in range(first, first + count)]
+            claims = self._claims(range(first, first + count))
             self._met = all(claim.isdigit() for claim in claims)
             if any(claim and not claim.isdigit() for claim in claims):
                 self._rendezvous.cannot_meet(self._place.world.epoch)
@@ -145,15 +162,13 @@ class Replacements:
         lost = self._rendezvous is not None and self._rendezvous.has_lost_founders
         return lost and not self._met
 
-    def _claim(self, rank: int) -> bytes:
-        """Return what a rank wrote into the store when it met the others; b"1" if not known."""
-        if self._place.node.joined:
-            return b"1"
-        key = f"cpu/rank/{rank}"
-        try:
-            return _get(self._place, f"default_pg/0/{key}", f"{_TORCH}{key}")
-        except UnisonoError:
-            return b"1"
+    def _claims(self, ranks: Sequence[int]) -> list[bytes]:
+        """Return what ranks wrote into the store when they met the others; b"1" if not known."""
+        if not self._place.node.joined:
+            keys = [f"cpu/rank/{rank}" for rank in ranks]
+            with contextlib.suppress(UnisonoError):
+                return _get(self._place, {f"default_pg/0/{key}": f"{_TORCH}{key}" for key in keys})
+        return [b"1" for _ in ranks]
 
     def _is_held(self, running: Sequence[Worker]) -> bool:
         """Whether a rank of the job has its state, so that newcomers can get it."""
@@ -167,7 +182,8 @@ class Replacements:
     def _read(self) -> State:
         """Read the document of the ranks; forget the newcomers that ranks have taken in."""
         try:
-            state = loads(_get(self._place, _DOCUMENT, f"{_TORCH}{_DOCUMENT}"))
+            [text] = _get(self._place, {_DOCUMENT: f"{_TORCH}{_DOCUMENT}"})
+            state = loads(text)
         except UnisonoError:
             return State()
         taken = _processes(each.user for each in state.members)
@@ -184,14 +200,25 @@ def _open(place: Place) -> Store:
     return PrefixStore(f"worker/attempt_{world.restarts}", store, owns_store=True)
 
 
-def _get(place: Place, key: str, torch_key: str) -> bytes:
-    """Return the value of a key of unisono's or torch's ranks in the workers' store, or b""."""
-    with _open(place) as store:
+def _get(place: Place, keys: Mapping[str, str]) -> list[bytes]:
+    """Return the values of keys of unisono's ranks, or of torch's, in the workers' store, or b"".
+
+    The store is opened once: the agent can handle no signal while its host does not answer.
+
+    Args:
+        place: The place of the node's workers.
+        keys: Key of unisono's ranks -> key of torch's ranks.
+    """
+
+    def value(key: str, torch_key: str) -> bytes:
         if store.check([key]):
             return store.get(key)
         # A service has no keys of torch: its groups meet at the first node.
         server = store.underlying_store if isinstance(store, PrefixStore) else store
         return server.get(torch_key) if server.check([torch_key]) else b""
+
+    with _open(place) as store:
+        return [value(*pair) for pair in keys.items()]
 
 
 def _processes(users: Iterable[str]) -> set[int]:
