@@ -90,6 +90,7 @@ void bind_queue(nb::module_& m) {
     .def("take", &CallQueue::take, "Take the turn and return the next number; 0 if it is not free.")
     .def("give", &CallQueue::give, "Give the turn back.")
     .def("is_free", &CallQueue::is_free)
+    .def("is_mine", &CallQueue::is_mine, "Whether the calling thread has the turn.")
     .def("runs", &CallQueue::runs, "Whether a call runs.")
     .def("push", &unisono::push, nb::arg("call"),
          "Queue a call, to be kept until it is over; return its number.")

@@ -28,7 +28,7 @@ Status Job::run() const {
 
 bool CallQueue::runs() const {
   const std::lock_guard<std::mutex> lock(lock_);
-  return running_ || busy_.load(std::memory_order_acquire);
+  return running_ || owner_.load(std::memory_order_acquire) != 0;
 }
 
 uint64_t CallQueue::push(Job* job) {
@@ -94,7 +94,7 @@ CallQueue::Served CallQueue::serve() {
 Job* CallQueue::next() {
   const std::lock_guard<std::mutex> lock(lock_);
   // acquire: pairs with give()
-  if (running_ || queue_.empty() || busy_.load(std::memory_order_acquire)) return nullptr;
+  if (running_ || queue_.empty() || owner_.load(std::memory_order_acquire) != 0) return nullptr;
   Job* const job = queue_.front();
   queue_.pop_front();
   running_ = true;

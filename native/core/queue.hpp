@@ -8,6 +8,8 @@
 #include <limits>
 #include <mutex>
 
+#include <pthread.h>
+
 #include "core/program.hpp"
 #include "core/recorder.hpp"
 
@@ -42,17 +44,20 @@ class CallQueue {
   // Take the turn and return the next number, or 0 if the turn is not free.
   uint64_t take() {
     if (!is_free()) return 0;
-    busy_.store(true, std::memory_order_relaxed);
+    owner_.store(this_thread(), std::memory_order_relaxed);
     return ++seq_;
   }
+  // Whether the calling thread has the turn: it is in a signal handler then.
+  bool is_mine() const { return owner_.load(std::memory_order_relaxed) == this_thread(); }
   void give() {
     // release: pairs with the server's load in next()
-    busy_.store(false, std::memory_order_release);
+    owner_.store(0, std::memory_order_release);
     if (pending_.load(std::memory_order_relaxed) != 0 || is_closed_) ring();
   }
   bool is_free() const {
     // acquire: pairs with end(), so that this thread sees what the last job wrote
-    return !busy_.load(std::memory_order_relaxed) && pending_.load(std::memory_order_acquire) == 0;
+    return owner_.load(std::memory_order_relaxed) == 0 &&
+           pending_.load(std::memory_order_acquire) == 0;
   }
   // Whether a call runs, on a caller's thread or on the server.
   bool runs() const;
@@ -98,11 +103,12 @@ class CallQueue {
   uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
 
  private:
+  static uintptr_t this_thread() { return uintptr_t(pthread_self()); }
   Job* next();
   void end(uint64_t seq);
   void ring();
 
-  std::atomic<bool> busy_{false};
+  std::atomic<uintptr_t> owner_{0};  // the thread that runs a call as its caller; 0: none
   std::atomic<size_t> pending_{0};  // jobs that are not over
   uint64_t seq_ = 0;
   std::atomic<bool> is_closed_{false};

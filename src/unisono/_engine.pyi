@@ -197,6 +197,9 @@ class CallQueue:
         """Give the turn back."""
 
     def is_free(self) -> bool: ...
+    def is_mine(self) -> bool:
+        """Whether the calling thread has the turn."""
+
     def runs(self) -> bool:
         """Whether a call runs."""
 

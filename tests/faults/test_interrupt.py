@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.faults.fault_calls import BUSY_S, LEFT, attempt, store
+from tests.faults.fault_calls import BUSY_S, LEFT, attempt, press_when_blocked, store
 from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports.native_messages import NativeMessages
@@ -64,30 +63,12 @@ def interrupted(call, *args):
     """Make a call and press Ctrl-C when it blocks; the result begins at the press."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pressed = []
-    thread = threading.Thread(target=_press_when_blocked, args=(pressed,))
+    thread = threading.Thread(target=press_when_blocked, args=(pressed,))
     thread.start()
     caught = attempt(call, *args)
     thread.join()
     caught.began_s = pressed[0]
     return caught
-
-
-def _press_when_blocked(pressed):
-    """Send SIGINT to this process once its main thread has sat in one place for a while.
-
-    A while is so many looks, not a time: on a machine that stands still nobody gets on.
-    """
-    main = threading.main_thread().ident
-    seen, looks = None, 0
-    while looks < 20:
-        frame = sys._current_frames()[main]
-        here = (id(frame), frame.f_lasti)
-        del frame
-        looks = looks + 1 if here == seen else 0
-        seen = here
-        time.sleep(0.005)
-    pressed.append(time.monotonic())
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.ranks(2, kind="processes")

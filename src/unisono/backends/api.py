@@ -155,7 +155,8 @@ class Pending(Completion):
             raise UsageError(
                 "wait() in a callback, on the thread that runs the operations of this group, "
                 "would wait for itself",
-                hint="in a callback, chain with then() instead of waiting",
+                hint="in a callback, chain with then() instead of waiting; in a signal handler, "
+                "set a flag",
             )
 
 

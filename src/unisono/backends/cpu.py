@@ -20,6 +20,7 @@ from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
+from unisono.base.worker import Worker
 from unisono.engines import (
     Communicator,
     Engine,
@@ -183,7 +184,14 @@ class CPUBackend(ArrayBackend):
         self._engine.set_timeout(timeout_s)
 
     def close(self) -> None:
-        self._engine.close()
+        engine = self._engine
+        if not engine.is_in_call():
+            engine.close()
+            return
+        # A signal handler closes the group inside a call of its own thread. That call cannot end
+        # before the handler has, so another thread waits for it.
+        engine.abort(f"rank {self._comm.transport.rank} destroyed the group while a call ran")
+        Worker(f"unisono-close-{self._comm.name}").start(engine.close)
 
     def lost(self, rank: int) -> str | None:
         down = self._comm.transport.down(self._comm.ranks[rank])

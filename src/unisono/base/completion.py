@@ -8,7 +8,7 @@ from threading import TIMEOUT_MAX, Lock
 from typing import Any, Protocol, Self
 
 from unisono.base.deadline import Deadline
-from unisono.base.log import get_logger
+from unisono.base.log import get_logger, log_raised, must_pass
 from unisono.errors import ClosedError
 
 _log = get_logger("base.completion")
@@ -55,16 +55,20 @@ class Completion:
     The completion of an operation in C++ has a source. No thread is woken to finish it, unless it
     has a callback. A thread that polls or waits looks at the source.
 
+    No lock is held while Python runs: a signal handler may finish or chain the completion that its
+    thread is just about to finish, and would wait for that lock for ever.
+
     Args:
         any_process: Whether the child of a fork may finish its copy. If not, a wait in the child
             raises ClosedError, because the thread that would finish it is in the parent.
         done: Whether it is done from the start.
     """
 
-    __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_lock", "_source", "error")
+    __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_open", "_source", "error")
 
     def __init__(self, *, any_process: bool = False, done: bool = False) -> None:
-        self._lock = Lock()
+        # Deleted by the call that makes it done: signal handlers run before or after a deletion.
+        self._open = True
         self._gate = Lock()
         if not done:
             self._gate.acquire()
@@ -88,18 +92,23 @@ class Completion:
         """Make it done; only the first call has an effect and returns True.
 
         Callbacks run on the calling thread, in the order in which they were added. Their exceptions
-        are logged, because other transfers may depend on this thread.
+        are logged, because other transfers may depend on this thread. Only Ctrl-C in the main
+        thread is raised, when all callbacks have run.
         """
-        with self._lock:
-            if self._done:
-                return False
-            self.error = error
-            self._done = True
-            self._source = None
-            callbacks, self._callbacks = self._callbacks, []
-        self._gate.release()
-        for callback in callbacks:
-            self._call(callback)
+        try:
+            # No call from here to the release, because a signal handler runs after a call. It could
+            # raise, and the completion would never be done.
+            del self._open
+        except AttributeError:
+            return False
+        self.error = error
+        self._done = True
+        self._source = None
+        try:
+            self._gate.release()
+        finally:
+            if self._callbacks:
+                self._call_all()
         return True
 
     def wait_until(self, deadline: Deadline | None) -> bool:
@@ -126,17 +135,37 @@ class Completion:
 
     def add_callback(self, callback: Callable[[Self], object]) -> None:
         """Call `callback(self)` when it is done; at once if it is done already."""
-        with self._lock:
-            done, source = self._done, self._source
-            if not done:
-                self._callbacks.append(callback)
-        if done:
-            self._call(callback)
-        elif source is not None and not source.watch():
-            self.finish()
+        self._callbacks.append(callback)
+        if not self._done:
+            source = self._source
+            if source is not None and not source.watch():
+                self.finish()
+            return
+        try:
+            self._callbacks.remove(callback)
+        except ValueError:
+            return  # the thread that has just finished it calls it
+        if (interrupt := self._call(callback)) is not None:
+            raise interrupt
 
-    def _call(self, callback: Callable[[Any], object]) -> None:
+    def _call_all(self) -> None:
+        """Call and remove the callbacks; raise the first Ctrl-C afterwards."""
+        raised: BaseException | None = None
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:
+                break  # `add_callback` has removed it
+            raised = self._call(callback) or raised
+        if raised is not None:
+            raise raised
+
+    def _call(self, callback: Callable[[Any], object]) -> BaseException | None:
+        """Call a callback; return an exception of it that must reach the program."""
         try:
             callback(self)
-        except Exception:
-            _log.exception("a callback raised")
+        except BaseException as error:
+            if must_pass(error):
+                return error
+            log_raised(_log, "a callback raised")
+        return None

@@ -19,7 +19,37 @@ from unisono.errors import InvalidArgumentError
 _WHO = "%(asctime)s rank %(rank)s pid %(process)d %(name)s %(levelname)s %(message)s"
 _rank: int | None = None
 _logged: set[tuple[object, ...]] = set()
-_logged_lock = threading.Lock()
+# Reentrant, because a signal handler may log while its thread holds the lock.
+_logged_lock = threading.RLock()
+
+
+def must_pass(error: BaseException) -> bool:
+    """Whether an exception of a user's function must reach the program: Ctrl-C in its main thread.
+
+    Any other exception ends with the function, because other calls need the thread.
+    """
+    return isinstance(error, KeyboardInterrupt) and (
+        threading.current_thread() is threading.main_thread()
+    )
+
+
+class _Logger(logging.Logger):
+    """A logger whose records raise nothing, whatever a handler or filter of the program does.
+
+    The threads that log also run calls. An exception would end such a thread, and with it each wait
+    for one of its calls.
+    """
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Pass the record on; print an exception of a handler as `logging` does."""
+        try:
+            super().handle(record)
+        except BaseException as error:
+            if must_pass(error):
+                raise
+            # Standard error may be closed.
+            with contextlib.suppress(Exception):
+                logging.Handler().handleError(record)
 
 
 class _LastResort(logging.Handler):
@@ -66,7 +96,18 @@ _ROOT = _make_root()
 
 def get_logger(name: str) -> logging.Logger:
     """Return the logger "unisono.<name>"."""
-    return _ROOT.getChild(name)
+    logger = _ROOT.getChild(name)
+    # Not by `setLoggerClass`, which would change the loggers of other threads meanwhile, too.
+    logger.__class__ = _Logger
+    return logger
+
+
+def log_raised(log: logging.Logger, text: str, *arguments: object) -> None:
+    """Log the exception that is being handled; raise nothing, even if it cannot be shown."""
+    try:
+        log.exception(text, *arguments, stacklevel=2)
+    except Exception:
+        log.error(f"{text}; the exception cannot be shown", *arguments, stacklevel=2)
 
 
 def log_once(log: logging.Logger, level: int, text: str, *arguments: object) -> None:

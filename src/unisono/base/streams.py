@@ -28,6 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
+from unisono.base.text import shown
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError, CollectiveTimeoutError, UsageError
 
@@ -224,7 +225,7 @@ class Stream:
                     work()
                 except BaseException as error:
                     self._error = error
-                    _log.error("stream '%s' skips what follows: %s", self.name, repr(error))
+                    _log.error("stream '%s' skips what follows: %s", self.name, shown(error))
             # After the call, because query() must return False while the function runs.
             del work
             self._queue.popleft()

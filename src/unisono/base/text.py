@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -12,3 +12,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 12:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}, ...)"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def shown(error: BaseException, how: Callable[[object], str] = repr) -> str:
+    """Return the text of a user's exception; the name of its type if it has no text."""
+    try:
+        return how(error)
+    except Exception:
+        return f"{type(error).__name__}, which cannot be shown"

@@ -299,7 +299,8 @@ class Engine(ABC):
 
         Raises:
             ClosedError: The engine is closed, or belongs to the parent of a fork.
-            UsageError: A synchronous call from the progress thread, which would wait for itself.
+            UsageError: A synchronous call from the progress thread, which would wait for itself; or
+                a call of a thread that is inside a call of the group (`is_in_call`).
         """
 
     def info(self) -> dict[str, str]:
@@ -307,7 +308,15 @@ class Engine(ABC):
         return {"engine": self.name, "over": self.over.replace(" ", "-")}
 
     def runs_here(self) -> bool:
-        """Whether the calling thread runs the queued tasks; if so, it must not wait."""
+        """Whether tasks cannot end before the calling thread goes on; if so, it must not wait."""
+        return False
+
+    def is_in_call(self) -> bool:
+        """Whether the calling thread is inside a call of the group already.
+
+        So it is in a signal handler or a destructor. It must neither make another call nor wait for
+        the end of that call.
+        """
         return False
 
     def prepare(self, task: Task) -> Prepared | bool | None:

@@ -21,10 +21,12 @@ from unisono.errors import (
     CollectiveAbortedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    Context,
     InternalError,
     PeerFailedError,
     PeerLostError,
     UnisonoError,
+    UsageError,
 )
 from unisono.transports import Cancelled, LinkDown, MessageMismatch
 from unisono.transports.control import Question
@@ -87,6 +89,28 @@ class Expired(Exception):
         super().__init__()
         self.asked = asked
         self.note = note
+
+
+def nested_call_error(comm: Communicator, op: str) -> UsageError:
+    """Return the error of a call by a thread that is inside a call of the group; names that call.
+
+    Args:
+        comm: The group.
+        op: The second call.
+    """
+    records = [] if comm.trace is None else comm.trace.records(only_open=True)
+    outer = next((each for each in records if not each.is_message), None)
+    under_way = "a call"
+    if outer is not None:
+        at = f" at {outer.file}:{outer.line}" if outer.file else ""
+        under_way = f"{outer.op} #{outer.seq}{at}"
+    return UsageError(
+        f"{op} on group '{comm.name}' cannot begin: this thread is inside {under_way}, and would "
+        "wait for itself",
+        context=Context(rank=comm.transport.rank, group=comm.name, op=op, usable=True),
+        hint="a signal handler may run inside a call. Set a flag there, and call the group when "
+        "that call has ended; abort() works in a handler",
+    )
 
 
 # ---- from a code of the C++ engine to a status ------------------------------------------------

@@ -73,8 +73,10 @@ class QueuedCall:
 
     def poll(self) -> None:
         """Finish the completion if the call is over and no other thread does."""
-        if self.is_over() and (completion := self.release()) is not None:
+        if self.is_over() and (completion := self.completion) is not None:
+            # In this order: an exception of a signal handler between the two must not lose the end.
             completion.finish()
+            self.release()
 
     def wait(self, deadline: Deadline | None) -> bool:
         """Block until the call is over; return False if the deadline passed first."""
@@ -92,10 +94,9 @@ class QueuedCall:
     def watch(self) -> bool:
         """Make the progress thread finish the completion; False: the call has succeeded."""
         native = self.native
-        # After `release`, another thread is about to finish the completion.
         if native is None or self._turn.watch(native):
             return True
-        self.release()
+        self.poll()
         return False
 
     def release(self) -> Completion | None:

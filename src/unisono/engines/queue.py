@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from unisono.base.completion import Completion
@@ -19,6 +21,7 @@ from unisono.engines.api import Call, Communicator, Engine, Task
 from unisono.engines.errors import (
     Expired,
     broken_group_error,
+    nested_call_error,
     to_failure,
 )
 from unisono.errors import ClosedError, CollectiveMismatchError, UnsupportedError, UsageError
@@ -38,7 +41,8 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self.busy = False
+        # The identity of the thread that has the turn; 0: none.
+        self._owner = 0
         self.wanted = False
         self.last = 0
 
@@ -55,22 +59,26 @@ class Turn:
 
     def seize(self) -> bool:
         """Take the turn if it is free, wanted or not."""
-        if self.busy:
+        if self._owner:
             return False
-        self.busy = True
+        self._owner = threading.get_ident()
         return True
 
     def give(self) -> None:
         """Give the turn back."""
-        self.busy = False
+        self._owner = 0
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread has the turn: it is in a signal handler then."""
+        return self._owner == threading.get_ident()
 
     def runs(self) -> bool:
         """Whether a call runs."""
-        return self.busy
+        return self._owner != 0
 
     def is_free(self) -> bool:
         """Whether `take` would take it."""
-        return not self.busy and not self.wanted
+        return not self._owner and not self.wanted
 
 
 class OrderedEngine(Engine):
@@ -85,7 +93,8 @@ class OrderedEngine(Engine):
         super().__init__(comm)
         self._turn: Any = turn or Turn()
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Task, Completion]] = deque()
+        # In the order of their numbers.
+        self._queue: deque[tuple[int, Task, Completion]] = deque()
         self._closed = False
         self._finished = 0
         self._worker = Worker(f"unisono-progress-{comm.name}")
@@ -96,12 +105,16 @@ class OrderedEngine(Engine):
         # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
         call = task.prepared.call
         self._require_open(call)
+        if self._turn.is_mine():
+            raise nested_call_error(self.comm, call.op)
+        # In a signal handler: the thread that would run a queued call waits for the lock.
+        cannot_wait = inline and self._has_lock()
         with self._changed:
             if self._closed:
                 self._require_open(call)
             if (
                 inline
-                and self.runs_here()
+                and self._is_server()
                 and not (self._turn.is_free() and self.comm.transport.may_wait())
             ):
                 raise UsageError(
@@ -111,6 +124,8 @@ class OrderedEngine(Engine):
             seq = self._turn.take() if inline else 0
             now = seq > 0
             if not now:
+                if cannot_wait:
+                    raise nested_call_error(self.comm, call.op)
                 self._worker.start(self._progress)
                 seq = self._put(task, completion)
             task.seq = seq
@@ -139,8 +154,19 @@ class OrderedEngine(Engine):
         if error is not None:
             write_after_failure()
 
-    def runs_here(self) -> bool:
+    def is_in_call(self) -> bool:
+        return bool(self._turn.is_mine()) or self._has_lock()
+
+    def _has_lock(self) -> bool:
+        # A Condition asks its lock in this way.
+        return bool(self._changed._is_owned())  # type: ignore[attr-defined]
+
+    def _is_server(self) -> bool:
+        """Whether the calling thread runs queued tasks, or moves their messages."""
         return self._worker.is_here() or not self.comm.transport.may_wait()
+
+    def runs_here(self) -> bool:
+        return self._is_server() or self.is_in_call()
 
     def last_number(self) -> int:
         return int(self._turn.last)
@@ -214,9 +240,11 @@ class OrderedEngine(Engine):
     def _put(self, task: Task, completion: Completion) -> int:
         """Queue a task and return its number; under the lock."""
         self._turn.wanted = True
-        self._queue.append((task, completion))
+        seq = int(self._turn.count())
+        # A signal handler may have queued the next call meanwhile.
+        insort(self._queue, (seq, task, completion), key=itemgetter(0))
         self._changed.notify_all()
-        return int(self._turn.count())
+        return seq
 
     def _clear_queue(self) -> list[tuple[Call, Completion]]:
         """Remove and return the tasks that have not begun, and end the progress thread.
@@ -226,7 +254,7 @@ class OrderedEngine(Engine):
         dropped, self._queue = self._queue, deque()
         self._turn.wanted = True
         self._changed.notify_all()
-        return [(task.prepared.call, completion) for task, completion in dropped]
+        return [(task.prepared.call, completion) for _, task, completion in dropped]
 
     def _wait_until_still(self, limit_s: float) -> None:
         with self._changed:
@@ -239,7 +267,7 @@ class OrderedEngine(Engine):
                     self._changed.wait()
                 if self._closed:
                     return
-                task, completion = self._queue.popleft()
+                _, task, completion = self._queue.popleft()
                 self._turn.wanted = bool(self._queue)
             self._run_and_finish(task, completion, self._turn.give)
             # Otherwise this thread would keep the buffers of a finished task while it waits.
@@ -259,7 +287,9 @@ class OrderedEngine(Engine):
             # After Ctrl-C inside a collective the other ranks cannot finish it any more.
             error = interrupt
             self.abort(f"{type(interrupt).__name__} on rank {self.comm.transport.rank}")
-            raise
+            if not self._worker.is_here():
+                raise
+            # The progress thread goes on: the completion has the error.
         finally:
             give()
             self._wake()

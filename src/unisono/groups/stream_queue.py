@@ -17,6 +17,7 @@ from unisono.backends import CallOptions, Pending
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.streams import Stream, current_stream
+from unisono.base.text import shown
 from unisono.errors import ClosedError, CollectiveTimeoutError, Context
 from unisono.groups.protocols import GroupView
 
@@ -124,8 +125,10 @@ class StreamQueue:
         try:
             self._wait_for_gate(call, op, options.deadline)
             call.begin(begin(options._replace(async_op=True)))
-        except Exception as error:
-            if op not in _P2P:
+        except BaseException as error:
+            # Also one that is no Exception, such as CancelledError: the call's waiters need its
+            # end, and this thread has no caller who could handle it.
+            if op not in _P2P and isinstance(error, Exception):
                 group.refuse(op, error, async_op=True)
             call.fail(error)
         finally:
@@ -149,5 +152,6 @@ class StreamQueue:
             raise ClosedError(f"group '{group.name}' was destroyed before this {op} began")
         if (error := call.gate.error) is not None:
             if op not in _P2P:
-                group.abort(f"{type(error).__name__} in the stream before {op} ({error})")
+                what = shown(error, str)
+                group.abort(f"{type(error).__name__} in the stream before {op} ({what})")
             raise error

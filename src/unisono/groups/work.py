@@ -11,7 +11,7 @@ from typing import Any
 from unisono.backends import Pending
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline, Timeout, to_seconds
-from unisono.base.log import get_logger
+from unisono.base.log import get_logger, log_raised, must_pass
 from unisono.base.streams import explicit_stream
 from unisono.errors import (
     ArgumentTypeError,
@@ -241,28 +241,36 @@ class Future:
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
         """Call `callback(self)` when the future is done.
 
-        An exception in the callback is logged and otherwise ignored, as in torch.
+        An exception in the callback, of any class, is logged and otherwise ignored, as in torch.
+        Only Ctrl-C in the main thread is raised there.
         """
         context = copy_context()
 
         def run(completion: Completion) -> None:
             try:
                 context.run(callback, self)
-            except (Exception, SystemExit):
-                _log.exception("a done-callback raised")
+            except BaseException as error:
+                if must_pass(error):
+                    raise
+                log_raised(_log, "a done-callback raised")
 
         self._completion.add_callback(run)
 
     def then(self, callback: Callable[[Future], Any]) -> Future:
-        """Return a future of `callback(self)`; an exception in it becomes that future's error."""
+        """Return a future of `callback(self)`; an exception in it becomes that future's error.
+
+        Also one that is no Exception, such as asyncio.CancelledError.
+        """
         result = Future(self._calls, self._what)
         context = copy_context()
 
         def run(completion: Completion) -> None:
             try:
                 value = context.run(callback, self)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 result.set_exception(error)
+                if must_pass(error):
+                    raise
             else:
                 result.set_result(value)
 

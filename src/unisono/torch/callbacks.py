@@ -6,9 +6,12 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from unisono.base.log import get_logger, log_raised
 from unisono.base.worker import Worker
 
 __all__ = ["CallbackThreads"]
+
+_log = get_logger("torch.callbacks")
 
 
 class CallbackThreads:
@@ -57,7 +60,11 @@ class CallbackThreads:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            try:
+                task()
+            except BaseException:
+                # The next task waits for this thread.
+                log_raised(_log, "a callback raised")
             # An idle thread must not keep the tensors of its last task alive.
             del task
             with self._lock:

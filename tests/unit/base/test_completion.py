@@ -1,5 +1,8 @@
+import asyncio
+import inspect
 import logging
 import math
+import sys
 import threading
 import time
 
@@ -42,6 +45,78 @@ def test_a_callback_that_raises_stops_nobody(caplog):
         completion.add_callback(lambda c: 1 / 0)
     assert seen == [completion]
     assert caplog.text.count("ZeroDivisionError: division by zero") == 2
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError])
+def test_what_is_no_exception_stops_no_callback(error, caplog):
+    completion, seen = Completion(), []
+
+    def end(_):
+        raise error
+
+    completion.add_callback(end)
+    completion.add_callback(seen.append)
+    with caplog.at_level(logging.ERROR, "unisono"):
+        completion.finish()
+        completion.add_callback(end)
+    assert seen == [completion]
+    assert caplog.text.count("a callback raised") == 2
+
+
+def test_ctrl_c_in_a_callback_is_raised_after_the_others_have_run():
+    completion, seen = Completion(), []
+
+    def press(_):
+        raise KeyboardInterrupt
+
+    completion.add_callback(press)
+    completion.add_callback(seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        completion.finish()
+    assert completion.done()
+    assert seen == [completion]
+    with pytest.raises(KeyboardInterrupt):
+        completion.add_callback(press)
+
+
+def finished_with_a_handler(at):
+    """Finish a completion with callbacks; at a line of it a handler uses it, too.
+
+    Returns:
+        Who was called back, and whether there was such a line.
+    """
+    completion, seen, lines, handled = Completion(), [], 0, False
+
+    def handle(frame, event, _):
+        nonlocal lines, handled
+        if frame.f_code.co_filename != inspect.getfile(Completion):
+            return None
+        lines += event == "line"
+        if event == "line" and lines == at:
+            # What a trace function calls is not traced.
+            handled = True
+            completion.add_callback(lambda _: seen.append("handler"))
+            completion.finish(KeyError())
+        return handle
+
+    sys.settrace(handle)
+    try:
+        completion.add_callback(lambda _: seen.append("early"))
+        completion.finish(ValueError())
+        completion.add_callback(lambda _: seen.append("late"))
+    finally:
+        sys.settrace(None)
+    assert completion.wait_until(Deadline(0))
+    return sorted(seen), handled
+
+
+def test_a_signal_handler_may_use_the_completion_at_any_line():
+    at = 1
+    while (found := finished_with_a_handler(at))[1]:
+        assert found[0] == ["early", "handler", "late"], at
+        at += 1
+    assert found[0] == ["early", "late"]
+    assert at > 15
 
 
 def test_a_callback_may_use_the_completion():

@@ -69,3 +69,32 @@ def test_lines_name_rank_and_process():
     assert [match.groups() for match in found] == [
         (rank, str(process.pid)) for rank in ("-", "7", "0", "7")
     ], lines
+
+
+RAISING = """
+import logging, sys, threading
+import unisono as dist
+
+class Broken(logging.Handler):
+    def emit(self, record):
+        raise SystemExit(7)
+
+logging.getLogger("unisono").addHandler(Broken())
+ended = threading.Event()
+
+def run():
+    future = dist.Future()
+    future.add_done_callback(lambda _: 1 / 0)
+    future.set_result(None)
+    ended.set()
+
+threading.Thread(target=run).start()
+assert ended.wait(30)
+run()
+"""
+
+
+def test_a_log_handler_that_raises_ends_neither_thread_nor_program():
+    done = python("-c", RAISING, check=True)
+    assert done.stderr.count("--- Logging error ---") == 2
+    assert "SystemExit: 7" in done.stderr

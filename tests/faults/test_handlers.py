@@ -1,0 +1,132 @@
+"""A signal handler that uses a group, or a store, inside a call of its own thread."""
+
+import functools
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.faults.fault_calls import BUSY_S, attempt, press_when_blocked, store
+from unisono.testing import run
+
+ENGINES = pytest.mark.parametrize("engine", ["native", "reference"])
+
+REFUSED = {
+    "barrier": dist.barrier,
+    "asynchronous": lambda: dist.all_reduce(np.ones(2), async_op=True).wait(),
+    "object": lambda: dist.all_gather_object([None, None], "x"),
+    "should_stop": dist.should_stop,
+    "wrong": lambda: dist.all_reduce("no array"),
+}
+
+# How a call is made, by the way that it takes; see docs/explanation/data-path.md.
+WAYS = {
+    "plain": lambda x, group: dist.all_reduce(x, group=group),
+    "strided": lambda x, group: dist.all_reduce(np.repeat(x, 2)[::2], group=group),
+    "asynchronous": lambda x, group: dist.all_reduce(x, group=group, async_op=True).wait(),
+    "recv": lambda x, group: dist.recv(x, 1),
+}
+
+
+def handled(way, x, *actions, group=None):
+    """Make a call, and actions in a signal handler when it blocks; return how each ended."""
+    ended, pressed = [], []
+    signal.signal(signal.SIGUSR1, lambda *_: ended.extend(map(attempt, actions)))
+    thread = threading.Thread(target=press_when_blocked, args=(pressed, signal.SIGUSR1))
+    thread.start()
+    outer = attempt(WAYS[way], x, group)
+    thread.join()
+    return outer, ended
+
+
+def release(way):
+    """Return a function that lets rank 1 go on."""
+    return lambda: store().set(way, "")
+
+
+def call_in_handlers(rank):
+    dist.barrier()
+    for way in ("plain", "strided"):
+        x = np.full(2, rank + 1.0)
+        if rank == 0:
+            outer, ended = handled(way, x, *REFUSED.values(), release(way))
+            assert outer.kind == "", outer
+            assert ended.pop().kind == ""
+            for name, each in zip(REFUSED, ended, strict=True):
+                assert each.kind == "UsageError", (way, name, each)
+                assert each.took_s < BUSY_S
+                assert each.usable
+                where = r"this thread is inside all_reduce #\d+ at \S*test_handlers.py:\d+, and"
+                assert re.search(where, each.text), each.text
+        else:
+            store().wait([way], 60.0)
+            WAYS[way](x, None)
+        if way == "plain":
+            assert x.tolist() == [3.0, 3.0]
+    # The group goes on, and no rank has counted a call too many.
+    dist.barrier()
+
+
+@ENGINES
+def test_a_call_inside_a_call_of_the_same_group_is_refused_at_once(engine):
+    run(call_in_handlers, 2, ranks="processes", engine=engine, timeout=60.0)
+
+
+def wait_in_handlers(rank):
+    dist.barrier()
+    for way in ("asynchronous", "recv"):
+        x, y = np.full(2, rank + 1.0), np.full(3, rank + 1.0)
+        if rank == 0:
+            next_call = functools.partial(dist.all_reduce, y)
+            outer, ended = handled(way, x, release(way), next_call)
+            assert [outer.kind, *(each.kind for each in ended)] == [""] * 3, (outer, ended)
+        else:
+            store().wait([way], 60.0)
+            dist.all_reduce(x) if way == "asynchronous" else dist.send(x, 0)
+            dist.all_reduce(y)
+        assert y.tolist() == [3.0] * 3
+        assert rank == 1 or x.tolist() == [3.0 if way == "asynchronous" else 2.0] * 2
+    dist.barrier()
+
+
+@ENGINES
+def test_a_call_inside_a_wait_is_the_next_call(engine):
+    run(wait_in_handlers, 2, ranks="processes", engine=engine, timeout=60.0)
+
+
+ENDINGS = {
+    "abort": (lambda group: group.abort("enough"), "enough on rank 0"),
+    "destroy": (dist.destroy_process_group, "rank 0 destroyed the group while a call ran"),
+}
+
+
+def end_in_handlers(rank, ending):
+    end, reason = ENDINGS[ending]
+    for way in ("plain", "strided", "asynchronous"):
+        group, x = dist.new_group(), np.ones(2)
+        group.barrier()
+        if rank == 0:
+            outer, (ended,) = handled(way, x, functools.partial(end, group), group=group)
+            assert ended.kind == "", ended
+            assert outer.ended_s - ended.began_s < 8.0
+            release(way)()
+        else:
+            store().wait([way], 60.0)
+            outer = attempt(WAYS[way], x, group)
+        assert outer.kind == "CollectiveAbortedError", outer
+        assert reason in outer.text, outer
+        dist.barrier()
+    end_s = time.monotonic() + BUSY_S
+    while any(thread.name.startswith("unisono-close") for thread in threading.enumerate()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@ENGINES
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_group_ends_inside_a_call(ending, engine):
+    run(end_in_handlers, 2, args=(ending,), ranks="processes", engine=engine, timeout=60.0)
