@@ -119,10 +119,11 @@ def test_overlapping_outputs_are_refused(rank):
     for outs in ([x] * p, shifted, strided, backwards):
         calls = [
             lambda outs=outs: dist.all_gather(outs, np.ones(3)),
-            lambda outs=outs: dist.all_reduce_coalesced(outs),
             lambda outs=outs: dist.all_to_all(outs, [np.ones(3)] * p),
             lambda outs=outs: dist.all_gather_coalesced([[o] for o in outs], [np.ones(3)]),
         ]
+        if outs[0] is not outs[1]:
+            calls.append(lambda outs=outs: dist.all_reduce_coalesced(outs))
         for call in calls:
             with pytest.raises(InvalidArgumentError, match="share memory, so one result") as caught:
                 call()
@@ -142,3 +143,16 @@ def test_overlapping_outputs_are_refused(rank):
         "all_gather: tensor_list[0] and tensor_list[1] share memory, so one result would overwrite "
         "the other"
     )
+
+
+@pytest.mark.ranks(2, 3, engine="both")
+def test_an_array_that_is_coalesced_with_itself(rank):
+    """Both places get the same sum, as in Gloo."""
+    p = dist.get_world_size()
+    for like in (np.zeros(5), np.zeros((3, 2))[::-1], np.zeros(8, "i4")[::2]):
+        x, y = like.copy(), like
+        x[...] = y[...] = rank + 1
+        dist.all_reduce_coalesced([y, x, y])
+        dist.all_reduce_coalesced([y, y], async_op=True).wait()
+        assert (x == p * (p + 1) / 2).all()
+        assert (y == p * p * (p + 1) / 2).all(), y

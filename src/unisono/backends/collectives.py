@@ -89,7 +89,9 @@ class ArrayBackend(DeviceBackend):
         self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
     ) -> Pending:
         private = op.op is RedOpType.PREMUL_SUM
-        data = self.memory.many(tensors, write=True, name="tensors", private=private)
+        data = self.memory.many(
+            tensors, write=True, name="tensors", private=private, repeats=True
+        )
         called = "all_reduce_coalesced"
         spec = CallSpec("all_reduce", called, data.count, op=op, agreed=data.sizes)
         return self._submit(spec, Operands(data, None, data, tensors), options)

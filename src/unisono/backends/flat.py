@@ -110,17 +110,18 @@ def many(
     name: str,
     like: DType | None = None,
     private: bool = False,
+    repeats: bool = False,
 ) -> Flat:
     """Return several arrays of one dtype as one, in their order.
 
     Adjacent arrays, such as the rows of one array, are used in place unless `private`; others are
-    copied.
+    copied. With `repeats` one array may stand several times in the list.
 
     Raises:
         InvalidArgumentError: The list is empty, dtypes differ, or results would overwrite one
             another.
     """
-    views = views_of(tensors, write, name, like)
+    views = views_of(tensors, write, name, like, repeats=repeats)
     arrays = [v.array for v in views]
     together = None if private or any(v.packed for v in views) else adjacent(arrays)
     data = Flat(arrays if together is None else together, views)
@@ -200,6 +201,7 @@ def views_of(
     like: DType | None,
     places: Sequence[int] | None = None,
     make: Callable[..., BufferView] = view,
+    repeats: bool = False,
 ) -> list[BufferView]:
     """Return views of arrays of one dtype; check that they share no memory if they are written.
 
@@ -210,6 +212,7 @@ def views_of(
         like: The dtype that they must have; that of the first if None.
         places: The places of the arrays in the caller's list, for errors; 0, 1, ... if None.
         make: Makes a view; has the parameters of `base.buffers.view`.
+        repeats: Whether one array may stand in the list several times.
     """
     places = range(len(tensors)) if places is None else places
     views = [
@@ -223,23 +226,34 @@ def views_of(
         if v.dtype != dtype:
             raise InvalidArgumentError(f"{name}[{i}] has dtype {v.dtype}, expected {dtype}")
     if write:
-        _require_disjoint(views, name, places)
+        _require_disjoint(views, name, places, repeats)
     return views
 
 
-def _require_disjoint(views: list[BufferView], name: str, places: Sequence[int]) -> None:
-    """Check that no two arrays share memory; only arrays with overlapping spans can."""
+def _require_disjoint(
+    views: list[BufferView], name: str, places: Sequence[int], repeats: bool
+) -> None:
+    """Check that no two arrays share memory; only arrays with overlapping spans can.
+
+    With `repeats` an array and itself may, because both get the same values.
+    """
     spans = sorted((*_span(v.memory), i) for i, v in enumerate(views) if v.count)
     for at, (_, end, i) in enumerate(spans):
         for start, _, j in spans[at + 1 :]:
             if start >= end:
                 break
+            if repeats and _layout(views[i].memory) == _layout(views[j].memory):
+                continue
             if np.shares_memory(views[i].memory, views[j].memory):
                 first, second = sorted((places[i], places[j]))
                 raise InvalidArgumentError(
                     f"{name}[{first}] and {name}[{second}] share memory, so one result would "
                     "overwrite the other"
                 )
+
+
+def _layout(array: Array) -> tuple[Any, ...]:
+    return array.__array_interface__["data"][0], array.shape, array.strides
 
 
 def _span(array: Array) -> tuple[int, int]:

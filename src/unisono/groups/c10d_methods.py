@@ -21,15 +21,16 @@ Source: torch._C._distributed_c10d.ProcessGroup (torch 2.13).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
-from unisono.errors import ArgumentTypeError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnisonoError
 from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.work import Work
@@ -123,6 +124,9 @@ class C10dNames:
     name: str
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
+    refuse: Callable[..., None]
+    take_guard: Callable[[str], int]
+    release_guard: Callable[[int], None]
 
     if TYPE_CHECKING:  # operations, which `add_c10d_methods` adds
         allreduce: Callable[..., Work]
@@ -184,6 +188,95 @@ _KEYWORDS = {
 }
 
 
+@dataclass
+class C10dCall:
+    """The arguments of a call in c10d's form, by our names.
+
+    Attributes:
+        schema: The operation.
+        given: Data as they were given, then settings and keywords.
+        root_tensor: `rootTensor` of the options object, 0 without one.
+    """
+
+    schema: OpSchema
+    given: dict[str, Any]
+    root_tensor: int = 0
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The arrays that were given, by our names."""
+        return {name: self.given[name] for name in self.schema.data_names if name in self.given}
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of our method.
+
+        Raises:
+            ArgumentTypeError: A list of tensors whose length must be 1 and is not.
+            InvalidArgumentError: `rootTensor` is not the number of a tensor.
+        """
+        given = dict(self.given)
+        for shown, name in zip(self.schema.data.split(), self.schema.data_names, strict=True):
+            if shown != name and name in given:
+                given[name] = _unwrapped(given[name], name)
+            elif name.endswith("split_sizes"):
+                # In c10d an empty list means equal parts.
+                sizes = given.get(name)
+                given[name] = None if type(sizes) is list and not sizes else sizes
+        if self.root_tensor:
+            raise InvalidArgumentError(
+                f"rootTensor={self.root_tensor} is not the number of a tensor (0..0)"
+            )
+        return given
+
+
+def read_c10d_form(
+    schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]
+) -> C10dCall:
+    """Return what the arguments of a method of c10d mean.
+
+    Args:
+        schema: The operation.
+        arguments: In c10d's order: the data, then an options object, or settings and time-out.
+        how: Keyword arguments; `opts` is an options object, the rest is for our method.
+
+    Raises:
+        ArgumentTypeError: More arguments than the operation has.
+    """
+    names, settings = schema.data_names, schema.settings.split()
+    how = dict(how)
+    opts = how.pop("opts", None)
+    given: dict[str, Any] = {}
+    expected = [*names, *settings, "timeout"]
+    if len(arguments) > len(expected):
+        raise ArgumentTypeError(
+            f"{schema.name} takes {len(expected)} arguments in c10d's form "
+            f"({', '.join(expected)}), got {len(arguments)}"
+        )
+    for number, (name, value) in enumerate(zip(expected, arguments, strict=False)):
+        if hasattr(value, "asyncOp"):
+            # An options object stands in place of all settings.
+            opts = value
+            break
+        if value is not None or number < len(names):
+            given[name] = value
+    for name in names:
+        for keyword in _KEYWORDS.get(name, ()):
+            if keyword in how and name not in given:
+                given[name] = how.pop(keyword)
+    given |= how
+    given.setdefault("async_op", True if opts is None else opts.asyncOp)
+    if opts is None:
+        return C10dCall(schema, given)
+    for name in settings:
+        if not hasattr(opts, _FIELDS[name]):
+            raise ArgumentTypeError(
+                f"the options of {schema.name} have no {_FIELDS[name]}: {type(opts).__name__}"
+            )
+        given[name] = getattr(opts, _FIELDS[name])
+    given["timeout"] = None if opts.timeout < timedelta(0) else opts.timeout
+    return C10dCall(schema, given, getattr(opts, "rootTensor", 0))
+
+
 def call_c10d_form(
     group: C10dNames, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
 ) -> Work:
@@ -192,48 +285,32 @@ def call_c10d_form(
     Args:
         group: Group whose method was called.
         op: Our name of the operation.
-        arguments: In c10d's order: the data, then an options object, or settings and time-out.
-        how: Keyword arguments; `opts` is an options object, the rest is for our method.
+        arguments: See `read_c10d_form`, as also for `how`.
+        how: Keyword arguments.
 
     Raises:
         ArgumentTypeError: More arguments than the operation has, or a list of tensors whose
-            length must be 1 and is not.
+            length must be 1 and is not. Ranks in a collective call raise CollectiveMismatchError.
     """
-    schema = OPS[op]
-    data = schema.data.split()
-    names = [name.strip("[]") for name in data]
-    settings = schema.settings.split()
-    opts = how.pop("opts", None)
-    given: dict[str, Any] = {}
-    expected = [*names, *settings, "timeout"]
-    if len(arguments) > len(expected):
-        raise ArgumentTypeError(
-            f"{op} takes {len(expected)} arguments in c10d's form ({', '.join(expected)}), "
-            f"got {len(arguments)}"
-        )
-    for name, value in zip(expected, arguments, strict=False):
-        if hasattr(value, "asyncOp"):
-            # An options object stands in place of all settings.
-            opts = value
-            break
-        given[name] = value
-    for name in names:
-        for keyword in _KEYWORDS.get(name, ()):
-            if keyword in how:
-                given[name] = how.pop(keyword)
-    given |= how
-    for shown, name in zip(data, names, strict=True):
-        if shown != name and name in given:
-            given[name] = _unwrapped(given[name], name)
-        elif name.endswith("split_sizes"):
-            # In c10d an empty list means equal parts.
-            given[name] = given.get(name) or None
-    if opts is not None:
-        given |= {name: getattr(opts, _FIELDS[name]) for name in settings}
-        given["timeout"] = None if opts.timeout < timedelta(0) else opts.timeout
-    given.setdefault("async_op", True if opts is None else opts.asyncOp)
+    with refusing(group, OPS[op], arguments):
+        given = read_c10d_form(OPS[op], arguments, how).arguments()
     work: Work = getattr(group, op)(**given)
     return work
+
+
+@contextlib.contextmanager
+def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> Iterator[None]:
+    """Report an error of the arguments to the other ranks if the call is a collective."""
+    try:
+        yield
+    except UnisonoError as error:
+        if "peer" not in schema.data and not error.told and schema.name != "recv_any_source":
+            caller = group.take_guard(schema.name)
+            try:
+                group.refuse(schema.name, error, arguments)
+            finally:
+                group.release_guard(caller)
+        raise
 
 
 def _unwrapped(value: Any, name: str) -> Any:

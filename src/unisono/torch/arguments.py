@@ -8,9 +8,10 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 from unisono.base.types import RedOpType, ReduceOp
+from unisono.groups.c10d_methods import C10dCall, read_c10d_form
 from unisono.groups.operations import OpSchema
 
-__all__ = ["UNSET", "call_options", "call_settings", "reduce_op"]
+__all__ = ["UNSET", "call_options", "read_call", "reduce_op"]
 
 UNSET = timedelta(milliseconds=-1)
 """The time-out in an option struct that stands for the group's time-out."""
@@ -37,29 +38,15 @@ def call_options(options: Any) -> dict[str, Any]:
     return given
 
 
-def call_settings(
-    schema: OpSchema, arguments: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call of torch, with torch's types replaced by unisono's.
+def read_call(schema: OpSchema, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> C10dCall:
+    """Return the call that torch's arguments mean, with unisono's reduce op.
 
     Args:
         schema: The operation.
         arguments: The data, then an option struct, or settings and a time-out as single arguments.
-        keywords: `opts`, or settings by name.
+        keywords: The same by torch's names.
     """
-    data = len(schema.data.split())
-    given, rest = list(arguments[:data]), arguments[data:]
-    options: Any = keywords.pop("opts", None) or (rest[0] if rest else None)
-    if hasattr(options, "asyncOp"):
-        rest = tuple(
-            options.rootRank if name == "root" else options.reduceOp
-            for name in schema.settings.split()
-        )
-        keywords = call_options(options)
-    given += [value for value in rest if value is not None]
-    keywords = {"async_op": True} | keywords
-    return [_plain(value) for value in given], {k: _plain(v) for k, v in keywords.items()}
-
-
-def _plain(value: Any) -> Any:
-    return reduce_op(value) if isinstance(value, _REDUCE_OPS) else value
+    call = read_c10d_form(schema, arguments, keywords)
+    if isinstance(op := call.given.get("op"), _REDUCE_OPS):
+        call.given["op"] = reduce_op(op)
+    return call
