@@ -62,7 +62,7 @@ def _serve(text: str, local_rank: int) -> Any:
     registry.register(_Collector())
     number = int(port) + local_rank
     try:
-        return prometheus_client.start_http_server(number, host or _HOST, registry)
+        server, thread = prometheus_client.start_http_server(number, host or _HOST, registry)
     except OSError as error:
         _log.warning(
             "UNISONO_METRICS_PORT=%s: cannot serve metrics on port %d: %s",
@@ -71,6 +71,9 @@ def _serve(text: str, local_rank: int) -> Any:
             error.strerror,
         )
         return ()
+    # `unisono stacks` leaves out threads of unisono, by their names.
+    thread.name = "unisono-metrics"
+    return server, thread
 
 
 class _Collector:
