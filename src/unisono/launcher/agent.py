@@ -331,6 +331,7 @@ class Agent:
             left_s=result.left_s if result is not None and here else {},
             places=result.places if result is not None else {},
             signum=self._signum,
+            ended_well=result is not None and result.succeeded,
             restarts=self._restarts + self._rendezvous.replaced,
             reason=end.reason if end is not None and failed else "",
         )

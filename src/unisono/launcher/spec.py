@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,7 @@ class LaunchResult:
             0. Empty if the root cause is on another node, whose clock may differ.
         places: Where stopped ranks of this node were, as far as they answered.
         signum: The signal that ended the launch, or None.
+        ended_well: Whether each worker of this node ended with exit code 0.
         restarts: Number of restarts of the job.
         reason: Why the nodes could not continue together, or "".
     """
@@ -116,12 +118,19 @@ class LaunchResult:
     left_s: dict[int, float]
     places: dict[int, str]
     signum: int | None
+    ended_well: bool = False
     restarts: int = 0
     reason: str = ""
 
     @property
     def exit_code(self) -> int:
-        """0, the root cause's exit code, or 128 + signal as in a shell."""
+        """0, the root cause's exit code, or 128 + signal as in a shell.
+
+        Workers that save their state at SIGTERM and end with 0 (`should_stop`) have done their
+        work. With another exit code Slurm would mark the job as failed.
+        """
+        if self.signum == signal.SIGTERM and self.ended_well:
+            return 0
         if self.signum is not None:
             return 128 + self.signum
         if not self.failures:
