@@ -161,6 +161,106 @@ def test_store_on_another_host_than_rank_0(network):
     compute([hosts[1], hosts[0], hosts[2]], MASTER_ADDR=hosts[1].name)
 
 
+# What the operators of PyTorchJob write: the host of rank 0 is localhost in its own pod alone.
+OPERATOR = """
+if rank == 0:
+    os.environ["MASTER_ADDR"] = os.environ.pop("HERE")
+"""
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("here", ["localhost", "127.0.0.1", "::"])
+def test_host_of_rank_0_that_is_localhost_there_alone(network, here):
+    hosts = network.hosts
+    compute(hosts, OPERATOR + COMPUTES, MASTER_ADDR=hosts[0].name, HERE=here)
+
+
+@pytest.mark.parametrize("known", ["token", "sizes"])
+def test_url_that_is_localhost_on_rank_0_alone(network, known):
+    """Scripts make a URL of MASTER_ADDR. The job has a token, or says that it spans hosts."""
+    first, second = network.hosts[:2]
+    script = (
+        OPERATOR
+        + """
+os.environ["METHOD"] = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+"""
+    )
+    here = {"UNISONO_TOKEN": "", "UNISONO_INSECURE": "1", "LOCAL_WORLD_SIZE": "1"}
+    variables = here if known == "sizes" else {}
+    if known == "sizes":
+        # The hosts of the tests have a token of their own.
+        script = "os.environ['UNISONO_TOKEN'] = ''\n" + script
+    compute(
+        [first, second], script + COMPUTES, MASTER_ADDR=first.name, HERE="localhost", **variables
+    )
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("here", ["localhost", "127.0.0.1"])
+def test_torchs_store_that_is_localhost_on_rank_0_alone(network, here):
+    pytest.importorskip("torch")
+    script = (
+        OPERATOR
+        + """
+import torch, torch.distributed, unisono.torch
+torch.distributed.init_process_group("unisono")
+x = torch.full([1000], rank + 1.0)
+def check():
+    torch.distributed.all_reduce(x)
+    assert (x == 6).all(), x
+    torch.distributed.barrier()
+tell(attempt(check))
+torch.distributed.destroy_process_group()
+"""
+    )
+    hosts = network.hosts
+    variables = {"MASTER_ADDR": hosts[0].name, "HERE": here, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    compute(hosts, script, **variables)
+
+
+def test_both_families_reach_a_store_at_any_address(network):
+    hosts = network.hosts
+    script = "os.environ['MASTER_ADDR'] = ['::', '10.77.0.1', 'fd77::1'][rank]\n" + COMPUTES
+    compute(hosts, script, MASTER_ADDR="")
+
+
+LISTENS = """
+from unisono.transports.tcp.transport import _transports
+os.environ.update(json.loads(os.environ["OF_RANK"])[rank])
+dist.init_process_group(timeout=60)
+def check():
+    x = np.ones(1000)
+    dist.all_reduce(x)
+    assert (x == world_size).all(), x
+    at = [s.getsockname()[0] for each in _transports for s in each._listeners]
+    assert at == json.loads(os.environ["EXPECTED"])[rank], at
+tell(attempt(check))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_interfaces_that_gloo_and_nccl_are_told():
+    of_rank = [
+        {"GLOO_SOCKET_IFNAME": "eth1,eth0", "NCCL_SOCKET_IFNAME": "lo"},
+        {"NCCL_SOCKET_IFNAME": "^eth1,lo"},
+        {"UNISONO_HOST": "10.77.0.3", "GLOO_SOCKET_IFNAME": "eth1"},
+    ]
+    expected = [["10.79.0.1", "10.77.0.1", "fd77::1"], ["10.77.0.2", "fd77::2"], ["10.77.0.3"]]
+    with netns.Network(3) as network:
+        for host in network.hosts:
+            # An interface that leads nowhere.
+            host.ip("link add eth1 type veth peer name other")
+            host.ip(f"addr add 10.79.0.{host.index}/32 dev eth1", "link set eth1 up")
+        compute(
+            network.hosts,
+            LISTENS,
+            MASTER_ADDR=network.hosts[0].v4,
+            OF_RANK=json.dumps(of_rank),
+            EXPECTED=json.dumps(expected),
+        )
+
+
 APART = """
 os.environ["UNISONO_HOST"] = f"10.77.0.{rank + 1}"
 dist.init_process_group(timeout=60)

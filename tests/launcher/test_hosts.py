@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import netns
 from tests.support.launches import gone
-from tests.support.nodes import LOSING, REDUCING, Job
+from tests.support.nodes import LOSING, PATIENT, REDUCING, Job
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -32,3 +32,20 @@ def test_nodes_meet_by_name_restart_and_do_without_a_host_that_is_cut_off(tmp_pa
         assert gone([up.pid for up in ups + again])
         job.stop()
         assert first.ended() == 0
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_first_node_may_call_its_own_host_localhost(tmp_path, backend):
+    """What the operators of PyTorchJob write into the pods, as PET_MASTER_ADDR or endpoint."""
+    with netns.Network(2) as network, Job(tmp_path, REDUCING, network.hosts) as job:
+        agents = []
+        for rank, host in enumerate(["localhost", "host1"]):
+            if backend == "static":
+                flags = ["--nnodes=2", f"--node-rank={rank}", f"--master-port={job.port}"]
+                agents.append(job.start(*flags, PET_MASTER_ADDR=host))
+            else:
+                agents.append(job.node(endpoint=f"{host}:{job.port}", conf=PATIENT))
+        ups = [agent.next_ups(1)[0] for agent in agents]
+        assert {(up.world_size, up.total) for up in ups} == {(2, 2)}
+        job.stop()
+        assert [agent.ended() for agent in agents] == [0, 0]

@@ -43,7 +43,11 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_CHANNELS": Variable(
         "1", "connections to each rank of another host, over which large messages are spread"
     ),
-    "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
+    "UNISONO_HOST": Variable(
+        "",
+        "addresses this rank listens on and publishes, with commas; without it those of the "
+        "interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; without these all",
+    ),
     "UNISONO_JOIN": Variable(
         "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
     ),

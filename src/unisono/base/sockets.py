@@ -71,11 +71,11 @@ def is_local(sock: socket.socket) -> bool:
 def listen(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen on `port` for connections to `host`; 0 = any free port.
 
-    If `host` is an address of this machine, listen on this address only. If it is an address of
-    another machine, a router forwards it to this machine: listen on every interface. `localhost`
-    means loopback. Another name may have another address on other machines (here it may be
-    127.0.1.1). For a name, listen on every interface, in the address families that the name has on
-    this machine. All sockets have the same port.
+    If `host` is an address of this machine, listen on this address only; "::" means both families.
+    If it is an address of another machine, a router forwards it to this machine: listen on every
+    interface. `localhost` means loopback. Another name may have another address on other machines
+    (here it may be 127.0.1.1). For a name, listen on every interface, in the address families that
+    the name has on this machine. All sockets have the same port.
 
     Raises:
         StoreConnectionError: The port is in use, or `host` is unknown.
@@ -305,6 +305,13 @@ def why_not(sock: socket.socket) -> str:
 def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:
     """Return (family, address) of `host`; for servers (`passive`) one address of each family."""
     name = _bare(host)
+    address = _as_ip(name)
+    if address is not None and address.version == 6 and address.is_unspecified:
+        # Both families, by a socket of each: `_bind` says why.
+        v6, v4 = _WILDCARDS[socket.AF_INET6], _WILDCARDS[socket.AF_INET]
+        if not passive:
+            v6, v4 = "::1", "127.0.0.1"
+        return [(int(socket.AF_INET6), (v6, port, 0, 0)), (int(socket.AF_INET), (v4, port))]
     if not passive:
         # A numeric address needs no look-up, which is slow for a thousand clients in one process.
         with contextlib.suppress(OSError):

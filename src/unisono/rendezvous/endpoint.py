@@ -7,12 +7,17 @@ from collections.abc import Callable
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
+from unisono.base.network import chosen_hosts, reachable_hosts
+from unisono.base.sockets import is_loopback
 from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.url import check_port
 from unisono.stores import Store, TCPStore
 
 DEFAULT_PORT = 29400
 """Port of an endpoint without a port, the same as torchrun's."""
+
+ANY = ("0.0.0.0", "::")
+"""Hosts of a server that mean each address of its host, and nothing elsewhere."""
 
 _SLICE_S = 1.0
 _QUIET_S = 4.0
@@ -59,13 +64,16 @@ def own_address(host: str) -> str:
     """Return an address under which the nodes that meet at `host` reach this node; send nothing.
 
     If `host` is this host, return `host`, which all nodes can resolve. Do not look it up here: if
-    /etc/hosts maps the machine's own name to 127.0.1.1, other nodes cannot use the result.
+    /etc/hosts maps the machine's own name to 127.0.1.1, other nodes cannot use the result. If it is
+    a loopback address or means any address, return an address of an interface, if there is one.
     Otherwise return the source address of packets to `host`.
 
     Raises:
         RendezvousError: There is no route to `host`.
     """
     if is_local(host):
+        if is_loopback(host) or host in ANY:
+            return next(filter(is_local, [*chosen_hosts(), *reachable_hosts()]), host)
         return host
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
@@ -102,9 +110,12 @@ def open_endpoint(
         RendezvousError: No store answered, or the port is in use.
     """
     if hosting or (hosting is None and is_local(host)):
+        # Localhost does not mean that all nodes are here: operators of Kubernetes give that name to
+        # the first node alone.
+        served = "::" if is_loopback(host) else host
         try:
             return TCPStore(
-                host, port, is_master=True, wait_for_workers=False, timeout=read_timeout_s
+                served, port, is_master=True, wait_for_workers=False, timeout=read_timeout_s
             )
         except StoreConnectionError as error:
             if hosting:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from unisono.errors import RendezvousError, StoreError
+from unisono.rendezvous.endpoint import ANY
 from unisono.rendezvous.state import Node
 from unisono.stores import Store, TCPStore
 
@@ -77,7 +78,8 @@ class WorkerStore:
             for key in rendezvous_store.list_keys():
                 if not key.startswith(_PREFIX):
                     rendezvous_store.delete_key(key)
-            return rendezvous_store.host, rendezvous_store.port
+            host = rendezvous_store.host
+            return address if host in ANY else host, rendezvous_store.port
         try:
             self._server = TCPStore(
                 address, self._port, is_master=True, wait_for_workers=False, token=self._token

@@ -1,12 +1,14 @@
 """env://, tcp:// and file://, and the registry of schemes."""
 
 import logging
+import socket
 from datetime import timedelta
 from functools import partial
 
 import pytest
 
 from tests.support.together import on_threads
+from unisono.base.network import reachable_hosts
 from unisono.errors import RendezvousError, StoreError
 from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
 from unisono.rendezvous.joining import open_for_newcomer
@@ -79,6 +81,54 @@ def test_agent_store_has_only_clients(environment, monkeypatch):
         store, _, _ = meet("env://")
         assert not store.check(["k"])
         store.close()
+
+
+def test_url_of_another_port_than_the_launchers_is_served_by_rank_0(environment, port):
+    """Old scripts have an address of their own."""
+    with TCPStore("127.0.0.1", 0, is_master=True) as agent:
+        environment(
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(agent.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        url = f"tcp://127.0.0.1:{port}?world_size=2&rank={{}}"
+        met = all_ranks(lambda rank: meet(url.format(rank), timeout=20)[0], 2)
+        assert [store.is_master for store in met] == [True, False]
+        met[1].set("k", "v")
+        assert met[0].get("k") == b"v"
+        # The launcher's own address has the launcher's store.
+        url = f"tcp://127.0.0.1:{agent.port}?world_size=2&rank=0"
+        with meet(url, timeout=20)[0] as store:
+            store.set("k", "w")
+        assert agent.get("worker/attempt_0/k") == b"w"
+        assert met[0].get("k") == b"v"
+        for store in reversed(met):
+            store.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+@pytest.mark.parametrize(
+    ("sizes", "token", "serves"),
+    [
+        (("2", "1"), "", True),
+        (("2", "2"), "secret", False),
+        (("2", ""), "secret", True),
+        (("2", ""), "", False),
+    ],
+)
+def test_localhost_is_for_this_host_unless_the_job_spans_hosts(
+    environment, monkeypatch, host, sizes, token, serves
+):
+    environment(WORLD_SIZE=sizes[0], RANK="0", MASTER_ADDR=host, MASTER_PORT="0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", sizes[1])
+    monkeypatch.setenv("UNISONO_TOKEN", token)
+    with meet("env://", timeout=20)[0] as store:
+        for other in reachable_hosts():
+            family = socket.AF_INET6 if ":" in other else socket.AF_INET
+            with socket.socket(family) as sock:
+                answer = sock.connect_ex((other, store.port))
+            assert (answer == 0) is serves, (other, answer)
 
 
 def test_two_worlds_on_one_port_of_one_process():

@@ -110,7 +110,7 @@ def readable_bytes(sock: socket.socket) -> int:
     return count[0]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "::"])
 def test_hosts(host):
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
@@ -118,6 +118,37 @@ def test_hosts(host):
         client.set("k", "v")
         assert master.get("k") == b"v"
         assert str(master.port) in repr(client)
+
+
+@pytest.mark.parametrize("server_host", ["::", "[::]", "0::0"])
+@pytest.mark.usefixtures("server_kind")
+def test_any_address_of_ipv6_serves_both_families(server_host):
+    with TCPStore(server_host, 0, is_master=True) as master:
+        for host in ("127.0.0.1", "::1", "localhost", "::", "0.0.0.0"):
+            if ":" in host and not socket.has_ipv6:
+                continue
+            with TCPStore(host, master.port, timeout=20) as client:
+                client.set(f"by {host}", "v")
+        assert master.num_keys() >= 4
+
+
+def test_host_without_ipv6_serves_at_any_address(monkeypatch):
+    real = socket.socket
+
+    def make(family=socket.AF_INET, *args, **options):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "no such family")
+        return real(family, *args, **options)
+
+    listeners = []
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", make)
+        listeners += listen("::", 0)
+        port = listeners[0].getsockname()[1]
+        client = sockets.connect("::", port, Deadline(20), retry=False)
+    assert [sock.getsockname()[0] for sock in listeners] == ["0.0.0.0"]
+    for sock in (client, *listeners):
+        sock.close()
 
 
 def test_loopback_addresses():
@@ -132,7 +163,7 @@ def test_loopback_addresses():
         ("0.0.0.0", {}, {"0.0.0.0"}),
         ("127.0.0.2", {}, {"127.0.0.2"}),
         ("[::1]", {}, {"::1"}),
-        ("::", {}, {"::"}),
+        ("::", {}, {"::", "0.0.0.0"}),
         # A name is listened for in its families, but what it means here it may not mean elsewhere.
         ("node1", {"node1": ["127.0.1.1"]}, {"0.0.0.0"}),
         ("node1", {"node1": ["127.0.1.1", "::1"]}, {"0.0.0.0", "::"}),

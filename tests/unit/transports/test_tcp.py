@@ -147,6 +147,23 @@ def test_wrong_hello_is_refused(change, caplog):
     assert "rank 0 refused a connection" in caplog.text
 
 
+def test_rank_that_published_loopback_only_is_told_so():
+    """Rank 1 is on another host than rank 0, as its addresses show."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+
+        def edit(addresses):
+            near, far = map(TCPAddress.unpack, addresses.values())
+            addresses[0] = near._replace(port=unused.getsockname()[1]).pack()
+            addresses[1] = far._replace(hosts=("192.0.2.1", *far.hosts)).pack()
+
+        with tcp_world(2, edit) as (_, b):
+            sent = b.send(0, KEY, memoryview(b"x"))
+            assert sent.wait_until(Deadline(SOON))
+    assert "published loopback only, because its store is at localhost" in sent.error.reason
+    assert "set UNISONO_TOKEN on all ranks, or UNISONO_HOST there" in sent.error.reason
+
+
 def test_many_wrong_hellos_are_summed_up(caplog):
     with tcp_world(2) as world:
         for _ in range(30):

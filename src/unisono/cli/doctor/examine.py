@@ -271,4 +271,4 @@ def _addresses(plan: Plan) -> Sequence[str]:
     # It loads NumPy, and `unisono run` without --doctor must not.
     from unisono.transports.tcp.address import local_hosts
 
-    return local_hosts(plan.endpoint or None)
+    return local_hosts(plan.endpoint or None, apart=True)

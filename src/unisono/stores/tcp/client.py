@@ -54,7 +54,7 @@ class TCPStore(Store):
     the child opens connections of its own.
 
     Args:
-        host_name: Name or address of the server; IPv4 and IPv6.
+        host_name: Name or address of the server; IPv4 and IPv6. "::" serves both.
         port: Its port; 0 lets the server choose (see `port` afterwards).
         world_size: Number of clients; None or -1 if unknown.
         is_master: Whether to run the server here. If the port is MASTER_PORT, and the launcher

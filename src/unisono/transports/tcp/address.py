@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import ipaddress
 import socket
 import struct
 from hashlib import blake2b
 from typing import NamedTuple
 
+from unisono.base.network import chosen_hosts, named_hosts, reachable_hosts, spans_hosts
 from unisono.errors import TransportError
 
 # How often another port is tried if a port is free on the first address only.
 _TRIES = 16
-
-# Linux's request for the IPv4 address of an interface; other systems answer with an error.
-_SIOCGIFADDR = 0x8915
 
 # Retransmissions, packets without an acknowledgement, milliseconds since the last acknowledgement.
 _TCP_INFO = struct.Struct("=2xB 21x I 28x I")
@@ -68,28 +64,27 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def local_hosts(store_host: str | None) -> tuple[str, ...]:
+def local_hosts(store_host: str | None, *, apart: bool | None = None) -> tuple[str, ...]:
     """Return the addresses under which the other ranks can probably reach this rank.
+
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME limit them.
 
     Args:
         store_host: Host of the store's server. If it is localhost or a loopback address, the
-            world is on one machine and needs loopback only. A host name that resolves to loopback
-            here proves nothing, because it may resolve to another address elsewhere.
+            world is on one machine and needs loopback only, unless the job has several hosts. A
+            host name that resolves to loopback here proves nothing, because it may resolve to
+            another address elsewhere.
+        apart: Whether the job has several hosts; None: see `spans_hosts`.
     """
-    hosts: list[str] = []
-    if store_host is not None:
-        hosts += _source_addresses(store_host)
-        if hosts and _is_loopback_name(store_host):
-            return tuple(hosts)
-    try:
-        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        infos = []
-    hosts += [str(info[4][0]) for info in infos]
+    hosts = _source_addresses(store_host) if store_host is not None else []
+    is_apart = spans_hosts() if apart is None else apart
+    if hosts and store_host and _is_loopback_name(store_host) and not is_apart:
+        return tuple(hosts)
+    if chosen := chosen_hosts():
+        return tuple(chosen)
+    hosts += named_hosts()
     if all(map(is_loopback, hosts)):
-        # Debian maps the host name to 127.0.1.1, which is useless to other hosts. They need an
-        # address of an interface.
-        hosts += _interface_addresses()
+        hosts += reachable_hosts()
     return tuple(dict.fromkeys(sorted([*hosts, "127.0.0.1"], key=is_loopback)))
 
 
@@ -99,22 +94,6 @@ def _is_loopback_name(host: str) -> bool:
         return is_loopback(host)
     except ValueError:
         return host == "localhost"
-
-
-def _interface_addresses() -> list[str]:
-    """Return the addresses of the network interfaces, as far as Linux lists them."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
-        for digits, _, _, scope, *_ in map(str.split, table):
-            if scope == "00":  # global; other scopes are useless without an interface
-                found.append(str(ipaddress.ip_address(bytes.fromhex(digits))))
-    return found
 
 
 def _source_addresses(host: str) -> list[str]:

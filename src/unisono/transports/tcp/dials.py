@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 
-from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.address import TCPAddress, is_loopback
 from unisono.transports.tcp.handshake import Dial
 from unisono.transports.tcp.io_loop import Loop
 from unisono.transports.tcp.wire import Hello
@@ -43,6 +44,8 @@ class Dials:
         mine = TCPAddress.unpack(self._find(self._rank))
         address = TCPAddress.unpack(self._find(peer)).seen_from(mine)
         hello = Hello(self._world_size, self._rank, peer, channel, address.token)
+        if all(map(is_loopback, address.hosts)) and not all(map(is_loopback, mine.hosts)):
+            done = partial(_done_near, done)
         dial = self._open[peer, channel] = Dial(self._loop, hello, address, done)
         return dial
 
@@ -85,3 +88,12 @@ class Dials:
         dials = self._failed.copy()
         dials |= {peer: dial for (peer, channel), dial in self._open.copy().items() if not channel}
         return {peer: rows for peer, dial in dials.items() if (rows := dial.unreached())}
+
+
+def _done_near(
+    done: Callable[[socket.socket | None, str], None], sock: socket.socket | None, reason: str
+) -> None:
+    """Report the end of a dial to a rank that published loopback addresses, unlike this rank."""
+    why = "that rank published loopback only, because its store is at localhost"
+    remedy = "set UNISONO_TOKEN on all ranks, or UNISONO_HOST there"
+    done(sock, reason and f"{reason} ({why}; {remedy})")

@@ -1,0 +1,113 @@
+"""The networks of this host: what a job says about its hosts, and addresses of interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import socket
+import struct
+
+from unisono.base import config
+from unisono.base.log import get_logger, log_once
+from unisono.base.sockets import is_loopback
+
+# Linux's request for the IPv4 address of an interface; other systems answer with an error.
+_SIOCGIFADDR = 0x8915
+
+_LOG = get_logger("network")
+
+
+def spans_hosts() -> bool:
+    """Return whether the job says that it has ranks on other hosts.
+
+    It says so by a WORLD_SIZE above LOCAL_WORLD_SIZE. Without these numbers it says so by a token,
+    which only ranks on other hosts need. If it does not, a store at localhost means that no rank is
+    elsewhere, and nothing listens for the network.
+    """
+    env = config.environ()
+    size, local_size = env.get("WORLD_SIZE", ""), env.get("LOCAL_WORLD_SIZE", "")
+    if size.isdecimal() and local_size.isdecimal():
+        return int(size) > int(local_size)
+    return bool(config.get("UNISONO_TOKEN"))
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Return the addresses of each network interface, as far as Linux lists them."""
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        for digits, _, _, scope, _, name in map(str.split, table):
+            if scope in ("00", "10"):  # global or the host's; others are useless alone
+                address = str(ipaddress.ip_address(bytes.fromhex(digits)))
+                found.setdefault(name, []).append(address)
+    return found
+
+
+def named_hosts() -> list[str]:
+    """Return the names that this host has for itself as numeric addresses, by its resolver."""
+    try:
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(info[4][0]) for info in infos]
+
+
+def reachable_hosts() -> list[str]:
+    """Return the addresses of this host that another host can probably reach; may be empty."""
+    found = [host for host in named_hosts() if not is_loopback(host)]
+    if not found:
+        # Debian maps the host name to 127.0.1.1, which is useless to other hosts. They need an
+        # address of an interface.
+        found = [host for hosts in interfaces().values() for host in hosts]
+    return [host for host in dict.fromkeys(found) if not is_loopback(host)]
+
+
+def chosen_hosts() -> list[str]:
+    """Return the addresses of the interfaces that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names.
+
+    Gloo's variable counts first. It has names, NCCL's has prefixes; after "=" names, after "^" what
+    to leave out. If no interface has such a name, log that and return nothing.
+
+    Source: gloo 0.5 (torch 2.13), NCCL 2.27, "Environment Variables".
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if not (text := config.environ().get(variable, "")):
+            continue
+        there = interfaces()
+        names = _matching(text, list(there), exact=variable[0] == "G")
+        if hosts := [host for name in names for host in there[name]]:
+            return sorted(dict.fromkeys(hosts), key=is_loopback)
+        log_once(
+            _LOG,
+            logging.WARNING,
+            "%s=%s names no interface with an address here (there are: %s), so it is ignored; "
+            "UNISONO_HOST takes addresses",
+            variable,
+            text,
+            ", ".join(there) or "none",
+        )
+        return []
+    return []
+
+
+def _matching(text: str, there: list[str], *, exact: bool) -> list[str]:
+    """Return the interfaces that a list names, in its order."""
+    excluded = not exact and text.startswith("^")
+    text = text[1:] if excluded else text
+    if not exact and text.startswith("="):
+        exact, text = True, text[1:]
+    wanted = [each.strip() for each in text.split(",") if each.strip()]
+
+    def fits(name: str, each: str) -> bool:
+        return name == each if exact else name.startswith(each)
+
+    if excluded:
+        return [name for name in there if not any(fits(name, each) for each in wanted)]
+    return list(dict.fromkeys(name for each in wanted for name in there if fits(name, each)))
