@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -169,6 +170,15 @@ def restarted_actor_does_not_repeat_a_call(actors):
     ray.get(lasting.pid.remote())
     with unisono.ray.init_group([actors[0], lasting]) as group:
         assert group.run(on(ranks.summed), 1.0) == ranks.expected(2, 1.0)
+
+
+def restarting_actor_is_waited_for(actors):
+    lasting = Worker.options(num_cpus=0.1, max_restarts=1).remote()
+    pid = ray.get(lasting.pid.remote())
+    os.kill(pid, signal.SIGKILL)
+    with unisono.ray.init_group([actors[0], lasting]) as group:
+        assert group.run(on(ranks.summed), 1.0) == ranks.expected(2, 1.0)
+        assert ray.get(lasting.pid.remote()) != pid
 
 
 def lost_rank_is_named(actors):
@@ -353,6 +363,7 @@ CASES = [
     second_call_at_once_is_refused,
     end_of_a_rank_does_not_end_the_caller,
     restarted_actor_does_not_repeat_a_call,
+    restarting_actor_is_waited_for,
     lost_rank_is_named,
     actor_without_resources_is_named,
     arguments_are_checked,

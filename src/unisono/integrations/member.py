@@ -116,6 +116,8 @@ def join(meeting: Meeting, rank: int) -> None:
         PeerLostError: The framework has started this rank again.
         RendezvousError: Other ranks did not come.
     """
+    if _Process.token == meeting.token:
+        return  # Ray has made the call although it said that the actor was unavailable
     _Process.token = ""
     if process_world.default is not None:
         process_world.close()

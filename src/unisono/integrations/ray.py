@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.integrations import member
-from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
+from unisono.integrations.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
 from unisono.integrations.member import Outcome
 from unisono.integrations.outcomes import OUTSIDE, Ranks, collect
 
@@ -24,12 +25,15 @@ try:
     import ray
     from ray import cloudpickle as _pickler
     from ray.actor import ActorHandle
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 except ImportError as error:
     raise ImportError("unisono.ray needs Ray: pip install 'unisono[ray]'") from error
 
 _CLOSE_S = 5.0
 """How long `close` waits for actors. A busy actor leaves the group at the end of its call."""
+
+_AGAIN_S = 0.2
+"""How long until the call of an actor that Ray restarts is made again; Ray refuses it at once."""
 
 _HINT = "does the cluster have the resources that the actor asks for, and is the actor idle?"
 
@@ -54,6 +58,8 @@ def init_group(
         timeout: For the start of all ranks; seconds or timedelta. Calls in the group have the
             default time-out of `init_process_group`.
         name: Name of the group in error messages.
+
+    An actor that Ray is restarting (`max_restarts`) is waited for.
 
     Raises:
         RendezvousError: Actors did not start in time; names them.
@@ -82,7 +88,9 @@ def init_group(
     names = [f"{actor!r} of group {name!r}" for actor in actors]
     group = Group(actors, meeting, names)
     try:
-        collect(group._call(_join), Deadline(timeout), hint=_HINT)
+        calls = group._call(_join)
+        calls.again = lambda rank: group._submit(rank, _join)
+        collect(calls, Deadline(timeout), hint=_HINT)
     except BaseException:
         close_meeting(meeting)
         raise
@@ -169,19 +177,29 @@ class Group:
 
     def _call(self, action: Callable[..., Outcome], *args: Any) -> _Calls:
         calls = _Calls(self._meeting, self._names)
-        for rank, actor in enumerate(self._actors):
-            # A restarted actor must not repeat the call: it is no longer in the group.
-            call = actor.__ray_call__.options(max_task_retries=0)
-            calls.pending[call.remote(action, self._meeting, rank, *args)] = rank
+        for rank in range(self.size):
+            calls.pending[self._submit(rank, action, *args)] = rank
         return calls
+
+    def _submit(self, rank: int, action: Callable[..., Outcome], *args: Any) -> Any:
+        # A restarted actor must not repeat the call: it is no longer in the group.
+        call = self._actors[rank].__ray_call__.options(max_task_retries=0)
+        return call.remote(action, self._meeting, rank, *args)
 
 
 class _Calls(Ranks):
-    """The calls of one function on all actors."""
+    """The calls of one function on all actors.
+
+    Attributes:
+        pending: The ranks of the calls that have not ended, by Ray's reference.
+        again: Makes the call of a rank again, whose actor Ray is about to restart; None: the rank
+            is lost.
+    """
 
     def __init__(self, meeting: Meeting, names: Sequence[str]) -> None:
         super().__init__(meeting, names)
         self.pending: dict[Any, int] = {}
+        self.again: Callable[[int], Any] | None = None
 
     def poll(self, timeout_s: float) -> Iterator[Outcome]:
         """Wait for the first calls that end."""
@@ -193,6 +211,12 @@ class _Calls(Ranks):
             except RayTaskError as error:
                 yield member.failure(self.meeting, rank, error.cause or error, OUTSIDE)
             except RayError as error:
+                # The call may have begun: then the ranks of this start have met the former process.
+                restarts = isinstance(error, ActorUnavailableError)
+                if restarts and self.again and rank not in posts(self.meeting, STARTED):
+                    time.sleep(_AGAIN_S)
+                    self.pending[self.again(rank)] = rank
+                    continue
                 yield Outcome(rank=rank, lost=str(error).partition("\n")[0])
 
 
