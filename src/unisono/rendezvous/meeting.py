@@ -16,15 +16,21 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 
-from unisono.base.deadline import Timeout
+from unisono.base import config
+from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import stat_fields
-from unisono.errors import RendezvousError
+from unisono.base.network import chosen_hosts, reachable_hosts
+from unisono.errors import Context, RendezvousError
 from unisono.rendezvous.launchers import LauncherPlace, first_value
+from unisono.rendezvous.pmi import carry
 from unisono.stores import FileStore, PrefixStore, Store, TCPStore
 
 _KUBERNETES_PORT = 29500
 # Below the ephemeral ports of Linux (32768 and above).
 _FIRST_PORT, _PORTS = 16384, 16384
+
+# How long an address of rank 0 may take to answer. Longer: an unreachable one delays the start.
+_ANSWER_S = 3.0
 
 # The number of meetings of this process. It is equal on all ranks, so each meeting has a file of
 # its own. A rank that leaves the last meeting late cannot mix its keys into the next.
@@ -41,19 +47,56 @@ def open_store(place: LauncherPlace, env: Mapping[str, str], timeout: Timeout) -
     meeting = next(_meetings)
     if place.one_host and not address and not port_text:
         return FileStore(_meeting_file(place, env, meeting), place.world_size, timeout=timeout)
-    host = address or ("127.0.0.1" if place.one_host else first_host(place, env))
-    port = int(port_text) if port_text else job_port(place, meeting)
-    tcp_store = TCPStore(
-        host,
-        port,
-        place.world_size,
-        is_master=place.rank == 0,
-        timeout=timeout,
-        multi_tenant=True,
-    )
+    fd = env.get("PMI_FD", "")
+    if not (address or place.one_host) and place.launcher.rank == "PMI_RANK" and fd.isdecimal():
+        tcp_store = _store_by_pmi(place, int(fd), int(port_text or 0), meeting, timeout)
+    else:
+        tcp_store = TCPStore(
+            address or ("127.0.0.1" if place.one_host else first_host(place, env)),
+            int(port_text) if port_text else job_port(place, meeting),
+            place.world_size,
+            is_master=place.rank == 0,
+            timeout=timeout,
+            multi_tenant=True,
+        )
     # Two jobs may derive the same port. Rank 0 of the second job then fails to listen. The prefix
     # keeps its other ranks out of the keys of the first job, whose store they reach.
     return PrefixStore(f"{place.job or place.launcher.rank}/{meeting}", tcp_store, owns_store=True)
+
+
+def _store_by_pmi(
+    place: LauncherPlace, fd: int, port: int, meeting: int, timeout: Timeout
+) -> TCPStore:
+    """Open the store on rank 0, whose mpiexec carries its addresses to the other ranks.
+
+    Raises:
+        RendezvousError: mpiexec does not answer, or no address leads to rank 0.
+    """
+    limit = Deadline(timeout)
+    key = f"unisono-{meeting}"
+    if place.rank == 0:
+        # It cannot wait for ranks that do not know its address yet.
+        store = TCPStore("::", port, is_master=True, timeout=timeout, wait_for_workers=False)
+        own = [config.get("UNISONO_HOST"), *chosen_hosts()]
+        hosts = [host for host in own if host] or reachable_hosts()
+        carry(fd, key, f"{store.port},{','.join(hosts)}", limit.remaining())
+        return store
+    text, *hosts = carry(fd, key, None, limit.remaining()).split(",")
+    errors = []
+    for host in hosts:
+        try:
+            # Rank 0 listens already, so only an address of another network does not answer.
+            socket.create_connection((host, int(text)), _ANSWER_S).close()
+        except OSError as error:
+            errors.append(f"{host} ({error.strerror or error})")
+            continue
+        return TCPStore(host, int(text), timeout=limit.remaining(), wait_for_workers=False)
+    tried = ", ".join(errors) or "any host"
+    raise RendezvousError(
+        f"rank {place.rank} cannot reach rank 0 at port {text} of {tried}",
+        context=Context(rank=place.rank, peers=(0,)),
+        hint="set UNISONO_HOST on rank 0 to an address that the other hosts reach",
+    )
 
 
 def job_port(place: LauncherPlace, meeting: int = 0) -> int:

@@ -1,10 +1,13 @@
-"""PMI-1, answered from a store: MPICH and Intel MPI without mpiexec.
+"""PMI-1: answered from a store for MPICH and Intel MPI without mpiexec, and asked under mpiexec.
 
 An MPI library asks its launcher for rank, size and the addresses of the other ranks. MPICH, Intel
 MPI and their relatives ask by PMI-1: one line for each request, over an inherited descriptor. Here
 a thread of the same process answers, and the store of the ranks holds the addresses.
 
 `answer` is pure: from a request to the reply and to what the store must do.
+
+Under mpiexec the launcher answers. `carry` asks it before or after the MPI library does, so that
+ranks of several hosts find one another without MASTER_ADDR.
 
 Source: MPICH 5 (src/pmi), Intel MPI 2021.
 """
@@ -13,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 from unisono.base.worker import Worker
-from unisono.errors import UnisonoError
+from unisono.errors import RendezvousError, UnisonoError
 from unisono.stores import Store
 
 _VARIABLES = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT")
@@ -120,6 +124,42 @@ def process_mapping(hosts: Sequence[str]) -> str:
     text = ",".join(f"({first},{several},{count})" for first, several, count in blocks)
     text = f"(vector,{text})"
     return text if len(text) < _LONGEST_VALUE else ""
+
+
+def carry(fd: int, key: str, value: str | None, timeout_s: float) -> str:
+    """Return the value of a key that one rank gives to all; every rank of the launch must call.
+
+    Args:
+        fd: The descriptor to the launcher, PMI_FD.
+        key: No other value of the launch has it.
+        value: None on the ranks that receive it.
+        timeout_s: Of each answer; the launcher answers when all ranks have asked.
+
+    Raises:
+        RendezvousError: The launcher does not speak PMI-1, or a rank did not ask in time.
+    """
+    with socket.socket(fileno=os.dup(fd)) as link:
+        # The MPI library uses the same file, and expects its mode unchanged: no time-out is set.
+        def ask(request: str) -> str:
+            link.sendall(f"cmd={request}\n".encode())
+            reply = b""
+            while not reply.endswith(b"\n"):
+                ready = select.select([link], [], [], timeout_s)[0]
+                if not ready or not (part := link.recv(_LONGEST_VALUE, socket.MSG_DONTWAIT)):
+                    word = request.partition(" ")[0]
+                    raise RendezvousError(
+                        f"mpiexec did not answer {word!r} (PMI-1) within {timeout_s:g} s",
+                        hint="set MASTER_ADDR and MASTER_PORT for all processes",
+                    )
+                reply += part
+            return reply.decode().strip()
+
+        ask("init pmi_version=1 pmi_subversion=1")
+        name = ask("get_my_kvsname").partition("kvsname=")[2].split()[0]
+        if value is not None:
+            ask(f"put kvsname={name} key={key} value={value}")
+        ask("barrier_in")
+        return ask(f"get kvsname={name} key={key}").partition(" value=")[2]
 
 
 class PMIServer:

@@ -4,11 +4,14 @@ import contextlib
 import os
 import socket
 import threading
+from functools import partial
 
 import pytest
 
 from tests.support.calls import wait_until
-from unisono.rendezvous.pmi import Job, PMIServer, answer, process_mapping
+from tests.support.together import on_threads
+from unisono.errors import RendezvousError
+from unisono.rendezvous.pmi import Job, PMIServer, answer, carry, process_mapping
 from unisono.stores import HashStore, PrefixStore
 
 JOB = Job("unisono_1", 1, 4, "(vector,(0,2,2))")
@@ -151,3 +154,23 @@ def test_process_mapping(hosts, text):
 def test_a_mapping_that_is_too_long_is_left_out():
     hosts = [str(n % 700 if n % 3 else n % 7) for n in range(3000)]
     assert process_mapping(hosts) == ""
+
+
+def test_a_value_is_carried_to_all_ranks():
+    store = HashStore()
+    jobs = [Job("unisono_1", rank, 2, "") for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        fds = [stack.enter_context(served(store, job))[0].fds[1] for job in jobs]
+        for number, text in enumerate(["29500,10.0.0.1,fd00::1", "x = 1 value=2"]):
+            values = on_threads(
+                partial(carry, fds[0], f"k{number}", text, 30),
+                partial(carry, fds[1], f"k{number}", None, 30),
+            )
+            assert values == [text, text]
+
+
+def test_a_launcher_that_does_not_answer():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(RendezvousError, match="did not answer 'init'") as caught:
+        carry(theirs.fileno(), "k", "v", 0.01)
+    assert "MASTER_ADDR" in caught.value.hint
