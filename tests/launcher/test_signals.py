@@ -57,7 +57,6 @@ def test_signal_while_a_child_is_forked_is_not_lost(tmp_path, number):
         f"os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), {int(number)}))\n"
         "def fn(rank):\n"
         f"    assert signal.getsignal({int(number)}) is handler\n"
-        "    signal.pause()\n"
         "unisono.spawn(fn, nprocs=2, start_method='fork')\n"
     )
     done = python(script)

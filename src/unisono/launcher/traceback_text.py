@@ -24,7 +24,7 @@ _LAST_LINES = 20
 
 
 _MEMBER = re.compile(r"( +)(\+-)?\+-{16} (\d+|\.\.\.) -{16}")
-"""The line before a member of an exception group, such as "+---------------- 2 ----------------"."""
+"""The line before a member of an exception group, as in "+---------------- 1 ----------------"."""
 
 _MARGIN = re.compile(r"( +)(?:\| ?|\+ (?=Exception Group))")
 _INNER_HEADERS = ("Traceback (most recent call last):", "Exception Group Traceback")
