@@ -17,7 +17,7 @@ from typing import Any
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
-from unisono.cli.nodes import add_node_flags, node_options
+from unisono.cli.nodes import add_node_flags, node_options, unknown_conf
 from unisono.cli.run.dry_run import describe
 from unisono.cli.run.output import add_output_flags, log_options
 from unisono.cli.run.programs import add_program_flags, worker_commands
@@ -130,6 +130,8 @@ def _run(options: argparse.Namespace) -> int:
     through = not terminal or logs.stdout(len(commands), terminal) != "inherited"
     shown = through and not options.dry_run
     status = make_status_line(len(commands)) if shown else None
+    if warning := unknown_conf(options):
+        _show(warning)
     nodes = node_options(options)
     nodes["limits"] = replace(nodes["limits"], min_nprocs=least)
     spec = LaunchSpec(
