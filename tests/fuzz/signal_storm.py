@@ -164,11 +164,14 @@ def _forked(launch, folder, path, backoff):
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     pid = os.fork()
     if pid:
-        os.setpgid(pid, pid)
         os.close(file)
+        # The child does the same; one of them is first.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
         return pid
     code = 1
     try:
+        os.setpgid(0, 0)
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
