@@ -162,8 +162,11 @@ def _check_none_left(told):
 def _forked(launch, folder, path, backoff):
     """Run a launch in a fork with the signal handlers of a new interpreter."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    # Python would ignore a KeyboardInterrupt in a hook of fork.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(file)
         # The child does the same; one of them is first.
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -180,6 +183,7 @@ def _forked(launch, folder, path, backoff):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for signum in _SIGNALS[1:]:
             signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if not backoff:
             back_off.LONGEST_S = 0.0
         code = launch(folder)

@@ -170,18 +170,30 @@ def _run(options: argparse.Namespace) -> int:
     # This launcher may be a worker of another launcher.
     if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
         _write_json(path, error_document(result.failures[0]))
-    report = threading.Thread(target=_print_report, args=(result,), daemon=True)
-    try:
-        report.start()
-        while agent.may_wait and not late.came and report.is_alive():
-            report.join(_LOOK_S)
-        report.join(options.grace)
-    except RuntimeError:  # the system allows no further thread
-        _print_report(result)
-    if report.is_alive() or not agent.may_wait or late.came or not _are_flushed():
+    is_read = _report(result, lambda: agent.may_wait and not late.came, options.grace)
+    if not is_read or not agent.may_wait or late.came or not _are_flushed():
         # At its end Python would flush again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)
     return result.exit_code
+
+
+def _report(result: LaunchResult, may_wait: Callable[[], bool], limit_s: float) -> bool:
+    """Print the report; return whether it was read, which may take at most `limit_s`.
+
+    Args:
+        result: The result of the launch.
+        may_wait: Function that returns whether the limit does not hold yet.
+        limit_s: Time for a reader that does not read.
+    """
+    report = threading.Thread(target=_print_report, args=(result,), daemon=True)
+    try:
+        report.start()
+        while may_wait() and report.is_alive():
+            report.join(_LOOK_S)
+        report.join(limit_s)
+    except RuntimeError:  # the system allows no further thread
+        _print_report(result)
+    return not report.is_alive()
 
 
 class _LateSignals:
