@@ -162,13 +162,19 @@ def _check_none_left(told):
 def _forked(launch, folder, path, backoff):
     """Run a launch in a fork with the signal handlers of a new interpreter."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    # Python would ignore a KeyboardInterrupt in a hook of fork.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     pid = os.fork()
     if pid:
-        os.setpgid(pid, pid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(file)
+        # The child does the same; one of them is first.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
         return pid
     code = 1
     try:
+        os.setpgid(0, 0)
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
@@ -177,6 +183,7 @@ def _forked(launch, folder, path, backoff):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for signum in _SIGNALS[1:]:
             signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if not backoff:
             back_off.LONGEST_S = 0.0
         code = launch(folder)

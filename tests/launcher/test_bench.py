@@ -350,6 +350,71 @@ def test_every_operation_runs_and_is_right(bench, tmp_path):
     assert out.count("# Out of bounds values : 0 OK") == len(OPS)
 
 
+def test_all_types_and_all_reduce_ops_as_in_nccl_tests(bench, tmp_path):
+    path = tmp_path / "out.json"
+    code, out, err = bench(
+        *("reduce_scatter", "all_gather", "barrier", "-d", "all", "-o", "all", "-b", 24, "-e", 24),
+        *(*QUICK, "--json", path),
+    )
+    assert (code, err) == (0, "")
+    document = json.loads(path.read_text())
+    seen = [(row["op"], row["dtype"], row["redop"]) for row in document["rows"]]
+    assert seen == [
+        *(("reduce_scatter", dtype, redop) for dtype in DTYPES for redop in REDOPS),
+        *(("all_gather", dtype, "none") for dtype in DTYPES),
+        ("barrier", "none", "none"),
+    ]
+    assert [row["results"]["unisono"]["wrong"] for row in document["rows"]] == [0] * len(seen)
+    assert out.count("# Collective test starting: ") == 3
+
+
+def test_bfloat16_needs_a_package(monkeypatch, capsys):
+    monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter(()))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "all_reduce", "-d", "bfloat16"]) == 1
+    error = capsys.readouterr().err
+    assert "-d bfloat16 needs ml_dtypes" in error
+    assert "pip install ml_dtypes" in error
+    assert main(["bench", "all_reduce", "-d", "all"]) == 0
+    assert capsys.readouterr().out == (
+        "# note: -d all: without bfloat16, which needs the package ml_dtypes\n"
+    )
+    assert main(["bench", "all_reduce", "-o", "all", "--plot", "x.png"]) == 1
+    assert "--plot draws one type and one reduce op" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "nprocs", "notes"),
+    [
+        ("", 2, []),
+        ("-t 1 -g 1 -p 0 -z 0", 2, []),
+        ("-g 8", 8, ["-t 1 -g 8: 8 ranks, each a process of its own"]),
+        ("--nthreads 2 --ngpus 3 --nproc-per-node 2", 12, ["-t 2 -g 3: 12 ranks, each a process"]),
+        ("-g 2 --hosts 3", 6, ["-t 1 -g 2: 6 ranks"]),
+        ("--parallel_init 1 --blocking 1", 2, ["-p 1: no effect; ", "-z 1: no effect; "]),
+    ],
+)
+def test_flags_of_nccl_tests_mean_here(monkeypatch, capsys, flags, nprocs, notes):
+    plans = []
+    monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter(plans.append(plan) or ()))
+    assert main(["bench", "all_reduce", *flags.split()]) == 0
+    assert [plan.nprocs for plan in plans] == [nprocs]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(notes)
+    assert all(line.startswith(f"# note: {note}") for line, note in zip(lines, notes, strict=True))
+
+
+@pytest.mark.whole("loads torch twice")
+@needs_gloo
+def test_bfloat16_of_gloo_is_right(bench, tmp_path):
+    path = tmp_path / "out.json"
+    flags = ("-d", "bfloat16", "-b", 64, "-e", 64, *QUICK, "--peer", "gloo", "--json", path)
+    code, _, err = bench("all_reduce", "all_gather", *flags)
+    assert (code, err) == (0, "")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["results"]["gloo"]["wrong"] for row in rows] == [0, 0]
+
+
 @pytest.mark.whole("loads torch twice")
 @needs_gloo
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from unisono.cli.nodes import add_node_flags, node_options, workers_per_node
+from unisono.cli.nodes import add_node_flags, node_options, unknown_conf, workers_per_node
 from unisono.errors import InvalidArgumentError
 from unisono.launcher.spec import Meeting
 from unisono.rendezvous.member import Timing
@@ -14,10 +14,14 @@ from unisono.rendezvous.state import Limits
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
-def parse(*arguments):
+def options_of(*arguments):
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     add_node_flags(parser)
-    return node_options(parser.parse_args(arguments))
+    return parser.parse_args(arguments)
+
+
+def parse(*arguments):
+    return node_options(options_of(*arguments))
 
 
 def test_defaults_are_one_node_without_restarts():
@@ -74,6 +78,7 @@ def test_c10d():
     [
         (["--rdzv-backend=redis", "--rdzv-endpoint=a:5"], "redis://a:5/?"),
         (["--rdzv-backend=etcd", "--rdzv-endpoint=a:5,b:6"], "etcd://a:5,b:6/?"),
+        (["--rdzv-backend=etcd-v2", "--rdzv-endpoint=a:5"], "etcd://a:5/?"),
         (
             [
                 "--rdzv-backend=etcd",
@@ -92,7 +97,7 @@ def test_services(flags, url):
     ("flags", "message"),
     [
         (["--rdzv-backend=etcd"], "--rdzv-backend etcd needs --rdzv-endpoint HOST:PORT"),
-        (["--rdzv-backend=etcd-v2"], "unknown --rdzv-backend 'etcd-v2'"),
+        (["--rdzv-backend=etcd-v2"], "--rdzv-backend etcd needs --rdzv-endpoint HOST:PORT"),
         (
             ["--rdzv-backend=foo"],
             r"unknown --rdzv-backend 'foo' \(known: static, c10d, etcd, redis\)",
@@ -130,10 +135,41 @@ def test_one_node_needs_no_meeting(flags):
     assert parse(*flags)["meeting"] == Meeting()
 
 
-@pytest.mark.parametrize("conf", ["join_timeout", "x=1", "join_timeout="])
+@pytest.mark.parametrize("conf", ["join_timeout", "=1", "join_timeout="])
 def test_bad_conf(conf):
     with pytest.raises(argparse.ArgumentError, match="--rdzv-conf"):
         parse(f"--rdzv-conf={conf}")
+
+
+@pytest.mark.parametrize(
+    ("conf", "named"),
+    [
+        ("join_timeout=1,etcd_prefix=/a", ""),
+        ("use_libuv=1", "unknown key 'use_libuv' without effect"),
+        ("x=1,rank=0,'join_timeout=5'", """unknown keys 'x', "'join_timeout" without effect"""),
+    ],
+)
+def test_unknown_key_is_a_warning_that_names_it_and_the_known_ones(conf, named):
+    options = options_of(f"--rdzv-conf={conf}", "--nnodes=2")
+    node_options(options)
+    assert unknown_conf(options).startswith(
+        f"--rdzv-conf: {named} (known: join_timeout, " * bool(named)
+    )
+    assert bool(unknown_conf(options)) is bool(named)
+
+
+@pytest.mark.parametrize(
+    "conf", ["", "a=1", " a = 1 , 'b=2', c='3'", "a=b=c", '"a=1,b=2"', "a", "=1", "a=", "a= ,b=1"]
+)
+def test_conf_means_what_it_means_to_torchrun(conf):
+    theirs = pytest.importorskip("torch.distributed.elastic.rendezvous.utils")
+    try:
+        expected = theirs._parse_rendezvous_config(conf)
+    except ValueError:
+        with pytest.raises(argparse.ArgumentError, match="is not KEY=VALUE"):
+            options_of(f"--rdzv-conf={conf}")
+    else:
+        assert options_of(f"--rdzv-conf={conf}").rdzv_conf == expected
 
 
 def test_environment_gives_defaults(monkeypatch):

@@ -138,6 +138,28 @@ def test_usage_errors(tmp_path, monkeypatch, capsys, arguments, message):
     assert err.startswith("usage: unisono run [options] script ")
 
 
+@pytest.mark.parametrize("flags", ["", "-m", "--no-python", "s.py : -n 1 "])
+def test_variables_exclude_each_other_as_flags_do(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").touch()
+    variables = {"-m": ("PET_NO_PYTHON",), "--no-python": ("UNISONO_MODULE",)}
+    for name in variables.get(flags, ("PET_NO_PYTHON", "PET_MODULE")):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *flags.split(), "s.py"])
+    assert ended.value.code == 2
+    expected = "error: argument --no-python: not allowed with argument -m/--module\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+def test_unknown_key_of_the_rendezvous_is_told(launches):
+    code, _, err = launches.run("--rdzv-conf=use_libuv=1", script="")
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith(
+        "unisono run: --rdzv-conf: unknown key 'use_libuv' without effect (known: "
+    )
+
+
 def test_the_command_says_its_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

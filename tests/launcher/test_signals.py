@@ -57,7 +57,6 @@ def test_signal_while_a_child_is_forked_is_not_lost(tmp_path, number):
         f"os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), {int(number)}))\n"
         "def fn(rank):\n"
         f"    assert signal.getsignal({int(number)}) is handler\n"
-        "    signal.pause()\n"
         "unisono.spawn(fn, nprocs=2, start_method='fork')\n"
     )
     done = python(script)
@@ -83,7 +82,7 @@ def pauses(monkeypatch, *between_s):
     found, pauses = [], BackOff()
     for ran_s in between_s:
         now[0] += ran_s
-        found.append(round(pauses.pause_s(), 3))
+        found.append(round(pauses.begin(), 3))
         now[0] += found[-1]
     return found
 
@@ -117,9 +116,11 @@ raise SystemExit(7)
     assert ("restart 1 of 9\n" if restart == "all" else "replacement 1 of 9\n") in err
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_storm_of_signals(seed):
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(1, 26), pytest.param(1000, 300, marks=pytest.mark.whole("takes 80 s"))]
+)
+def test_storm_of_signals(seed, rounds):
     """`make fuzz-signals` sends more."""
-    command = [sys.executable, "-m", "tests.fuzz.signal_storm", str(seed), "26"]
+    command = [sys.executable, "-m", "tests.fuzz.signal_storm", str(seed), str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

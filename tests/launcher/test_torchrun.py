@@ -71,6 +71,10 @@ def test_every_flag_in_every_spelling():
     assert set(VALUES) | set(SWITCHES) <= seen
 
 
+def test_default_plug_in_for_logs():
+    assert parse("--logs-specs", "default").logs_specs == parse().logs_specs
+
+
 def test_every_variable(monkeypatch):
     for action in their_flags():
         if action.dest in WITHOUT_VARIABLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class Data:
 
     def __init__(self, case: Case, plan: BenchPlan, rank: int) -> None:
         self.case, self.plan, self.rank = case, plan, rank
-        self.dtype = np.dtype(plan.dtype)
+        self.dtype, self._eps = _numpy_type(plan.dtype)
         part, whole = case.count, case.count * plan.nprocs
         is_root = rank == plan.root
         sizes = {
@@ -72,10 +73,10 @@ class Data:
         if expected is None:
             return 0
         differs = np.flatnonzero(self.output != expected)
-        if self.dtype.kind == "f":
+        if self._eps:
             # Libraries reduce in different orders: allow one rounding per rank.
-            tolerance = float(np.finfo(self.dtype).eps) * self.plan.nprocs
-            got, want = self.output[differs], expected[differs]
+            tolerance = self._eps * self.plan.nprocs
+            got, want = (array[differs].astype(np.float64) for array in (self.output, expected))
             differs = differs[~np.isclose(got, want, rtol=tolerance, atol=0.0)]
         return int(differs.size)
 
@@ -115,13 +116,14 @@ class Data:
         if self.plan.redop == "prod":
             numbers = numbers % 2 + 1
         else:
-            numbers %= 5 if self.dtype.itemsize == 1 else 31
+            few_bits = self.dtype.itemsize == 1 or self._eps > 2**-8
+            numbers %= 5 if few_bits else 31
         return np.resize(numbers.astype(self.dtype), count)
 
     def _reduced(self, count: int) -> Array:
         redop = self.plan.redop
         # A product of many ranks overflows float16, so compute in float64 and round once.
-        wide = np.dtype(np.float64) if self.dtype.kind == "f" else self.dtype
+        wide = np.dtype(np.float64) if self._eps else self.dtype
         total = self._pattern(0, count).astype(wide)
         combine: dict[str, Any] = {
             "prod": np.multiply,
@@ -134,6 +136,22 @@ class Data:
             divide = np.divide if wide.kind == "f" else np.floor_divide
             divide(total, self.plan.nprocs, out=total)
         return total.astype(self.dtype)
+
+
+def _numpy_type(name: str) -> tuple[Any, float]:
+    """Return a type and its relative rounding step, which is 0 for integers."""
+    if name == "bfloat16":
+        extension = importlib.import_module("ml_dtypes")
+        return np.dtype(extension.bfloat16), float(extension.finfo(extension.bfloat16).eps)
+    dtype = np.dtype(name)
+    return dtype, float(np.finfo(dtype).eps) if dtype.kind == "f" else 0.0
+
+
+def to_tensor(torch: Any, array: Array) -> Any:
+    """Return an array as a tensor on the CPU, without a copy."""
+    if array.dtype.name == "bfloat16":  # torch does not know the type of ml_dtypes
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 class GPUData(Data):
@@ -149,8 +167,8 @@ class GPUData(Data):
     def __init__(self, case: Case, plan: BenchPlan, rank: int, torch: Any) -> None:
         super().__init__(case, plan, rank)
         self._torch = torch
-        result = torch.from_numpy(self.output).cuda()
-        given = result if self.input is self.output else torch.from_numpy(self.input).cuda()
+        result = to_tensor(torch, self.output).cuda()
+        given = result if self.input is self.output else to_tensor(torch, self.input).cuda()
         self._tensors = given, result
 
     @property
@@ -169,10 +187,10 @@ class GPUData(Data):
         self._copy_to_gpu()
 
     def count_wrong(self) -> int:
-        self.output[:] = self._tensors[1].cpu().numpy()
+        to_tensor(self._torch, self.output).copy_(self._tensors[1])
         return super().count_wrong()
 
     def _copy_to_gpu(self) -> None:
         for tensor, array in zip(self._tensors, (self.input, self.output), strict=True):
-            tensor.copy_(self._torch.from_numpy(array))
+            tensor.copy_(to_tensor(self._torch, array))
         self._torch.cuda.synchronize()

@@ -33,12 +33,13 @@ from unisono.testing.hosts import Host, Network, why_no_hosts
 _MODULES = {
     **{"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)},
     **{"nccl": ("torch",), "nccl4py": ("torch", "nccl"), "cuda": ("torch", "nccl")},
+    "bfloat16": ("ml_dtypes",),
 }
 _EXTRAS = {
     **{"gloo": "torch", "mpi": "bench", "plot": "plot"},
     **{"nccl": "torch", "nccl4py": "nccl", "cuda": "nccl"},
 }
-_FLAGS = {"plot": "--plot", "cuda": "--device cuda"}
+_FLAGS = {"plot": "--plot", "cuda": "--device cuda", "bfloat16": "-d bfloat16"}
 _POLL_S = 0.5
 _STOP_S = 10.0
 
@@ -47,7 +48,7 @@ def check_installed(feature: str) -> None:
     """Check that the packages and programs that a flag needs are installed.
 
     Args:
-        feature: "gloo", "mpi", "nccl", "nccl4py", "cuda" or "plot".
+        feature: "gloo", "mpi", "nccl", "nccl4py", "cuda", "plot" or "bfloat16".
 
     Raises:
         InvalidArgumentError: Names the missing package or program and how to install it.
@@ -59,7 +60,9 @@ def check_installed(feature: str) -> None:
         flag = _FLAGS.get(feature, f"--peer {feature}")
         raise InvalidArgumentError(
             f"{flag} needs {' and '.join(missing)}, not found beside {sys.executable}",
-            hint=f"pip install 'unisono[{_EXTRAS[feature]}]'",
+            hint=f"pip install 'unisono[{_EXTRAS[feature]}]'"
+            if feature in _EXTRAS
+            else f"pip install {missing[0]}",
         )
     if feature == "cuda" and not importlib.import_module("torch").cuda.is_available():
         raise InvalidArgumentError("--device cuda: torch finds no GPU here")

@@ -17,7 +17,7 @@ import numpy as np
 from unisono.backends import CPUOptions
 from unisono.backends.nccl import library as nccl_library
 from unisono.base.types import ReduceOp
-from unisono.bench.data import Data
+from unisono.bench.data import Data, to_tensor
 from unisono.bench.plan import REDOPS, BenchPlan
 from unisono.errors import LaunchError, UnsupportedError
 from unisono.groups.operations import OPS
@@ -128,8 +128,8 @@ class _MPI:
         names = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
         if plan.redop not in names:
             raise UnsupportedError(f"{self.name} has no reduce op {plan.redop}")
-        if plan.dtype == "float16":
-            raise UnsupportedError(f"{self.name} has no type float16")
+        if plan.dtype in ("float16", "bfloat16"):
+            raise UnsupportedError(f"{self.name} has no type {plan.dtype}")
         op, root, here = getattr(self._mpi, names[plan.redop]), plan.root, self._mpi.IN_PLACE
         given, result, is_root = data.input, data.output, data.rank == plan.root
         match case.op:
@@ -283,7 +283,7 @@ def _open_torch(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Libra
         timeout=limit,
     )
     versions = {"torch": str(torch.__version__)}
-    wrap = torch.from_numpy if name == "gloo" else lambda tensor: tensor
+    wrap = partial(to_tensor, torch) if name == "gloo" else lambda tensor: tensor
     return _C10d(name, dist, wrap, dist.ReduceOp, versions, {})
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unisono.errors import InvalidArgumentError
@@ -26,12 +26,16 @@ DTYPES = {
     "int8": 1,
     "uint8": 1,
     "float16": 2,
+    "bfloat16": 2,
     "int32": 4,
     "float32": 4,
     "int64": 8,
     "float64": 8,
 }
-"""Bytes per element of the types that NumPy and torch have and Gloo can reduce."""
+"""Bytes per element of the types that NumPy (or ml_dtypes) and torch have and Gloo can reduce."""
+
+ALL = "all"
+"""nccl-tests' name of all types (`-d`), and of all reduce ops (`-o`)."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ class BenchPlan:
         hosts: Number of network namespaces, each with an equal share of the ranks; 0: this host.
         sizes: Sizes of each operation.
         loop: Measurement of each size.
-        dtype: Element type, a name from `DTYPES`.
-        redop: Reduce op, a name from `REDOPS`.
+        dtype: Element type, a name from `DTYPES`, or several with commas between; see `variants`.
+        redop: Reduce op, a name from `REDOPS`, or several with commas between.
         root: Root of the rooted operations.
         engine: Engine of unisono; None: that of UNISONO_ENGINE.
         algorithm: Algorithm of unisono; None: unisono selects it.
@@ -186,6 +190,16 @@ class BenchPlan:
             )
         if "sendrecv" in self.ops and self.nprocs < 2:
             raise InvalidArgumentError("sendrecv needs at least 2 ranks, got --nproc-per-node 1")
+
+    def variants(self, op: str) -> Iterator[BenchPlan]:
+        """Yield the plan with one type and one reduce op, for each that makes a difference."""
+        dtypes, redops = self.dtype.split(","), self.redop.split(",")
+        if op == "barrier":
+            del dtypes[1:]
+        if not OPS[op].reduces:
+            del redops[1:]
+        for dtype, redop in itertools.product(dtypes, redops):
+            yield replace(self, dtype=dtype, redop=redop)
 
     def peer_of(self, rank: int) -> int | None:
         """Return the rank with which a rank exchanges messages, on another host if there is one.

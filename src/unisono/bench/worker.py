@@ -63,8 +63,9 @@ def work(rank: int, plan: BenchPlan, port: int, host: str = LOOPBACK) -> None:
     ranks = _BenchRank(rank, plan, store, libraries)
     ranks.send("start", versions=ranks.versions(), group=repr(unisono.group.WORLD))
     for op in plan.ops:
-        for case in cases(op, plan):
-            ranks.send("row", **ranks.measure(case))
+        for variant in plan.variants(op):
+            for case in cases(op, variant):
+                ranks.send("row", **ranks.measure(case, variant))
     for library in libraries:
         library.close()
     store.close()
@@ -99,9 +100,14 @@ class _BenchRank:
         """Return the names and versions of all libraries."""
         return {k: v for library in self._libraries for k, v in library.versions().items()}
 
-    def measure(self, case: Case) -> dict[str, Any]:
-        """Measure a case; return its row with times and wrong elements per library."""
-        plan, op = self._plan, OPS[case.op]
+    def measure(self, case: Case, plan: BenchPlan) -> dict[str, Any]:
+        """Measure a case; return its row with times and wrong elements per library.
+
+        Args:
+            case: Operation and size.
+            plan: The plan with the type and the reduce op of the case.
+        """
+        op = OPS[case.op]
         on_gpu = plan.device == "cuda"
         data = GPUData(case, plan, self._rank, _torch()) if on_gpu else Data(case, plan, self._rank)
         ready = [r for library in self._libraries if (r := self._prepare(library, data))]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
 from typing import Any
 
-from unisono.bench.plan import DTYPES, OPS, PEERS, REDOPS, BenchPlan, Loop, Sizes, parse_nbytes
+from unisono.bench.plan import (
+    ALL,
+    DTYPES,
+    OPS,
+    PEERS,
+    REDOPS,
+    BenchPlan,
+    Loop,
+    Sizes,
+    parse_nbytes,
+)
 from unisono.cli.flags import add_parser, check_writable, checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
@@ -40,7 +51,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help=", ".join([*OPS, "all"]),
     )
     parser.add_argument(
-        "--nproc-per-node", type=positive, default=2, metavar="N", help="ranks per host (2)"
+        "--nproc-per-node",
+        type=positive,
+        metavar="N",
+        help="ranks per host (2, or 1 with -t or -g)",
     )
     parser.add_argument(
         "--hosts",
@@ -51,6 +65,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     _add_sizes(parser)
     _add_loop(parser)
+    _add_nccl_tests(parser)
     parser.add_argument("--engine", choices=("native", "reference"), help="unisono's engine")
     parser.add_argument("--algorithm", metavar="NAME", help="unisono's algorithm")
     parser.add_argument(
@@ -91,12 +106,12 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "-d",
         "--datatype",
         "--dtype",
-        choices=[*DTYPES, *_ALIASES],
+        choices=[*DTYPES, *_ALIASES, ALL],
         default="float32",
         metavar="TYPE",
-        help="(float32)",
+        help=f"{', '.join([*DTYPES, *_ALIASES, ALL])} (float32); bfloat16 needs ml_dtypes",
     )
-    sizes.add_argument("-o", "--op", choices=REDOPS, default="sum", help="reduce op (sum)")
+    sizes.add_argument("-o", "--op", choices=[*REDOPS, ALL], default="sum", help="reduce op (sum)")
     sizes.add_argument(
         "-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)"
     )
@@ -126,6 +141,47 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("-c", "--check", choices=("0", "1"), default="1", help="check results (1)")
 
 
+def _add_nccl_tests(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("for command lines of nccl-tests")
+    for short, name, meaning in (
+        ("-t", "nthreads", "threads"),
+        ("-g", "ngpus", "GPUs of each thread"),
+    ):
+        group.add_argument(
+            short,
+            f"--{name}",
+            type=positive,
+            default=1,
+            metavar="N",
+            help=f"{meaning} there; here the ranks per host are N times as many processes (1)",
+        )
+    for short, name, effect in (
+        ("-p", "parallel_init", "the ranks are processes, which start at the same time"),
+        ("-z", "blocking", "a call on the CPU ends before the next begins"),
+    ):
+        group.add_argument(
+            short, f"--{name}", choices=("0", "1"), default="0", help=f"no effect: {effect}"
+        )
+
+
+def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
+    """Return what the flags of nccl-tests mean here, if that is not what they mean there."""
+    found = []
+    if options.nthreads * options.ngpus > 1:
+        found.append(
+            f"-t {options.nthreads} -g {options.ngpus}: {plan.nprocs} ranks, each a process of its "
+            "own; unisono has no ranks that are threads of one process"
+        )
+    if options.parallel_init == "1":
+        found.append("-p 1: no effect; the ranks are processes, which start at the same time")
+    if options.blocking == "1":
+        where = "the GPU is awaited after each loop" if plan.device == "cuda" else "calls block"
+        found.append(f"-z 1: no effect; {where} in any case")
+    if options.datatype == ALL and "bfloat16" not in plan.dtype:
+        found.append("-d all: without bfloat16, which needs the package ml_dtypes")
+    return found
+
+
 def _bench(options: argparse.Namespace) -> int:
     if "store" in options.ops:
         raise InvalidArgumentError(
@@ -136,12 +192,20 @@ def _bench(options: argparse.Namespace) -> int:
     from unisono.bench.report import Table, document
 
     plan = _plan(options)
-    wanted = {"plot": bool(options.plot), "cuda": plan.device == "cuda"}
+    if options.plot and ALL in (options.datatype, options.op):
+        raise InvalidArgumentError("--plot draws one type and one reduce op, not -d all or -o all")
+    wanted = {
+        "plot": bool(options.plot),
+        "cuda": plan.device == "cuda",
+        "bfloat16": "bfloat16" in plan.dtype,
+    }
     for feature in (*plan.peers, *(name for name, is_wanted in wanted.items() if is_wanted)):
         check_installed(feature)
     for path in filter(None, (options.json, options.plot)):
         check_writable(path)
     table = Table(plan)
+    for note in _notes(options, plan):
+        table.take({"kind": "note", "text": note})
     try:
         for message in run_ranks(plan):
             table.take(message)
@@ -168,7 +232,13 @@ def _as_text(result: dict[str, Any]) -> str:
 
 def _plan(options: argparse.Namespace) -> BenchPlan:
     ops = tuple(OPS) if "all" in options.ops else tuple(dict.fromkeys(options.ops))
-    nprocs = options.nproc_per_node * (options.hosts or 1)
+    share = options.nthreads * options.ngpus
+    per_host = (options.nproc_per_node or (2 if share == 1 else 1)) * share
+    nprocs = per_host * (options.hosts or 1)
+    dtypes = _ALIASES.get(options.datatype, options.datatype)
+    if dtypes == ALL:
+        has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
+        dtypes = ",".join(name for name in DTYPES if has_bfloat16 or name != "bfloat16")
     if options.ops == ["all"] and nprocs == 1:
         ops = tuple(op for op in ops if op != "sendrecv")
     if options.algorithm:
@@ -189,8 +259,8 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
             check=options.check == "1",
             timeout_s=options.timeout,
         ),
-        dtype=_ALIASES.get(options.datatype, options.datatype),
-        redop=options.op,
+        dtype=dtypes,
+        redop=",".join(REDOPS) if options.op == ALL else options.op,
         root=options.root,
         engine=options.engine,
         algorithm=options.algorithm,

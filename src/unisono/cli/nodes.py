@@ -18,6 +18,8 @@ from unisono.rendezvous.state import Limits
 
 _SERVICES = ("etcd", "redis")
 _BACKENDS = ("static", "c10d", *_SERVICES)
+# torchrun has two rendezvous over etcd, which differ in its code only.
+_OTHER_NAMES = {"etcd-v2": "etcd"}
 # torchrun's names for the certificates and the key of a secured etcd.
 _SECRETS = {"cacert": "ca_cert", "ca_cert": "ca_cert", "cert": "cert_cert", "key": "cert_key"}
 _BEATS = 10
@@ -79,10 +81,11 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(
         group,
         "--rdzv-backend",
+        type=lambda name: _OTHER_NAMES.get(name, name),
         default="static",
         metavar="NAME",
         help="how nodes meet: static (fixed --node-rank), c10d (in the order in which they come), "
-        "etcd or redis (like c10d, in a service that outlives every node)",
+        "etcd or redis (like c10d, in a service that outlives every node); etcd-v2 is etcd",
     )
     add_flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet")
     add_flag(group, "--rdzv-id", metavar="NAME", help="name of the job")
@@ -92,7 +95,8 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         type=_conf,
         default="",
         metavar="KEY=VALUE,...",
-        help="; ".join(f"{key}: {meaning}" for key, meaning in _CONF.items()),
+        help="; ".join(f"{key}: {meaning}" for key, meaning in _CONF.items())
+        + "; another key: a warning, and no effect",
     )
     add_flag(group, "--local-addr", metavar="HOST", help="this node's address")
     _add_restart_flags(group)
@@ -172,13 +176,18 @@ def _nodes(text: str) -> tuple[int, int]:
 def _conf(text: str) -> dict[str, str]:
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals or not value:
+        key, _, value = (word.strip() for word in part.partition("="))
+        if not key or not value:
             raise argparse.ArgumentTypeError(f"{part!r} is not KEY=VALUE")
-        if key not in _CONF and not _ETCD_CONF.fullmatch(key):
-            raise argparse.ArgumentTypeError(f"unknown key {key!r} (known: {', '.join(_CONF)})")
         found[key] = value
     return found
+
+
+def unknown_conf(options: argparse.Namespace) -> str:
+    """Return a warning about the keys of --rdzv-conf that have no effect, or ""."""
+    keys = [key for key in options.rdzv_conf if key not in _CONF and not _ETCD_CONF.fullmatch(key)]
+    named = f"unknown key{'s' if len(keys) > 1 else ''} {', '.join(map(repr, keys))}"
+    return f"--rdzv-conf: {named} without effect (known: {', '.join(_CONF)})" if keys else ""
 
 
 def node_options(options: argparse.Namespace) -> dict[str, Any]:

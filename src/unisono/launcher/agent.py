@@ -23,7 +23,6 @@ from unisono.base.config import get
 from unisono.base.deadline import Deadline
 from unisono.errors import LaunchError
 from unisono.launcher.attempt import Attempt, AttemptResult, LaunchResources
-from unisono.launcher.back_off import BackOff
 from unisono.launcher.environment import LOOPBACK, Place, new_launch_id
 from unisono.launcher.output.files import Output
 from unisono.launcher.report import SETTLE_S, WorkerFailure, root_cause_first, signal_name
@@ -138,7 +137,6 @@ class Agent:
             descendants=Descendants() if descendants is None else descendants,
         )
         self._output: Output | None = None
-        self._back_off = BackOff()
         self._restarts = 0
         self._signum: int | None = None
         self._hurried = False
@@ -243,10 +241,10 @@ class Agent:
     def _run_world(self, world: WorkerWorld, output: Output) -> AttemptResult:
         spec = self._resources.spec
         self._restarts = world.restarts
-        failed, pause = False, Deadline(0.0)
+        failed = False
 
         def on_failure(failure: WorkerFailure) -> None:
-            nonlocal failed, pause
+            nonlocal failed
             failed = True
             self._rendezvous.failed(
                 world.epoch,
@@ -255,8 +253,8 @@ class Agent:
             )
             used = world.restarts + self._rendezvous.replaced
             if used < spec.limits.max_restarts:
-                pause = Deadline(self._back_off.pause_s())
-                later = f" in {pause.timeout_s:g} s" if pause.timeout_s >= 1.0 else ""
+                pause_s = self._resources.back_off.begin()
+                later = f" in {pause_s:g} s" if pause_s >= 1.0 else ""
                 self.notify(
                     f"{failure.line_with_reason()}; "
                     f"restart {used + 1} of {spec.limits.max_restarts}{later}"
@@ -270,15 +268,7 @@ class Agent:
             token=self._token,
             replaces=spec.limits.replaces,
         )
-        job = self._rendezvous if spec.limits.replaces else None
-        replacements = Replacements(
-            place,
-            job,
-            self._orders.answer,
-            spec.limits.min_nprocs or spec.nprocs,
-            self.notify,
-            self._back_off,
-        )
+        replacements = self._replacements(place)
         attempt = Attempt(
             self._resources,
             output,
@@ -302,15 +292,26 @@ class Agent:
             # After a signal this node leaves instead. If it reported `stopped` first, all nodes
             # would seem ready for the next world. A worker of another node that lost its peer to
             # the signal would then count as the failure.
-            self._wait(pause)
+            self._wait()
             self._rendezvous.stopped()
         return result
 
-    def _wait(self, pause: Deadline) -> None:
+    def _replacements(self, place: Place) -> Replacements:
+        spec = self._resources.spec
+        return Replacements(
+            place,
+            self._rendezvous if spec.limits.replaces else None,
+            self._orders.answer,
+            spec.limits.min_nprocs or spec.nprocs,
+            self.notify,
+            self._resources.back_off,
+        )
+
+    def _wait(self) -> None:
         """Wait before a restart, until a signal or the end of the job."""
-        signals = self._resources.signals
-        while self._signum is None and self._orders.end is None and not pause.expired():
-            select.select([signals.fd], [], [], pause.remaining())
+        signals, back_off = self._resources.signals, self._resources.back_off
+        while self._signum is None and self._orders.end is None and not back_off.over():
+            select.select([signals.fd], [], [], back_off.in_s())
             self._signum = next(filter(signals.ends, signals.read()), None)
             self._orders.take()
 

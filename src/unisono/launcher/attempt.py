@@ -11,11 +11,12 @@ import contextlib
 import selectors
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unisono.base.config import environ
 from unisono.base.stacks import offered_stacks
 from unisono.base.where import place_of
+from unisono.launcher.back_off import BackOff
 from unisono.launcher.environment import ERROR_FILE_VARIABLE, Place, worker_environment
 from unisono.launcher.output.console import WorkerName
 from unisono.launcher.output.files import Output
@@ -47,6 +48,7 @@ class LaunchResources:
         warm: Half-started workers. An attempt takes those of the attempt before it, and starts
             others for the next attempt.
         descendants: The processes that an attempt kills at its end if not all workers succeeded.
+        back_off: The pauses before restarts.
     """
 
     spec: LaunchSpec
@@ -54,6 +56,7 @@ class LaunchResources:
     signals: Signals
     warm: WarmWorkers
     descendants: Descendants
+    back_off: BackOff = field(default_factory=BackOff)
 
 
 @dataclass(frozen=True, kw_only=True)

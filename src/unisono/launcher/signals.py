@@ -21,9 +21,9 @@ _WAKE = b"\0"
 class Signals:
     """Turns signals into bytes on a file descriptor, from `__enter__` to `__exit__`.
 
-    A signal that was ignored before (nohup, a shell's background job) stays ignored. One that was
-    blocked, as `fork_launcher` leaves it, is let through. Outside the main thread signals cannot be
-    caught; only `wake` makes the descriptor readable.
+    A signal that was ignored before (nohup, a shell's background job) stays ignored. A signal that
+    was blocked (by `fork_launcher`) is unblocked. Outside the main thread signals cannot be caught;
+    only `wake` makes the descriptor readable.
 
     Args:
         ending: Names of the signals that end the launch. SIGUSR1 and SIGUSR2 are caught in any
@@ -102,7 +102,7 @@ def deferred() -> Iterator[None]:
     """Run the handlers of SIGINT and SIGTERM after the block, in which a child is started.
 
     Python ignores an exception in a hook of `os.fork`, such as that of `logging`, so a Ctrl-C there
-    would be lost. Elsewhere in the block it would leave a child that nobody stops.
+    would be lost. Elsewhere in the block it would leave a child that no process stops.
     """
     if not _is_main() or _deferred.handlers:
         yield

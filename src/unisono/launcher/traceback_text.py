@@ -1,4 +1,4 @@
-"""Read tracebacks: find one in a standard error, and tell whether it reports the end of a peer."""
+"""Find the traceback in a standard error, and decide whether it only reports the end of a peer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAST_LINES = 20
 
 
 _MEMBER = re.compile(r"( +)(\+-)?\+-{16} (\d+|\.\.\.) -{16}")
-"""The line before a member of an exception group, such as "+---------------- 2 ----------------"."""
+"""The line before a member of an exception group, as in "+---------------- 1 ----------------"."""
 
 _MARGIN = re.compile(r"( +)(?:\| ?|\+ (?=Exception Group))")
 _INNER_HEADERS = ("Traceback (most recent call last):", "Exception Group Traceback")
@@ -35,7 +35,7 @@ _CALLBACK = "RuntimeError: Got the following error when running the callback: "
 _CLOSED = r"(Connection closed by peer|Connection reset by peer|Broken pipe)"
 
 _WRAPPED = re.compile(rf"({_CALLBACK})?(\w+\.)*{_PEERS}\b|.*gloo/.*{_CLOSED}")
-"""The line of an exception that reports the end of a peer, also if another one was raised from it.
+"""The line of an exception that reports the end of a peer, at any place of a chain of exceptions.
 
 torch's DDP turns an error of a call into the text of a RuntimeError.
 """
@@ -111,8 +111,8 @@ def exception_line(text: str) -> str:
 def is_consequence(text: str) -> bool:
     """Whether a traceback only reports that another process was lost before.
 
-    It does so if its exception says so, or one of those from which, or during the handling of
-    which, the exception was raised. A group does so if all its members do.
+    It does if one exception of its chain does: the last, its causes, and the exceptions that were
+    handled when the next was raised. A group of exceptions does if all its members do.
     """
     return _follow(_exceptions(text))
 
@@ -140,7 +140,7 @@ def _follow(raised: Sequence[_Raised]) -> bool:
 
 
 def _exceptions(text: str) -> list[_Raised]:
-    """Return the exceptions of a traceback; the last one is that which ended the program."""
+    """Return the exceptions of a traceback; the last one ended the program."""
     lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
     headers = _headers(lines) or [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
     # The exceptions of the text, those of the present member of a group in it, and so on.

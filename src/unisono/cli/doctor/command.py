@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from unisono.cli.flags import check_writable
-from unisono.cli.nodes import add_count_flag, add_node_flags
+from unisono.cli.nodes import add_count_flag, add_node_flags, unknown_conf
 from unisono.errors import InvalidArgumentError
 
 _PREFIX = "unisono doctor: "
@@ -66,6 +66,8 @@ def _doctor(options: argparse.Namespace) -> int:
         options.nnodes = (len(options.hosts), len(options.hosts))
         if not options.rdzv_endpoint and options.rdzv_backend == "static":
             options.rdzv_backend, options.rdzv_endpoint = "c10d", options.hosts[0]
+    if warning := unknown_conf(options):
+        print(_PREFIX + warning, file=sys.stderr)
     options.rdzv_conf = {"join_timeout": _JOIN_S, **(options.rdzv_conf or {})}
     if options.plot and options.nnodes[1] == 1:
         raise InvalidArgumentError("--plot needs two hosts or more: give --hosts or --nnodes")

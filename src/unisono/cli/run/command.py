@@ -17,7 +17,7 @@ from typing import Any
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
-from unisono.cli.nodes import add_node_flags, node_options
+from unisono.cli.nodes import add_node_flags, node_options, unknown_conf
 from unisono.cli.run.dry_run import describe
 from unisono.cli.run.output import add_output_flags, log_options
 from unisono.cli.run.programs import add_program_flags, worker_commands
@@ -130,6 +130,8 @@ def _run(options: argparse.Namespace) -> int:
     through = not terminal or logs.stdout(len(commands), terminal) != "inherited"
     shown = through and not options.dry_run
     status = make_status_line(len(commands)) if shown else None
+    if warning := unknown_conf(options):
+        _show(warning)
     nodes = node_options(options)
     nodes["limits"] = replace(nodes["limits"], min_nprocs=least)
     spec = LaunchSpec(
@@ -168,18 +170,30 @@ def _run(options: argparse.Namespace) -> int:
     # This launcher may be a worker of another launcher.
     if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
         _write_json(path, error_document(result.failures[0]))
-    report = threading.Thread(target=_print_report, args=(result,), daemon=True)
-    try:
-        report.start()
-        while agent.may_wait and not late.came and report.is_alive():
-            report.join(_LOOK_S)
-        report.join(options.grace)
-    except RuntimeError:  # the system allows no further thread
-        _print_report(result)
-    if report.is_alive() or not agent.may_wait or late.came or not _are_flushed():
+    is_read = _report(result, lambda: agent.may_wait and not late.came, options.grace)
+    if not is_read or not agent.may_wait or late.came or not _are_flushed():
         # At its end Python would flush again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)
     return result.exit_code
+
+
+def _report(result: LaunchResult, may_wait: Callable[[], bool], limit_s: float) -> bool:
+    """Print the report; return whether it was read, which may take at most `limit_s`.
+
+    Args:
+        result: The result of the launch.
+        may_wait: Function that returns whether the limit does not hold yet.
+        limit_s: Time for a reader that does not read.
+    """
+    report = threading.Thread(target=_print_report, args=(result,), daemon=True)
+    try:
+        report.start()
+        while may_wait() and report.is_alive():
+            report.join(_LOOK_S)
+        report.join(limit_s)
+    except RuntimeError:  # the system allows no further thread
+        _print_report(result)
+    return not report.is_alive()
 
 
 class _LateSignals:

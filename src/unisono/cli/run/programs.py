@@ -23,9 +23,11 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
         "workers fail and no restart is left",
         may_vary=True,
     )
-    kind = parser.add_mutually_exclusive_group()
-    add_flag(kind, "-m", "--module", action="store_true", help="run a module, as `python -m` does")
-    add_flag(kind, "--no-python", action="store_true", help="run any program, not a script")
+    # `_command` checks that only one is given: argparse would not see what the environment gives.
+    add_flag(
+        parser, "-m", "--module", action="store_true", help="run a module, as `python -m` does"
+    )
+    add_flag(parser, "--no-python", action="store_true", help="run any program, not a script")
     add_flag(
         parser,
         "--run-path",
@@ -97,6 +99,8 @@ def _command(
     command: list[str] = program.command
     if command and command[0] == "--":
         command = command[1:]
+    if program.module and program.no_python:
+        parser.error("argument --no-python: not allowed with argument -m/--module")
     if not command:
         parser.error("no script given")
     if program.no_python and not program.run_path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-from typing import Any
 
 from unisono.cli.flags import add_flag
 from unisono.launcher.signals import ENDING
@@ -56,9 +55,11 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(
         group,
         "--logs-specs",
-        type=_no_plug_in,
+        type=_own_logs,
+        default="default",
         metavar="NAME",
-        help="a plug-in for logs; always an error, because unisono has no plug-ins for logs",
+        help="default (no effect); the name of a plug-in is an error, because unisono has none for "
+        "logs",
     )
 
 
@@ -70,7 +71,9 @@ def _signals(text: str) -> tuple[str, ...]:
     return names
 
 
-def _no_plug_in(name: str) -> Any:
+def _own_logs(name: str) -> str:
+    if name == "default":
+        return name
     raise argparse.ArgumentTypeError(
         f"{name!r}: torchrun's plug-ins for logs cannot be used here; see --log-dir, --prefix"
     )

@@ -70,7 +70,6 @@ class Replacements:
         self._idle = self._met = place.node.joined
         self._next = Deadline(_LOOK_S)
         self._back_off = back_off or BackOff()
-        self._pause: Deadline | None = None
 
     def ask(self, worker: Worker, failure: WorkerFailure, running: Sequence[Worker]) -> bool:
         """Ask the job for a replacement; return False if it would be of no use.
@@ -82,7 +81,7 @@ class Replacements:
             return False
         assert self._rendezvous is not None
         self.asked.append((worker, failure))
-        self._pause = Deadline(self._back_off.pause_s())
+        self._back_off.begin()
         self._rendezvous.ask_to_replace(self._place.world.epoch)
         return True
 
@@ -91,16 +90,14 @@ class Replacements:
 
         None if there is no answer, or if it is too early for a replacement.
         """
-        if self._pause is not None and self._pause.expired():
-            self._pause = None
-        if not self.asked or self._pause is not None or (answer := self._answer()) is None:
+        if not (self.asked and self._back_off.over()) or (answer := self._answer()) is None:
             return None
         self.count += answer.granted
         return *self.asked.popleft(), answer
 
     def answer_in_s(self) -> float:
         """Return in how many seconds to call `answered`; infinity if a wake-up will come."""
-        return float("inf") if self._pause is None else self._pause.remaining()
+        return self._back_off.in_s() if self.asked else float("inf")
 
     def has_met(self, rank: int) -> bool:
         """Return whether a worker has met the others in `init_process_group`.
