@@ -76,7 +76,7 @@ void bind_mpi(nb::module_& m) {
          "Wait for the call that returned WAITING; return (code, MPI's error).")
     .def("is_moving", &MPIGroup::is_moving, "Whether MPI has the arrays of the call.")
     .def("give_up", &MPIGroup::give_up,
-         "Give MPI no array of the call any more; return whether MPI has them already.")
+         "Give MPI no more arrays of the call; return whether MPI has them.")
     .def("is_under_way", &MPIGroup::is_under_way,
          "Whether a call has begun and not ended: MPI may have memory of it.")
     .def("has_arrived", &MPIGroup::has_arrived,

@@ -263,7 +263,12 @@ class Calls:
         """Send and receive plain messages through a Port."""
 
     def run(
-        self, prepared: Prepared, input: object | None, output: object | None, timeout_s: float
+        self,
+        prepared: Prepared,
+        input: object | None,
+        output: object | None,
+        timeout_s: float,
+        seq: int,
     ) -> tuple[int, int]:
         """Run a call on this thread, which has the turn; return (code, peer)."""
 
@@ -422,9 +427,7 @@ class MPIGroup:
         """Whether MPI has the arrays of the call."""
 
     def give_up(self) -> bool:
-        """
-        Give MPI no array of the call any more; return whether MPI has them already.
-        """
+        """Give MPI no more arrays of the call; return whether MPI has them."""
 
     def is_under_way(self) -> bool:
         """Whether a call has begun and not ended: MPI may have memory of it."""

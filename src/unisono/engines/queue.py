@@ -96,25 +96,33 @@ class OrderedEngine(Engine):
         # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
         call = task.prepared.call
         self._require_open(call)
-        with self._changed:
-            if self._closed:
-                self._require_open(call)
-            if (
-                inline
-                and self.runs_here()
-                and not (self._turn.is_free() and self.comm.transport.may_wait())
-            ):
-                raise UsageError(
-                    f"{call.op} on group '{self.comm.name}' waits for the thread it runs on",
-                    hint="in a callback of a future, call it with async_op=True",
-                )
-            seq = self._turn.take() if inline else 0
-            now = seq > 0
-            if not now:
-                self._worker.start(self._progress)
-                seq = self._put(task, completion)
-            task.seq = seq
-            self._begin_record(task)
+        now = False
+        try:
+            with self._changed:
+                if self._closed:
+                    self._require_open(call)
+                if (
+                    inline
+                    and self.runs_here()
+                    and not (self._turn.is_free() and self.comm.transport.may_wait())
+                ):
+                    raise UsageError(
+                        f"{call.op} on group '{self.comm.name}' waits for the thread it runs on",
+                        hint="in a callback of a future, call it with async_op=True",
+                    )
+                seq = self._turn.take() if inline else 0
+                now = seq > 0
+                if not now:
+                    self._worker.start(self._progress)
+                    seq = self._put(task, completion)
+                task.seq = seq
+                self._begin_record(task)
+        except BaseException as error:
+            if now:
+                # The call counts, but does not run.
+                self._turn.give()
+                self.abort(f"{type(error).__name__} on rank {self.comm.transport.rank}")
+            raise
         if now:
             self._run_and_finish(task, completion, self._turn.give)
 
@@ -293,13 +301,14 @@ class OrderedEngine(Engine):
         try:
             if task.begin is not None:
                 task.begin()
-            perform(task)
+            try:
+                perform(task)
+            except (CollectiveMismatchError, UnsupportedError) as error:
+                # All ranks raise it in this call.
+                self._finished = call.seq
+                return error
             if task.finish is not None:
                 task.finish()
-        except (CollectiveMismatchError, UnsupportedError) as error:
-            # All ranks raise it in this call.
-            self._finished = call.seq
-            return error
         except Exception as error:
             failure = to_failure(error, comm, call, task.deadline)
             self.fail(failure)

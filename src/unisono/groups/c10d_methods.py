@@ -32,6 +32,8 @@ from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError
 from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
+from unisono.groups.participation import number_of
+from unisono.groups.stream_queue import P2P
 from unisono.groups.work import Work
 from unisono.stores import Store
 
@@ -123,6 +125,7 @@ class C10dNames:
     name: str
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
+    refuse: Callable[..., None]
 
     if TYPE_CHECKING:  # operations, which `add_c10d_methods` adds
         allreduce: Callable[..., Work]
@@ -165,7 +168,7 @@ class C10dNames:
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collective calls that this rank has made; torch's tools read it."""
-        return max((backend.last_number() for backend in self.backends.values()), default=0)
+        return number_of(self.backends)
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the numbers of all ranks start at 0."""
@@ -199,6 +202,18 @@ def call_c10d_form(
         ArgumentTypeError: More arguments than the operation has, or a list of tensors whose
             length must be 1 and is not.
     """
+    try:
+        given = _named_arguments(op, arguments, how)
+    except Exception as error:
+        if op not in P2P:
+            group.refuse(op, error)
+        raise
+    work: Work = getattr(group, op)(**given)
+    return work
+
+
+def _named_arguments(op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of our method by name."""
     schema = OPS[op]
     data = schema.data.split()
     names = [name.strip("[]") for name in data]
@@ -226,14 +241,12 @@ def call_c10d_form(
         if shown != name and name in given:
             given[name] = _unwrapped(given[name], name)
         elif name.endswith("split_sizes"):
-            # In c10d an empty list means equal parts.
-            given[name] = given.get(name) or None
+            given.setdefault(name, None)
     if opts is not None:
         given |= {name: getattr(opts, _FIELDS[name]) for name in settings}
         given["timeout"] = None if opts.timeout < timedelta(0) else opts.timeout
     given.setdefault("async_op", True if opts is None else opts.asyncOp)
-    work: Work = getattr(group, op)(**given)
-    return work
+    return given
 
 
 def _unwrapped(value: Any, name: str) -> Any:
