@@ -189,7 +189,7 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   last_seq_ = seq;
   if (!last_call_.is(what.call)) last_call_ = what.call;
   const uint64_t record = recorder_ == nullptr ? 0 : begin_record(prepared, seq);
-  const Status status = run(prepared, arrays, timeout_ns_);
+  const Status status = run(prepared, arrays, timeout_ns_, seq);
   if (!status.is_ok()) {
     if (recorder_ != nullptr) recorder_->write_now();
     continue_in_python(nb::object(last_call_), record, status, arrays);
@@ -199,7 +199,7 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   return true;
 }
 
-Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns) {
+Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns, uint64_t seq) {
   if (const size_t needed = what.scratch_bytes(); scratch_.size() < needed) {
     try {
       scratch_ = {};
@@ -210,11 +210,14 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
   }
   const Job job = what.job(arrays, scratch_.data());
   Status status;
-  {
+  try {
     Unlocker unlocker(recorder_);
     if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
-    status =
-      job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns, &unlocker);
+    status = job.runner->run(job.program, job.buffers, job.reduce, job.words.of_call(seq),
+                             timeout_ns, &unlocker);
+  } catch (const std::bad_alloc&) {
+    // The other ranks are in this call, so it must not end here alone.
+    status = {Code::no_memory};
   }
   // Here, because Python would run the handlers before the first line of code that can handle an
   // exception of theirs.

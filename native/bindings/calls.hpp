@@ -67,7 +67,7 @@ struct CachedCall {
 class Calls {
  public:
   // `continues(call, (seq, record), status, raised, memory)` continues a call whose program did not
-  // end well, `queues(call, input, output)` queues a call and returns the arguments for a new Work.
+  // end well, `queues(call, input, output)` queues a call as `queue` does.
   Calls(nanobind::object queue, nanobind::object continues, nanobind::object queues);
 
   void close() { closed_ = true; }
@@ -108,10 +108,10 @@ class Calls {
             nanobind::handle found);
   // Run a call on this thread if the group's turn is free. False: Python must run the call.
   bool run_now(const CachedCall& what, const Arrays& arrays);
-  // Queue a call. Returns the arguments for a new Work.
+  // Queue a call. Returns the arguments for a new Work; None: Python must make the call.
   nanobind::object queue(const CachedCall& what, const Arrays& arrays);
-  // Run a prepared call on this thread, which has the turn.
-  Status run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns);
+  // Run a prepared call on this thread, which has the turn. `seq`: its number.
+  Status run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns, uint64_t seq);
 
  private:
   class Inside;

@@ -61,6 +61,7 @@ nb::object call_prepared(const Function& f, const Arguments& known) {
   if (what == nullptr || what->prepared == nullptr) return {};
   if (known.is_async) {
     const nb::object arguments = known.calls->queue(*what, known.arrays);
+    if (arguments.is_none()) return {};
     return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
   }
   return known.calls->run_now(*what, known.arrays) ? nb::none() : nb::object();
@@ -227,10 +228,10 @@ void set_world(nb::object world, nb::object stream, nb::object group_type,
 
 // (status code, peer)
 std::pair<int, int> run(Calls& calls, nb::handle_t<Prepared> prepared, nb::handle input,
-                        nb::handle output, double timeout_s) {
+                        nb::handle output, double timeout_s, uint64_t seq) {
   const Arrays arrays{argument_of(input), argument_of(output)};
   const Status status =
-    calls.run(*nb::inst_ptr<Prepared>(prepared), arrays, nanoseconds(timeout_s));
+    calls.run(*nb::inst_ptr<Prepared>(prepared), arrays, nanoseconds(timeout_s), seq);
   if (status.code == Code::interrupted) throw nb::python_error();
   return {static_cast<int>(status.code), status.peer};
 }
@@ -275,7 +276,7 @@ void bind_calls(nb::module_& m) {
     .def("set_messenger", &Calls::set_messenger, nb::arg("messenger").none(), nb::arg("failed"),
          "Send and receive plain messages through a Port.")
     .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),
-         nb::arg("output").none(), nb::arg("timeout_s"),
+         nb::arg("output").none(), nb::arg("timeout_s"), nb::arg("seq"),
          "Run a call on this thread, which has the turn; return (code, peer).")
     .def("last", &Calls::last, "Return (seq, call) of the last call without Python, or None.");
 

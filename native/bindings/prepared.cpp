@@ -28,7 +28,8 @@ QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::ob
   if (!recorder_.is_none()) job.recorder = nb::inst_ptr<Recorder>(recorder_);
 }
 
-void QueuedCall::begin_record(uint64_t seq) {
+void QueuedCall::begin(uint64_t seq) {
+  job.words = job.words.of_call(seq);
   if (job.recorder == nullptr) return;
   const Recorded& recorded = nb::inst_ptr<Prepared>(prepared_)->recorded();
   job.record = job.recorder->begin(recorded, seq, caller_site());

@@ -83,8 +83,8 @@ class QueuedCall {
 
   QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
              double timeout_s, nanobind::object recorder);
-  // Give the job its record. Called directly before the job is queued with the number `seq`.
-  void begin_record(uint64_t seq);
+  // Give the job its number and its record. Called directly before it is queued as `seq`.
+  void begin(uint64_t seq);
   QueuedCall(const QueuedCall&) = delete;
   QueuedCall& operator=(const QueuedCall&) = delete;
 

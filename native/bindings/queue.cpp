@@ -21,7 +21,7 @@ namespace {
 
 uint64_t push(CallQueue& queue, QueuedCall& call) {
   // Before the push, because the server may begin the job at once.
-  call.begin_record(queue.last() + 1);
+  call.begin(queue.last() + 1);
   return queue.push(&call.job);
 }
 

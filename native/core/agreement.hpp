@@ -9,6 +9,14 @@ struct AgreementWords {
   uint64_t fingerprint;  // hash of all that must be equal; 0: the ranks have agreed already
   uint64_t even;         // may differ; the result reports whether all ranks have the same
   uint64_t direct = 0;   // bits of DirectReading
+
+  // The words of the call with this number. Ranks that are in different calls then disagree, though
+  // the calls are equal in everything else.
+  AgreementWords of_call(uint64_t number) const {
+    if (fingerprint == 0) return *this;
+    const uint64_t mixed = fingerprint + number * 0x9e3779b97f4a7c15u;
+    return {mixed != 0 ? mixed : 1, even, direct};
+  }
 };
 
 }  // namespace unisono

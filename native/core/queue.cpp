@@ -32,10 +32,12 @@ bool CallQueue::runs() const {
 }
 
 uint64_t CallQueue::push(Job* job) {
-  job->seq = ++seq_;
   {
     const std::lock_guard<std::mutex> lock(lock_);
+    job->seq = seq_ + 1;
     queue_.push_back(job);
+    // Not before, because a job that finds no memory must not count.
+    ++seq_;
     pending_.fetch_add(1, std::memory_order_relaxed);
   }
   ring();

@@ -267,7 +267,12 @@ class Calls:
         """Send and receive plain messages through a Port."""
 
     def run(
-        self, prepared: Prepared, input: object | None, output: object | None, timeout_s: float
+        self,
+        prepared: Prepared,
+        input: object | None,
+        output: object | None,
+        timeout_s: float,
+        seq: int,
     ) -> tuple[int, int]:
         """Run a call on this thread, which has the turn; return (code, peer)."""
 

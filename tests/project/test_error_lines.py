@@ -87,6 +87,9 @@ KNOWN = "(known besides its own: async_op, timeout, algorithm, deterministic)"
 # a call are fixtures.
 IN_A_WORLD, WITHOUT_A_WORLD = {}, {}
 
+# Other ranks would get the error of a call; this group has none.
+NO_GROUP = SimpleNamespace(backends={}, refuse=lambda *_: None)
+
 IN_A_WORLD["AlreadyInitialized"] = {
     "trying to initialize the default process group twice": lambda: dist.init_process_group(),
 }
@@ -188,18 +191,19 @@ IN_A_WORLD["ArgumentType"] = {
         lambda: dist.all_reduce_coalesced(x()),
     "group must be a ProcessGroup, got ndarray": lambda: dist.all_reduce(x(), group=x()),
     "group must be a ProcessGroup, got int": lambda: dist.get_rank(7),
-    "new_group: each of ranks must be an integer, got '0'": lambda: dist.new_group(["0", 1]),
+    "new_group: ranks[0] must be an integer, got '0'": lambda: dist.new_group(["0", 1]),
     "new_group: ranks must be a list of integers, got 0": lambda: dist.new_group(0),
     "pg_options must be unisono.lowlevel.CPUOptions, got []": lambda: dist.new_group(pg_options=[]),
     "pg_options must be unisono.lowlevel.CPUOptions, got 0":
         lambda: dist.new_group(backend="gloo", pg_options=0),
     "all_reduce takes 3 arguments in c10d's form (tensor, op, timeout), got 4":
         lambda: dist.group.WORLD.allreduce([x()], SUM, 1.0, 5),
-    "outputs must be a list of arrays, or in c10d's form a list of one such; got a list of 2":
+    "all_gather: outputs must be a list of arrays, or in c10d's form a list of one such; "
+    "got a list of 2":
         lambda: dist.group.WORLD.allgather([[x()], [x()]], [x()]),
     "all_reduce: op must be a ReduceOp such as ReduceOp.SUM, got 7":
         lambda: dist.group.WORLD.allreduce(x(), 7),
-    "tensor must be an array, or in c10d's form a list of one such; got a list of 2":
+    "all_reduce: tensor must be an array, or in c10d's form a list of one such; got a list of 2":
         lambda: dist.group.WORLD.allreduce([x(), x()]),
 }
 IN_A_WORLD["Unsupported"] = {
@@ -601,7 +605,7 @@ WITHOUT_A_WORLD["Unsupported"] = {
         lambda: libraries._MPI().call(SimpleNamespace(
             case=None, plan=SimpleNamespace(redop="sum", dtype="float16"))), COMM_WORLD=None),
     "all_reduce of sparse tensors has SUM only, not MAX":
-        with_torch(lambda torch, group, sparse: sparse(None, None, MAX)),
+        with_torch(lambda torch, group, sparse: sparse(NO_GROUP, None, MAX)),
     "backend 'unisono' has no merge_remote_group":
         with_torch(lambda torch, group, sparse: group.merge_remote_group(None)),
     "group '0' has no backend for tensors on 'cuda' (it has: cpu:unisono)":

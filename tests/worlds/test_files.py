@@ -123,7 +123,7 @@ def test_blocks_that_do_not_tile_the_array(rank, folder):
             file.write_block(np.zeros(1), (3,), (7 if rank == 1 else rank,))
         with pytest.raises(CollectiveMismatchError, match=r"rank 0 called write_block\(float64"):
             file.write_block(np.zeros(1, np.float32 if rank else np.float64), (3,), (rank,))
-        with pytest.raises(ArgumentTypeError, match="shape must be a sequence of integers, got 3"):
+        with pytest.raises(ArgumentTypeError, match="shape must be a list of integers, got 3"):
             file.write_block(np.zeros(1), 3, (rank,))
         with pytest.raises(UsageError, match="was opened with mode 'w'"):
             file.read_block(np.zeros(1), (3,), (rank,))
@@ -202,10 +202,6 @@ def test_an_error_of_another_rank_leaves_no_incomplete_file(rank, folder):
     expected = ZeroDivisionError if rank == 1 else CollectiveMismatchError
     with pytest.raises(expected), dist.open_file(folder / "x", "w"):
         assert 1 / (1 - rank)
-    # Rank 0 closes the file here, and rank 1 enters this barrier.
-    if rank == 1:
-        with pytest.raises(CollectiveMismatchError, match=r"rank 0 called CollectiveFile.close"):
-            dist.barrier()
     dist.barrier()
     assert os.listdir(folder) == []
     aside = dist.new_group()

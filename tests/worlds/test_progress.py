@@ -274,7 +274,7 @@ def test_a_child_of_a_fork_is_refused_beside_a_call_of_another_thread(rank):
     called_by = threading.Thread(target=busy.barrier)
     called_by.start()
     limit = Deadline(60.0)
-    while busy._guard.caller == 0:
+    while busy._part.guard.caller == 0:
         assert not limit.expired()
 
     def be_refused():

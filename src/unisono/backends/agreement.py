@@ -39,7 +39,15 @@ def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool)
         wait: Wait for the agreement, at most _STAY_S.
     """
     call = Call.of(op, f"{op}, but refused it: {why}", ("refused",))
-    pending = _submitted(engine, call, deadline, inline=False)
+    made = engine.last_number()
+    try:
+        pending = _submitted(engine, call, deadline, inline=False)
+    except (MemoryError, RuntimeError):
+        if engine.last_number() > made or engine.runs_here():
+            raise
+        # There is no memory for a progress thread. So this thread waits for the other ranks.
+        _submitted(engine, call, deadline, inline=True)
+        return
     if wait and not engine.runs_here():
         pending.wait_until(Deadline(min(_STAY_S, deadline.remaining())))
 

@@ -77,7 +77,7 @@ def split_sizes(
             f"{name}: split sizes {list(rows)} add up to {sum(rows)}, but dimension 0 has "
             f"{first} rows"
         )
-    return tuple(int(n) * row for n in rows)
+    return tuple([n * row for n in rows])
 
 
 def require_blocks(sizes: tuple[int, ...], rank: int, count: int, name: str) -> Blocks | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.keywords import check_keywords
+from unisono.groups.participation import number_of
 from unisono.groups.process_group import ProcessGroup
 
 
@@ -45,11 +46,17 @@ def group_rank_of(
 
 @contextlib.contextmanager
 def reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
-    """Report an error of arguments to the other ranks of `group`, which wait in `call`."""
+    """Report what ends this block to the other ranks of `group`, which wait in `call`.
+
+    The block checks the arguments of a collective call, and makes no call itself.
+    """
+    made = number_of(group.backends)
     try:
         yield
-    except UsageError as error:
-        group.refuse(call, error)
+    except BaseException as error:
+        # Unless a block inside this block has reported it.
+        if number_of(group.backends) == made:
+            group.refuse(call, error)
         raise
 
 

@@ -20,7 +20,7 @@ from unisono.backends import Pending
 from unisono.base.buffers import device_of, view
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
-from unisono.errors import InvalidArgumentError
+from unisono.errors import CommunicationError, InvalidArgumentError
 from unisono.groups.operations import OPS
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work, wait_all
@@ -64,8 +64,9 @@ def coalescing_manager(
 
     Collects all_reduce, or all_gather_single, or reduce_scatter_single: one kind per block. Calls
     that differ in dtype, reduce op or time-out go into separate messages. Other operations run at
-    once. A block left by an exception makes no call, and the group is as before. (With torch the
-    group then collects for ever.)
+    once. A block left by an exception makes no call. On the other ranks the call of the block then
+    raises CollectiveMismatchError with the reason. With `async_ops` such a block breaks the group.
+    (With torch the group then collects for ever.)
 
     Args:
         group: The default group if None.
@@ -86,14 +87,31 @@ def coalescing_manager(
     manager = CoalescingManager()
     try:
         yield manager
+        batches = list(recorder.batches())
+    except BaseException as error:
+        batches = []
+        _leave(pg, error, async_ops)
+        raise
     finally:
         pg.calls = calls
         for name in _KINDS:
             del vars(pg)[name]
-    for kind, arguments, how in recorder.batches():
+    for kind, arguments, how in batches:
         work = getattr(pg, _KINDS[kind])(*arguments, async_op=async_ops, **how)
         if async_ops:
             manager.append(work)
+
+
+def _leave(pg: ProcessGroup, error: BaseException, async_ops: bool) -> None:
+    """Refuse the call of a block that an exception has left."""
+    if isinstance(error, CommunicationError) or pg.is_refused(error):
+        return
+    if async_ops:
+        # The other ranks may make several calls before they learn of the first.
+        if pg.size() > 1:
+            pg.abort(f"{type(error).__name__} in a coalescing block")
+    else:
+        pg.refuse("_coalescing_manager", error)
 
 
 _KINDS = {name: schema.coalesced for name, schema in OPS.items() if schema.coalesced}

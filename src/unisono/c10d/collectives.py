@@ -34,7 +34,7 @@ def _call(name: str, group: Group, async_op: bool, /, *arguments: Any, **how: An
     try:
         work: Work = getattr(pg, name)(*arguments, async_op=async_op, **how)
     except TypeError as error:
-        if not isinstance(error, UsageError):
+        if not isinstance(error, UsageError) and not pg.is_refused(error):
             # The method has parameters that the function has not, such as `root`.
             with reporting_bad_arguments(pg, name):
                 check_keywords(name, name, how)
@@ -379,13 +379,15 @@ def all_to_all_single(
     Args:
         output: [rows, ...] as many rows as this rank receives.
         input: [rows, ...] as many rows as this rank sends.
-        output_split_sizes: Rows from each rank; equal parts if None or empty.
-        input_split_sizes: Rows to each rank; equal parts if None or empty.
+        output_split_sizes: Rows from each rank, as a list, array, tensor or iterator of integers;
+            equal parts if None or empty.
+        input_split_sizes: Rows to each rank, likewise.
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
 
     Raises:
+        ArgumentTypeError: Split sizes that are not integers.
         InvalidArgumentError: Splits that do not add up, or rows that do not divide.
         CollectiveMismatchError: A rank sends another size than the receiver expects; names the
             pairs.

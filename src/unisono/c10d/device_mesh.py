@@ -28,7 +28,7 @@ from unisono.c10d.queries import (
     is_initialized,
 )
 from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.groups.operations import as_integer
+from unisono.groups.integers import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current
 from unisono.transports.messages import PROC_NULL

@@ -32,10 +32,11 @@ from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
     CollectiveError,
+    CommunicationError,
     InvalidArgumentError,
     UsageError,
 )
-from unisono.groups.operations import as_integer
+from unisono.groups.integers import as_integers
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import Group, require_group
 
@@ -181,12 +182,15 @@ class CollectiveFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         complete = False
         try:
-            if kind is None:
+            if error is None:
                 self.close()
                 complete = True
+            elif self._size is None and not _is_known_to_all(self._group, error):
+                # The other ranks are in a later call of this file.
+                self._group.refuse("CollectiveFile.close", error)
         finally:
             self._file.close()
             if not complete and self._size is None:
@@ -266,8 +270,8 @@ class _Box:
         def check() -> None:
             file._require_open(writes=writes_file)
             self.data = view(tensor, write=not writes_file, pack=writes_file)
-            self.shape = _integers(shape, "shape")
-            self.starts = _integers(starts, "starts")
+            self.shape = as_integers(shape, "shape")
+            self.starts = as_integers(starts, "starts")
             self.extents = self.data.shape
             fits = len(self.shape) == len(self.starts) == len(self.extents) and all(
                 start >= 0 and start + extent <= size
@@ -342,7 +346,7 @@ def open_file(
                 names.append(os.fsdecode(os.fspath(path)))
             except TypeError:
                 raise ArgumentTypeError(f"path must be a path, got {path!r}") from None
-            if mode not in ("r", "w"):
+            if not isinstance(mode, str) or mode not in ("r", "w"):
                 raise InvalidArgumentError(f"mode={mode!r}: expected 'r' or 'w'")
 
         call.check(check)
@@ -368,6 +372,11 @@ def open_file(
         finally:
             for fd in opened:
                 os.close(fd)
+
+
+def _is_known_to_all(group: ProcessGroup, error: BaseException) -> bool:
+    """Whether the other ranks have got an error in this call, too."""
+    return isinstance(error, CommunicationError) or group.is_refused(error)
 
 
 def _remove(group: ProcessGroup, name: str) -> None:
@@ -411,12 +420,6 @@ def _create(name: str, part: str, opened: list[int]) -> str:
 def _join(name: str, opened: list[int]) -> None:
     if not opened:
         opened.append(os.open(name, os.O_WRONLY | os.O_CLOEXEC))
-
-
-def _integers(values: Any, what: str) -> tuple[int, ...]:
-    if not np.iterable(values):
-        raise ArgumentTypeError(f"{what} must be a sequence of integers, got {values!r}")
-    return tuple(as_integer(value, what) for value in values)
 
 
 def _require_tiling(

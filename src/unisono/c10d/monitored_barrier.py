@@ -16,7 +16,13 @@ import numpy as np
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.streams import on_host
 from unisono.base.text import name_ranks
-from unisono.errors import CollectiveTimeoutError, Context, PeerLostError, UnisonoError
+from unisono.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Context,
+    PeerLostError,
+    UnisonoError,
+)
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import Group, member_group
 
@@ -49,30 +55,53 @@ def monitored_barrier(
         CollectiveTimeoutError: Some ranks did not call in time. Raised on all ranks that did;
             names the missing ranks.
         PeerLostError: Names the ranks whose processes have ended.
+        CollectiveMismatchError: Another rank's arguments are wrong.
     """
     if (pg := member_group(group, "monitored_barrier")) is None:
         return
     tag = _FIRST_TAG + pg.counts["monitored_barrier"]
     pg.counts["monitored_barrier"] += 1
-    deadline = Deadline(pg.timeout_s if timeout is None else timeout)
+    wrong: BaseException | None = None
+    try:
+        deadline = Deadline(pg.timeout_s if timeout is None else timeout)
+    except BaseException as error:
+        # The other ranks wait for this rank, so it takes part.
+        wrong, deadline = error, Deadline(pg.timeout_s)
+    state = _HERE if wrong is None else _REFUSED
     if pg.rank() == 0:
-        verdict = _collect(pg, tag, deadline, wait_all_ranks)
+        verdict = _collect(pg, tag, deadline, wait_all_ranks, state)
     else:
-        verdict = _report(pg, tag, deadline)
+        verdict = _report(pg, tag, deadline, state)
+    if wrong is not None:
+        raise wrong
     missing, lost = np.flatnonzero(verdict == _MISSING), np.flatnonzero(verdict == _LOST)
     if missing.size or lost.size:
         raise _error(pg, deadline, missing.tolist(), lost.tolist())
+    if (refused := np.flatnonzero(verdict == _REFUSED)).size:
+        ranks = tuple(pg.ranks[rank] for rank in refused.tolist())
+        raise CollectiveMismatchError(
+            f"monitored_barrier in group '{pg.name}' does not match on rank {pg.ranks[pg.rank()]}: "
+            f"{name_ranks(ranks)} called it, but refused it: wrong arguments",
+            context=Context(
+                rank=pg.ranks[pg.rank()],
+                group=pg.name,
+                op="monitored_barrier",
+                peers=ranks,
+                usable=True,
+            ),
+        )
 
 
-_HERE, _MISSING, _LOST = range(3)
+_HERE, _MISSING, _LOST, _REFUSED = range(4)
 
 
 @on_host
 def _collect(
-    pg: ProcessGroup, tag: int, deadline: Deadline, wait_all_ranks: bool
+    pg: ProcessGroup, tag: int, deadline: Deadline, wait_all_ranks: bool, state: int
 ) -> np.ndarray[Any, Any]:
     """Wait for all other ranks; return the state of each rank, and send it to them."""
     verdict = np.full(pg.size(), _HERE, np.uint8)
+    verdict[0] = state
     boxes = np.empty((pg.size(), 1), np.uint8)
     left_s = deadline.remaining()
     limit_s = left_s - min(_EARLY * left_s, _EARLY_S)
@@ -83,6 +112,7 @@ def _collect(
     for peer, work in works.items():
         try:
             work.wait()
+            verdict[peer] = boxes[peer, 0]
         except CollectiveTimeoutError:
             verdict[peer] = _MISSING
         except PeerLostError:
@@ -98,10 +128,10 @@ def _collect(
 
 
 @on_host
-def _report(pg: ProcessGroup, tag: int, deadline: Deadline) -> np.ndarray[Any, Any]:
+def _report(pg: ProcessGroup, tag: int, deadline: Deadline, state: int) -> np.ndarray[Any, Any]:
     """Report to rank 0 that this rank has called; return rank 0's state of each rank."""
     verdict = np.empty(pg.size(), np.uint8)
-    here = np.zeros(1, np.uint8)
+    here = np.full(1, state, np.uint8)
     sent = pg.send(here, 0, tag, async_op=True, timeout=deadline.remaining())
     try:
         pg.recv(verdict, 0, tag, timeout=deadline.remaining() + _TRAVEL_S)

@@ -22,12 +22,17 @@ from unisono.base.types import Array
 from unisono.c10d.arguments import group_rank_of, reporting_bad_arguments
 from unisono.c10d.device_mesh import DeviceMesh
 from unisono.c10d.objects.call import ObjectCall
-from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    UsageError,
+)
+from unisono.groups.integers import as_integers
 from unisono.groups.keywords import CallKeywords
-from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
-from unisono.groups.world import Group, current, member_group, require_group
+from unisono.groups.world import Group, current, member_group, require_group, resolve
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Periodic = bool | Sequence[bool]
@@ -76,9 +81,7 @@ class Neighbors:
 
             def convert() -> None:
                 for name, ranks in (("sources", sources), ("destinations", destinations)):
-                    if not np.iterable(ranks):
-                        raise ArgumentTypeError(f"{name} must be a list of ranks, got {ranks!r}")
-                    numbers = [as_integer(rank, f"a rank of {name}") for rank in ranks]
+                    numbers = as_integers(ranks, name)
                     lists.append([group_rank_of(pg, "Neighbors", rank, None) for rank in numbers])
 
             call.check(convert)
@@ -206,7 +209,15 @@ def _exchange(
 ) -> Work | None:
     """Exchange arrays; `given` is a list of inputs, or one array for all neighbours."""
     neighbors, periodic, group = where
-    if (pg := member_group(_group_of(neighbors, group), name, stacklevel=4)) is None:
+    try:
+        group = _group_of(neighbors, group)
+    except UsageError as error:
+        # The other ranks are most likely in a call of this group.
+        likely = neighbors.group if isinstance(neighbors, Neighbors) else resolve(group)
+        if likely is not None:
+            likely.refuse(name, error)
+        raise
+    if (pg := member_group(group, name, stacklevel=4)) is None:
         return None
     with reporting_bad_arguments(pg, name):
         topology = _topology(neighbors, periodic, pg)

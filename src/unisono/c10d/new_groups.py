@@ -28,7 +28,7 @@ from unisono.c10d.lifecycle import bind
 from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.groups.operations import as_integer
+from unisono.groups.integers import as_integer, as_integers
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import Group, GroupMember, current, require_group
 from unisono.stores import PrefixStore
@@ -144,12 +144,10 @@ def _check_members(
     size = parent.size()
     if ranks is None:
         return tuple(range(size))
-    if not isinstance(ranks, Iterable):
-        raise ArgumentTypeError(f"{what} must be a list of integers, got {ranks!r}")
-    given = [as_integer(rank, f"each of {what}") for rank in ranks]
-    members = tuple(sorted(given) if sort_ranks else given)
+    given = as_integers(list(ranks) if isinstance(ranks, (set, frozenset)) else ranks, what)
+    members = tuple(sorted(given)) if sort_ranks else given
     if not members or len(set(members)) != len(members):
-        raise InvalidArgumentError(f"{what} {given} must be distinct, and at least one")
+        raise InvalidArgumentError(f"{what} {[*given]} must be distinct, and at least one")
     if outside := [r for r in members if not 0 <= r < size]:
         where = "the world" if parent is current().default else f"group '{parent.name}'"
         raise InvalidArgumentError(f"{what} {outside} are outside {where} (0..{size - 1})")
@@ -250,6 +248,8 @@ def new_subgroups_by_enumeration(
 
 def _check_lists(lists: Any, parent: ProcessGroup, what: str) -> list[tuple[int, ...]]:
     """Return lists of ranks of `parent`, each sorted; check that they are disjoint."""
+    if hasattr(lists, "tolist"):
+        lists = lists.tolist()
     if lists is None or not isinstance(lists, Iterable):
         raise InvalidArgumentError(f"{what} must be a list of lists of ranks, got {lists!r}")
     checked = [_check_members(part, parent, what=f"{what}[{at}]") for at, part in enumerate(lists)]

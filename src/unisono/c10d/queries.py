@@ -15,7 +15,7 @@ from unisono.c10d.backend_names import Backend
 from unisono.engines.choice import why_no_nccl
 from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
-from unisono.groups.operations import as_integer
+from unisono.groups.integers import as_integer
 from unisono.groups.world import Group, current, require_group, resolve
 from unisono.rendezvous.launchers import local_rank
 

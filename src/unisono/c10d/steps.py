@@ -106,6 +106,10 @@ class Step:
             # torch's DistributedDataParallel raises a RuntimeError in place of the error of a call.
             what, context = broken[0], Context()
         else:
+            known = isinstance(error, CommunicationError) or self._group.is_refused(error)
+            if not known and not any(reasons):
+                # The other ranks are in a call of this step, and must not take one of the next.
+                self._group.refuse("step", error)
             return
         if not any(reasons):
             # A smaller group has lost a rank. The other ranks must leave the step, too.

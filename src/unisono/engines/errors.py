@@ -52,6 +52,7 @@ _CLASSES: dict[str, type[UnisonoError]] = {
     "internal": PeerFailedError,
     "memory": PeerFailedError,
     "aborted": CollectiveAbortedError,
+    "skipped": CollectiveMismatchError,
 }
 # On the rank to blame. The program of a "failed" rank has raised an error and reported it.
 _OWN = _CLASSES | {
@@ -64,6 +65,7 @@ _HINTS = {
     "timeout": "see what those ranks do (unisono stacks); give a longer timeout if they are only "
     "slow",
     "lost": "look at the end of that rank's own log: it died, or left the group early",
+    "skipped": "a rank has left out a call, and no later call can match; make a new group",
     "memory": "see what the processes of that rank's host use, and what its container may use",
 }
 
@@ -214,6 +216,9 @@ def _time_out(comm: Communicator, call: Call, deadline: Deadline, expired: Expir
     ]
     reasons = [f"{name_ranks(ranks)} {what}" for ranks, what in groups if ranks]
     details = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
+    if not reasons and (ahead := sorted(rank for rank in now if now[rank].seq > call.seq)):
+        numbers = sorted({now[rank].seq for rank in ahead})
+        details += f"; {name_ranks(ahead)} made call {', '.join(f'#{n}' for n in numbers)} already"
     details += expired.note
     reason = f"timed out after {deadline}: {details}"
     blamed = sorted(behind + missed + came + gone + silent)
@@ -288,6 +293,30 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
     return cls(text, context=context, hint=_HINTS.get(failure.kind))
 
 
+def out_of_step(comm: Communicator, call: Call, answers: dict[int, CallStatus]) -> Failure | None:
+    """Return the failure of ranks that have counted their calls differently, or None.
+
+    The number of a call is a part of the agreement. If a rank is in a call of another number, it
+    has left out a call, and no later call of the group can match.
+    """
+    at = {rank: status for rank, status in answers.items() if status.seq}
+    at[comm.transport.rank] = CallStatus(call.seq, call.text)
+    numbers = sorted(status.seq for status in at.values())
+    most = max(numbers, key=numbers.count)
+    if most == numbers[0] == numbers[-1]:
+        return None
+    calls: dict[str, list[int]] = {}
+    for rank, status in sorted(at.items()):
+        calls.setdefault(f"in call #{status.seq}, {status.text}", []).append(rank)
+    places = [
+        f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
+        for text, ranks in calls.items()
+    ]
+    reason = f"ranks have counted their calls differently: {'; '.join(places)}"
+    blamed = sorted(rank for rank, status in at.items() if status.seq != most)
+    return Failure("skipped", reason, blamed, comm.transport.rank)
+
+
 def mismatch_error(
     comm: Communicator, call: Call, answers: dict[int, CallStatus]
 ) -> CollectiveMismatchError:
@@ -295,8 +324,7 @@ def mismatch_error(
     me = comm.transport.rank
     variants: dict[str, list[int]] = {call.text: [me]}
     for rank, status in sorted(answers.items()):
-        text = status.text if status.seq == call.seq else f"call #{status.seq}: {status.text}"
-        variants.setdefault(text, []).append(rank)
+        variants.setdefault(status.text, []).append(rank)
     if silent := [rank for rank in comm.others if rank not in answers]:
         variants["(no answer)"] = silent
     calls = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]

@@ -286,7 +286,7 @@ class MPIEngine(QueueEngine):
         """Run a call in C++; return OK or UNEVEN."""
         try:
             # A signal handler may raise as soon as C++ returns.
-            status = self.calls.run(native, *arrays, task.deadline.remaining())
+            status = self.calls.run(native, *arrays, task.deadline.remaining(), task.seq)
             return self._wait(task, *status, note=note)
         except BaseException:
             self.keep_memory(native, arrays)

@@ -277,9 +277,16 @@ class NativeEngine(QueueEngine):
     def _execute(self, task: Task, native: Any) -> tuple[int, int]:
         """Run a call in C++ on the memory of a task; return (code, peer)."""
         given, result = _whole(task.input), _whole(task.output)
-        status: tuple[int, int] = self.calls.run(native, given, result, task.deadline.remaining())
+        status = self._run_in_cpp(task, native, given, result)
         if status[0] == _engine.OK and result is not task.output:
             copy_back(cast(Array, result), task.output)
+        return status
+
+    def _run_in_cpp(
+        self, task: Task, native: Any, given: Memory, result: Memory
+    ) -> tuple[int, int]:
+        left_s = task.deadline.remaining()
+        status: tuple[int, int] = self.calls.run(native, given, result, left_s, task.seq)
         return status
 
     def _require_ok(self, task: Task, code: int, peer: int) -> None:
@@ -289,15 +296,18 @@ class NativeEngine(QueueEngine):
     def _gather(self, task: Task, mine: Array) -> Array:
         """Return [world_size, k]: the numbers of all ranks."""
         comm = self.comm
-        table = np.empty((comm.size, mine.size), np.int64)
-        native = self._tables.get(mine.size)
+        # The ranks have agreed already. The number shows that each of them still is in this call.
+        row = np.concatenate(([task.seq], mine))
+        table = np.empty((comm.size, row.size), np.int64)
+        native = self._tables.get(row.size)
         if native is None:
             schedule = build("all_gather", "one_shot", comm.size)
-            program = self.lower(schedule, layout_for(schedule, mine.size), 8)
-            native = self._tables[mine.size] = self._in_cpp(program, _INT64, ReduceOp.SUM)
-        left_s = task.deadline.remaining()
-        self._require_ok(task, *self.calls.run(native, mine, table.reshape(-1), left_s))
-        return table
+            program = self.lower(schedule, layout_for(schedule, row.size), 8)
+            native = self._tables[row.size] = self._in_cpp(program, _INT64, ReduceOp.SUM)
+        self._require_ok(task, *self._run_in_cpp(task, native, row, table.reshape(-1)))
+        if (table[:, 0] != task.seq).any():
+            self._raise(task, _engine.MISMATCH, comm.rank)
+        return table[:, 1:]
 
     def _raise(self, task: Task, code: int, peer: int) -> NoReturn:
         """Raise the exception that the reference engine would raise for this code."""

@@ -183,12 +183,25 @@ class QueueEngine(OrderedEngine):
 
     def _queue_prepared(
         self, prepared: Prepared, input: Memory, output: Memory
-    ) -> tuple[Completion, str]:
-        """Queue a call that C++ found; return its completion and its name."""
+    ) -> tuple[Completion, str] | None:
+        """Queue a call that C++ found; return its completion and its name.
+
+        None if that is not possible. Python must make the call then: it raises the reason, and
+        reports it to the other ranks.
+        """
         outputs = output if isinstance(output, list) else [] if output is None else [output]
         completion: Completion = self.pending_type(outputs, None, self.runs_here)
         task = Task(prepared, input, output, Deadline(self.timeout_s))
-        self.submit(task, completion, inline=False)
+        made = self.last_number()
+        try:
+            self.submit(task, completion, inline=False)
+        except BaseException as error:
+            if self.last_number() > made:
+                raise
+            if isinstance(error, Exception):
+                return None
+            self.abort(f"{type(error).__name__} on rank {self.comm.transport.rank}")
+            raise
         return completion, prepared.call.op
 
     # ---- order ----------------------------------------------------------------------------

@@ -109,27 +109,35 @@ class OrderedEngine(Engine):
             raise nested_call_error(self.comm, call.op)
         # In a signal handler: the thread that would run a queued call waits for the lock.
         cannot_wait = inline and self._has_lock()
-        with self._changed:
-            if self._closed:
-                self._require_open(call)
-            if (
-                inline
-                and self._is_server()
-                and not (self._turn.is_free() and self.comm.transport.may_wait())
-            ):
-                raise UsageError(
-                    f"{call.op} on group '{self.comm.name}' waits for the thread it runs on",
-                    hint="in a callback of a future, call it with async_op=True",
-                )
-            seq = self._turn.take() if inline else 0
-            now = seq > 0
-            if not now:
-                if cannot_wait:
-                    raise nested_call_error(self.comm, call.op)
-                self._worker.start(self._progress)
-                seq = self._put(task, completion)
-            task.seq = seq
-            self._begin_record(task)
+        now = False
+        try:
+            with self._changed:
+                if self._closed:
+                    self._require_open(call)
+                if (
+                    inline
+                    and self._is_server()
+                    and not (self._turn.is_free() and self.comm.transport.may_wait())
+                ):
+                    raise UsageError(
+                        f"{call.op} on group '{self.comm.name}' waits for the thread it runs on",
+                        hint="in a callback of a future, call it with async_op=True",
+                    )
+                seq = self._turn.take() if inline else 0
+                now = seq > 0
+                if not now:
+                    if cannot_wait:
+                        raise nested_call_error(self.comm, call.op)
+                    self._worker.start(self._progress)
+                    seq = self._put(task, completion)
+                task.seq = seq
+                self._begin_record(task)
+        except BaseException as error:
+            if now:
+                # The call counts, but does not run.
+                self._turn.give()
+                self.abort(f"{type(error).__name__} on rank {self.comm.transport.rank}")
+            raise
         if now:
             self._run_and_finish(task, completion, self._turn.give)
 
@@ -323,13 +331,14 @@ class OrderedEngine(Engine):
         try:
             if task.begin is not None:
                 task.begin()
-            perform(task)
+            try:
+                perform(task)
+            except (CollectiveMismatchError, UnsupportedError) as error:
+                # All ranks raise it in this call.
+                self._finished = call.seq
+                return error
             if task.finish is not None:
                 task.finish()
-        except (CollectiveMismatchError, UnsupportedError) as error:
-            # All ranks raise it in this call.
-            self._finished = call.seq
-            return error
         except Exception as error:
             failure = to_failure(error, comm, call, task.deadline)
             self.fail(failure)

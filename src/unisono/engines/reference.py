@@ -22,7 +22,7 @@ from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Communicator, Task
 from unisono.engines.array_lists import concatenated, copy_back
-from unisono.engines.errors import LATE_S, Expired, mismatch_error
+from unisono.engines.errors import LATE_S, Expired, mismatch_error, out_of_step
 from unisono.engines.kernels import reduce_into
 from unisono.engines.queue import OrderedEngine
 from unisono.errors import CollectiveMismatchError
@@ -102,12 +102,23 @@ class Run:
             return exchange.program
         return prepared.program
 
-    def mismatch(self) -> CollectiveMismatchError:
-        """Ask the other ranks for their calls and return the error that lists them."""
+    def mismatch(self) -> CollectiveMismatchError | Failure:
+        """Ask the other ranks for their calls and return the error that lists them.
+
+        A Failure, which breaks the group, if the ranks are in calls of different numbers.
+        """
         comm, call = self._comm, self._task.call
         answers = comm.transport.ask(comm.context, call.seq, comm.others, Deadline(_EXPLAIN_S))
+        if failure := self._skipped() or out_of_step(comm, call, answers):
+            return failure
         self._stay_for_questions()
-        return mismatch_error(comm, call, answers)
+        # Another rank may have detected that first, and then did not stay.
+        return self._skipped() or mismatch_error(comm, call, answers)
+
+    def _skipped(self) -> Failure | None:
+        """Return the failure of ranks in calls of different numbers, if a rank has reported it."""
+        known = self._comm.transport.failure(self._comm.context)
+        return known if known is not None and known.kind == "skipped" else None
 
     def _stay_for_questions(self) -> None:
         """Wait until all ranks have asked; a rank that ends after the error cannot answer."""

@@ -30,9 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
-from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnisonoError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
+from unisono.groups.participation import number_of
+from unisono.groups.stream_queue import P2P
 from unisono.groups.work import Work
 from unisono.stores import Store
 
@@ -125,6 +127,7 @@ class C10dNames:
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
     refuse: Callable[..., None]
+    is_refused: Callable[[BaseException], bool]
     take_guard: Callable[[str], int]
     release_guard: Callable[[int], None]
 
@@ -169,7 +172,7 @@ class C10dNames:
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collective calls that this rank has made; torch's tools read it."""
-        return max((backend.last_number() for backend in self.backends.values()), default=0)
+        return number_of(self.backends)
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the numbers of all ranks start at 0."""
@@ -219,9 +222,7 @@ class C10dCall:
             if shown != name and name in given:
                 given[name] = _unwrapped(given[name], name)
             elif name.endswith("split_sizes"):
-                # In c10d an empty list means equal parts.
-                sizes = given.get(name)
-                given[name] = None if type(sizes) is list and not sizes else sizes
+                given.setdefault(name, None)
         if self.root_tensor:
             raise InvalidArgumentError(
                 f"rootTensor={self.root_tensor} is not the number of a tensor (0..0)"
@@ -229,9 +230,7 @@ class C10dCall:
         return given
 
 
-def read_c10d_form(
-    schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]
-) -> C10dCall:
+def read_c10d_form(schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> C10dCall:
     """Return what the arguments of a method of c10d mean.
 
     Args:
@@ -303,8 +302,8 @@ def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> It
     """Report an error of the arguments to the other ranks if the call is a collective."""
     try:
         yield
-    except UnisonoError as error:
-        if "peer" not in schema.data and not error.told and schema.name != "recv_any_source":
+    except Exception as error:
+        if schema.name not in P2P and not group.is_refused(error):
             caller = group.take_guard(schema.name)
             try:
                 group.refuse(schema.name, error, arguments)

@@ -24,13 +24,13 @@ the backend (None: the group's first backend) and the arguments of the kernel.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from unisono.base.types import ReduceOp
 from unisono.engines.functions import run_in_cpp
-from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnisonoError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.groups.integers import as_integer, as_splits
 from unisono.groups.protocols import GroupView
 from unisono.transports.messages import ANY_TAG, PROC_NULL
 
@@ -106,7 +106,8 @@ def list_on_root(group: GroupView, tensors: Any, root: int, name: str) -> None:
         InvalidArgumentError: Missing, in the wrong place, or of the wrong length.
     """
     if group.rank() != root:
-        if tensors:
+        # The truth value of an array is not that of a list.
+        if len(tensors) if isinstance(tensors, (list, tuple)) else tensors is not None:
             raise InvalidArgumentError(f"{name} is for the root only, which is rank {root}")
     elif tensors is None:
         raise InvalidArgumentError(f"{name} is required on the root, which is this rank")
@@ -114,18 +115,12 @@ def list_on_root(group: GroupView, tensors: Any, root: int, name: str) -> None:
         one_each(group, tensors, name)
 
 
-def as_integer(value: Any, what: str) -> int:
-    """Return a rank, tag or size as an int; NumPy's integers are fine, floats and bools not.
-
-    Raises:
-        ArgumentTypeError: Not an integer.
-    """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ArgumentTypeError(f"{what} must be an integer, got {value!r}")
+def _all_to_all_single(
+    group: GroupView, output: Any, tensor: Any, output_rows: Any, input_rows: Any
+) -> Checked:
+    taken = as_splits(output_rows, "output_split_sizes")
+    given = as_splits(input_rows, "input_split_sizes")
+    return tensor, (output, tensor, taken, given)
 
 
 def _member(group: GroupView, rank: Any, what: str, *, or_null: bool = False) -> int:
@@ -281,7 +276,7 @@ OPS: dict[str, OpSchema] = {
         OpSchema(
             "all_to_all_single", "alltoall_base_", ("alltoall_base", "all_to_all_single"),
             "output tensor output_split_sizes input_split_sizes", "",
-            lambda group, *arguments: (arguments[1], arguments),
+            _all_to_all_single,
             repeat="output:writes tensor:reads output_split_sizes input_split_sizes",
         ),
         OpSchema(
@@ -363,11 +358,14 @@ def in_cpp(function: F) -> F:
         if not kind.endswith("split_sizes"):
             kinds[name] = kind
 
-    def prepare(group: GroupView, arguments: dict[str, Any]) -> object:
+    def prepare(group: Any, arguments: dict[str, Any]) -> object:
         try:
             return function(**arguments, group=group, async_op=True)
-        except UnisonoError:
+        except Exception:
             # Python makes the call: it raises the error again, and reports it to the other ranks.
             return None
+        except BaseException as interrupt:
+            group.real.refuse(function.__name__, interrupt)
+            raise
 
     return run_in_cpp(function, prepare, kinds)

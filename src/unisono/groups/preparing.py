@@ -21,6 +21,7 @@ class Preparing(ProcessGroup):
     """
 
     def __init__(self, group: ProcessGroup) -> None:
+        self.real = group
         self._hidden = OPS.keys() & vars(group).keys()
         vars(self).update({name: vars(group)[name] for name in vars(group).keys() - self._hidden})
 
@@ -34,5 +35,7 @@ class Preparing(ProcessGroup):
         backend = self.backends.get("cpu")
         return None if backend is None else getattr(backend, op)(*arguments, options).prepared
 
-    def refuse(self, op: str, error: Exception, arguments: Sequence[Any] = (), **how: Any) -> None:
+    def refuse(
+        self, op: str, error: BaseException, arguments: Sequence[Any] = (), **how: Any
+    ) -> None:
         """Do nothing: the call that follows on the real group reports its error."""

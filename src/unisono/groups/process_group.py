@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from threading import get_ident
-from types import SimpleNamespace
 from typing import Any, Unpack
 
 import numpy as np
@@ -28,19 +25,17 @@ from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.streams import explicit_stream
 from unisono.base.types import Array, Arrays, ReduceOp
-from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
+from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UsageError
 from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
-from unisono.groups.dispatch import backend_of, dispatcher
+from unisono.groups.dispatch import dispatcher
+from unisono.groups.integers import as_flag, as_integer, as_splits
 from unisono.groups.keywords import How, check_keywords
-from unisono.groups.operations import CHECKS, PEER_AT, as_integer
-from unisono.groups.overlap import concurrent_call_error
+from unisono.groups.operations import CHECKS, PEER_AT
+from unisono.groups.participation import Participation
 from unisono.groups.stream_queue import StreamQueue
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
 from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo
-
-# Errors raised before a call is submitted. The other ranks are already waiting in the call.
-_ARGUMENT_ERRORS = (ArgumentTypeError, InvalidArgumentError, UnsupportedError)
 
 
 class ProcessGroup(C10dNames):
@@ -124,11 +119,10 @@ class ProcessGroup(C10dNames):
         # Number of calls by kind, for keys and tags; the same on all members.
         self.counts: Counter[str] = Counter()
         # Made by the first call in a stream.
-        self._stream_queue: StreamQueue | None = None
+        self.stream_queue: StreamQueue | None = None
         # Read by the C++ engine, see engines/functions.py.
         self.calls: Any = None
-        # Its `caller` is the identity of the thread in a collective call, 0 if there is none.
-        self._guard: Any = SimpleNamespace(caller=0)
+        self._part = Participation()
         # Takes plain messages of CPU arrays; see `backends.p2p.Port`.
         self.port: Any = None
         try:
@@ -144,7 +138,7 @@ class ProcessGroup(C10dNames):
             if "cpu" in self.backends:
                 self.calls = self.backends["cpu"].calls
                 # C++ sets the mark in `calls` when it runs a call, so it must be the same mark.
-                self._guard = self.calls or self._guard
+                self._part.guard = self.calls or self._part.guard
                 self.port = self.backends["cpu"].port
         except BaseException:
             self.close()
@@ -410,33 +404,34 @@ class ProcessGroup(C10dNames):
     def close(self) -> None:
         """Release links and threads; not a collective. A second call does nothing."""
         self.port = None
-        if self._stream_queue is not None:
-            self._stream_queue.close()
+        if self.stream_queue is not None:
+            self.stream_queue.close()
         backends, self.backends = self.backends, {}
         for backend in backends.values():
             backend.close()
 
-    def refuse(self, op: str, error: Exception, arguments: Sequence[Any] = (), **how: Any) -> None:
+    def refuse(
+        self, op: str, error: BaseException, arguments: Sequence[Any] = (), **how: Any
+    ) -> None:
         """Report to the ranks in the collective call `op` that this rank cannot make the call.
 
         They raise CollectiveMismatchError with the text of `error`; no array is changed and the
-        group stays usable. The call counts in the order of calls on this rank too.
+        group stays usable. The call counts in the order of calls on this rank too. If this rank
+        cannot even report, its next call breaks the group.
 
         Args:
             op: Name of the function called here.
-            error: Error of the arguments; any other kind of error is ignored.
+            error: The error that ends the call here before this rank takes part in it.
             arguments: Arguments of the call; the device of the arrays selects the backend.
             **how: As in any call.
         """
-        if not isinstance(error, _ARGUMENT_ERRORS):
-            return
-        error.name_call(op)
-        why = error.what.removeprefix(f"{op}: ")
-        if not self.backends or self.size() == 1 or error.told:
-            return
-        error.told = True
-        wait = not how.get("async_op")
-        backend_of(self, arguments).refuse(op, why, Deadline(self._timeout_s), wait=wait)
+        if isinstance(error, UsageError):
+            error.name_call(op)
+        self._part.refuse(self, op, error, arguments, wait=how.get("async_op") is not True)
+
+    def is_refused(self, error: BaseException) -> bool:
+        """Return whether this rank's last call of the group is the refusal because of `error`."""
+        return self._part.is_refused(self, error)
 
     def take_guard(self, op: str) -> int:
         """Refuse other threads' collective calls until `release_guard`, which takes the result.
@@ -444,18 +439,11 @@ class ProcessGroup(C10dNames):
         Raises:
             UsageError: Another thread is in a collective call of the group.
         """
-        guard, me = self._guard, get_ident()
-        # No call between reading and setting the mark: another thread could run there.
-        caller = guard.caller
-        # A thread that does not exist here is one of the parent of a fork; the engine raises then.
-        if caller != 0 and caller != me and caller in sys._current_frames():
-            raise concurrent_call_error(self, op, caller)
-        guard.caller = me
-        return int(caller)
+        return self._part.take_guard(self, op)
 
     def release_guard(self, caller: int) -> None:
         """Undo `take_guard`, which has returned `caller`."""
-        self._guard.caller = caller
+        self._part.guard.caller = caller
 
     def _call_collective(
         self, op: str, arguments: tuple[Any, ...], how: How, splits: Sequence[int] | None = None
@@ -463,10 +451,10 @@ class ProcessGroup(C10dNames):
         """Make a collective call; refuse it while another thread is in a collective call."""
         caller = self.take_guard(op)
         try:
-            return self._call_kernel(op, arguments, how, splits)
-        except _ARGUMENT_ERRORS as error:
-            self.refuse(how.get("_label") or op, error, arguments, **how)
-            raise
+            call = partial(self._call_kernel, op, arguments, how, splits)
+            name, wait = how.get("_label") or op, how.get("async_op") is not True
+            work: Work = self._part.begin(self, name, call, arguments, wait=wait)
+            return work
         finally:
             self.release_guard(caller)
 
@@ -488,12 +476,12 @@ class ProcessGroup(C10dNames):
                 return Work(_no_message(op, arguments), op)
             device = next(iter(self.backends)) if subject is None else device_of(subject)
             kernel = dispatcher.kernel(op, device)
-            queue = self._stream_queue
+            queue = self.stream_queue
             if explicit_stream() is not None or (queue is not None and queue.waiting()):
                 begin = partial(kernel, self, device, *arguments)
                 return self._queue_behind_stream(op, device, begin, options)
             pending = kernel(self, device, *arguments, options)
-        except _ARGUMENT_ERRORS as error:
+        except UsageError as error:
             error.name_call(how.get("_label") or op)
             raise
         if not options.async_op and pending.error is not None:
@@ -504,13 +492,14 @@ class ProcessGroup(C10dNames):
         self, op: str, device: str, begin: Callable[[CallOptions], Pending], options: CallOptions
     ) -> Work:
         """Make a call that begins when the current stream has done its earlier work."""
-        if self._stream_queue is None:
-            self._stream_queue = StreamQueue(self)
+        if self.stream_queue is None:
+            self.stream_queue = StreamQueue(self)
             if self.calls is not None:
                 # From now on every call must check the queue, which C++ does not.
                 self.calls.close()
             self.port = None
-        work = Work(self._stream_queue.add(op, device, begin, options), op)
+        work = Work(self.stream_queue.add(op, device, begin, options), op)
+        self._part.is_queued = True
         if not options.async_op:
             # As in torch, these block the host; the result of a receive includes its sender.
             on_host = op.startswith(("agree", "barrier", "probe", "recv"))
@@ -522,18 +511,26 @@ class ProcessGroup(C10dNames):
         op: str,
         splits: Sequence[int] | None = None,
         *,
-        async_op: bool = False,
+        async_op: Any = False,
         timeout: Timeout | None = None,
-        algorithm: str | None = None,
-        deterministic: bool = False,
+        algorithm: Any = None,
+        deterministic: Any = False,
         _label: str | None = None,
         _partial: bool = False,
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
             check_keywords(op, _label or op.removesuffix("_any_source"), unknown)
+        if algorithm is not None and not isinstance(algorithm, str):
+            raise ArgumentTypeError(f"algorithm must be a name, got {algorithm!r}")
+        asynchronous, ordered = (
+            as_flag(async_op, "async_op"),
+            as_flag(deterministic, "deterministic"),
+        )
         due = Deadline(self._timeout_s if timeout is None else timeout)
-        return CallOptions(async_op, due, algorithm, _label, deterministic, splits, _partial)
+        side = "output" if op == "all_gather_into_tensor" else "input"
+        sizes = as_splits(splits, f"{side}_split_sizes")
+        return CallOptions(asynchronous, due, algorithm, _label, ordered, sizes, _partial)
 
     def __repr__(self) -> str:
         if not self.backends:

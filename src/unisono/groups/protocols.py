@@ -18,6 +18,12 @@ class GroupView(Protocol):
     calls: Any
 
     @property
+    def stream_queue(self) -> Any: ...
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    @property
     def name(self) -> str: ...
 
     @property
@@ -33,5 +39,5 @@ class GroupView(Protocol):
     def abort(self, reason: str = ...) -> None: ...
 
     def refuse(
-        self, op: str, error: Exception, arguments: Sequence[Any] = ..., **how: Any
+        self, op: str, error: BaseException, arguments: Sequence[Any] = ..., **how: Any
     ) -> None: ...

@@ -19,9 +19,11 @@ from unisono.base.deadline import Deadline
 from unisono.base.streams import Stream, current_stream
 from unisono.base.text import shown
 from unisono.errors import ClosedError, CollectiveTimeoutError, Context
+from unisono.groups.participation import number_of
 from unisono.groups.protocols import GroupView
 
-_P2P = ("send", "recv", "recv_any_source", "recv_array", "probe")
+P2P = ("send", "recv", "recv_any_source", "recv_array", "probe")
+"""The operations in which not all ranks of the group take part."""
 
 
 class StreamCall(Pending):
@@ -121,14 +123,15 @@ class StreamQueue:
         begin: Callable[[CallOptions], Pending],
         options: CallOptions,
     ) -> None:
-        group = self._group
+        group, made = self._group, -1
         try:
             self._wait_for_gate(call, op, options.deadline)
+            made = number_of(group.backends)
             call.begin(begin(options._replace(async_op=True)))
         except BaseException as error:
             # Also one that is no Exception, such as CancelledError: the call's waiters need its
             # end, and this thread has no caller who could handle it.
-            if op not in _P2P and isinstance(error, Exception):
+            if op not in P2P and made == number_of(group.backends):
                 group.refuse(op, error, async_op=True)
             call.fail(error)
         finally:
@@ -140,7 +143,7 @@ class StreamQueue:
         group = self._group
         if not call.gate.wait_until(deadline):
             waited = f"waited {deadline.timeout_s:g} s for the stream that it was called in"
-            if op not in _P2P:
+            if op not in P2P:
                 group.abort(f"{op} {waited}")
             context = Context(rank=group.ranks[group.rank()], group=group.name, op=op)
             raise CollectiveTimeoutError(
@@ -151,7 +154,7 @@ class StreamQueue:
         if self._closed:
             raise ClosedError(f"group '{group.name}' was destroyed before this {op} began")
         if (error := call.gate.error) is not None:
-            if op not in _P2P:
+            if op not in P2P:
                 what = shown(error, str)
                 group.abort(f"{type(error).__name__} in the stream before {op} ({what})")
             raise error

@@ -25,7 +25,7 @@ from unisono.errors import (
     StepAborted,
     StoreError,
 )
-from unisono.groups.operations import as_integer
+from unisono.groups.integers import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import require_group
 

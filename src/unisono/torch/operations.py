@@ -138,9 +138,13 @@ class Operations:
 
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; return its work, or None if it was synchronous."""
-        arguments, how = call_settings(schema, args, kwargs)
-        op = next((value for value in arguments if isinstance(value, ReduceOp)), how.get("op"))
-        arguments = dense(arguments, op)
+        try:
+            arguments, how = call_settings(schema, args, kwargs)
+            op = next((value for value in arguments if isinstance(value, ReduceOp)), how.get("op"))
+            arguments = dense(arguments, op)
+        except BaseException as error:
+            self.unisono.refuse(schema.name, error)
+            raise
         work = call_c10d_form(self.unisono, schema.name, tuple(arguments), how)
         return TorchWork(work, work.result(), self) if how["async_op"] else None
 

@@ -107,8 +107,9 @@ _DATA: dict[str, Callable[[Any], Any]] = {
     "[inputs]": lambda values: _listed(_first(values)) if values else None,
     "outputs": _listed,
     "inputs": _listed,
-    "output_split_sizes": lambda sizes: sizes or None,
-    "input_split_sizes": lambda sizes: sizes or None,
+    # In c10d an empty list means equal parts; the check of the operation knows it, too.
+    "output_split_sizes": lambda sizes: None if type(sizes) is list and not sizes else sizes,
+    "input_split_sizes": lambda sizes: None if type(sizes) is list and not sizes else sizes,
 }
 _SETTINGS: dict[str, Callable[[ProcessGroup, Any], Any]] = {
     "root": lambda group, options: _rank(group, options.rootRank),

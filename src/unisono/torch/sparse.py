@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from unisono.base.types import RedOpType, ReduceOp
+from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
@@ -34,12 +36,17 @@ def all_reduce_sparse(
         UnsupportedError: Another reduce op.
         CollectiveMismatchError: Shapes differ. All ranks raise it, and no tensor is changed.
     """
-    if op.op is not RedOpType.SUM:
-        raise UnsupportedError(f"all_reduce of sparse tensors has SUM only, not {op.name}")
-    mine = tensor.coalesce()
-    indices, values = mine.indices(), mine.values()
-    about = torch.tensor([mine.sparse_dim(), *mine.shape, values.shape[0]])
-    table, _ = _gathered(group, about, how)
+    parts: list[torch.Tensor] = []
+
+    def described() -> torch.Tensor:
+        if op.op is not RedOpType.SUM:
+            raise UnsupportedError(f"all_reduce of sparse tensors has SUM only, not {op.name}")
+        mine = tensor.coalesce()
+        parts.extend((mine.indices(), mine.values()))
+        return torch.tensor([mine.sparse_dim(), *mine.shape, parts[1].shape[0]])
+
+    table, _ = _gathered(group, described, how)
+    indices, values = parts
     shapes = [row[:-1].tolist() for row in table]
     if any(shape != shapes[0] for shape in shapes):
         found = ", ".join(
@@ -50,8 +57,8 @@ def all_reduce_sparse(
         )
     counts = [int(row[-1]) for row in table]
     most = max(counts)
-    all_indices, _ = _gathered(group, _padded(indices.t(), most), how)
-    all_values, done = _gathered(group, _padded(values, most), how)
+    all_indices, _ = _gathered(group, lambda: _padded(indices.t(), most), how)
+    all_values, done = _gathered(group, lambda: _padded(values, most), how)
     total = torch.sparse_coo_tensor(
         torch.cat([all_indices[r, :n] for r, n in enumerate(counts)]).t(),
         torch.cat([all_values[r, :n] for r, n in enumerate(counts)]),
@@ -63,10 +70,12 @@ def all_reduce_sparse(
 
 
 def _gathered(
-    group: ProcessGroup, part: torch.Tensor, how: dict[str, Any]
+    group: ProcessGroup, make: Callable[[], torch.Tensor], how: dict[str, Any]
 ) -> tuple[torch.Tensor, Work]:
-    whole = part.new_empty((group.size(), *part.shape))
-    return whole, group.all_gather_into_tensor(whole, part.contiguous(), **how)
+    with reporting_bad_arguments(group, "all_reduce"):
+        part = make().contiguous()
+        whole = part.new_empty((group.size(), *part.shape))
+    return whole, group.all_gather_into_tensor(whole, part, **how)
 
 
 def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:

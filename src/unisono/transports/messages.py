@@ -159,7 +159,8 @@ class Failure(Exception):
 
     Attributes:
         kind: "timeout", "lost", "failed" (reported by the rank's program), "internal" (an error
-            inside a call), "memory" or "aborted".
+            inside a call), "memory", "skipped" (ranks are in calls of different numbers) or
+            "aborted".
         reason: The cause, as the end of a sentence.
         peers: Ranks to blame.
         by: The rank that detected the failure.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
     Context,
+    UnisonoError,
 )
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
@@ -42,8 +44,9 @@ class ObjectCall:
         self._name = self.label = name
         self._timeout = group.timeout_s if timeout is None else timeout
         self._serializer = PickleSerializer() if serializer is None else serializer
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._caller = 0
+        self._is_collective = False
 
     def __enter__(self) -> ObjectCall:
         # All messages of a call have one tag, so the messages of two calls could be mixed up.
@@ -53,10 +56,15 @@ class ObjectCall:
         except BaseException:
             self._group.release_guard(self._caller)
             raise
+        self._is_collective = True
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._group.release_guard(self._caller)
+        known = error is None or error is self._error or isinstance(error, UnisonoError)
+        if not known and error is not None and not self._group.is_refused(error):
+            # The other ranks wait for a later part of this call.
+            self._group.abort(f"{type(error).__name__} in {self._name}")
 
     def check(self, check: Callable[..., object], *arguments: Any) -> None:
         """Check arguments of a collective before its first message; report a failure."""
@@ -80,19 +88,29 @@ class ObjectCall:
 
     def pack(self, obj: Callable[[], Any]) -> Packet:
         """Return the packet of an object, or a packet with the error that prevented it."""
-        try:
-            return Packet.of(obj(), self._serializer)
-        except Exception as error:
-            self._error = error
-            return Packet.refusal(error)
+        with self._reporting():
+            try:
+                return Packet.of(obj(), self._serializer)
+            except BaseException as error:
+                if self._is_collective and not isinstance(error, Exception):
+                    raise
+                self._error = error
+                return Packet.refusal(error)
 
     def pack_each(self, objects: Sequence[Any]) -> list[Packet]:
         """Return one packet per rank; if an object cannot be packed, all packets hold the error."""
-        try:
-            return [Packet.of(obj, self._serializer) for obj in objects]
-        except Exception as error:
-            self._error = error
-            return [Packet.refusal(error)] * self._group.size()
+        with self._reporting():
+            try:
+                return [Packet.of(obj, self._serializer) for obj in objects]
+            except Exception as error:
+                self._error = error
+                return [Packet.refusal(error)] * self._group.size()
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        """Return a block whose end by an interrupt, such as Ctrl-C, ends the call on all ranks."""
+        if not self._is_collective:
+            return nullcontext()
+        return reporting_bad_arguments(self._group, self._name)
 
     def end(self) -> None:
         """Raise the error that kept this rank from sending an object; the other ranks have it."""
@@ -137,11 +155,12 @@ class ObjectCall:
         Raises:
             CollectiveError: It names the ranks, each with its reason.
         """
-        try:
-            mine = get(), ""
-        except Exception as error:
-            # Otherwise the other ranks would wait for this rank.
-            mine = None, reason_of(error) if isinstance(error, OSError) else repr(error)
+        with self._reporting():
+            try:
+                mine = get(), ""
+            except Exception as error:
+                # Otherwise the other ranks would wait for this rank.
+                mine = None, reason_of(error) if isinstance(error, OSError) else repr(error)
         results = self.loads_all(self.all_gather(self.pack(lambda: mine)))
         reasons = {rank: why for rank, (_, why) in enumerate(results) if why}
         if reasons:

@@ -78,11 +78,11 @@ def broadcast_object_list(
     with ObjectCall(pg, "broadcast_object_list", timeout, serializer) as call:
         call.check(_require_list, object_list)
         call.label = f"broadcast_object_list[{len(object_list)}]"
-        if pg.rank() == root:
-            call.broadcast(call.pack(lambda: list(object_list)), root)
-            call.end()
-        else:
-            object_list[:] = call.loads(call.broadcast(None, root), root)
+        packet = call.pack(lambda: list(object_list)) if pg.rank() == root else None
+        packet = call.broadcast(packet, root)
+        call.end()
+    if pg.rank() != root:
+        object_list[:] = call.loads(packet, root)
 
 
 @takes_own_keywords
@@ -119,7 +119,7 @@ def all_gather_object(
         call.check(one_each, pg, object_list, "object_list")
         packets = call.all_gather(call.pack(lambda: obj))
         call.end()
-        object_list[:] = call.loads_all(packets)
+    object_list[:] = call.loads_all(packets)
 
 
 @takes_own_keywords
@@ -155,8 +155,8 @@ def gather_object(
         call.check(list_on_root, pg, object_gather_list, root, "object_gather_list")
         packets = call.gather(call.pack(lambda: obj), root)
         call.end()
-        if object_gather_list is not None and pg.rank() == root:
-            object_gather_list[:] = call.loads_all(packets)
+    if object_gather_list is not None and pg.rank() == root:
+        object_gather_list[:] = call.loads_all(packets)
 
 
 @takes_own_keywords
@@ -199,7 +199,7 @@ def scatter_object_list(
             packets = call.pack_each(scatter_object_input_list or ())
         packet = call.scatter(packets, root)
         call.end()
-        scatter_object_output_list[0] = call.loads(packet, root)
+    scatter_object_output_list[0] = call.loads(packet, root)
 
 
 @takes_own_keywords
@@ -335,10 +335,6 @@ def all_reduce_object(
         return None
     with ObjectCall(pg, "all_reduce_object", timeout, serializer) as call:
         packets = call.gather(call.pack(lambda: obj), 0)
-        if pg.rank() != 0:
-            packet = call.broadcast(None, 0)
-            call.end()
-            return call.loads(packet, 0)
         result: list[Any] = []
 
         def reduced() -> Any:
@@ -347,9 +343,9 @@ def all_reduce_object(
             result.append(reduce(op, call.loads_all(packets)))
             return result[0]
 
-        call.broadcast(call.pack(reduced), 0)
+        packet = call.broadcast(call.pack(reduced) if pg.rank() == 0 else None, 0)
         call.end()
-        return result[0]
+    return result[0] if pg.rank() == 0 else call.loads(packet, 0)
 
 
 @takes_own_keywords
@@ -390,7 +386,7 @@ def reduce_object(
     with ObjectCall(pg, "reduce_object", timeout, serializer) as call:
         packets = call.gather(call.pack(lambda: obj), root)
         call.end()
-        return reduce(op, call.loads_all(packets)) if pg.rank() == root else None
+    return reduce(op, call.loads_all(packets)) if pg.rank() == root else None
 
 
 def _require_list(objects: Any) -> None:

@@ -1,0 +1,139 @@
+"""A rank's part in the collective calls of a group: one thread at a time, and in every call.
+
+All ranks count the calls of a group. A call that ends on one rank before it begins, because of a
+wrong argument, without memory, or by Ctrl-C, is still a call on the other ranks. If this rank left
+it out, it would be one call behind for ever. So it refuses the call: it takes part in the agreement
+with a fingerprint that no call has, and all ranks raise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
+from types import SimpleNamespace
+from typing import Any
+
+from unisono.backends import DeviceBackend
+from unisono.base.deadline import Deadline
+from unisono.errors import CommunicationError, UnisonoError, UsageError
+from unisono.groups.dispatch import backend_of
+from unisono.groups.overlap import concurrent_call_error
+from unisono.groups.protocols import GroupView
+
+
+class Participation:
+    """Guards the collective calls of one group, and refuses those that do not begin here.
+
+    Its methods take the group, because a reference to it would be a circle.
+
+    Attributes:
+        guard: Its `caller` is the identity of the thread in a collective call, 0 if there is none.
+        is_queued: Whether the stream queue has the call that is being made: it makes or refuses it.
+    """
+
+    def __init__(self) -> None:
+        self.guard: Any = SimpleNamespace(caller=0)
+        self.is_queued = False
+        # The call in which this rank could not even refuse.
+        self._missed = ""
+        # The number of the last refusal, and the identity of its error.
+        self._refused = 0, 0
+
+    def take_guard(self, group: GroupView, op: str) -> int:
+        """Refuse other threads' collective calls until `guard.caller` is the result again.
+
+        Raises:
+            UsageError: Another thread is in a collective call of the group.
+        """
+        guard, me = self.guard, get_ident()
+        # No call between reading and setting the mark: another thread could run there.
+        caller = guard.caller
+        # A thread that does not exist here is one of the parent of a fork; the engine raises then.
+        if caller != 0 and caller != me and caller in sys._current_frames():
+            raise concurrent_call_error(group, op, caller)
+        guard.caller = me
+        return int(caller)
+
+    def begin(
+        self,
+        group: GroupView,
+        op: str,
+        call: Callable[[], Any],
+        arguments: Sequence[Any],
+        *,
+        wait: bool,
+    ) -> Any:
+        """Make a call; refuse it if it ends before this rank has taken part."""
+        queue, self.is_queued = group.stream_queue, False
+        # The stream queue makes calls on its own thread, and then this call is not made here.
+        made = None if queue is not None and queue.waiting() else number_of(group.backends)
+        try:
+            if self._missed:
+                group.abort(f"{self._missed} ended before it began, and could not be refused,")
+            return call()
+        except CommunicationError:
+            # The other ranks raise it as well, or the group is broken.
+            raise
+        except BaseException as error:
+            if not self.is_queued and made in (None, number_of(group.backends)):
+                self.refuse(group, op, error, arguments, wait=wait)
+            raise
+
+    def refuse(
+        self,
+        group: GroupView,
+        op: str,
+        error: BaseException,
+        arguments: Sequence[Any] = (),
+        *,
+        wait: bool,
+    ) -> None:
+        """Refuse a call because of an error; see `ProcessGroup.refuse`."""
+        if not group.backends or group.size() == 1:
+            return
+        calls, made = group.calls, number_of(group.backends)
+        # First of all, because what follows may fail as well, for example without memory. Then C++
+        # must make no call.
+        self._missed, group.calls = op, None
+        try:
+            why = _described(op, error)
+            backend_of(group, arguments).refuse(op, why, Deadline(group.timeout_s), wait=wait)
+        except BaseException as second:
+            if number_of(group.backends) == made:
+                # The next call of this rank breaks the group.
+                if isinstance(second, Exception):
+                    return
+                raise
+            self._settle(group, error, calls)
+            raise
+        self._settle(group, error, calls)
+
+    def is_refused(self, group: GroupView, error: BaseException) -> bool:
+        """Whether this rank's last call of the group is the refusal because of `error`."""
+        return self._refused == (number_of(group.backends), id(error))
+
+    def _settle(self, group: GroupView, error: BaseException, calls: Any) -> None:
+        self._missed, group.calls = "", calls
+        self._refused = number_of(group.backends), id(error)
+        if isinstance(error, UsageError):
+            error.told = True
+
+
+def number_of(backends: Mapping[str, DeviceBackend]) -> int:
+    """Return the number of collective calls that this rank has made in a group."""
+    number = 0
+    for backend in backends.values():
+        number = max(number, backend.last_number())
+    return number
+
+
+def _described(op: str, error: BaseException) -> str:
+    """Return the first line of an error, for the other ranks."""
+    if isinstance(error, UnisonoError):
+        return error.what.removeprefix(f"{op}: ")
+    try:
+        text = str(error).partition("\n")[0]
+    except Exception:  # of the user's class
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
