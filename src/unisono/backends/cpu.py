@@ -182,6 +182,9 @@ class CPUBackend(ArrayBackend):
         super().set_timeout(timeout_s)
         self._engine.set_timeout(timeout_s)
 
+    def end_calls(self, cancel: str = "") -> None:
+        self._engine.end_calls(cancel)
+
     def close(self) -> None:
         self._engine.close()
 
