@@ -226,7 +226,7 @@ class OrderedEngine(Engine):
             comm = self.comm
             text = closed_text(comm.transport.rank, comm.name, why)
             if comm.transport.failure(comm.context) is None:
-                _log.warning("%s, before %d calls had ended", text, len(dropped) + runs)
+                _log.warning("%s; calls that had not ended: %d", text, len(dropped) + runs)
             self.abort(text)
         for call, completion in dropped:
             why = f"group '{self.comm.name}' was destroyed before {call.text} ran"
