@@ -117,6 +117,7 @@ def _execute(script, env, files):
         code = ended.code or 0
     except BaseException as error:
         code = 1
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()
     atexit._run_exitfuncs()

@@ -275,12 +275,35 @@ def test_the_time_out_counts_while_a_call_waits_for_its_stream(rank):
 
 
 @pytest.mark.ranks(2, kind="both")
-def test_destroying_a_group_ends_the_calls_that_wait(rank):
+def test_destroying_a_group_finishes_the_calls_that_wait(rank):
+    group, x = dist.new_group(), np.ones(1)
+    compute, open_gate = gated()
+    with dist.stream(compute):
+        work = dist.all_reduce(x, group=group, async_op=True)
+    opener = threading.Timer(0.05, open_gate)
+    opener.start()
+    dist.destroy_process_group(group)
+    opener.join()
+    assert work.is_success()
+    assert x == 2.0
+    compute.synchronize(60)
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_after_an_error_destroying_a_group_ends_the_calls_that_wait(rank):
     group = dist.new_group()
+    if rank == 1:
+        with fails(CollectiveAbortedError, "rank 0 closed group '1' because of KeyError: 'x'"):
+            dist.all_reduce(np.ones(1), group=group)
+        dist.barrier()
+        return
     compute, open_gate = gated()
     with dist.stream(compute):
         work = dist.all_reduce(np.ones(1), group=group, async_op=True)
-    dist.destroy_process_group(group)
+    try:
+        raise KeyError("x")
+    except KeyError:
+        dist.destroy_process_group(group)
     with pytest.raises(ClosedError) as caught:
         work.wait()
     open_gate()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import fails
 from tests.support.together import on_threads
 from unisono import Future, collect_all
 from unisono.errors import (
@@ -186,21 +187,74 @@ def test_a_wait_in_a_callback_is_refused(rank):
 
 
 @pytest.mark.ranks(2)
-def test_a_destroyed_group_ends_what_is_queued(rank):
+def test_a_destroyed_group_finishes_what_is_queued(rank):
+    group, x = dist.new_group(), np.ones(1)
+    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(20)]
+    dist.destroy_process_group(group)
+    assert all(work.is_success() for work in works)
+    assert x == 2.0**20
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_is_destroyed_after_an_error_ends_what_is_queued(rank, caplog):
     group = dist.new_group()
     if rank == 1:
         dist.barrier()
-        dist.destroy_process_group(group)
+        with fails(CollectiveAbortedError, "rank 0 closed group '1' because of KeyError: 'x'"):
+            dist.all_reduce(np.ones(1), group=group)
         return
     works = [dist.all_reduce(np.ones(1), group=group, async_op=True) for _ in range(2)]
-    dist.destroy_process_group(group)
-    with pytest.raises((CollectiveAbortedError, ClosedError), match="destroyed"):
+    try:
+        raise KeyError("x")
+    except KeyError:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    with pytest.raises((CollectiveAbortedError, ClosedError), match=r"closed|destroyed"):
         works[0].wait(30)
     with pytest.raises(ClosedError) as caught:
         works[1].wait(30)
     text = "group '1' was destroyed before all_reduce(float64[1], SUM) ran"
     assert caught.value.what == text
+    warning = "rank 0 closed group '1' because of KeyError: 'x'; calls that had not ended: 2"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_is_destroyed_in_a_callback_ends_what_is_queued(rank):
+    group = dist.new_group()
+    if rank == 1:
+        dist.recv(np.zeros(1), 0)
+        dist.all_reduce(np.ones(1), group=group)
+        text = "rank 0 closed group '1' in a callback of one of its calls"
+        with fails(CollectiveAbortedError, text):
+            dist.all_reduce(np.ones(1), group=group)
+        dist.barrier()
+        return
+    ended = threading.Event()
+    first = dist.all_reduce(np.ones(1), group=group, async_op=True).get_future()
+    last = dist.all_reduce(np.ones(1), group=group, async_op=True)
+
+    def destroy(_):
+        group.close()
+        ended.set()
+
+    first.add_done_callback(destroy)
+    dist.send(np.zeros(1), 1)
+    assert ended.wait(30)
+    with pytest.raises(ClosedError):
+        last.wait(30)
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_an_error_that_a_group_was_made_under_is_no_reason_to_cancel(rank):
+    try:
+        raise ImportError("no GPU")
+    except ImportError:
+        group, x = dist.new_group(), np.ones(1)
+        dist.all_reduce(x, group=group, async_op=True)
+        dist.destroy_process_group(group)
+    assert x == 2.0
 
 
 def test_a_future_by_hand(caplog):

@@ -238,6 +238,13 @@ class DeviceBackend(ABC):
         """Break this group if the group of `other`, a backend of this class, is broken."""
         return None
 
+    def end_calls(self, cancel: str = "") -> None:  # noqa: B027  a backend may lack it
+        """Wait until the calls that were made have ended; nobody makes another call.
+
+        Args:
+            cancel: End them now with an error on all ranks, for this reason: "because of ...".
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release threads and links."""

@@ -30,7 +30,7 @@ from unisono.engines import (
     join_mpi,
     make_engine,
 )
-from unisono.engines.errors import already_broken_error
+from unisono.engines.errors import already_broken_error, closed_text
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError
 from unisono.schedules import Layout, Program, Schedule
@@ -183,15 +183,23 @@ class CPUBackend(ArrayBackend):
         super().set_timeout(timeout_s)
         self._engine.set_timeout(timeout_s)
 
-    def close(self) -> None:
-        engine = self._engine
+    def end_calls(self, cancel: str = "") -> None:
+        engine, comm = self._engine, self._comm
         if not engine.is_in_call():
-            engine.close()
+            engine.end_calls(cancel)
             return
         # A signal handler closes the group inside a call of its own thread. That call cannot end
-        # before the handler has, so another thread waits for it.
-        engine.abort(f"rank {self._comm.transport.rank} destroyed the group while a call ran")
-        Worker(f"unisono-close-{self._comm.name}").start(engine.close)
+        # before the handler has.
+        why = cancel or "inside a call of the same thread"
+        engine.abort(closed_text(comm.transport.rank, comm.name, why))
+
+    def close(self) -> None:
+        engine = self._engine
+        if engine.is_in_call():
+            # Another thread waits for that call.
+            Worker(f"unisono-close-{self._comm.name}").start(engine.close)
+        else:
+            engine.close()
 
     def lost(self, rank: int) -> str | None:
         down = self._comm.transport.down(self._comm.ranks[rank])

@@ -99,7 +99,7 @@ def irecv(
     if port is not None and group_src is None and not how:
         started = port.irecv(tensor, src, tag, tensor, pg.timeout_s)
         if started is not None:
-            return Work(started, "recv")
+            return Work(started, "recv", pg)
     peer = sender_of(pg, "irecv", src, group_src)
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 

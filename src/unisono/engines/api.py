@@ -348,5 +348,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def end_calls(self, cancel: str = "") -> None:
+        """Wait until all tasks have ended, within their deadlines; accept no calls in C++.
+
+        Args:
+            cancel: End them now with errors on all ranks, for this reason: "because of ...".
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Close the communicator and the progress thread; queued tasks end with ClosedError."""

@@ -250,6 +250,11 @@ def _table(me: int, mine: Unreached, answers: dict[int, CallStatus]) -> list[str
     return ["failed connections:", *lines] if lines else []
 
 
+def closed_text(rank: int, group: str, why: str) -> str:
+    """Return the reason of a failure: a rank has closed a group before its calls had ended."""
+    return f"rank {rank} closed group '{group}' {why}".rstrip()
+
+
 # ---- from a failure to the error of this rank -------------------------------------------------
 
 

@@ -226,6 +226,8 @@ class NativeEngine(QueueEngine):
     def close(self) -> None:
         # Before the group leaves, because no call may begin in it any more.
         self.calls.close()
+        if not self.comm.closed():
+            self._cancel("while a call ran")
         if self._group is not None:
             self._group.leave()
         super().close()

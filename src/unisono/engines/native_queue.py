@@ -26,6 +26,7 @@ from unisono.errors import ClosedError
 from unisono.transports.messages import CallStatus
 
 _FOREVER_S = 4e9
+_PART_S = 0.05
 
 
 class QueuedCall:
@@ -255,6 +256,21 @@ class QueueEngine(OrderedEngine):
             for queued in self._queued
             if first and queued.seq >= first and queued.completion is not None
         ]
+
+    def _tasks(self) -> list[Task]:
+        return [task for queued in list(self._queued) if (task := queued.task) is not None]
+
+    def _wait_until_idle(self, limit: Deadline) -> None:
+        while not limit.expired():
+            with self._changed:
+                last = self._queued[-1] if self._queued else None
+            if last is not None and not self._turn.is_over(last.seq):
+                last.wait(limit)
+            elif self._turn.runs():
+                # In parts, because this wait in C++ does not end at Ctrl-C.
+                self._turn.wait_until_still(min(limit.remaining(), _PART_S))
+            else:
+                return
 
     def _wait_until_still(self, limit_s: float) -> None:
         self._turn.wait_until_still(limit_s)

@@ -16,11 +16,14 @@ from operator import itemgetter
 from typing import Any
 
 from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline
+from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.engines.api import Call, Communicator, Engine, Task
 from unisono.engines.errors import (
     Expired,
     broken_group_error,
+    closed_text,
     nested_call_error,
     to_failure,
 )
@@ -28,6 +31,8 @@ from unisono.errors import ClosedError, CollectiveMismatchError, UnsupportedErro
 from unisono.trace import GroupTrace, open_calls, write_after_failure
 from unisono.transports import LinkDown
 from unisono.transports.messages import CallStatus, Failure
+
+_log = get_logger("engines.queue")
 
 # How long close() waits for a call that it has aborted, and for running callbacks.
 _CLOSE_S = 10.0
@@ -95,6 +100,8 @@ class OrderedEngine(Engine):
         self._changed = threading.Condition()
         # In the order of their numbers.
         self._queue: deque[tuple[int, Task, Completion]] = deque()
+        # Whether a thread waits for the end of all tasks.
+        self._drains = False
         self._closed = False
         self._finished = 0
         self._worker = Worker(f"unisono-progress-{comm.name}")
@@ -219,22 +226,52 @@ class OrderedEngine(Engine):
             failure = failure.found_by(me, finished)
         comm.transport.fail(comm.context, failure, comm.others)
 
-    def close(self) -> None:
+    def end_calls(self, cancel: str = "") -> None:
         if self.comm.closed():
             return
+        if cancel:
+            self._cancel(cancel)
+            return
+        if self.calls is not None:
+            self.calls.close()
+        self._drains = True
+        comm, failure_of = self.comm, self.comm.transport.failure
+        before = failure_of(comm.context)
+        # A call ends by itself at its deadline. The limit is for the case that it does not.
+        longest_s = max([self.timeout_s, *(task.deadline.remaining() for task in self._tasks())])
+        self._wait_until_idle(Deadline(longest_s + _CLOSE_S))
+        if before is None and (failure := failure_of(comm.context)) is not None:
+            # Nobody may wait for these calls.
+            _log.warning("a call of group '%s' failed at its end: %s", comm.name, failure.reason)
+
+    def _tasks(self) -> list[Task]:
+        """Return the queued tasks."""
+        return [task for _, task, _ in list(self._queue)]
+
+    def _cancel(self, why: str) -> None:
+        """End all tasks, and report the reason to the ranks that may wait for this rank."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             dropped = self._clear_queue()
             runs = self._turn.runs()
+        if runs or dropped:
+            comm = self.comm
+            text = closed_text(comm.transport.rank, comm.name, why)
+            if comm.transport.failure(comm.context) is None:
+                _log.warning("%s; calls that had not ended: %d", text, len(dropped) + runs)
+            self.abort(text)
         for call, completion in dropped:
             why = f"group '{self.comm.name}' was destroyed before {call.text} ran"
             completion.finish(ClosedError(why))
         if runs:
-            # The other ranks are in this call, too, and it cannot end any more.
-            self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
             self._wait_until_still(_CLOSE_S)
+
+    def close(self) -> None:
+        if self.comm.closed():
+            return
+        self._cancel("while a call ran")
         self._worker.join(_CLOSE_S)
         self.comm.close()
 
@@ -263,6 +300,12 @@ class OrderedEngine(Engine):
         self._turn.wanted = True
         self._changed.notify_all()
         return [(task.prepared.call, completion) for _, task, completion in dropped]
+
+    def _wait_until_idle(self, limit: Deadline) -> None:
+        """Wait until no task is queued or runs."""
+        with self._changed:
+            limit_s = min(limit.remaining(), threading.TIMEOUT_MAX)
+            self._changed.wait_for(lambda: not self._queue and not self._turn.runs(), limit_s)
 
     def _wait_until_still(self, limit_s: float) -> None:
         with self._changed:
@@ -305,9 +348,9 @@ class OrderedEngine(Engine):
             completion.finish(error)
 
     def _wake(self) -> None:
-        """Wake the progress thread if it may run or end."""
+        """Wake the progress thread if it may run or end, and a thread that closes the group."""
         with self._changed:
-            if self._queue or self._closed:
+            if self._queue or self._drains or self._closed:
                 self._changed.notify_all()
 
     # ---- one task -------------------------------------------------------------------------

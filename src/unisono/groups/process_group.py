@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from threading import get_ident
 from typing import Any, Unpack
 
 import numpy as np
@@ -25,9 +26,17 @@ from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.streams import explicit_stream
 from unisono.base.types import Array, Arrays, ReduceOp
+from unisono.engines.errors import closed_text
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UsageError
 from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
 from unisono.groups.dispatch import dispatcher
+from unisono.groups.ending import (
+    AT_EXIT,
+    IN_CALL,
+    Ending,
+    close_backends,
+    reason_of_error,
+)
 from unisono.groups.integers import as_flag, as_integer, as_splits
 from unisono.groups.keywords import How, check_keywords
 from unisono.groups.operations import CHECKS, PEER_AT
@@ -111,7 +120,7 @@ class ProcessGroup(C10dNames):
     ) -> None:
         """Set the attributes and make the backends; close them again if one fails."""
         self._spec = spec
-        self.name, self.ranks, self._rank = spec.name, spec.ranks, spec.rank
+        self.name, self.ranks = spec.name, spec.ranks
         self._timeout_s = spec.timeout_s
         self.config = BackendConfig(backend)
         # Empty when the group is closed.
@@ -140,8 +149,9 @@ class ProcessGroup(C10dNames):
                 # C++ sets the mark in `calls` when it runs a call, so it must be the same mark.
                 self._part.guard = self.calls or self._part.guard
                 self.port = self.backends["cpu"].port
+            self._ending = Ending(self, self.backends.values())
         except BaseException:
-            self.close()
+            close_backends(self.backends.values(), "because it was not made")
             raise
 
     def _make_backend(self, name: str, device: str, parent: ProcessGroup | None) -> DeviceBackend:
@@ -164,7 +174,7 @@ class ProcessGroup(C10dNames):
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
-        return self._rank
+        return self._spec.rank
 
     def size(self) -> int:
         """Return the number of ranks."""
@@ -394,21 +404,55 @@ class ProcessGroup(C10dNames):
     def abort(self, reason: str = "abort() was called") -> None:
         """End every call of the group with CollectiveAbortedError, on all ranks."""
         for backend in self.backends.values():
-            backend.abort(f"{reason} on rank {self.ranks[self._rank]}")
+            backend.abort(f"{reason} on rank {self.ranks[self._spec.rank]}")
 
     def report_failure(self, text: str) -> None:
         """Report to the other ranks that this rank ends with an uncaught error."""
         for backend in self.backends.values():
-            backend.abort(f"rank {self.ranks[self._rank]} raised {text}", failed=True)
+            backend.abort(f"rank {self.ranks[self._spec.rank]} raised {text}", failed=True)
 
     def close(self) -> None:
-        """Release links and threads; not a collective. A second call does nothing."""
+        """Finish the collective calls that were made, then release links and threads.
+
+        Each call ends within its time-out; the other ranks may wait in it. Sends are finished, too;
+        receives end with ClosedError. If an exception is being handled, calls that have not
+        ended are cancelled instead, and the other ranks get the reason. The method is not a
+        collective, and a second call does nothing. A group that is dropped is closed on a thread.
+        """
+        self.end()
+
+    def end(self, cancel: str = "") -> None:
+        """Close as `close` does; cancel the calls that have not ended if there is a reason."""
+        if not self.backends or not self._ending.begin():
+            return
         self.port = None
-        if self.stream_queue is not None:
-            self.stream_queue.close()
-        backends, self.backends = self.backends, {}
-        for backend in backends.values():
-            backend.close()
+        streams, cancel = self.stream_queue, cancel or self._reason_to_cancel()
+        try:
+            # Calls in streams begin in this group, so its backends stay until then.
+            if streams is not None and not cancel:
+                streams.drain()
+        except BaseException as error:
+            cancel = reason_of_error(error) or AT_EXIT
+            raise
+        finally:
+            backends, self.backends = self.backends, {}
+            if streams is not None and streams.close():
+                for backend in backends.values():
+                    backend.abort(closed_text(self.ranks[self._spec.rank], self.name, cancel))
+            close_backends(backends.values(), cancel)
+
+    def _reason_to_cancel(self) -> str:
+        """Return why `close` must not wait for calls that were made; "" if it may."""
+        streams, backends = self.stream_queue, self.backends.values()
+        if self.is_in_call():
+            return IN_CALL
+        if any(each.runs_here() for each in backends) or (streams and streams.runs_here()):
+            return "in a callback of one of its calls"
+        return self._ending.reason_to_cancel()
+
+    def is_in_call(self) -> bool:
+        """Whether the calling thread is in a collective call of the group."""
+        return bool(self._part.guard.caller == get_ident())
 
     def refuse(
         self, op: str, error: BaseException, arguments: Sequence[Any] = (), **how: Any
@@ -486,7 +530,7 @@ class ProcessGroup(C10dNames):
             raise
         if not options.async_op and pending.error is not None:
             raise pending.error
-        return Work(pending, op)
+        return Work(pending, op, self)
 
     def _queue_behind_stream(
         self, op: str, device: str, begin: Callable[[CallOptions], Pending], options: CallOptions
@@ -498,7 +542,7 @@ class ProcessGroup(C10dNames):
                 # From now on every call must check the queue, which C++ does not.
                 self.calls.close()
             self.port = None
-        work = Work(self.stream_queue.add(op, device, begin, options), op)
+        work = Work(self.stream_queue.add(op, device, begin, options), op, self)
         self._part.is_queued = True
         if not options.async_op:
             # As in torch, these block the host; the result of a receive includes its sender.
@@ -535,7 +579,7 @@ class ProcessGroup(C10dNames):
     def __repr__(self) -> str:
         if not self.backends:
             return f"<ProcessGroup '{self.name}' closed>"
-        parts = [f"rank={self._rank}", f"size={self.size()}"]
+        parts = [f"rank={self._spec.rank}", f"size={self.size()}"]
         for device, backend in self.backends.items():
             parts.append(f"{device}={backend.name}")
             parts += [f"{key}={value}" for key, value in backend.info().items()]

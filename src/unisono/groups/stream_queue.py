@@ -53,6 +53,10 @@ class StreamCall(Pending):
         self._begun.finish()
         self.finish(error)
 
+    def wait_until_begun(self) -> None:
+        """Block until the call has begun, or has ended without a begin."""
+        self._begun.wait_until(None)
+
     def expire(self) -> None:
         if self._real is not None:
             self._real.expire()
@@ -110,11 +114,22 @@ class StreamQueue:
         self._stream.submit(self._begin, call, op, begin, options)
         return call
 
-    def close(self) -> None:
-        """End the calls that have not begun with ClosedError."""
-        self._closed = True
+    def runs_here(self) -> bool:
+        """Return whether the calling thread begins the calls."""
+        return self._stream.runs_here()
+
+    def drain(self) -> None:
+        """Wait until all calls have begun, or have ended because their deadline has passed."""
         for call in list(self._waiting):
+            call.wait_until_begun()
+
+    def close(self) -> bool:
+        """End the calls that have not begun with ClosedError; return whether there are any."""
+        self._closed = True
+        waiting = list(self._waiting)
+        for call in waiting:
             call.gate.finish()
+        return bool(waiting)
 
     def _begin(
         self,

@@ -26,12 +26,18 @@ _log = get_logger("groups.work")
 class Work:
     """A submitted operation. Dropping the handle is safe: the operation goes on.
 
+    Args:
+        pending: The end of the operation.
+        op: Its name, for errors.
+        group: The group, which stays open as long as the handle of a message is kept.
+
     Source: torch.distributed.Work (2.13).
     """
 
-    def __init__(self, pending: Pending, op: str) -> None:
+    def __init__(self, pending: Pending, op: str, group: object = None) -> None:
         self._pending = pending
         self._op = op
+        self._group = group
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         """Block until the operation is done; return True, or raise its error.

@@ -12,6 +12,7 @@ import contextlib
 import sys
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from unisono.errors import (
     NotInitializedError,
     UnisonoError,
 )
+from unisono.groups.ending import close_groups, close_open_groups, process_exit
 from unisono.groups.membership import Membership
 from unisono.groups.preparing import Preparing
 from unisono.groups.process_group import ProcessGroup
@@ -73,15 +75,16 @@ class World:
             only.close()
             return
         groups, self.groups, self.default = list(self.groups.values()), {}, None
-        for group in reversed(groups):
-            group.close()
-        self.made = 0
-        self.made_local.clear()
-        self.membership = None
-        callbacks, self.on_close = self.on_close, []
-        self.has_hooks = False
-        for callback in callbacks:
-            callback()
+        try:
+            close_groups(groups)
+        finally:
+            self.made = 0
+            self.made_local.clear()
+            self.membership = None
+            callbacks, self.on_close = self.on_close, []
+            self.has_hooks = False
+            for callback in callbacks:
+                callback()
 
     def replace_default(self, group: ProcessGroup, why: str = "") -> None:
         """Close every group and use `group` as the default, over the same store.
@@ -191,6 +194,23 @@ def require_group(group: Group) -> ProcessGroup:
     return found
 
 
+# By hook of `at_exit`: a list with the hook before it.
+_befores: weakref.WeakKeyDictionary[Callable[..., object], list[Callable[..., object]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _remove_hook(hook: Callable[..., object], before: Callable[..., object]) -> None:
+    """Take a hook out of the chain of hooks, which would grow with each group."""
+    at = sys.excepthook
+    if at is hook:
+        sys.excepthook = before
+    while (cell := _befores.get(at)) is not None:
+        if cell[0] is hook:
+            cell[0] = before
+        at = cell[0]
+
+
 def at_exit(report: Callable[[str], object], close: Callable[[], object]) -> Callable[[], None]:
     """Install hooks that report an uncaught exception to the other ranks, and close at the exit.
 
@@ -201,7 +221,7 @@ def at_exit(report: Callable[[str], object], close: Callable[[], object]) -> Cal
     Returns:
         A function that removes the hooks.
     """
-    previous = sys.excepthook
+    before = [sys.excepthook]
     # A hook installed later may refer to `hook` for ever, as torch's own hook does. `hook` must
     # not keep a closed group alive, so `uninstall` empties this list.
     reporters = [report]
@@ -213,25 +233,30 @@ def at_exit(report: Callable[[str], object], close: Callable[[], object]) -> Cal
                 reporter("".join(traceback.format_exception_only(error)).strip())
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
+        before[0](kind, error, trace)
         report_uncaught(error)
+
+    def end() -> None:
+        with process_exit():
+            close()
 
     def end_child() -> None:
         # In a child of multiprocessing sys.excepthook is not called, but the exception is current.
         report_uncaught(sys.exception())
-        close()
+        end()
+        close_open_groups()
 
     sys.excepthook = hook
-    atexit.register(close)
+    _befores[hook] = before
+    atexit.register(end)
     # A child of multiprocessing ends without atexit, and would lose messages that isend has queued.
     util = sys.modules.get("multiprocessing.util")
     finalizer = None if util is None else util.Finalize(None, end_child, exitpriority=0)
 
     def uninstall() -> None:
         reporters.clear()
-        if sys.excepthook is hook:
-            sys.excepthook = previous
-        atexit.unregister(close)
+        _remove_hook(hook, before[0])
+        atexit.unregister(end)
         if finalizer is not None:
             finalizer.cancel()
 

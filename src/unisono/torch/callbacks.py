@@ -50,13 +50,17 @@ class CallbackThreads:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the threads after their tasks; wait at most `timeout_s` for each."""
+        for worker in self.end():
+            worker.join(timeout_s)
+
+    def end(self) -> list[Worker]:
+        """End the threads after their tasks; return them."""
         with self._lock:
             self._closed = True
             workers, self._workers = self._workers, []
             for _ in workers:
                 self._tasks.put(None)
-        for worker in workers:
-            worker.join(timeout_s)
+        return workers
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -7,6 +7,7 @@ and `membership_changed` of unisono work in a program for torch.distributed.
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -105,17 +106,31 @@ def _lend(made: ProcessGroup, options: Any) -> None:
         options: The user's `pg_options` for unisono.
     """
     world, group = current(), made.unisono
-
-    def borrow() -> None:
-        made._forget_exit()
-        begin(world, group, Membership.of_founder(TorchStore(made._root), group, options))
-        made._forget_exit = lambda: _return(world, group)
-        world.lender = None
-
     if world.default is group:
         made._forget_exit = lambda: _return(world, group)
         return
-    uninstall = at_exit(group.report_failure, made.shutdown) if made.size() > 1 else lambda: None
+    # Weak, because a group that the program drops must end.
+    alive = weakref.ref(made)
+
+    def borrow() -> None:
+        if (lent := alive()) is None:
+            world.lender = None
+            return
+        lent._forget_exit()
+        group = lent.unisono
+        begin(world, group, Membership.of_founder(TorchStore(lent._root), group, options))
+        lent._forget_exit = lambda: _return(world, group)
+        world.lender = None
+
+    def report(text: str) -> None:
+        if (lent := alive()) is not None:
+            lent.unisono.report_failure(text)
+
+    def close() -> None:
+        if (lent := alive()) is not None:
+            lent.shutdown()
+
+    uninstall = at_exit(report, close) if made.size() > 1 else lambda: None
 
     def forget() -> None:
         if world.lender is borrow:
@@ -123,6 +138,8 @@ def _lend(made: ProcessGroup, options: Any) -> None:
         uninstall()
 
     made._forget_exit, world.lender = forget, borrow
+    # Without a shutdown: the hooks would stay for ever.
+    weakref.finalize(made, forget).atexit = False
 
 
 def _return(world: World, group: UnisonoGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -72,6 +73,8 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self._store = store
         self._options = options
         self.callbacks = CallbackThreads(group.name)
+        # If the program drops the group, whose own finalizer closes the links.
+        weakref.finalize(self, self.callbacks.end).atexit = False
         self._name: str | None = None
         self._description = "undefined"
         self._bound: torch.device | None = None
