@@ -27,7 +27,7 @@ _RANKS_LATER_S = 5.0
 """How much longer than the caller a rank waits for the others. The caller knows more about ranks
 that have not started, so its error must be first."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class _Process:

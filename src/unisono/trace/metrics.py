@@ -14,7 +14,7 @@ from unisono.trace.stats import stats_of
 _HOST = "127.0.0.1"
 _LABELS = ("rank", "group", "operation")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _server: Any = None
 
 
