@@ -14,9 +14,11 @@ from tests.faults.fault_calls import BUSY_S, attempt, store
 from tests.support.handlers import at_each_line, in_a_handler
 from unisono.backends import cpu
 from unisono.base import completion
-from unisono.engines import native_queue, queue
+from unisono.engines import native_engine, native_queue, queue, reference
 from unisono.groups import process_group, stream_queue, work
 from unisono.testing import run
+from unisono.transports import api, control, mailbox, native_messages
+from unisono.transports.tcp import link, transport
 
 ENGINES = pytest.mark.parametrize("engine", ["native", "reference"])
 
@@ -75,7 +77,7 @@ def call_in_handlers(rank):
 
 @ENGINES
 def test_a_call_inside_a_call_of_the_same_group_is_refused_at_once(engine):
-    run(call_in_handlers, 2, ranks="processes", engine=engine, timeout=60.0)
+    run(call_in_handlers, 2, ranks="processes", engine=engine, timeout=25.0)
 
 
 def wait_in_handlers(rank):
@@ -175,3 +177,33 @@ def call_at_lines(rank):
 @ENGINES
 def test_a_handler_at_any_line_of_a_call_makes_calls_or_is_refused_at_once(engine):
     run(call_at_lines, 2, ranks="processes", engine=engine, timeout=60.0)
+
+
+BELOW = [*MODULES, native_engine, reference]
+BELOW += [api, control, mailbox, native_messages, link, transport]
+
+
+def abort_at_lines(rank):
+    """Abort a new group at one line of each call: the call ends, and so does that of rank 1."""
+    for at in range(1, 400, 27):
+        for way in ("plain", "strided", "asynchronous"):
+            group, lines = dist.new_group(), itertools.count()
+            group.barrier()
+
+            def handle(group=group, lines=lines, at=at):
+                if next(lines) == at:
+                    group.abort("enough")
+
+            with at_each_line(BELOW if rank == 0 else [], handle):
+                caught = attempt(WAYS[way], np.ones(4), group)
+            # Unless the call had fewer lines.
+            aborted = caught.kind == "CollectiveAbortedError"
+            assert aborted or not caught.kind, (way, at, caught)
+            assert not aborted or "enough on rank 0" in caught.text
+            assert caught.took_s < BUSY_S
+            dist.barrier()
+
+
+@ENGINES
+def test_an_abort_at_any_line_of_a_call_ends_it_at_once(engine):
+    run(abort_at_lines, 2, ranks="processes", engine=engine, timeout=60.0)

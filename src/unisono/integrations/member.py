@@ -68,7 +68,10 @@ def attempt(meeting: Meeting, rank: int, action: Callable[[], Any]) -> Outcome:
     try:
         with _alone(meeting, rank):
             return Outcome(rank=rank, value=action())
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        # The framework cancels the call in this way.
+        raise
+    except BaseException as error:
         return failure(meeting, rank, error)
 
 
@@ -167,7 +170,7 @@ def call(meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Any
         )
     try:
         return fn(*args)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if not _is_known_to_all(error):
             text = "".join(traceback.format_exception_only(error)).strip()
             for group in list(process_world.groups.values()):

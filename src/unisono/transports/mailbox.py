@@ -61,7 +61,7 @@ class MailboxMessages(Messages):
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._lock = threading.RLock()
+        self.matching = threading.RLock()
         self._entries: dict[int, _Entry] = {}
 
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
@@ -91,7 +91,7 @@ class MailboxMessages(Messages):
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        with self._lock:
+        with self.matching:
             entry = self._entries.get(transfer.context)
             posted = entry is not None and _remove(entry.posted, transfer)
         if posted:
@@ -101,12 +101,12 @@ class MailboxMessages(Messages):
             transfer.wait_until(Deadline(_COPY_S))
 
     def claim(self, source: int, key: Key) -> Transfer | None:
-        with self._lock:
+        with self.matching:
             return self._claim(source, key)
 
     def deliver(self, key: Key, arrival: Arrival) -> None:
         context, tag = key.context, key[1:]
-        with self._lock:
+        with self.matching:
             transfer = self._claim(arrival.source, key)
             ended = [] if transfer is None else [transfer]
             failure = self._links.failure(context)
@@ -120,7 +120,7 @@ class MailboxMessages(Messages):
             _fill(each, arrival)
 
     def has_receive(self, peer: int, key: Key) -> bool:
-        with self._lock:
+        with self.matching:
             entry = self._entries.get(key.context)
             return entry is not None and any(
                 each.peer == peer and each.into is not NOTHING and each.matches(peer, key[1:])
@@ -153,22 +153,26 @@ class MailboxMessages(Messages):
 
     def forget(self, context: int, error: BaseException) -> None:
         self._end_posted(lambda each: each.context == context, error)
-        with self._lock:
+        with self.matching:
             self._entries.pop(context, None)
 
     def close(self) -> None:
         self._end_posted(lambda each: True, ClosedError("the transport was closed"))
-        with self._lock:
+        with self.matching:
             self._entries.clear()
 
     def _post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with a message that has arrived already."""
-        with self._lock:
+        with self.matching:
             arrival = self._take_arrival(transfer)
             error = None if arrival is not None else self._end_of(transfer)
             if arrival is None and error is None:
-                self._entries.setdefault(transfer.context, _Entry()).posted.append(transfer)
-                return
+                posted = self._entries.setdefault(transfer.context, _Entry()).posted
+                posted.append(transfer)
+                # Again: a signal handler may have broken the context since, and found no receive.
+                error = self._end_of(transfer)
+                if error is None or not _remove(posted, transfer):
+                    return
         if arrival is None:
             transfer.finish(error)
         else:
@@ -215,7 +219,7 @@ class MailboxMessages(Messages):
 
     def _end_posted(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         ended: list[Transfer] = []
-        with self._lock:
+        with self.matching:
             for entry in list(self._entries.values()):
                 hits = [transfer for transfer in tuple(entry.posted) if unwanted(transfer)]
                 ended += [transfer for transfer in hits if _remove(entry.posted, transfer)]

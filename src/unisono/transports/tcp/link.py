@@ -226,7 +226,7 @@ class Link:
 
     def _parse(self, chunk: memoryview) -> int:
         """Take one header or payload from the chunk; return its size, 0 if the chunk is used up."""
-        with self._read_lock:
+        with self._messages.matching, self._read_lock:
             taken = 0
             if self._in is None:
                 if len(chunk) < FRAME.size:
