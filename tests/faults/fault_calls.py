@@ -1,9 +1,7 @@
 """Every operation as one call, and what became of a call: shared by the bodies of all tests."""
 
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -62,25 +60,6 @@ def _caller(name):
     return lambda group, **how: getattr(
         Operations(group.rank(), group.size(), ranks=group.ranks, how={"group": group, **how}), name
     )()
-
-
-def press_when_blocked(pressed, signum=signal.SIGINT):
-    """Send a signal to this process once its main thread has sat in one place for a while.
-
-    A while is so many looks, not a time: on a machine that stands still nobody gets on. The time of
-    the signal is appended to `pressed`.
-    """
-    main = threading.main_thread().ident
-    seen, looks = None, 0
-    while looks < 20:
-        frame = sys._current_frames()[main]
-        here = (id(frame), frame.f_lasti)
-        del frame
-        looks = looks + 1 if here == seen else 0
-        seen = here
-        time.sleep(0.005)
-    pressed.append(time.monotonic())
-    os.kill(os.getpid(), signum)
 
 
 COLLECTIVES = {name: _caller(name) for name in operations.COLLECTIVES}

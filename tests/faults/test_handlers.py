@@ -1,8 +1,8 @@
 """A signal handler that uses a group, or a store, inside a call of its own thread."""
 
 import functools
+import itertools
 import re
-import signal
 import threading
 import time
 
@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.faults.fault_calls import BUSY_S, attempt, press_when_blocked, store
+from tests.faults.fault_calls import BUSY_S, attempt, store
+from tests.support.handlers import at_each_line, in_a_handler
+from unisono.backends import cpu
+from unisono.base import completion
+from unisono.engines import native_engine, native_queue, queue, reference
+from unisono.groups import process_group, stream_queue, work
 from unisono.testing import run
+from unisono.transports import api, control, mailbox, native_messages
+from unisono.transports.tcp import link, transport
 
 ENGINES = pytest.mark.parametrize("engine", ["native", "reference"])
 
@@ -34,12 +41,9 @@ WAYS = {
 
 def handled(way, x, *actions, group=None):
     """Make a call, and actions in a signal handler when it blocks; return how each ended."""
-    ended, pressed = [], []
-    signal.signal(signal.SIGUSR1, lambda *_: ended.extend(map(attempt, actions)))
-    thread = threading.Thread(target=press_when_blocked, args=(pressed, signal.SIGUSR1))
-    thread.start()
-    outer = attempt(WAYS[way], x, group)
-    thread.join()
+    ended = []
+    with in_a_handler(lambda: ended.extend(map(attempt, actions))):
+        outer = attempt(WAYS[way], x, group)
     return outer, ended
 
 
@@ -73,7 +77,7 @@ def call_in_handlers(rank):
 
 @ENGINES
 def test_a_call_inside_a_call_of_the_same_group_is_refused_at_once(engine):
-    run(call_in_handlers, 2, ranks="processes", engine=engine, timeout=60.0)
+    run(call_in_handlers, 2, ranks="processes", engine=engine, timeout=25.0)
 
 
 def wait_in_handlers(rank):
@@ -100,7 +104,10 @@ def test_a_call_inside_a_wait_is_the_next_call(engine):
 
 ENDINGS = {
     "abort": (lambda group: group.abort("enough"), "enough on rank 0"),
-    "destroy": (dist.destroy_process_group, "rank 0 closed group 'default' inside a call of the same thread"),
+    "destroy": (
+        dist.destroy_process_group,
+        "rank 0 closed group 'default' inside a call of the same thread",
+    ),
 }
 
 
@@ -130,3 +137,76 @@ def end_in_handlers(rank, ending):
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_group_ends_inside_a_call(ending, engine):
     run(end_in_handlers, 2, args=(ending,), ranks="processes", engine=engine, timeout=60.0)
+
+
+MODULES = [queue, native_queue, work, completion, cpu, process_group, stream_queue]
+LAST = 100.0
+
+
+def call_at_lines(rank):
+    """Rank 1 makes calls until it meets the last one of rank 0, whatever their number is."""
+    if rank == 1:
+        x = np.ones(4)
+        while x[0] < LAST:
+            x[:] = 1.0
+            dist.all_reduce(x)
+        return
+    begun, ended, numbers = [], {"": 0, "UsageError": 0}, itertools.count()
+
+    def begin(value):
+        begun.append((value, dist.all_reduce(value, async_op=True)))
+
+    def begin_and_wait(value):
+        dist.all_reduce(value, async_op=True).wait()
+
+    def handle():
+        value, call = np.full(4, 2.0), (begin, dist.all_reduce, begin_and_wait)[next(numbers) % 3]
+        caught = attempt(call, value)
+        ended[caught.kind] += 1
+        assert call is begin or caught.kind or value.tolist() == [3.0] * 4
+
+    for way in ("plain", "strided", "asynchronous"):
+        x = np.full(4, 2.0)
+        with at_each_line(MODULES, handle, 300):
+            WAYS[way](x, None)
+        assert way == "strided" or x.tolist() == [3.0] * 4
+    for value, each in begun:
+        each.wait()
+        assert value.tolist() == [3.0] * 4
+    dist.all_reduce(np.full(4, LAST))
+    assert all(ended.values()), ended
+
+
+@ENGINES
+def test_a_handler_at_any_line_of_a_call_makes_calls_or_is_refused_at_once(engine):
+    run(call_at_lines, 2, ranks="processes", engine=engine, timeout=60.0)
+
+
+BELOW = [*MODULES, native_engine, reference]
+BELOW += [api, control, mailbox, native_messages, link, transport]
+
+
+def abort_at_lines(rank):
+    """Abort a new group at one line of each call: the call ends, and so does that of rank 1."""
+    for at in range(1, 400, 27):
+        for way in ("plain", "strided", "asynchronous"):
+            group, lines = dist.new_group(), itertools.count()
+            group.barrier()
+
+            def handle(group=group, lines=lines, at=at):
+                if next(lines) == at:
+                    group.abort("enough")
+
+            with at_each_line(BELOW if rank == 0 else [], handle):
+                caught = attempt(WAYS[way], np.ones(4), group)
+            # Unless the call had fewer lines.
+            aborted = caught.kind == "CollectiveAbortedError"
+            assert aborted or not caught.kind, (way, at, caught)
+            assert not aborted or "enough on rank 0" in caught.text
+            assert caught.took_s < BUSY_S
+            dist.barrier()
+
+
+@ENGINES
+def test_an_abort_at_any_line_of_a_call_ends_it_at_once(engine):
+    run(abort_at_lines, 2, ranks="processes", engine=engine, timeout=60.0)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.faults.fault_calls import BUSY_S, LEFT, attempt, press_when_blocked, store
+from tests.faults.fault_calls import BUSY_S, LEFT, attempt, store
+from tests.support.handlers import press_when_blocked
 from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports.native_messages import NativeMessages

@@ -1,5 +1,6 @@
 """Functions that the programs beside this file call on the ranks of a group."""
 
+import asyncio
 import os
 import threading
 import time
@@ -31,6 +32,13 @@ def raising(rank):
     """Raise an error on one rank while the others wait for it."""
     if dist.get_rank() == rank:
         raise KeyError(f"of rank {rank}")
+    dist.barrier()
+
+
+def cancelled(rank):
+    """Raise what is no Exception on one rank while the others wait for it."""
+    if dist.get_rank() == rank:
+        raise asyncio.CancelledError
     dist.barrier()
 
 

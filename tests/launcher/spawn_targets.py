@@ -1,5 +1,6 @@
 """Functions for the children of `spawn`; a module of its own, so that they load little."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -23,6 +24,8 @@ def fail_on_rank_1(rank, kind):
     if rank == 1:
         if kind == "raise":
             raise ValueError("boom " + "x" * 200_000)
+        if kind == "cancel":
+            raise asyncio.CancelledError("boom")
         if kind == "exit":
             sys.exit(7)
         os.kill(os.getpid(), signal.SIGKILL)

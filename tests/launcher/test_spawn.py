@@ -62,6 +62,14 @@ def test_real_traceback_ends_the_error(method):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_what_is_no_exception_has_a_traceback_too():
+    with pytest.raises(
+        WorkerFailedError, match=r"exited with code 1: asyncio.*Error: boom"
+    ) as caught:
+        spawn(targets.fail_on_rank_1, ("cancel",), nprocs=2, start_method="fork")
+    assert str(caught.value).splitlines()[-1] == "asyncio.exceptions.CancelledError: boom"
+
+
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
+from unisono.base.reentry import has_lock
 from unisono.base.text import shown
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError, CollectiveTimeoutError, UsageError
@@ -186,8 +187,8 @@ class Stream:
                     self._error = None
 
     def runs_here(self) -> bool:
-        """Return whether the calling thread is the thread of this stream."""
-        return self._worker.is_here()
+        """Return whether this stream cannot go on before the calling thread does."""
+        return self._worker.is_here() or has_lock(self._changed)
 
     @contextlib.contextmanager
     def as_current(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.se
 own_folders = [OWN_FOLDER]
 """Folders of this library and of torch, if the program calls this library through torch."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _is_installed = False
 
 

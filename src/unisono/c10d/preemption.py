@@ -21,8 +21,16 @@ from unisono.groups.world import Group, member_group
 
 _SIGNALS = ("SIGTERM", "SIGUSR1")
 
-_asked = threading.Event()
-_watching = threading.Event()
+
+class _State:
+    """Whether this process was asked to stop, and whether it catches the signals.
+
+    No events: a second signal may come while the handler of the first sets one, and would wait for
+    its lock.
+    """
+
+    asked = False
+    watching = False
 
 
 def should_stop(group: Group = None, *, timeout: Timeout | None = None) -> bool:
@@ -56,16 +64,16 @@ def should_stop(group: Group = None, *, timeout: Timeout | None = None) -> bool:
     pg = member_group(group, "should_stop")
     if pg is None:
         return False
-    flag = np.array([_asked.is_set()], dtype=np.int32)
+    flag = np.array([_State.asked], dtype=np.int32)
     pg.all_reduce(flag, ReduceOp.MAX, timeout=timeout).wait_on_host()
     return bool(flag[0])
 
 
 def _watch() -> None:
     """Catch the signals from now on, if called on the main thread; Python allows it only there."""
-    if _watching.is_set() or threading.current_thread() is not threading.main_thread():
+    if _State.watching or threading.current_thread() is not threading.main_thread():
         return
-    _watching.set()
+    _State.watching = True
     for name in _SIGNALS:
         if (signum := getattr(signal, name, None)) is not None:
             signal.signal(signum, _handler(signal.getsignal(signum)))
@@ -73,7 +81,7 @@ def _watch() -> None:
 
 def _handler(previous: Any) -> Callable[[int, FrameType | None], None]:
     def on_signal(signum: int, frame: FrameType | None) -> None:
-        _asked.set()
+        _State.asked = True
         if callable(previous):
             previous(signum, frame)
 

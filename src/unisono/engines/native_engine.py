@@ -11,7 +11,6 @@ uses messages.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
@@ -19,6 +18,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from unisono.base import config
+from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
@@ -160,7 +160,8 @@ class NativeEngine(QueueEngine):
         self._steps: Any = None
         # Prepared calls, in C++, that gather k numbers of each rank, by k.
         self._tables: dict[int, Any] = {}
-        self._failure_known = threading.Event()
+        # Not an Event, whose lock a signal handler that aborts the group would wait for.
+        self._failure_known = Completion()
         self._connected = False
         self._asked: Question | None = None
 
@@ -335,10 +336,11 @@ class NativeEngine(QueueEngine):
         this rank's answer to any question, and before the end of the link. Either ends the question
         that is asked here.
         """
-        if not self._failure_known.is_set():
+        if not self._failure_known.done():
             transport = self.comm.transport
             transport.ask(self.comm.context, 0, [peer], Deadline(_SILENCE_S))
-        return self._failure_known.wait(_ABORT_WORDS_S if code == _engine.ABORTED else 0)
+        limit_s = _ABORT_WORDS_S if code == _engine.ABORTED else 0.0
+        return self._failure_known.wait_until(Deadline(limit_s))
 
     # ---- setting up -----------------------------------------------------------------------
 
@@ -367,7 +369,7 @@ class NativeEngine(QueueEngine):
             each.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
 
         def end(failure: Failure) -> None:
-            self._failure_known.set()
+            self._failure_known.finish()
             self.note_failure(failure)
             for each in runners:
                 # Another rank may have finished the call that runs here.

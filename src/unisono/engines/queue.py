@@ -18,6 +18,7 @@ from typing import Any
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
+from unisono.base.reentry import has_lock
 from unisono.base.worker import Worker
 from unisono.engines.api import Call, Communicator, Engine, Task
 from unisono.engines.errors import (
@@ -53,8 +54,9 @@ class Turn:
 
     def count(self) -> int:
         """Return the next number."""
-        self.last += 1
-        return self.last
+        # Its own variable: a signal handler may count the next call before the return.
+        seq = self.last = self.last + 1
+        return seq
 
     def take(self) -> int:
         """Take the turn and return the next number; 0 if the turn is taken or wanted."""
@@ -115,7 +117,7 @@ class OrderedEngine(Engine):
         if self._turn.is_mine():
             raise nested_call_error(self.comm, call.op)
         # In a signal handler: the thread that would run a queued call waits for the lock.
-        cannot_wait = inline and self._has_lock()
+        cannot_wait = inline and has_lock(self._changed)
         now = False
         try:
             with self._changed:
@@ -170,11 +172,7 @@ class OrderedEngine(Engine):
             write_after_failure()
 
     def is_in_call(self) -> bool:
-        return bool(self._turn.is_mine()) or self._has_lock()
-
-    def _has_lock(self) -> bool:
-        # A Condition asks its lock in this way.
-        return bool(self._changed._is_owned())  # type: ignore[attr-defined]
+        return bool(self._turn.is_mine()) or has_lock(self._changed)
 
     def _is_server(self) -> bool:
         """Whether the calling thread runs queued tasks, or moves their messages."""

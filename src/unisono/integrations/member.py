@@ -27,7 +27,7 @@ _RANKS_LATER_S = 5.0
 """How much longer than the caller a rank waits for the others. The caller knows more about ranks
 that have not started, so its error must be first."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class _Process:
@@ -68,7 +68,10 @@ def attempt(meeting: Meeting, rank: int, action: Callable[[], Any]) -> Outcome:
     try:
         with _alone(meeting, rank):
             return Outcome(rank=rank, value=action())
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        # The framework cancels the call in this way.
+        raise
+    except BaseException as error:
         return failure(meeting, rank, error)
 
 
@@ -169,7 +172,7 @@ def call(meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Any
         )
     try:
         return fn(*args)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if not _is_known_to_all(error):
             text = "".join(traceback.format_exception_only(error)).strip()
             for group in list(process_world.groups.values()):

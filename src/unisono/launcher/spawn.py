@@ -105,7 +105,7 @@ def _child(
     except KeyboardInterrupt:
         # Ctrl-C reaches the parent too, and the parent reports it.
         sys.exit(128 + signal.SIGINT)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if hint is None and isinstance(error, SystemExit):
             raise
         # Drop the frames above the user's code, which the user has not written.

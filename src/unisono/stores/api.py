@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.base.reentry import has_lock
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
     InvalidArgumentError,
     StoreTimeoutError,
     UnsupportedError,
+    UsageError,
 )
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -292,6 +294,26 @@ def keys_timeout(
         f"missing {list_names(missing)} ({len(keys) - len(missing)} of {len(keys)} present)",
         hint="the rank that should set it has not come that far, or it died",
     )
+
+
+def require_outside(store: object, lock: Any) -> None:
+    """Refuse a call of a signal handler inside a call of the same store.
+
+    The table may be half changed, and the file or service may be in use by the outer call.
+
+    Args:
+        store: For the error.
+        lock: An RLock or Condition that calls of the store hold.
+
+    Raises:
+        UsageError: The calling thread has the lock.
+    """
+    if has_lock(lock):
+        raise UsageError(
+            f"{store!r} is in a call of this thread already, which cannot go on before this call",
+            hint="a signal handler may run inside a call. Set a flag there, and call the store "
+            "when that call has ended",
+        )
 
 
 def barrier_timeout(

@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError
-from unisono.stores.api import DEFAULT_TIMEOUT
+from unisono.stores.api import DEFAULT_TIMEOUT, require_outside
 from unisono.stores.table import Change, Table
 from unisono.stores.table_store import T, TableStore
 
@@ -42,16 +42,19 @@ class HashStore(TableStore):
             self._changed.notify_all()
 
     def _change(self, changes: Sequence[Change]) -> list[Any]:
+        require_outside(self, self._changed)
         with self._changed:
             results = [self._table.apply(change) for change in changes]
             self._changed.notify_all()
         return results
 
     def _look(self, question: Callable[[Table], T]) -> T:
+        require_outside(self, self._changed)
         with self._changed:
             return question(self._table)
 
     def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
+        require_outside(self, self._changed)
         with self._changed:
             while not question(self._table):
                 if deadline.expired():

@@ -26,7 +26,7 @@ SIGNAL = signal.SIGUSR2
 """The signal at which a rank writes its file, if UNISONO_TRACE_DIR is set."""
 
 _log = get_logger("trace")
-_writing = threading.Lock()
+_writing = threading.RLock()
 
 
 def write_trace(folder: str | os.PathLike[str] | None = None) -> list[str]:

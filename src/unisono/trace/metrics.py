@@ -19,7 +19,7 @@ _HOST = "127.0.0.1"
 _GROUP = ("rank", "group")
 _LABELS = (*_GROUP, "operation")
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _server: Any = None
 
 

@@ -261,7 +261,7 @@ class GroupTrace:
             yield ring.kind_of(number), calls, elements, clock.span(ticks), clock.span(worst)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _numbers = itertools.count()
 _all: weakref.WeakSet[GroupTrace] = weakref.WeakSet()
 

@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
 _kinds: list[Kind] = [Kind("other")]
 _kind_numbers: dict[Kind, int] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def number_of_kind(op: str, dtype: str = "", algorithm: str = "", route: str = "") -> int:
@@ -92,7 +92,7 @@ class Recorder:
         self._by_rank = [0] * ranks
         self._waits: dict[int, int] = {}
         self._messages = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.waiting_for = -1
         self.last = 0
 

@@ -68,7 +68,7 @@ class Transport(ABC):
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.messages: Messages = MailboxMessages(self)
         self.closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.calls = CallLog()
         self._failures = Failures()
         self._questions = Questions()

@@ -157,7 +157,7 @@ class Questions:
 
     def __init__(self) -> None:
         self.about_ends: dict[int, Question] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._open: dict[int, Question] = {}
 
@@ -197,7 +197,7 @@ class FirstCause:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known: list[tuple[float, Failure]] = []
         self._followers: dict[int, float] = {}
 
@@ -253,7 +253,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.first = FirstCause()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._down: dict[int, LinkDown] = {}
         self._reported: set[tuple[int, ...]] = set()
         self._failures: dict[int, Failure] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError
@@ -23,15 +24,31 @@ from unisono.transports.transfers import NOTHING, Links, Messages, Tag, Transfer
 # callback, on the thread that copies, cancels the next transfer of that thread.
 _COPY_S = 5.0
 
+T = TypeVar("T")
+
+
+class _Waiting:
+    """A message that waits for its receive; equal only to itself."""
+
+    __slots__ = ("arrival", "tag")
+
+    def __init__(self, tag: Tag, arrival: Arrival) -> None:
+        self.tag = tag
+        self.arrival = arrival
+
 
 class _Entry:
-    """The receives and the messages that wait in one context, both in order."""
+    """The receives and the messages that wait in one context, both in order.
+
+    Items are searched in a copy, and removed by one call that fails if they are gone: a signal
+    handler may send or receive inside a method of its own thread.
+    """
 
     __slots__ = ("arrivals", "posted")
 
     def __init__(self) -> None:
         self.posted: deque[Transfer] = deque()
-        self.arrivals: deque[tuple[Tag, Arrival]] = deque()
+        self.arrivals: deque[_Waiting] = deque()
 
 
 class MailboxMessages(Messages):
@@ -44,7 +61,7 @@ class MailboxMessages(Messages):
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._lock = threading.Lock()
+        self.matching = threading.RLock()
         self._entries: dict[int, _Entry] = {}
 
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
@@ -74,12 +91,9 @@ class MailboxMessages(Messages):
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        with self._lock:
+        with self.matching:
             entry = self._entries.get(transfer.context)
-            posted = entry is not None and transfer in entry.posted
-            if entry is not None and posted:
-                entry.posted.remove(transfer)
-                self._drop_if_empty(transfer.context, entry)
+            posted = entry is not None and _remove(entry.posted, transfer)
         if posted:
             transfer.finish(Cancelled())
         elif not transfer.done():
@@ -87,12 +101,12 @@ class MailboxMessages(Messages):
             transfer.wait_until(Deadline(_COPY_S))
 
     def claim(self, source: int, key: Key) -> Transfer | None:
-        with self._lock:
+        with self.matching:
             return self._claim(source, key)
 
     def deliver(self, key: Key, arrival: Arrival) -> None:
         context, tag = key.context, key[1:]
-        with self._lock:
+        with self.matching:
             transfer = self._claim(arrival.source, key)
             ended = [] if transfer is None else [transfer]
             failure = self._links.failure(context)
@@ -100,16 +114,17 @@ class MailboxMessages(Messages):
             if transfer is None and is_open:
                 while (probe := self._claim(arrival.source, key, probes=True)) is not None:
                     ended.append(probe)
-                self._entries.setdefault(context, _Entry()).arrivals.append((tag, arrival))
+                entry = self._entries.setdefault(context, _Entry())
+                entry.arrivals.append(_Waiting(tag, arrival))
         for each in ended:
             _fill(each, arrival)
 
     def has_receive(self, peer: int, key: Key) -> bool:
-        with self._lock:
+        with self.matching:
             entry = self._entries.get(key.context)
             return entry is not None and any(
                 each.peer == peer and each.into is not NOTHING and each.matches(peer, key[1:])
-                for each in entry.posted
+                for each in tuple(entry.posted)
             )
 
     def peer_down(self, error: LinkDown) -> None:
@@ -138,22 +153,26 @@ class MailboxMessages(Messages):
 
     def forget(self, context: int, error: BaseException) -> None:
         self._end_posted(lambda each: each.context == context, error)
-        with self._lock:
+        with self.matching:
             self._entries.pop(context, None)
 
     def close(self) -> None:
         self._end_posted(lambda each: True, ClosedError("the transport was closed"))
-        with self._lock:
+        with self.matching:
             self._entries.clear()
 
     def _post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with a message that has arrived already."""
-        with self._lock:
+        with self.matching:
             arrival = self._take_arrival(transfer)
             error = None if arrival is not None else self._end_of(transfer)
             if arrival is None and error is None:
-                self._entries.setdefault(transfer.context, _Entry()).posted.append(transfer)
-                return
+                posted = self._entries.setdefault(transfer.context, _Entry()).posted
+                posted.append(transfer)
+                # Again: a signal handler may have broken the context since, and found no receive.
+                error = self._end_of(transfer)
+                if error is None or not _remove(posted, transfer):
+                    return
         if arrival is None:
             transfer.finish(error)
         else:
@@ -180,10 +199,9 @@ class MailboxMessages(Messages):
         entry = self._entries.get(key.context)
         if entry is None:
             return None
-        for transfer in entry.posted:
-            if (transfer.into is NOTHING) is probes and transfer.matches(source, key[1:]):
-                entry.posted.remove(transfer)
-                self._drop_if_empty(key.context, entry)
+        for transfer in tuple(entry.posted):
+            fits = (transfer.into is NOTHING) is probes and transfer.matches(source, key[1:])
+            if fits and _remove(entry.posted, transfer):
                 transfer.peer, transfer.tag = source, key[1:]
                 return transfer
         return None
@@ -192,31 +210,30 @@ class MailboxMessages(Messages):
         entry = self._entries.get(transfer.context)
         if entry is None:
             return None
-        for at, (tag, arrival) in enumerate(entry.arrivals):
-            if transfer.matches(arrival.source, tag):
-                if transfer.into is not NOTHING:
-                    # Not remove(), because it compares values, that is, the bytes of messages.
-                    del entry.arrivals[at]
-                    self._drop_if_empty(transfer.context, entry)
-                transfer.peer, transfer.tag = arrival.source, tag
-                return arrival
+        for waiting in tuple(entry.arrivals):
+            fits = transfer.matches(waiting.arrival.source, waiting.tag)
+            if fits and (transfer.into is NOTHING or _remove(entry.arrivals, waiting)):
+                transfer.peer, transfer.tag = waiting.arrival.source, waiting.tag
+                return waiting.arrival
         return None
 
     def _end_posted(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         ended: list[Transfer] = []
-        with self._lock:
-            for context, entry in list(self._entries.items()):
-                hits = [transfer for transfer in entry.posted if unwanted(transfer)]
-                if hits:
-                    entry.posted = deque(each for each in entry.posted if each not in hits)
-                    self._drop_if_empty(context, entry)
-                    ended += hits
+        with self.matching:
+            for entry in list(self._entries.values()):
+                hits = [transfer for transfer in tuple(entry.posted) if unwanted(transfer)]
+                ended += [transfer for transfer in hits if _remove(entry.posted, transfer)]
         for transfer in ended:
             transfer.finish(error)
 
-    def _drop_if_empty(self, context: int, entry: _Entry) -> None:
-        if not entry.posted and not entry.arrivals:
-            self._entries.pop(context, None)
+
+def _remove(queue: deque[T], item: T) -> bool:
+    """Remove an item; return whether it was there."""
+    try:
+        queue.remove(item)
+    except ValueError:
+        return False
+    return True
 
 
 def deliver_copy(messages: Messages, key: Key, arrival: Arrival) -> None:

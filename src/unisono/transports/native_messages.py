@@ -138,7 +138,7 @@ class NativeMessages(Messages):
         if links.wires is not None:
             links.wires.take = self._add_wire
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: dict[int, Started] = {}
         self._early: dict[int, Outcome] = {}
         # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -170,9 +171,13 @@ class Messages(Protocol):
     Attributes:
         native: The object in C++, if there is one.
         addresses: How C++ reaches the ranks, by rank; empty without C++.
+        matching: Held while a message is matched. A thread that claims a receive takes it before
+            its own locks: a signal handler may cancel, and take those, inside a matching.
     """
 
     native: Any = None
+
+    matching: AbstractContextManager[object] = nullcontext()
 
     addresses: Sequence[Address] = ()
 

@@ -4,6 +4,8 @@ import threading
 
 import pytest
 
+from tests.support.handlers import at_each_line
+from unisono.base import streams
 from unisono.base.streams import Event, Stream, current_stream, default_stream, stream
 from unisono.errors import CollectiveTimeoutError, UsageError
 
@@ -170,3 +172,24 @@ def test_the_thread_ends_without_work_and_begins_again():
         threads[-1].join(30)
         assert not threads[-1].is_alive()
     assert threads[0] is not threads[1]
+
+
+def test_a_signal_handler_at_any_line_of_a_stream_never_waits_for_its_own_thread():
+    compute, seen, refused, done = Stream("compute"), [], [], []
+
+    def handle():
+        compute.submit(seen.append, "handler")
+        try:
+            compute.synchronize(30)
+            done.append(len(seen))
+        except UsageError as error:
+            refused.append(str(error).splitlines()[0])
+
+    with at_each_line([streams], handle):
+        for _ in range(3):
+            compute.submit(seen.append, "outer")
+    compute.synchronize(30)
+    assert set(refused) == {"stream 'compute' would wait for itself"}
+    assert done
+    assert seen.count("outer") == 3
+    assert seen.count("handler") == len(refused) + len(done)

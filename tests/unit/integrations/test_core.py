@@ -128,6 +128,13 @@ def test_first_cause_is_raised(executors, meet):
     assert run(executors, meet(3), ranks.summed, 2.0) == ranks.expected(3, 2.0)
 
 
+def test_rank_that_raises_no_exception_fails_at_once(executors, meet):
+    began_s = time.monotonic()
+    with pytest.raises(WorkerFailedError, match=r"rank 1 of 3 raised asyncio.*CancelledError"):
+        run(executors, meet(3), ranks.cancelled, 1)
+    assert time.monotonic() - began_s < 30
+
+
 def test_lost_rank_is_named_by_a_survivor(executors, meet, monkeypatch):
     # On a busy machine the survivors need longer.
     monkeypatch.setattr(outcomes, "SETTLE_S", 100)

@@ -13,8 +13,14 @@ from typing import Any
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
 from unisono.base.process_identity import Life, describe, life_of, new_user
-from unisono.errors import ClosedError, InvalidArgumentError, StoreError, StoreTimeoutError
-from unisono.stores.api import DEFAULT_TIMEOUT
+from unisono.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    StoreError,
+    StoreTimeoutError,
+    UsageError,
+)
+from unisono.stores.api import DEFAULT_TIMEOUT, require_outside
 from unisono.stores.files.log import RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
@@ -115,10 +121,13 @@ class FileStore(TableStore):
 class _FileState:
     """The log, the table that results from it, and the processes that use the file."""
 
+    def __repr__(self) -> str:
+        return f"the store file {self._log.path!r}"
+
     def __init__(self, path: str, world_size: int, run_id: str, deadline: Deadline) -> None:
         self._world_size = world_size
         self._run_id = run_id
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._user = new_user()
         self._pid = os.getpid()
         self._closed = False
@@ -197,7 +206,8 @@ class _FileState:
     def _thread_lock(self, deadline: Deadline) -> Iterator[None]:
         if self._pid != os.getpid():
             # Another thread of the parent may have held the lock at the fork.
-            self._pid, self._lock = os.getpid(), threading.Lock()
+            self._pid, self._lock = os.getpid(), threading.RLock()
+        require_outside(self, self._lock)
         if not self._lock.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
             raise StoreTimeoutError(
                 f"the store file {self._log.path!r} was in use by another thread of this "
@@ -240,7 +250,7 @@ class _FileState:
                     self._log.forget()
                 else:
                     self._sign_off(deadline)
-        except (StoreError, OSError) as error:
+        except (StoreError, OSError, UsageError) as error:
             # This runs at exit too, so it logs: callers got the reason as an error before.
             _LOG.warning("could not sign off from %s: %s", self._log.path, error)
         self._closed = True

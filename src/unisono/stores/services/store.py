@@ -38,6 +38,7 @@ from unisono.stores.api import (
     check_value,
     check_world_size,
     keys_timeout,
+    require_outside,
 )
 from unisono.stores.table import checked_sum
 
@@ -108,7 +109,7 @@ class ServiceStore(Store):
         self.world_size = world_size
         self._mark_name = f"m/{uuid.uuid4().hex}"
         self._mark = Entry(None, None)
-        self._change_lock = threading.Lock()
+        self._change_lock = threading.RLock()
         self._pid = os.getpid()
         self._joined = False
 
@@ -305,7 +306,7 @@ class ServiceStore(Store):
         self._pid = os.getpid()
         self._joined = False
         self._mark_name, self._mark = f"m/{uuid.uuid4().hex}", Entry(None, None)
-        self._change_lock = threading.Lock()
+        self._change_lock = threading.RLock()
 
     def has_extended_api(self) -> bool:
         """Return True."""
@@ -401,6 +402,7 @@ class ServiceStore(Store):
             (self._mark,) = self._fetch([self._mark_name])
             return self._mark.value == mark
 
+        require_outside(self, self._change_lock)
         lock = self._change_lock
         if not lock.acquire(timeout=min(self._timeout_s, threading.TIMEOUT_MAX)):
             raise StoreTimeoutError(

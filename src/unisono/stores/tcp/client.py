@@ -337,7 +337,7 @@ class _SharedServer:
     """A server and the number of stores that keep it alive."""
 
     _by_port: dict[int, _SharedServer] = {}  # noqa: RUF012 - one table for the process on purpose
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
     def __init__(self, server: StoreServer) -> None:
         self.port = server.port

@@ -2,7 +2,8 @@
 
 `write` may be called from any thread; `read` belongs to the I/O thread. Neither blocks.
 `cancel` may end a transfer at any time. The rest of an outgoing frame is then sent from a copy, and
-the rest of an incoming frame is dropped. So the byte stream stays in step.
+the rest of an incoming frame is dropped. So the byte stream stays in step. The locks are reentrant,
+because a signal handler may send or cancel while its thread writes.
 """
 
 from __future__ import annotations
@@ -113,8 +114,10 @@ class Link:
         self._messages = messages
         self._control = control
         self._frames: deque[_Out] = deque()
-        self._write_lock = threading.Lock()
-        self._read_lock = threading.Lock()
+        # The frame of which an unknown part is sent at this moment.
+        self._sending: _Out | None = None
+        self._write_lock = threading.RLock()
+        self._read_lock = threading.RLock()
         self._chunk = chunk
         self._rest = b""  # the first part of a header, from the last read
         self._in: _In | None = None
@@ -165,7 +168,7 @@ class Link:
         if not self.ready or self.sock is None:
             return
         while self._frames:
-            out = self._frames[0]
+            out = self._sending = self._frames[0]
             try:
                 sent = self.sock.sendmsg([out.head, out.data])
             except (BlockingIOError, InterruptedError):
@@ -173,6 +176,7 @@ class Link:
             if out.advance(sent):
                 self._frames.popleft()
                 finished.append(out.transfer)
+            self._sending = None
 
     # ---- in -------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class Link:
 
     def _parse(self, chunk: memoryview) -> int:
         """Take one header or payload from the chunk; return its size, 0 if the chunk is used up."""
-        with self._read_lock:
+        with self._messages.matching, self._read_lock:
             taken = 0
             if self._in is None:
                 if len(chunk) < FRAME.size:
@@ -281,7 +285,7 @@ class Link:
             for out in self._frames:
                 if unwanted(out.transfer):
                     failed.append(out.transfer)
-                    if not out.started:
+                    if not out.started and out is not self._sending:
                         continue
                     out.data = memoryview(bytes(out.data))
                 kept.append(out)

@@ -97,7 +97,7 @@ class TCPTransport(Transport):
         self._listeners, port = listen(hosts)
         self.address = TCPAddress(hosts, port, os.urandom(16)).pack()
         self._links: dict[int, Link] = {}
-        self._links_lock = threading.Lock()
+        self._links_lock = threading.RLock()
         self._released = False
         self._leave: _Leave | None = None
         self._loop = Loop()
@@ -133,7 +133,7 @@ class TCPTransport(Transport):
 
     def _linked(self) -> list[int]:
         with self._links_lock:
-            return [peer for peer, link in self._links.items() if link.ready]
+            return [peer for peer, link in list(self._links.items()) if link.ready]
 
     def unreached(self) -> dict[int, list[str]]:
         return self._dials.unreached()
@@ -156,16 +156,21 @@ class TCPTransport(Transport):
 
     def _link(self, peer: int) -> Link:
         with self._links_lock:
-            link = self._links.get(peer)
+            link, is_new = self._links.get(peer), False
             if link is None:
-                link = self._links[peer] = Link(
-                    peer, self.messages, self.on_control, self._loop.chunk
-                )
-                if self._released:
-                    link.close(_own_end(peer))
-                else:
-                    self._loop.later(lambda: self._dial(link))
+                link, is_new = self._new_link(peer)
+            if is_new and self._released:
+                link.close(_own_end(peer))
+            elif is_new:
+                self._loop.later(lambda: self._dial(link))
             return link
+
+    def _new_link(self, peer: int) -> tuple[Link, bool]:
+        """Return the link to a rank, and whether it is new; under the lock."""
+        new = Link(peer, self.messages, self.on_control, self._loop.chunk)
+        # A signal handler may have made the link meanwhile.
+        link = self._links.setdefault(peer, new)
+        return link, link is new
 
     # ---- the I/O thread -------------------------------------------------------------------
 
@@ -297,11 +302,7 @@ class TCPTransport(Transport):
         with contextlib.suppress(OSError):  # the link will detect it
             sock.send(ACCEPT)
         with self._links_lock:
-            link = self._links.get(peer)
-            if link is None:
-                link = self._links[peer] = Link(
-                    peer, self.messages, self.on_control, self._loop.chunk
-                )
+            link = self._links.get(peer) or self._new_link(peer)[0]
         self._establish(link, sock)
 
     def _dial(self, link: Link) -> None:
