@@ -44,6 +44,9 @@ VARIABLES: dict[str, Variable] = {
         "1", "connections to each rank of another host, over which large messages are spread"
     ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
+    "UNISONO_HOST_TIMEOUT": Variable(
+        "10", "seconds after which a host that answers no packet counts as lost; 0: never"
+    ),
     "UNISONO_JOIN": Variable(
         "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
     ),

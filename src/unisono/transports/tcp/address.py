@@ -19,9 +19,6 @@ _TRIES = 16
 # Linux's request for the IPv4 address of an interface; other systems answer with an error.
 _SIOCGIFADDR = 0x8915
 
-# Retransmissions, packets without an acknowledgement, milliseconds since the last acknowledgement.
-_TCP_INFO = struct.Struct("=2xB 21x I 28x I")
-
 
 class TCPAddress(NamedTuple):
     """Numeric addresses in order of preference, a port, and the token that a caller must show."""
@@ -134,27 +131,6 @@ def _source_addresses(host: str) -> list[str]:
         except OSError:
             continue
     return list(dict.fromkeys(found))
-
-
-def silence_on(sock: socket.socket) -> str:
-    """Return whether the host at the other end of a connection acknowledges what was sent to it.
-
-    "" if the connection has ended, or the system does not report it.
-
-    Source: tcp(7), TCP_INFO; the layout is that of linux/tcp.h.
-    """
-    try:
-        host = sock.getpeername()[0]
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        retransmits, unacknowledged, last_ms = _TCP_INFO.unpack(info)
-    except (AttributeError, OSError, struct.error):
-        return ""
-    if unacknowledged and not retransmits:
-        return ""  # too early to know
-    if unacknowledged:
-        silent = f"its host {host} has acknowledged nothing for {last_ms / 1000:.1f} s"
-        return f"does not answer: {silent}, so the host or the network has failed"
-    return f"does not answer, but its host {host} does: the process is stopped or busy"
 
 
 def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
