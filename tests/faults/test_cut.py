@@ -154,6 +154,20 @@ def test_stopped_rank_is_not_lost(engine):
         assert (caught["kind"], caught["text"]) == ("", ""), caught
 
 
+def test_idle_hosts_are_not_lost():
+    with (
+        netns.Network(2) as network,
+        start(network.hosts, ENDS.replace("SPAN", "0"), UNISONO_ENGINE=NATIVE) as processes,
+    ):
+        for process in processes:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
+        time.sleep(3 * LIMIT_S)
+        tell(processes, "go")
+        told = ask(processes)
+    for caught in told:
+        assert (caught["kind"], caught["text"]) == ("", ""), caught
+
+
 @pytest.mark.whole("20 s of waiting")
 @pytest.mark.parametrize("engine", ["reference", NATIVE])
 def test_short_cut_is_a_delay(engine):

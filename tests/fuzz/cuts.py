@@ -35,6 +35,14 @@ WATCH_S = 25.0
 NOWHERE = "lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
 """An address of no interface: what is sent there is lost."""
 
+MODES = {
+    "direct": (False, "plain"),
+    "alone": (False, "elastic"),
+    "restart": (True, "plain"),
+    "elastic": (True, "elastic"),
+}
+"""Whether there is a launcher, and the kind of the program."""
+
 SCRIPT = """
 import json, os, sys, time
 import numpy as np
@@ -91,10 +99,12 @@ class Round:
         self.folder = Path(folder)
         self.count = self.random.randint(2, 4)
         self.per_host = self.random.choice([1, 1, 2])
-        self.mode = self.random.choice(["direct", "direct", "restart", "elastic"])
+        self.mode = self.random.choice(list(MODES))
         self.engine = self.random.choice(["native", "native", "reference"])
         self.elements = self.random.choice([2, 1000, 300_000])
-        self.span_s = 60 ** self.random.random()
+        self.span_s = self.random.uniform(
+            *self.random.choice([(1.0, 5.0), (5.0, 15.0), (15.0, 60.0)])
+        )
         self.what = "link" if self.count > 2 and self.random.random() < 0.3 else "host"
         self.victims = self.random.sample(range(self.count), 2 if self.what == "link" else 1)
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -128,18 +138,18 @@ class Round:
 
     def start(self, index: int, host: Host, first: Host, script: str) -> None:
         environment = os.environ | {"UNISONO_TOKEN": "cuts", "UNISONO_ENGINE": self.engine}
-        kind = "elastic" if self.mode == "elastic" else "plain"
+        has_launcher, kind = MODES[self.mode]
         program = [script, str(self.folder), kind, str(self.elements)]
         commands = [[sys.executable, *program]] * self.per_host
-        if self.mode != "direct":
+        if has_launcher:
             options = (
                 f"--nnodes 1:{self.count} --rdzv-backend c10d --rdzv-endpoint {first.v4}:29400"
             )
             options += f" --rdzv-conf last_call_timeout=2 --max-restarts 8 -n {self.per_host}"
-            options += " --restart worker" if self.mode == "elastic" else ""
+            options += " --restart worker" if kind == "elastic" else ""
             commands = [[sys.executable, "-m", "unisono", "run", *options.split(), *program]]
         for local, command in enumerate(commands):
-            if self.mode == "direct":
+            if not has_launcher:
                 ranks = {"RANK": index * self.per_host + local}
                 ranks |= {"WORLD_SIZE": self.count * self.per_host}
                 environment |= {name: str(value) for name, value in ranks.items()}

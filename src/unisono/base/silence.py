@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from unisono.base import config
 from unisono.base.sockets import is_local
+from unisono.errors import InvalidArgumentError
 
 LOOK_S = 1.0
 """Pause between two looks at a connection; a longer one delays the error of a lost host."""
@@ -32,7 +33,7 @@ _IDLE_PART = 0.3
 _TCP_INFO = struct.Struct("=2xBB 20x I 16x I 4x II 84x I")
 
 
-class _State(NamedTuple):
+class _Info(NamedTuple):
     retransmits: int
     probes: int
     unacknowledged: int
@@ -61,8 +62,18 @@ class _State(NamedTuple):
 
 
 def host_timeout_s() -> float:
-    """Return how long a host may be silent; infinity: for ever."""
-    return config.get_float("UNISONO_HOST_TIMEOUT") or math.inf
+    """Return how long a host may be silent; infinity: for ever.
+
+    Raises:
+        InvalidArgumentError: The variable is no number, or less than 1 and not 0.
+    """
+    limit_s = config.get_float("UNISONO_HOST_TIMEOUT")
+    if limit_s == 0 or limit_s >= 1:
+        return limit_s or math.inf
+    # A shorter time is less than the pause between two packets that are sent again.
+    raise InvalidArgumentError(
+        f"environment variable UNISONO_HOST_TIMEOUT={limit_s:g} is neither 0 nor at least 1"
+    )
 
 
 def keep_alive(sock: socket.socket) -> bool:
@@ -130,9 +141,9 @@ def has_vanished(host: str, silent_s: float) -> str:
     return f"{silent}, so the host or the network has failed"
 
 
-def _state_of(sock: socket.socket) -> _State | None:
+def _state_of(sock: socket.socket) -> _Info | None:
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        return _State(*_TCP_INFO.unpack(info))
+        return _Info(*_TCP_INFO.unpack(info))
     except (AttributeError, OSError, struct.error):
         return None

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from unisono.base.silence import LOOK_S, has_vanished, host_timeout_s, keep_alive, silent_s
 from unisono.transports.tcp.io_loop import Loop
 
-Lost = Callable[[str], object]
-"""Called with the reason."""
-
 
 class HostWatch(Loop):
     """The loop of an I/O thread; it looks at the connections to other hosts once a second."""
@@ -19,11 +16,11 @@ class HostWatch(Loop):
     def __init__(self) -> None:
         super().__init__()
         self._limit_s = host_timeout_s()
-        self._to_hosts: dict[socket.socket, Lost] = {}
+        self._to_hosts: dict[socket.socket, Callable[[str], object]] = {}
         self._suspects: set[socket.socket] = set()
 
-    def watch_host(self, sock: socket.socket, lost: Lost) -> None:
-        """Call `lost` if the other host is silent for too long, until the socket is closed."""
+    def watch_host(self, sock: socket.socket, lost: Callable[[str], object]) -> None:
+        """Call `lost(reason)` if the other host is silent for too long, until `sock` is closed."""
         if keep_alive(sock):
             if not self._to_hosts:
                 self.start_timer(self._look, LOOK_S)
