@@ -190,7 +190,7 @@ own = TCPStore(os.environ["MASTER_ADDR"], PORT, is_master=rank == 0, wait_for_wo
 own.add("here", 1)
 print("ready", flush=True)
 sys.stdin.readline()
-tell(attempt(own.wait, ["never"], 300) if rank else attempt(time.sleep, 0.0))
+tell(attempt(own.wait, ["never"], 40) if rank else attempt(time.sleep, 0.0))
 """
 
 
