@@ -116,6 +116,7 @@ def test_ranks_of_a_vanished_host_are_named_at_once_by_all_ranks(engine):
     for caught in told[:2]:
         assert_lost(caught, [2, 3], cut_s)
         assert "ranks 2 and 3 were lost: host 10.77.0.3 has acknowledged" in caught["text"]
+        assert "hint: see whether that host runs" in caught["text"]
     for caught in told[2:]:
         assert caught["kind"] == "PeerLostError", caught
         assert set(caught["peers"]) <= {0, 1}, caught

@@ -25,6 +25,9 @@ from unisono.errors import InvalidArgumentError
 LOOK_S = 1.0
 """Pause between two looks at a connection; a longer one delays the error of a lost host."""
 
+HOST_FAILED = "so the host or the network has failed"
+"""The end of the text about a silent host."""
+
 # Probes of an idle connection begin after this part of the limit.
 _IDLE_PART = 0.3
 
@@ -85,7 +88,7 @@ def keep_alive(sock: socket.socket) -> bool:
     if is_local(sock) or limit_s == math.inf:
         return False
     idle_s = max(1, int(limit_s * _IDLE_PART))
-    # Where the system tells nothing of silence, the last probe ends the connection.
+    # Where the system does not report silence, the last probe ends the connection.
     interval_s = max(1, int(limit_s / 20))
     count = math.ceil(1.5 * limit_s / interval_s)
     options = {"KEEPIDLE": idle_s, "KEEPALIVE": idle_s, "KEEPINTVL": interval_s, "KEEPCNT": count}
@@ -138,7 +141,7 @@ def silence_on(sock: socket.socket) -> str:
 def has_vanished(host: str, silent_s: float) -> str:
     """Return the text about a host that acknowledges nothing."""
     silent = f"host {host} has acknowledged nothing for {silent_s:.1f} s"
-    return f"{silent}, so the host or the network has failed"
+    return f"{silent}, {HOST_FAILED}"
 
 
 def _state_of(sock: socket.socket) -> _Info | None:
