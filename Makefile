@@ -17,7 +17,7 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 # all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-stores fuzz-signals docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-cuts fuzz-stores fuzz-signals docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
 	@echo "make chaos-mpi  ranks that are killed, stopped, late or wrong under MPI (ROUNDS=200)"
 	@echo "make fuzz-membership  random lives of a job whose ranks come and go"
+	@echo "make fuzz-cuts  random cuts of hosts and links between them (needs root)"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make fuzz-signals  signals at random moments of launches (SEED=1 ROUNDS=300)"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
@@ -201,6 +202,9 @@ chaos-mpi: $(STAMP)
 
 fuzz-membership: $(STAMP)
 	@$(BIN)/python tests/fuzz/membership.py $(SEED) $(ROUNDS)
+
+fuzz-cuts: $(STAMP)
+	@$(BIN)/python tests/fuzz/cuts.py $(SEED) $(ROUNDS)
 
 fuzz-stores: $(STAMP)
 	@$(BIN)/python tests/unit/stores/fuzz.py 600

@@ -3,6 +3,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string_view>
 
@@ -123,8 +124,10 @@ nb::object taken(const nb::tuple& request, const char* at) {
   }
 }
 
-std::unique_ptr<Link> make_link(int fd) {
-  auto link = std::make_unique<Link>(fd);
+std::unique_ptr<Link> make_link(int fd, double silence_s) {
+  const bool is_limited = silence_s < std::numeric_limits<double>::infinity();
+  auto link =
+    std::make_unique<Link>(fd, is_limited ? unisono::nanoseconds(silence_s) : Link::kNoLimitNs);
   link->set_poll(&unisono::signal_raised);
   return link;
 }
@@ -183,7 +186,7 @@ bool cancel(Link& link, double timeout_s) {
 
 void bind_store_link(nb::module_& m) {
   nb::class_<Link>(m, "StoreLink")
-    .def(nb::new_(&make_link), nb::arg("fd"))
+    .def(nb::new_(&make_link), nb::arg("fd"), nb::arg("silence_s"))
     .def("exchange", &exchange, nb::arg("timeout_s"), nb::arg("requests"),
          "Send requests, (op, argument, ...) each, and return their results.")
     .def("cancel", &cancel, nb::arg("timeout_s"),

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/socket.h>
@@ -23,7 +26,7 @@ constexpr int64_t kShortLookNs = 3'000;
 
 }  // namespace
 
-Link::Link(int fd) : fd_(fd) {
+Link::Link(int fd, int64_t silence_ns) : fd_(fd), silence_ns_(silence_ns) {
   // Blocking calls return once a second to check the deadline, so that a wait is one system call. A
   // shorter time-out costs a second system call.
   const timeval second{1, 0};
@@ -91,12 +94,29 @@ Link::Result Link::after_error(int64_t until_ns, short events) {
   if (errno != EAGAIN) return Result::error;
   const int64_t left_ns = until_ns - now_ns();
   if (left_ns <= 0) return Result::timeout;
+  if (is_host_lost()) {
+    errno = EHOSTDOWN;
+    return Result::error;
+  }
   // A signal may have come just before the call that has waited for a second.
   if (left_ns > kSecond) return poll_ != nullptr && poll_() ? Result::interrupted : Result::ok;
   pollfd waiting{fd_, events, 0};
   const int ready = poll(&waiting, 1, static_cast<int>(left_ns / 1'000'000) + 1);
   if (ready < 0 && errno == EINTR && poll_ != nullptr && poll_()) return Result::interrupted;
   return Result::ok;
+}
+
+// A look may come just after a packet, before its answer can be here, so one look proves nothing.
+bool Link::is_host_lost() {
+  if (silence_ns_ == kNoLimitNs) return false;
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+  const bool is_owed = info.tcpi_unacked > 0 ? info.tcpi_last_ack_recv >= info.tcpi_last_data_sent
+                                             : info.tcpi_probes > 0 || info.tcpi_notsent_bytes == 0;
+  const int64_t heard_ms = std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv);
+  const bool is_silent = is_owed && heard_ms * 1'000'000 >= silence_ns_;
+  return std::exchange(was_silent_, is_silent) && is_silent;
 }
 
 // Find the ends of the received replies.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <limits>
 
 #include <sys/types.h>
 
@@ -16,8 +17,11 @@ class Link {
  public:
   enum class Result { ok, timeout, closed, error, bad, interrupted };
   static constexpr std::size_t kMostReadBytes = 4 << 20;
+  static constexpr int64_t kNoLimitNs = std::numeric_limits<int64_t>::max();
 
-  explicit Link(int fd);
+  // The server's host may be silent for `silence_ns` although it owes an answer; then the result is
+  // an error, EHOSTDOWN. base/silence.py has the same rule.
+  explicit Link(int fd, int64_t silence_ns = kNoLimitNs);
 
   // Forget unsent bytes of an earlier exchange.
   void begin();
@@ -46,11 +50,14 @@ class Link {
   Result take();
   ssize_t look(char* into, std::size_t asked);
   Result after_error(int64_t until_ns, short events);
+  bool is_host_lost();
 
   // How long the thread spins for a reply before it sleeps. To wake takes longer than most replies.
   static constexpr int64_t kLongLookNs = 50'000;
 
   const int fd_;
+  const int64_t silence_ns_;
+  bool was_silent_ = false;
   int64_t look_ns_ = kLongLookNs;
   bool (*poll_)() = nullptr;
   Buffer out_;

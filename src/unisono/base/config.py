@@ -48,6 +48,9 @@ VARIABLES: dict[str, Variable] = {
         "addresses this rank listens on and publishes, with commas; without it those of the "
         "interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; without these all",
     ),
+    "UNISONO_HOST_TIMEOUT": Variable(
+        "10", "seconds after which a host that answers no packet counts as lost; 0: never"
+    ),
     "UNISONO_JOIN": Variable(
         "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
     ),

@@ -57,6 +57,8 @@ def is_loopback(host: str) -> bool:
 
 def is_local(sock: socket.socket) -> bool:
     """Return whether the other end of a connection is on this machine."""
+    if sock.family not in _WILDCARDS:
+        return True
     try:
         peer, own = (
             str(name[0]).removeprefix(_MAPPED) for name in (sock.getpeername(), sock.getsockname())
@@ -259,7 +261,6 @@ def connect_first(
                     calls.unregister(called)
                     if not (reason := why_not(called)):
                         called.settimeout(min(max(late.remaining(), 0.05), 1e6))
-                        called.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                         return called
                     called.close()
                     failures.append((key.data[1], reason.lower()))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unisono.base.buffers import BufferView
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
+from unisono.base.silence import HOST_FAILED
 from unisono.base.text import name_ranks
 from unisono.base.types import dtype_of_code
 from unisono.engines.api import Call, Communicator
@@ -66,6 +67,7 @@ _HINTS = {
     "slow",
     "lost": "look at the end of that rank's own log: it died, or left the group early",
     "skipped": "a rank has left out a call, and no later call can match; make a new group",
+    "host": "see whether that host runs and its network is up (unisono doctor)",
     "memory": "see what the processes of that rank's host use, and what its container may use",
 }
 
@@ -295,7 +297,8 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
     # Not `by`: a rank that reports the failure of another rank has detected it.
     cls = (_OWN if failure.peers == (comm.transport.rank,) else _CLASSES)[failure.kind]
     context = comm.where(peers=failure.peers, usable=False, **where)
-    return cls(text, context=context, hint=_HINTS.get(failure.kind))
+    kind = "host" if failure.reason.endswith(HOST_FAILED) else failure.kind
+    return cls(text, context=context, hint=_HINTS.get(kind))
 
 
 def out_of_step(comm: Communicator, call: Call, answers: dict[int, CallStatus]) -> Failure | None:

@@ -178,6 +178,10 @@ class Network:
         """Disconnect a host from the switch."""
         self._switch.ip(f"link set port{host.index} down")
 
+    def restore(self, host: Host) -> None:
+        """Connect a host again that was cut off."""
+        self._switch.ip(f"link set port{host.index} up")
+
     def __enter__(self) -> Self:
         return self
 

@@ -314,7 +314,7 @@ class Transport(ABC):
             self.messages.attend()
         elif kind is Kind.LOST and words["peer"] not in self._linked():
             # If this rank had a link to that rank, it would detect the end itself.
-            self.spread(LinkDown(words["peer"], words["reason"]))
+            self.spread(LinkDown(words["peer"], words["reason"], peers=words["peers"]))
 
     def _take_failure(
         self, peer: int, context: int, failure: Failure, members: list[int] | None
@@ -376,6 +376,7 @@ class Transport(ABC):
             words = {
                 "peer": error.peer,
                 "reason": error.reason,
+                "peers": error.peers,
                 "first": self._failures.first.words,
             }
             for peer in self._linked():

@@ -11,6 +11,8 @@ from enum import IntEnum
 from numbers import Integral
 from typing import NamedTuple
 
+from unisono.base.text import name_ranks
+
 LEFT = "it left: its transport was closed"
 """Reason of a `LinkDown` of a rank that sent a good-bye."""
 
@@ -129,13 +131,17 @@ class LinkDown(Exception):
         reason: Why, as the end of a sentence.
         left: Whether the rank closed its transport, or was never linked to this rank. False if
             the rank vanished.
+        peers: All ranks that were lost by the same event, such as those of a host.
     """
 
-    def __init__(self, peer: int, reason: str, left: bool = False) -> None:
+    def __init__(
+        self, peer: int, reason: str, left: bool = False, peers: Iterable[int] = ()
+    ) -> None:
         super().__init__(peer, reason, left)
         self.peer = peer
         self.reason = reason
         self.left = left
+        self.peers = tuple(peers) or (peer,)
 
 
 class MessageMismatch(Exception):
@@ -203,4 +209,6 @@ class Failure(Exception):
 
 def failure_of(error: LinkDown, by: int) -> Failure:
     """Return the failure of a call that needs a lost rank; rank `by` has detected it."""
-    return Failure("lost", f"rank {error.peer} was lost: {error.reason}", [error.peer], by)
+    were = "was" if len(error.peers) == 1 else "were"
+    reason = f"{name_ranks(error.peers)} {were} lost: {error.reason}"
+    return Failure("lost", reason, error.peers, by)

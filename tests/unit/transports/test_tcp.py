@@ -16,11 +16,12 @@ from tests.support.silent import unacceptable
 from tests.support.together import on_threads
 from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.base.deadline import Deadline
+from unisono.base.silence import silence_on, silent_s
 from unisono.transports import Key, LinkDown, TCPTransport
 from unisono.transports.messages import Kind
 from unisono.transports.tcp import handshake, io_loop
 from unisono.transports.tcp import transport as tcp_transport
-from unisono.transports.tcp.address import TCPAddress, silence_on
+from unisono.transports.tcp.address import TCPAddress
 from unisono.transports.tcp.dials import Dials
 from unisono.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
 
@@ -423,9 +424,35 @@ def test_loopback_address_of_another_host_is_not_called():
     ],
 )
 def test_silence_of_a_host(retransmits, unacknowledged, text):
-    info = bytearray(60)
-    info[2] = retransmits
-    info[24:28] = unacknowledged.to_bytes(4, sys.byteorder)
-    info[56:60] = (1500).to_bytes(4, sys.byteorder)
-    sock = SimpleNamespace(getpeername=lambda: ("h", 1), getsockopt=lambda *words: bytes(info))
+    sock = socket_of(retransmits=retransmits, unacknowledged=unacknowledged, acknowledged=1500)
     assert silence_on(sock)[: len(text) or None] == text
+
+
+def socket_of(retransmits=0, probes=0, **words):
+    """Return a connection of which the kernel reports this; offsets are those of linux/tcp.h."""
+    at = {"unacknowledged": 24, "sent": 44, "received": 52, "acknowledged": 56, "unsent": 144}
+    info = bytearray(148)
+    info[2:4] = retransmits, probes
+    for name, value in words.items():
+        info[at[name] : at[name] + 4] = value.to_bytes(4, sys.byteorder)
+    return SimpleNamespace(getpeername=lambda: ("h", 1), getsockopt=lambda *_: bytes(info))
+
+
+@pytest.mark.parametrize(
+    ("silent", "words"),
+    [
+        # Idle: the kernel probes the host all the time, and must have heard of it.
+        (12.0, {}),
+        (12.0, {"probes": 5}),
+        (0.5, {"received": 500}),
+        # Data: sent again and again without an answer, or answered without an acknowledgement.
+        (12.0, {"unacknowledged": 1, "sent": 3000}),
+        (0.0, {"unacknowledged": 1, "sent": 13_000}),
+        # A full receive buffer: the last probe was answered 12 s ago, or is not answered.
+        (0.0, {"unsent": 100}),
+        (12.0, {"unsent": 100, "probes": 1}),
+    ],
+)
+def test_silence_needs_a_packet_without_an_answer(silent, words):
+    sock = socket_of(**{"received": 12_000, "acknowledged": 12_000} | words)
+    assert silent_s(sock) == silent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.base.deadline import Deadline
+from unisono.base.silence import host_timeout_s, limit_start
 from unisono.base.sockets import connect, format_address
 from unisono.errors import (
     ClosedError,
@@ -27,6 +29,9 @@ _RETRY_S = 0.01
 # A live server answers a cancelled wait within this time. Longer, and a stopped server would hold
 # up a wait that has timed out.
 _CANCEL_GRACE_S = 0.2
+# Errors of a host that answers nothing any more, at other times than at the deadline of a call.
+_VANISHED = (errno.EHOSTDOWN, errno.ETIMEDOUT)
+_VANISHED_HINT = "the host of the store's server, or the network to it, has failed"
 _LOST_HINT = "the process that runs the store's server ended, or refused the request (see its log)"
 
 
@@ -63,10 +68,9 @@ class Connection:
         requests = ((op, *args),)
         try:
             answer = self._link.exchange(max(timeout_s, 0.001), requests)[0]
-        except TimeoutError:
-            pass
         except (OSError, OverflowError, ValueError) as error:
-            raise self._failure(error, timeout_s, requests) from error
+            if not _has_timed_out(error):
+                raise self._failure(error, timeout_s, requests) from error
         else:
             return bool(answer == STOP_WAITING)
         try:
@@ -98,7 +102,7 @@ class Connection:
             for request in requests:
                 encode_request(*request)
             return error
-        if isinstance(error, TimeoutError):
+        if _has_timed_out(error):
             waited = Deadline(timeout_s)
             return StoreTimeoutError(
                 f"{operation} timed out: the store server at {self._address} is connected but "
@@ -109,11 +113,16 @@ class Connection:
             return StoreConnectionError(
                 f"{operation} failed: lost the connection to the store at {self._address} "
                 f"({error})",
-                hint=_LOST_HINT,
+                hint=_VANISHED_HINT if error.errno in _VANISHED else _LOST_HINT,
             )
         return StoreConnectionError(
             f"{operation} on the store at {self._address}: bad reply: {error}"
         )
+
+
+def _has_timed_out(error: Exception) -> bool:
+    """Whether a call has reached its deadline; the kernel's time-out of a connection has a code."""
+    return isinstance(error, TimeoutError) and error.errno is None
 
 
 class ConnectionPool:
@@ -219,11 +228,15 @@ class ConnectionPool:
         self._busy.clear()
 
     def _open(self, deadline: Deadline, retry: bool) -> Connection:
+        if not retry:
+            deadline = Deadline(min(deadline.remaining(), host_timeout_s()))
         sock = connect(self._host, self._port, deadline, retry=retry)
         try:
+            limit_start(sock)
             # Some time also for a caller at its deadline, because the server did accept.
             patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
             shake_hands(sock, self._address, self._token, patience)
+            limit_start(sock, 0)
             return Connection(sock, self._address)
         except BaseException:
             sock.close()

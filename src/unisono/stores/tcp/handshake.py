@@ -59,6 +59,8 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
     except TimeoutError as error:
         if isinstance(error, StoreTimeoutError):
             raise
+        if error.errno is not None:
+            raise _lost(address, error) from error
         raise StoreTimeoutError(
             f"connecting timed out: the store server at {address} accepted the connection but "
             f"did not answer within {deadline}",
@@ -67,10 +69,14 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
     except OSError as error:
         if isinstance(error, HandshakeError):
             raise
-        raise StoreConnectionError(
-            f"connecting failed: lost the connection to the store at {address} ({error})",
-            hint="the process that runs the store's server ended",
-        ) from error
+        raise _lost(address, error) from error
+
+
+def _lost(address: str, error: OSError) -> StoreConnectionError:
+    return StoreConnectionError(
+        f"connecting failed: lost the connection to the store at {address} ({error})",
+        hint="the process that runs the store's server ended, or its host",
+    )
 
 
 def _introduce(sock: socket.socket, address: str, before: bytes, deadline: Deadline) -> None:

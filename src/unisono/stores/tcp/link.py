@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 import socket
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from unisono.base.deadline import Deadline
+from unisono.base.silence import LOOK_S, host_timeout_s, keep_alive, silent_s
 from unisono.stores.tcp.native_server import engine
 from unisono.stores.tcp.wire import (
     NO_REPLY,
@@ -17,6 +22,8 @@ from unisono.stores.tcp.wire import (
 )
 
 _READ_BYTES = 256 * 1024
+
+T = TypeVar("T")
 
 Request = tuple[Any, ...]
 """An Op and its arguments."""
@@ -38,18 +45,20 @@ class Link(Protocol):
 
 def open_link(sock: socket.socket) -> Link:
     """Return a link over a connected socket, which the caller keeps."""
+    limit_s = host_timeout_s() if keep_alive(sock) else math.inf
     if engine() is not None:
         sock.settimeout(None)
-        link: Link = engine().StoreLink(sock.fileno())
+        link: Link = engine().StoreLink(sock.fileno(), limit_s)
         return link
-    return PythonLink(sock)
+    return PythonLink(sock, limit_s)
 
 
 class PythonLink:
-    """The link in Python."""
+    """The link in Python; the host of the server may be silent for `limit_s`."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, limit_s: float = math.inf) -> None:
         self._sock = sock
+        self._limit_s = limit_s
         self._decoder = ReplyDecoder()
         self._replies: list[Any] = []
 
@@ -88,19 +97,13 @@ class PythonLink:
         return True
 
     def _send(self, data: bytes, deadline: Deadline) -> None:
-        # settimeout() refuses infinity and anything beyond the C time type.
-        self._sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
-        self._sock.sendall(data)
+        view, sent = memoryview(data), 0
+        while sent < len(view):
+            sent += self._in_turns(lambda at: self._sock.send(view[at:]), sent, deadline)
 
     def _receive(self, deadline: Deadline, most_bytes: int = _READ_BYTES) -> Any:
         while not self._replies:
-            self._sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
-            try:
-                chunk = self._sock.recv(most_bytes)
-            except TimeoutError:
-                if deadline.expired():
-                    raise
-                continue
+            chunk = self._in_turns(self._sock.recv, most_bytes, deadline)
             if not chunk:
                 raise ConnectionResetError("the server closed the connection")
             try:
@@ -110,3 +113,18 @@ class PythonLink:
             if not self._replies and deadline.expired():
                 raise TimeoutError("the reply came in parts, too slowly")
         return self._replies.pop(0)
+
+    def _in_turns(self, call: Callable[[int], T], number: int, deadline: Deadline) -> T:
+        """Make a call of the socket; look from time to time whether the server's host is lost."""
+        was_silent = False
+        while True:
+            self._sock.settimeout(min(max(deadline.remaining(), 0.001), LOOK_S))
+            try:
+                return call(number)
+            except TimeoutError:
+                if deadline.expired():
+                    raise
+            is_silent = silent_s(self._sock) >= self._limit_s
+            if is_silent and was_silent:
+                raise OSError(errno.EHOSTDOWN, os.strerror(errno.EHOSTDOWN))
+            was_silent = is_silent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import struct
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -14,9 +13,6 @@ from unisono.errors import TransportError
 
 # How often another port is tried if a port is free on the first address only.
 _TRIES = 16
-
-# Retransmissions, packets without an acknowledgement, milliseconds since the last acknowledgement.
-_TCP_INFO = struct.Struct("=2xB 21x I 28x I")
 
 
 class TCPAddress(NamedTuple):
@@ -113,27 +109,6 @@ def _source_addresses(host: str) -> list[str]:
         except OSError:
             continue
     return list(dict.fromkeys(found))
-
-
-def silence_on(sock: socket.socket) -> str:
-    """Return whether the host at the other end of a connection acknowledges what was sent to it.
-
-    "" if the connection has ended, or the system does not report it.
-
-    Source: tcp(7), TCP_INFO; the layout is that of linux/tcp.h.
-    """
-    try:
-        host = sock.getpeername()[0]
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        retransmits, unacknowledged, last_ms = _TCP_INFO.unpack(info)
-    except (AttributeError, OSError, struct.error):
-        return ""
-    if unacknowledged and not retransmits:
-        return ""  # too early to know
-    if unacknowledged:
-        silent = f"its host {host} has acknowledged nothing for {last_ms / 1000:.1f} s"
-        return f"does not answer: {silent}, so the host or the network has failed"
-    return f"does not answer, but its host {host} does: the process is stopped or busy"
 
 
 def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:

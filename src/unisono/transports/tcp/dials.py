@@ -53,6 +53,12 @@ class Dials:
         """Return the addresses of all ranks, with their tokens."""
         return [self._find(rank) for rank in range(self._world_size)]
 
+    def beside(self, peer: int) -> list[int]:
+        """Return the ranks that published the same addresses as a rank, the rank included."""
+        hosts = TCPAddress.unpack(self._find(peer)).hosts
+        ranks = range(self._world_size)
+        return [rank for rank in ranks if TCPAddress.unpack(self._find(rank)).hosts == hosts]
+
     def find(self, peer: int, channel: int) -> Dial | None:
         """Return the dial under way, or None."""
         return self._open.get((peer, channel))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from unisono.base.host import reason_of
 from unisono.base.log import LogLimit, get_logger
+from unisono.base.silence import limit_start
 from unisono.base.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
 from unisono.errors import HandshakeError
 from unisono.transports.tcp.address import TCPAddress
@@ -43,10 +44,11 @@ class _Attempt:
         self._ended = ended
 
     def start(self, *, limited: bool) -> None:
-        """Connect; `limited` to CONNECT_S, otherwise to the time-out of the kernel."""
+        """Connect; `limited` to CONNECT_S, otherwise to what a host may be silent."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             self.sock = begin_call(family, (self.host, self._port))
+            limit_start(self.sock)
         except OSError as error:
             self._ended(self, reason_of(error))
             return
@@ -193,6 +195,7 @@ class Dial:
             return
         self._sock = None
         self._loop.unwatch(sock)
+        limit_start(sock, 0)
         self.close_spare()
         self._done(sock, "")
 

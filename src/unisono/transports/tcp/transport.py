@@ -29,12 +29,14 @@ from dataclasses import dataclass, field
 from unisono.base import config
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
+from unisono.base.silence import silence_on
 from unisono.transports.api import Transport
 from unisono.transports.messages import Key, Kind, LinkDown
-from unisono.transports.tcp.address import TCPAddress, listen, silence_on
+from unisono.transports.tcp.address import TCPAddress, listen
 from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greetings
-from unisono.transports.tcp.io_loop import READ, WRITE, Loop
+from unisono.transports.tcp.host_watch import HostWatch
+from unisono.transports.tcp.io_loop import READ, WRITE
 from unisono.transports.tcp.link import Link
 from unisono.transports.tcp.status import Client, answer_client, show_port
 from unisono.transports.tcp.viewer import key_of, key_shown
@@ -100,7 +102,7 @@ class TCPTransport(Transport):
         self._links_lock = threading.RLock()
         self._released = False
         self._leave: _Leave | None = None
-        self._loop = Loop()
+        self._loop = HostWatch()
         self._dials = Dials(rank, world_size, find, self._loop)
         self.wires = WireMaker(self._loop, self._dials, self.down, self._link, self._declare_lost)
         self._greetings = Greetings(self._loop, self._greeted)
@@ -336,6 +338,7 @@ class TCPTransport(Transport):
         self._dials.remove(link.peer, LINK)
         link.attach(sock)
         self._loop.watch(sock, READ, lambda events: self._serve(link, events))
+        self._loop.watch_host(sock, lambda reason: self._host_lost(link.peer, reason))
         self._serve(link, WRITE)
 
     def _serve(self, link: Link, events: int) -> None:
@@ -379,6 +382,33 @@ class TCPTransport(Transport):
             self._loop.unwatch(link.sock)
         link.disconnect()
         self._ask_for_cause(link, lambda: self._end(link, reason, left, established))
+
+    def _host_lost(self, peer: int, reason: str) -> None:
+        """End all ranks that share the host of a rank, unless their own links show a living host.
+
+        The other ranks are not asked for a cause, because no failure of a rank ends a host.
+        """
+        lost = [each for each in self._dials.beside(peer) if each == peer or not self._hears(each)]
+        for each in lost:
+            link = self._links.get(each)
+            if link is not None and link.sock is not None:
+                self._loop.unwatch(link.sock)
+                link.disconnect()
+        for each in lost:
+            self._dials.cancel(each)
+            error = LinkDown(each, reason, peers=lost)
+            if self._leave is None:
+                self.spread(error)
+            else:
+                self.mark_down(error)
+            if (link := self._links.get(each)) is not None:
+                link.close(error)
+
+    def _hears(self, peer: int) -> bool:
+        """Whether a rank has ended, or its link shows that its host lives."""
+        link = self._links.get(peer)
+        sock = None if link is None else link.sock
+        return self.down(peer) is not None or (sock is not None and self._loop.hears(sock))
 
     def _ask_for_cause(self, link: Link, end: Callable[[], None]) -> None:
         """Call `end` when the linked ranks have sent what they know of the end of a rank.

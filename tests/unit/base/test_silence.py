@@ -1,0 +1,19 @@
+import math
+
+import pytest
+
+from unisono.base.silence import host_timeout_s
+from unisono.errors import InvalidArgumentError
+
+
+@pytest.mark.parametrize(("text", "limit_s"), [("", 10.0), ("0", math.inf), ("2.5", 2.5)])
+def test_host_timeout(monkeypatch, text, limit_s):
+    monkeypatch.setenv("UNISONO_HOST_TIMEOUT", text)
+    assert host_timeout_s() == limit_s
+
+
+@pytest.mark.parametrize("text", ["-1", "0.5", "nan", "soon"])
+def test_host_timeout_that_is_none(monkeypatch, text):
+    monkeypatch.setenv("UNISONO_HOST_TIMEOUT", text)
+    with pytest.raises(InvalidArgumentError, match="UNISONO_HOST_TIMEOUT="):
+        host_timeout_s()
