@@ -120,7 +120,7 @@ def join(meeting: Meeting, rank: int) -> None:
         RendezvousError: Other ranks did not come.
     """
     if _Process.token == meeting.token:
-        return  # Ray has made the call although it said that the actor was unavailable
+        return  # Ray has made the call although it reported the actor as unavailable
     _Process.token = ""
     if process_world.default is not None:
         process_world.close()
