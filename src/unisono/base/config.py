@@ -45,8 +45,8 @@ VARIABLES: dict[str, Variable] = {
     ),
     "UNISONO_HOST": Variable(
         "",
-        "addresses this rank listens on and publishes, with commas; without it those of the "
-        "interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; without these all",
+        "addresses this rank listens on and publishes, separated by commas; empty: those of the "
+        "interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or all",
     ),
     "UNISONO_JOIN": Variable(
         "0", "1: init_process_group waits until the ranks of a running job call reconfigure()"
