@@ -17,11 +17,10 @@ class StoreServer {
  public:
   StoreServer(std::vector<int> listeners, int log_fd, const nb::bytes& token, bool serves_strangers,
               uint64_t max_reply_bytes, std::size_t max_greetings, int64_t log_window_ns)
-      : server_(unisono::store::Server::start(std::move(listeners), log_fd,
-                                              {std::string(token.c_str(), token.size()),
-                                               serves_strangers, max_reply_bytes, max_greetings,
-                                               log_window_ns})) {
-  }
+      : server_(
+          unisono::store::Server::start(std::move(listeners), log_fd,
+                                        {std::string(token.c_str(), token.size()), serves_strangers,
+                                         max_reply_bytes, max_greetings, log_window_ns})) {}
 
   void stop() {
     nb::gil_scoped_release unlocked;

@@ -45,8 +45,8 @@ VARIABLES: dict[str, Variable] = {
     ),
     "UNISONO_HOST": Variable(
         "",
-        "addresses this rank listens on and publishes, with commas; without it those of the "
-        "interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; without these all",
+        "addresses this rank listens on and publishes, separated by commas; empty: those of the "
+        "interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or all",
     ),
     "UNISONO_HOST_TIMEOUT": Variable(
         "10", "seconds after which a host that answers no packet counts as lost; 0: never"

@@ -1,4 +1,4 @@
-"""The networks of this host: what a job says about its hosts, and addresses of interfaces."""
+"""The networks of this host: its interfaces and addresses, and whether a job has other hosts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOG = get_logger("network")
 
 
 def spans_hosts() -> bool:
-    """Return whether the job says that it has ranks on other hosts.
+    """Return whether the environment shows that the job has ranks on other hosts.
 
-    It says so by a WORLD_SIZE above LOCAL_WORLD_SIZE. Without these numbers it says so by a token,
-    which only ranks on other hosts need. If it does not, a store at localhost means that no rank is
-    elsewhere, and nothing listens for the network.
+    The sign is a WORLD_SIZE above LOCAL_WORLD_SIZE. Without these numbers the sign is a token,
+    which only ranks on other hosts need. Without a sign, a store at localhost means that no rank is
+    on another host, and ranks listen on loopback only.
     """
     env = config.environ()
     size, local_size = env.get("WORLD_SIZE", ""), env.get("LOCAL_WORLD_SIZE", "")

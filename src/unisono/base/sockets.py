@@ -306,9 +306,9 @@ def why_not(sock: socket.socket) -> str:
 def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:
     """Return (family, address) of `host`; for servers (`passive`) one address of each family."""
     name = _bare(host)
-    address = _as_ip(name)
-    if address is not None and address.version == 6 and address.is_unspecified:
-        # Both families, by a socket of each: `_bind` says why.
+    numeric = _as_ip(name)
+    if numeric is not None and numeric.version == 6 and numeric.is_unspecified:
+        # Both families, by a socket of each.
         v6, v4 = _WILDCARDS[socket.AF_INET6], _WILDCARDS[socket.AF_INET]
         if not passive:
             v6, v4 = "::1", "127.0.0.1"

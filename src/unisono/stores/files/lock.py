@@ -111,8 +111,8 @@ class FileLock:
         if not holder:
             return StoreTimeoutError(
                 f"the store file {self._path!r} could not be locked for {timeout_s:g} s",
-                hint=f"if the file {self._free!r} is missing, delete the store file too; if the "
-                "store file is a hard link, give all ranks one of its names",
+                hint=f"if the file {self._free!r} is missing, delete the store file too; all ranks "
+                "must use the same of several hard links",
             )
         return StoreTimeoutError(
             f"the store file {self._path!r} stayed locked for {timeout_s:g} s by "

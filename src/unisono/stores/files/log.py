@@ -329,7 +329,7 @@ class RecordLog:
 
 
 def _link(draft: str, path: str) -> None:
-    """Place a new store at a path where nothing is.
+    """Place a new store at a path without a file.
 
     On a file system without hard links make an empty file, which `_fill` then replaces.
     """

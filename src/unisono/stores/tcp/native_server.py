@@ -72,7 +72,7 @@ class NativeServer:
             return
         self._server.stop()
         if threading.current_thread() is not self._logger:
-            # It waits as long as nobody reads the log, for instance standard error at a full pipe.
+            # It waits as long as no process reads the log, such as standard error at a full pipe.
             self._logger.join(CLOSE_S)
 
     def __repr__(self) -> str:

@@ -83,15 +83,20 @@ class _Connection:
 
 
 class _Listeners:
-    """Listening sockets in a selector; a socket that cannot accept is paused for a moment."""
+    """Listening sockets in a selector; a socket that cannot accept is paused for a moment.
+
+    `log` is for lines that a stranger can cause.
+    """
 
     def __init__(
         self,
         sockets: list[socket.socket],
         selector: selectors.BaseSelector,
         accept: Callable[[socket.socket], None],
+        log: LogLimit,
     ) -> None:
         self.sockets = sockets
+        self.log = log
         self.paused: list[socket.socket] = []
         self._selector = selector
         self._accept = accept
@@ -152,7 +157,6 @@ class PythonServer:
 
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self._options = options
-        self._log = LogLimit(_LOG, options.log_window_s)
         self._greetings: deque[tuple[float, _Connection]] = deque()
         self.port: int = listeners[0].getsockname()[1]
         self._table = Table()
@@ -162,7 +166,8 @@ class PythonServer:
         self._wake_out.setblocking(False)
         self._stopping = False
         self._pid = os.getpid()
-        self._listeners = _Listeners(listeners, self._selector, self._accept)
+        log = LogLimit(_LOG, options.log_window_s)
+        self._listeners = _Listeners(listeners, self._selector, self._accept, log)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
         self._thread = threading.Thread(
             target=self._run, name=f"unisono-store-{self.port}", daemon=True
@@ -179,7 +184,7 @@ class PythonServer:
         with contextlib.suppress(OSError):
             self._wake_in.send(b"x")
         if threading.current_thread() is not self._thread:
-            # It waits as long as nobody reads the log, for instance standard error at a full pipe.
+            # It waits as long as no process reads the log, such as standard error at a full pipe.
             self._thread.join(CLOSE_S)
         self._wake_in.close()
 
@@ -194,7 +199,7 @@ class PythonServer:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                waits_s = [self._patience_s(), self._log.sum_up()]
+                waits_s = [self._patience_s(), self._listeners.log.sum_up()]
                 limit_s = min((each for each in waits_s if each is not None), default=None)
                 for key, events in self._selector.select(limit_s):
                     if key.data is None:
@@ -207,7 +212,7 @@ class PythonServer:
             # Clients see their connections end at once instead of waiting for a dead thread.
             _LOG.exception("the store server on port %d failed", self.port)
         finally:
-            self._log.sum_up(ends=True)
+            self._listeners.log.sum_up(ends=True)
             self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -227,7 +232,7 @@ class PythonServer:
             return
         except OSError as error:
             if not self._listeners.paused:
-                self._log.add(f"port {self.port}: accept failed: {error}")
+                self._listeners.log.add(f"port {self.port}: accept failed: {error}")
             self._listeners.pause(listener)
             return
         sock.setblocking(False)
@@ -402,7 +407,7 @@ class PythonServer:
 
     def _drop(self, connection: _Connection, why: str = "") -> None:
         if why:
-            self._log.add(f"port {self.port}: closing {connection.peer}: {why}")
+            self._listeners.log.add(f"port {self.port}: closing {connection.peer}: {why}")
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.sock.close()
