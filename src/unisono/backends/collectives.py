@@ -89,9 +89,7 @@ class ArrayBackend(DeviceBackend):
         self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
     ) -> Pending:
         private = op.op is RedOpType.PREMUL_SUM
-        data = self.memory.many(
-            tensors, write=True, name="tensors", private=private, repeats=True
-        )
+        data = self.memory.many(tensors, write=True, name="tensors", private=private, repeats=True)
         called = "all_reduce_coalesced"
         spec = CallSpec("all_reduce", called, data.count, op=op, agreed=data.sizes)
         return self._submit(spec, Operands(data, None, data, tensors), options)

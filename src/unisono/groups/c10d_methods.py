@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
-from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnisonoError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.work import Work
@@ -229,9 +229,7 @@ class C10dCall:
         return given
 
 
-def read_c10d_form(
-    schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]
-) -> C10dCall:
+def read_c10d_form(schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> C10dCall:
     """Return what the arguments of a method of c10d mean.
 
     Args:
@@ -303,7 +301,7 @@ def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> It
     """Report an error of the arguments to the other ranks if the call is a collective."""
     try:
         yield
-    except UnisonoError as error:
+    except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
         if "peer" not in schema.data and not error.told and schema.name != "recv_any_source":
             caller = group.take_guard(schema.name)
             try:
