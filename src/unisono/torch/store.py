@@ -183,6 +183,6 @@ class TorchStore(Store):
 
 
 def _is_missing(error: Exception) -> bool:
-    """Return whether torch says that a store in Python lacks the method that was called."""
+    """Return whether torch reports that a store in Python lacks the method that was called."""
     text = str(error)
     return "pure virtual function" in text or "Not implemented" in text

@@ -44,7 +44,7 @@ _INIT_KEY = "init/"
 _POLL_S = 0.01
 _LOG = get_logger("stores.tcp")
 _MAX_PORT = 65535
-# What torch's C++ takes for true. Its Python, as also the launcher, writes and reads "True".
+# Torch's C++ takes these words for true. Its Python, as also the launcher, writes "True".
 _TRUE = ("1", "t", "true", "y", "yes")
 
 
