@@ -1,12 +1,15 @@
 """torch's stores behind the adapter: the part of the conformance suite that ranks need to meet."""
 
 import sys
+import threading
 
 import pytest
 
-from unisono.errors import StoreKeyError
+import unisono
+from unisono.errors import StoreKeyError, StoreTimeoutError, UnsupportedError
 from unisono.testing.check_store import STORE_CHECKS, check_store
 
+torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")
 
 from unisono.torch import TorchStore  # noqa: E402  needs torch
@@ -64,3 +67,100 @@ def test_the_host_of_the_server_is_known_through_prefixes():
     nested = torch_dist.PrefixStore("a", torch_dist.PrefixStore("b", server))
     assert TorchStore(nested).host == "127.0.0.1"
     assert make("hash").host is None
+
+
+class Memory(torch_dist.Store):
+    """A torch store in Python, with bytes in the memory of this process.
+
+    Args:
+        place: What all handles share.
+    """
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def set(self, key, value):
+        assert (type(key), type(value)) == (str, bytes)
+        with self.place:
+            self.place.values[key] = value
+            self.place.notify_all()
+
+    def get(self, key):
+        self.wait([key], self.timeout)
+        return self.place.values[key]
+
+    def wait(self, keys, timeout):
+        with self.place:
+            there = lambda: all(key in self.place.values for key in keys)  # noqa: E731
+            if not self.place.wait_for(there, timeout.total_seconds()):
+                raise LookupError(f"no {keys}")
+
+
+class Countable(Memory):
+    def add(self, key, amount):
+        with self.place:
+            total = int(self.place.values.get(key, b"0")) + amount
+            self.set(key, str(total).encode())
+            return total
+
+
+class Pollable(Countable):
+    wait = torch_dist.Store.wait
+
+    def get(self, key):
+        return self.place.values[key]
+
+    def check(self, keys):
+        with self.place:
+            return all(key in self.place.values for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        assert (type(expected), type(desired)) == (bytes, bytes)
+        with self.place:
+            found = self.place.values.get(key, b"")
+            if found == expected:
+                self.set(key, desired)
+                return desired
+            return found or expected
+
+
+@pytest.mark.parametrize("kind", [Memory, Countable, Pollable])
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_ranks_meet_in_a_store_in_python_with_some_operations_only(kind, has_prefix):
+    place = threading.Condition()
+    place.values = {}
+    results = {}
+
+    def run(rank):
+        # Each world has numbers of its own in the store.
+        for _ in range(2):
+            made = kind(place)
+            store = torch_dist.PrefixStore("p", made) if has_prefix else made
+            group = unisono.ProcessGroup(TorchStore(store), rank, 2, timeout=60)
+            x = torch.tensor([rank + 1.0])
+            group.all_reduce(x)
+            results[rank] = x.item()
+            group.barrier()
+            group.close()
+
+    both = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert results == {0: 3.0, 1: 3.0}
+
+
+def test_what_a_store_in_python_lacks_and_raises():
+    place = threading.Condition()
+    place.values = {}
+    store = TorchStore(Memory(place))
+    assert not store.check(["k"])
+    with pytest.raises(StoreTimeoutError, match="'k'"):
+        store.wait(["k"], 0.15)
+    with pytest.raises(UnsupportedError, match="lacks an operation"):
+        store.add("k", 1)
+    assert store.compare_set("k", "", b"\xff") == b"\xff"
+    assert store.compare_set("k", "", "2") == b"\xff"
+    assert store.multi_get(["k", "k"]) == [b"\xff"] * 2

@@ -77,6 +77,10 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_TUNING": Variable(
         "", "file of a tuning table, 0 for none; empty: the tables that `unisono tune` wrote"
     ),
+    "UNISONO_TORCH_NAME": Variable(
+        "unisono",
+        "name that torch's groups show to libraries: unisono or gloo",
+    ),
     "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),
 }
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError, CommunicationError, InvalidArgumentError
 from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.participation import number_of
@@ -302,8 +302,9 @@ def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> It
     """Report an error of the arguments to the other ranks if the call is a collective."""
     try:
         yield
-    except Exception as error:
-        if schema.name not in P2P and not group.is_refused(error):
+    except BaseException as error:
+        known = isinstance(error, CommunicationError) or group.is_refused(error)
+        if schema.name not in P2P and not known:
             caller = group.take_guard(schema.name)
             try:
                 group.refuse(schema.name, error, arguments)

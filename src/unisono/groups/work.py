@@ -134,6 +134,10 @@ class Work:
         self._pending.add_callback(ended)
         return future
 
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Call `callback()` on the thread that ends the operation; at once if it has ended."""
+        self._pending.add_callback(lambda _: callback())
+
     def __await__(self) -> Generator[Any, None, bool]:
         # Imported here: asyncio would double the import time of unisono, and few programs await.
         import asyncio

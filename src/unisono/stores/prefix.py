@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from unisono.base.deadline import Timeout
 from unisono.errors import ArgumentTypeError
-from unisono.stores.api import Store, Value, check_key, check_keys
+from unisono.stores.api import Store, Value, check_key, check_keys, check_value
 
 
 class PrefixStore(Store):
@@ -15,7 +15,8 @@ class PrefixStore(Store):
 
     Closing the view does not close the store below, unless it owns it. `num_keys` counts all
     keys below, also those outside of the prefix, as torch does. `list_keys` lists only the keys
-    of the prefix.
+    of the prefix. The store below gets the arguments that torch gives: values as bytes, and a
+    time-out only if the caller has one.
 
     Source: torch.distributed.PrefixStore, torch 2.13.
     """
@@ -57,11 +58,11 @@ class PrefixStore(Store):
 
     def set(self, key: str, value: Value) -> None:
         """Store `value` under `key`."""
-        self._below().set(self._join(key), value)
+        self._below().set(self._join(key), check_value(value))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return the value of `key`, waiting until there is one."""
-        return self._below().get(self._join(key), timeout)
+        return self._below().get(self._join(key), *_given(timeout))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number stored under `key` and return the sum."""
@@ -69,19 +70,20 @@ class PrefixStore(Store):
 
     def append(self, key: str, value: Value) -> None:
         """Append `value` to what `key` holds."""
-        self._below().append(self._join(key), value)
+        self._below().append(self._join(key), check_value(value))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Store `desired` if `key` holds `expected`; see Store.compare_set."""
+        expected, desired = check_value(expected), check_value(desired)
         return self._below().compare_set(self._join(key), expected, desired)
 
     def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
         """Return whether every key has a value; see Store.check."""
-        return self._below().check(self._join_all(keys), timeout)
+        return self._below().check(self._join_all(keys), *_given(timeout))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Block until every key has a value."""
-        self._below().wait(self._join_all(keys), timeout)
+        self._below().wait(self._join_all(keys), *_given(timeout))
 
     def delete_key(self, key: str) -> bool:
         """Remove the value of `key`; return whether there was one."""
@@ -98,19 +100,19 @@ class PrefixStore(Store):
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """Return the values of all keys, waiting until each has one."""
-        return self._below().multi_get(self._join_all(keys), timeout)
+        return self._below().multi_get(self._join_all(keys), *_given(timeout))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Store each value under the key at the same position."""
-        self._below().multi_set(self._join_all(keys), values)
+        self._below().multi_set(self._join_all(keys), [check_value(value) for value in values])
 
     def queue_push(self, key: str, value: Value) -> None:
         """Append `value` to the queue `key`."""
-        self._below().queue_push(self._join(key), value)
+        self._below().queue_push(self._join(key), check_value(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
         """Remove and return the oldest value of the queue `key`."""
-        return self._below().queue_pop(self._join(key), block, timeout)
+        return self._below().queue_pop(self._join(key), block, *_given(timeout))
 
     def queue_len(self, key: str) -> int:
         """Return the number of values in the queue `key`."""
@@ -148,3 +150,8 @@ class PrefixStore(Store):
 
     def __repr__(self) -> str:
         return f"<PrefixStore {self._prefix!r} on {self._store!r}>"
+
+
+def _given(timeout: Timeout | None) -> tuple[Timeout, ...]:
+    """Return the time-out as arguments, for stores whose methods take none."""
+    return () if timeout is None else (timeout,)

@@ -11,7 +11,7 @@ from unisono.base.types import RedOpType, ReduceOp
 from unisono.groups.c10d_methods import C10dCall, read_c10d_form
 from unisono.groups.operations import OpSchema
 
-__all__ = ["UNSET", "call_options", "read_call", "reduce_op"]
+__all__ = ["UNSET", "read_call", "reduce_op"]
 
 UNSET = timedelta(milliseconds=-1)
 """The time-out in an option struct that stands for the group's time-out."""
@@ -28,14 +28,6 @@ def reduce_op(op: Any) -> ReduceOp:
         named: ReduceOp = getattr(ReduceOp, kind.name)
         return named
     return ReduceOp(kind, float(op.factor))  # a number, or a tensor with one element
-
-
-def call_options(options: Any) -> dict[str, Any]:
-    """Return unisono's keywords for the fields that every option struct of torch has."""
-    given: dict[str, Any] = {"async_op": options.asyncOp}
-    if options.timeout != UNSET:
-        given["timeout"] = options.timeout
-    return given
 
 
 def read_call(schema: OpSchema, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> C10dCall:

@@ -24,7 +24,8 @@ from unisono.groups.membership import Membership
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.groups.world import World, at_exit, current, require_group
 from unisono.torch.errors import for_torch
-from unisono.torch.process_group import ProcessGroup, name_of, sort_options
+from unisono.torch.name import answer_libraries
+from unisono.torch.process_group import ProcessGroup, given_timeout_s, name_of, sort_options
 from unisono.torch.store import TorchStore
 
 __all__ = ["create", "reconfigure"]
@@ -53,6 +54,7 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
     sent then.
     """
     ranks = tuple(options.global_ranks_in_group)
+    answer_libraries()
     try:
         parent = c10d._get_default_group() if ranks else None
         if isinstance(parent, ProcessGroup):
@@ -84,15 +86,16 @@ def _rename(made: ProcessGroup, group: UnisonoGroup) -> None:
 
 def _first_group(options: Any, ranks: tuple[int, ...], ours: Any) -> UnisonoGroup:
     """Return a group that shares no links; with UNISONO_JOIN=1 the default group of a job."""
-    store = TorchStore(options.store)
+    store, timeout_s = TorchStore(options.store), given_timeout_s(options.timeout)
+    store.set_timeout(timeout_s)
     if not ranks and config.get_flag("UNISONO_JOIN"):
-        init_process_group(store=store, timeout=options.timeout, pg_options=ours)
+        init_process_group(store=store, timeout=timeout_s, pg_options=ours)
         return require_group(None)
     return UnisonoGroup(
         store,
         options.group_rank,
         options.group_size,
-        timeout=options.timeout,
+        timeout=timeout_s,
         name=name_of(ranks) if ranks else "default",
         options=ours,
     )

@@ -17,26 +17,25 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from unisono.base.types import ReduceOp
+from unisono.backends import Pending
 from unisono.c10d.monitored_barrier import monitored_barrier
 from unisono.errors import UnisonoError
-from unisono.groups.c10d_methods import call_c10d_form
+from unisono.groups.c10d_methods import refusing
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
-from unisono.torch.arguments import call_options, call_settings, reduce_op
+from unisono.groups.work import Work
+from unisono.torch.arguments import read_call
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
-from unisono.torch.plain import PLAIN, begin_all_reduce
-from unisono.torch.sparse import all_reduce_sparse
+from unisono.torch.plain import PLAIN
+from unisono.torch.special import make_special
 from unisono.torch.values import are_fake, dense, done
 from unisono.torch.work import TorchWork
 
 __all__ = ["Operations"]
 
 Method = Callable[..., Any]
-
-_ASYNCHRONOUS = {"async_op": True}
 
 _profiled = torch._C._autograd._profiler_enabled
 
@@ -54,16 +53,17 @@ def operation(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: Operations, *args: Any, **kwargs: Any) -> Any:
         keep_out()
-        if self.has_devices() and (device := device_of(args)) != "cpu" and not are_fake(args):
+        data = (*args, *kwargs.values()) if kwargs else args
+        if self.has_devices() and (device := device_of(data)) != "cpu" and not are_fake(data):
             return getattr(self.on_device(device), name)(*args, **kwargs)
         try:
-            if _profiled() and not are_fake(args):
+            if _profiled() and not are_fake(data):
                 with torch.profiler.record_function(title):
                     return method(self, *args, **kwargs)
             if plain is not None and (result := plain(self, args, kwargs)) is not NotImplemented:
                 return result
-            if are_fake(args):
-                return done(args[0])
+            if are_fake(data):
+                return done(data[0])
             return method(self, *args, **kwargs)
         except UnisonoError as error:
             raise for_torch(error) from error.__cause__
@@ -96,26 +96,6 @@ class Operations:
         raise NotImplementedError
 
     @operation
-    def allreduce(self, tensors: list[Tensor], opts: Any = None, **kwargs: Any) -> Any:
-        """Replace the tensor of every rank by the reduction over all ranks.
-
-        Not made from the table but written by hand for speed, because DDP and most scripts call it
-        more often than all other operations.
-        """
-        if not (hasattr(opts, "asyncOp") and isinstance(tensors, list) and len(tensors) == 1):
-            arguments = (tensors,) if opts is None else (tensors, opts)
-            return self._issue(OPS["all_reduce"], arguments, kwargs)
-        tensor, op, how = tensors[0], reduce_op(opts.reduceOp), call_options(opts)
-        if tensor.is_sparse:
-            work = all_reduce_sparse(self.unisono, tensor, op, **how)
-        else:
-            begun = begin_all_reduce(self.unisono, tensor, op) if how == _ASYNCHRONOUS else None
-            work = self.unisono.all_reduce(dense(tensor, op), op, **how) if begun is None else begun
-        if not how["async_op"]:
-            return None
-        return TorchWork(work, tensors, self, typed=tensor.dtype is torch.float16)
-
-    @operation
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Send to a rank; the work is done when the tensor may be changed."""
         work = self.unisono.send(dense(_single(tensors)), dstRank, tag, async_op=True)
@@ -138,15 +118,22 @@ class Operations:
 
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; return its work, or None if it was synchronous."""
-        try:
-            arguments, how = call_settings(schema, args, kwargs)
-            op = next((value for value in arguments if isinstance(value, ReduceOp)), how.get("op"))
-            arguments = dense(arguments, op)
-        except BaseException as error:
-            self.unisono.refuse(schema.name, error)
-            raise
-        work = call_c10d_form(self.unisono, schema.name, tuple(arguments), how)
-        return TorchWork(work, work.result(), self) if how["async_op"] else None
+        group = self.unisono
+        with refusing(group, schema, args):
+            call = read_call(schema, args, kwargs)
+            outputs = make_special(group, call)
+            if outputs is None:
+                op = call.given.get("op")
+                given = {name: dense(value, op) for name, value in call.arguments().items()}
+        if outputs is None:
+            work: Work = getattr(group, schema.name)(**given)
+            outputs = work.result()
+        else:
+            work = Work(Pending(done=True), schema.name)
+        if not call.given["async_op"]:
+            return None
+        typed = schema.name == "all_reduce" and outputs[0].dtype is torch.float16
+        return TorchWork(work, outputs, self, typed)
 
     def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> Any:
         work = self.unisono.recv(dense(_single(tensors)), source, tag, async_op=True)

@@ -18,7 +18,7 @@ import torch._C._distributed_c10d as c10d
 
 from unisono.backends import Pending
 from unisono.base.buffers import alias_torch
-from unisono.base.types import ReduceOp, dtype_named
+from unisono.base.types import dtype_named
 from unisono.c10d import collectives
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
@@ -26,7 +26,7 @@ from unisono.groups.work import Work
 from unisono.torch.arguments import UNSET, reduce_op
 from unisono.torch.work import Caller, TorchWork
 
-__all__ = ["PLAIN", "begin_all_reduce"]
+__all__ = ["PLAIN"]
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +56,7 @@ class NotPlain(Exception):
     """The call is not plain; `torch/operations.py` must make it."""
 
 
-def as_array(tensor: Any, *, keep: bool = False) -> Array:
+def as_array(tensor: Any, keep: bool = False) -> Array:
     """Return an array over the memory of a tensor; `keep`: the array keeps the memory alive.
 
     Raises:
@@ -80,8 +80,8 @@ def as_array(tensor: Any, *, keep: bool = False) -> Array:
     return array
 
 
-def _listed(tensors: Any) -> list[Array]:
-    return list(map(as_array, tensors))
+def _listed(tensors: Any, keep: bool) -> list[Array]:
+    return [as_array(tensor, keep) for tensor in tensors]
 
 
 def _first(values: Any) -> Any:
@@ -97,22 +97,28 @@ def _rank(group: ProcessGroup, rank: int) -> int:
     return group.ranks[rank]
 
 
+def _root(group: ProcessGroup, options: Any) -> int:
+    if getattr(options, "rootTensor", 0):
+        raise NotPlain
+    return _rank(group, options.rootRank)
+
+
 # Name in `OpSchema.data` or `.settings` -> conversion of c10d's argument to ours.
-_DATA: dict[str, Callable[[Any], Any]] = {
-    "[tensor]": lambda values: as_array(_first(values)),
-    "[output]": lambda values: as_array(_first(values)),
+_DATA: dict[str, Callable[[Any, bool], Any]] = {
+    "[tensor]": lambda values, keep: as_array(_first(values), keep),
+    "[output]": lambda values, keep: as_array(_first(values), keep),
     "tensor": as_array,
     "output": as_array,
-    "[outputs]": lambda values: _listed(_first(values)) if values else None,
-    "[inputs]": lambda values: _listed(_first(values)) if values else None,
+    "[outputs]": lambda values, keep: _listed(_first(values), keep) if values else None,
+    "[inputs]": lambda values, keep: _listed(_first(values), keep) if values else None,
     "outputs": _listed,
     "inputs": _listed,
     # In c10d an empty list means equal parts; the check of the operation knows it, too.
-    "output_split_sizes": lambda sizes: None if type(sizes) is list and not sizes else sizes,
-    "input_split_sizes": lambda sizes: None if type(sizes) is list and not sizes else sizes,
+    "output_split_sizes": lambda sizes, keep: None if type(sizes) is list and not sizes else sizes,
+    "input_split_sizes": lambda sizes, keep: None if type(sizes) is list and not sizes else sizes,
 }
 _SETTINGS: dict[str, Callable[[ProcessGroup, Any], Any]] = {
-    "root": lambda group, options: _rank(group, options.rootRank),
+    "root": _root,
     "op": lambda group, options: reduce_op(options.reduceOp),
 }
 _OPTIONS = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
@@ -129,6 +135,7 @@ def _plain(schema: OpSchema) -> Plain:
     # `gather` alone takes its arrays in another order than c10d does.
     order = [name for name in schema.parameters if name in schema.data_names]
     swapped = order != schema.data_names
+    typed = schema.name == "all_reduce"
 
     def call(caller: Caller, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         if len(keywords) == 1 and "opts" in keywords:
@@ -137,18 +144,27 @@ def _plain(schema: OpSchema) -> Plain:
             return NotImplemented
         if len(arguments) != count + 1 or type(options := arguments[count]) not in _OPTIONS:
             return NotImplemented
-        if options.asyncOp or options.timeout != UNSET:
+        if options.timeout != UNSET:
             return NotImplemented
-        group = caller.unisono
+        group, keep = caller.unisono, options.asyncOp
         try:
-            given = [to(value) for to, value in zip(data, arguments, strict=False)]
+            given = [to(value, keep) for to, value in zip(data, arguments, strict=False)]
             chosen = [of(group, options) for of in settings]
-        except NotPlain:
+        except (NotPlain, AttributeError, TypeError):
+            # `torch/operations.py` finds what is wrong, and reports it to the other ranks.
             return NotImplemented
         if swapped:
             given.reverse()
-        function(*given, *chosen, group)
-        return None
+        if not keep:
+            function(*given, *chosen, group)
+            return None
+        work = function(*given, *chosen, group, async_op=True)
+        outputs = arguments[0]
+        if type(outputs) is not list:
+            outputs = [outputs]
+        elif outputs and type(outputs[0]) is list:
+            outputs = outputs[0]
+        return TorchWork(work, outputs, caller, typed and outputs[0].dtype is torch.float16)
 
     return call
 
@@ -192,12 +208,3 @@ PLAIN: dict[str, Plain] = {
 } | {"send": _send, "recv": _recv, "recv_anysource": _recv}
 """Method of torch's process group -> function that makes a plain call and returns what the method
 returns; NotImplemented: the call is not plain."""
-
-
-def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | None:
-    """Begin an all_reduce; return None if the call is not plain."""
-    try:
-        array = as_array(tensor, keep=True)
-    except NotPlain:
-        return None
-    return collectives.all_reduce(array, op, group, async_op=True)

@@ -22,7 +22,7 @@ from unisono.groups.process_group import group_timeout_s
 from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
-from unisono.torch.name import NAME
+from unisono.torch.name import NAME, shown_name, warn_of_libraries
 from unisono.torch.operations import Operations
 from unisono.torch.store import TorchStore
 from unisono.trace import skip_folder
@@ -32,18 +32,31 @@ __all__ = ["ProcessGroup", "name_of", "sort_options"]
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
-class _Capabilities:
-    """The attributes of a group's backend that torch's Python code reads."""
+class _CPUBackend:
+    """A group's backend for the CPU, as torch's Python code and users see it.
+
+    Attributes not named here are those of the group.
+    """
 
     supports_splitting = False
     supports_coalescing = False
     supports_shrinking = False
     supports_time_estimate = False
-    options = None
 
     def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
         self._set_default_timeout = group.set_timeout
-        self.set_timeout = group.set_timeout
+
+    @property
+    def options(self) -> Any:
+        """Options as torch has them, with the time-out of the group."""
+        options = Backend.Options(NAME, timedelta(seconds=self._group.unisono.timeout_s))
+        options.group_name = self._group.group_name
+        options.global_ranks_in_group = list(self._group.unisono.ranks)
+        return options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
 
 
 class ProcessGroup(Operations, torch_dist.ProcessGroup):
@@ -90,11 +103,12 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
     # ---- identity -------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """Return "unisono"; the profiler and `name()` show it."""
-        return NAME
+        """Return "unisono", or what UNISONO_TORCH_NAME has for a library that calls `name()`."""
+        return shown_name(1)
 
     def getSize(self) -> int:
         """Return the number of ranks."""
+        warn_of_libraries()
         return self.unisono.size()
 
     def get_group_store(self) -> Any:
@@ -148,7 +162,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cpu":
-            return _Capabilities(self)
+            return _CPUBackend(self)
         return self.on_device(device.type)._get_backend(device)
 
     def _backend_names(self) -> dict[str, str]:
@@ -262,7 +276,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             ranks,
             name_of(ranks),
             key,
-            group_timeout_s(self.unisono.timeout_s if timeout is None else timeout),
+            self.unisono.timeout_s if timeout is None else given_timeout_s(timeout),
             ours,
         )
         group = UnisonoGroup.from_spec(spec, parent=self.unisono)
@@ -307,6 +321,17 @@ def name_of(ranks: tuple[int, ...]) -> str:
     return f"ranks {shown}" if len(ranks) <= 8 else f"ranks {shown},... ({len(ranks)})"
 
 
+def given_timeout_s(timeout: timedelta | None) -> float:
+    """Return the time-out that torch passes for a new group, or UNISONO_TIMEOUT for its default.
+
+    torch passes its default if the script gives none, which looks like a time-out of 30 minutes.
+    """
+    return group_timeout_s(None if timeout == c10d.default_pg_timeout else timeout)
+
+
 def sort_options(options: Any) -> tuple[Any, Any]:
     """Return `pg_options` as (options for unisono, options for torch's own backends)."""
+    if isinstance(options, Backend.Options) and options.backend == NAME:
+        # Those of `_CPUBackend.options`, which have nothing that torch does not pass as well.
+        return None, None
     return (None, options) if isinstance(options, Backend.Options) else (options, None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from unisono.errors import UnsupportedError
-from unisono.torch.name import NAME
+from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.torch.name import NAME, answer_libraries
 
 __all__ = ["register"]
 
@@ -28,6 +29,9 @@ def register() -> None:
     if NAME.upper() not in torch_dist.Backend._plugins:
         # A list, because torch would iterate over the letters of a string.
         torch_dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    # Now, because libraries that are imported later may take functions out of torch.
+    with contextlib.suppress(InvalidArgumentError):  # the first group raises it
+        answer_libraries()
 
 
 def _create(options: Any, pg_options: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono import errors
-from unisono.base.deadline import Timeout
+from unisono.base.deadline import Deadline, Timeout
 from unisono.stores import Store
 from unisono.stores.api import (
     Value,
@@ -36,7 +36,10 @@ _SHORT_S, _PAUSE_S = 0.1, 0.005
 class TorchStore(Store):
     """The keys and values of a torch store; to close it leaves the torch store open.
 
-    It has the operations that a rendezvous needs, so it has no queues.
+    It has the operations that a rendezvous needs, so it has no queues. A store that is written in
+    Python gets the arguments that torch's C++ gives, such as bytes for values. It needs `set`,
+    `get`, and `wait` or `check`. Without `add` it has no barrier, and then it must be there until
+    all ranks have met.
 
     Args:
         store: The torch store; its prefixes are kept.
@@ -61,7 +64,7 @@ class TorchStore(Store):
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         self.wait([key], timeout)
         with self._errors():
-            return bytes(self._store.get(key))
+            return check_value(self._store.get(key))
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         self.wait(keys, timeout)
@@ -73,36 +76,57 @@ class TorchStore(Store):
             return int(self._store.add(check_key(key), amount))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        # torch takes text here, so bytes that are not UTF-8 are an error.
-        with self._errors():
-            texts = [check_value(value).decode() for value in (expected, desired)]
-            return bytes(self._store.compare_set(check_key(key), *texts))
+        expected, desired = check_value(expected), check_value(desired)
+        try:
+            with self._errors():
+                return check_value(self._store.compare_set(check_key(key), expected, desired))
+        except errors.UnsupportedError:
+            # Not atomic. The only key for which ranks do this is their own.
+            found = self.get(key) if self.check([key]) else b""
+            if found != expected:
+                return found
+            self.set(key, desired)
+            return desired
 
     def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
         # torch's own time-out of the store holds, because its `check` takes no other.
-        with self._errors():
-            return bool(self._store.check(check_keys(keys)))
+        wanted = check_keys(keys)
+        try:
+            with self._errors():
+                return bool(self._store.check(wanted))
+        except errors.UnsupportedError:
+            try:
+                with self._errors():
+                    self._store.wait(wanted, _LEAST)
+            except errors.StoreError:
+                return False
+            return True
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         limit = self._deadline(timeout)
         wanted = check_keys(keys)
         # torch prints a warning for each wait that times out, and short waits usually do.
         if limit.remaining() <= _SHORT_S:
-            while not self.check(wanted):
-                if limit.expired():
-                    missing = [key for key in wanted if not self.check([key])]
-                    raise keys_timeout(self, "wait", wanted, missing, limit.timeout_s)
-                time.sleep(_PAUSE_S)
+            self._poll(wanted, limit)
             return
         try:
             with self._errors():
                 self._store.wait(wanted, max(timedelta(seconds=limit.remaining()), _LEAST))
+        except errors.UnsupportedError:
+            self._poll(wanted, limit)
         except errors.StoreError as error:
             # A FileStore of torch raises a RuntimeError for a time-out, so look at the deadline.
             if not isinstance(error, errors.StoreTimeoutError) and not limit.expired():
                 raise
             missing = [key for key in wanted if not self.check([key])]
             raise keys_timeout(self, "wait", wanted, missing, limit.timeout_s) from error
+
+    def _poll(self, wanted: list[str], limit: Deadline) -> None:
+        while not self.check(wanted):
+            if limit.expired():
+                missing = [key for key in wanted if not self.check([key])]
+                raise keys_timeout(self, "wait", wanted, missing, limit.timeout_s)
+            time.sleep(_PAUSE_S)
 
     def delete_key(self, key: str) -> bool:
         with self._errors():
@@ -148,8 +172,17 @@ class TorchStore(Store):
             raise
         except ValueError as error:
             raise errors.StoreKeyError(f"key {key!r} on {self!r} holds no number") from error
-        except RuntimeError as error:
-            raise errors.StoreError(f"{self!r}: {error}") from error
+        except Exception as error:
+            if isinstance(error, NotImplementedError) or _is_missing(error):
+                raise errors.UnsupportedError(f"{self!r} lacks an operation: {error}") from error
+            # A store in Python raises what its author wanted.
+            raise errors.StoreError(f"{self!r}: {type(error).__name__}: {error}") from error
 
     def __repr__(self) -> str:
         return f"<TorchStore on {type(self._store).__name__}>"
+
+
+def _is_missing(error: Exception) -> bool:
+    """Return whether torch reports that a store in Python lacks the method that was called."""
+    text = str(error)
+    return "pure virtual function" in text or "Not implemented" in text

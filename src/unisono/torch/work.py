@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as torch_dist
 
 from unisono.errors import UnisonoError
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Future, Work
+from unisono.groups.work import Work
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.errors import for_torch
 from unisono.torch.futures import listed, opened
@@ -108,19 +109,11 @@ class TorchWork(torch_dist.Work):
             gate: torch.futures.Future[None] = torch.futures.Future()
             future = opened(gate, self._outcome)
             self._future = listed(future, self._outputs) if self._typed else future
-
-            def open_gate() -> None:
-                gate.set_result(None)
-
-            at_once = _is_asked_by_ddp() and not self._typed
-
-            def ended(_: Future) -> None:
-                if at_once:
-                    open_gate()
-                else:
-                    self._caller.callbacks.run(open_gate)
-
-            self._work.get_future().add_done_callback(ended)
+            open_gate = partial(gate.set_result, None)
+            if _is_asked_by_ddp() and not self._typed:
+                self._work.on_end(open_gate)
+            else:
+                self._work.on_end(partial(self._caller.callbacks.run, open_gate))
         return self._future
 
     def _outcome(self) -> list[Any]:
@@ -137,7 +130,8 @@ def _is_asked_by_ddp() -> bool:
     function, the result is False, which costs the wake-up of a thread. Compiled Python (Cython) has
     no frames either: a callback that it chains in a hook must not wait for the same group.
     """
-    frame: Any = inspect.currentframe()
-    for _ in range(2):
-        frame = frame and frame.f_back
-    return frame is not None and frame.f_code is getattr(_BACKWARD, "__code__", None)
+    try:
+        frame = sys._getframe(2)
+    except ValueError:
+        return False
+    return frame.f_code is getattr(_BACKWARD, "__code__", None)

@@ -16,6 +16,7 @@ from unisono.errors import (
     RendezvousError,
     StoreError,
     StoreTimeoutError,
+    UnsupportedError,
 )
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
@@ -177,7 +178,8 @@ def _claimed(store: Store, rank: int, world_size: int, deadline: Deadline) -> It
         met = before + 1
     finally:
         # The host of the store may have closed it already. Then it serves no later world.
-        with contextlib.suppress(StoreError):
+        # A store of the user may have some operations only.
+        with contextlib.suppress(StoreError, UnsupportedError):
             store.set(key, f"{met}")
             store.delete_key(f"{before + 1}/address/{rank}")
 
@@ -198,7 +200,7 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
         store.wait(keys, deadline.remaining())
     except StoreTimeoutError as error:
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError, UnsupportedError):
             store.barrier(f"{number}/gave up", world_size - len(missing), _STAY_S)
         names = ", ".join(map(str, missing)) or "none now"
         raise RendezvousError(
@@ -211,7 +213,8 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
     for other, value in enumerate(values):
         _check_world_size(store, value, other, rank, world_size)
     # No rank returns before all ranks have read, because the host of the store may close it then.
-    store.barrier(f"{number}/connected", world_size, deadline.remaining())
+    with contextlib.suppress(UnsupportedError):
+        store.barrier(f"{number}/connected", world_size, deadline.remaining())
     return [value.decode() for value in values]
 
 
@@ -221,7 +224,7 @@ def _check_world_size(
     there = int(published.partition(b" ")[0])
     if there != world_size:
         # The other rank must read what this rank has published before this rank deletes it.
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError, UnsupportedError):
             store.barrier("disagree", 2, _STAY_S)
         raise RendezvousError(
             f"rank {rank} has world_size={world_size}, rank {other} has world_size={there}",

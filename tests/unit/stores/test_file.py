@@ -464,5 +464,7 @@ def test_hard_link_in_another_directory_is_a_timeout_with_a_hint(path, tmp_path)
     (tmp_path / "other").mkdir()
     with FileStore(path, 2):
         os.link(path, tmp_path / "other" / "store")
-        with pytest.raises(StoreTimeoutError, match=r"could not be locked(.|\n)*several hard links"):
+        with pytest.raises(
+            StoreTimeoutError, match=r"could not be locked(.|\n)*several hard links"
+        ):
             FileStore(str(tmp_path / "other" / "store"), 2, timeout=0.05)

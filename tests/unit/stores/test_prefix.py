@@ -85,3 +85,54 @@ def test_a_store_of_a_user_may_have_some_of_the_methods():
         }.items():
             with pytest.raises(NotImplementedError, match=f"OnlyValues has no {name}"):
                 getattr(store, name)(*arguments)
+
+
+def test_the_store_below_gets_the_arguments_that_torch_gives():
+    """Methods without time-outs, and values as bytes, as in torch's tests of stores in Python."""
+
+    class Recorder(Store):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def get(self, key):
+            self.seen.append(key)
+            return b""
+
+        def wait(self, keys):
+            self.seen.append(keys)
+
+        def multi_get(self, keys):
+            self.seen.append(keys)
+            return [b"x", b"y"]
+
+        def multi_set(self, keys, values):
+            self.seen.append((keys, values))
+
+        def append(self, key, value):
+            self.seen.append((key, value))
+
+        def compare_set(self, key, expected, desired):
+            self.seen.append((key, expected, desired))
+            return desired
+
+        def has_extended_api(self):
+            return True
+
+    base = Recorder()
+    store = PrefixStore("p", base)
+    assert store.has_extended_api()
+    assert store.multi_get(["foo", "bar"]) == [b"x", b"y"]
+    store.multi_set(["foo"], ["x"])
+    store.append("foo", "bar")
+    store.compare_set("foo", "", "bar")
+    store.get("foo")
+    store.wait(["foo"])
+    assert base.seen == [
+        ["p/foo", "p/bar"],
+        (["p/foo"], [b"x"]),
+        ("p/foo", b"bar"),
+        ("p/foo", b"", b"bar"),
+        "p/foo",
+        ["p/foo"],
+    ]

@@ -326,12 +326,13 @@ def test_multi_tenant_shares_the_server_until_the_last_store_closes():
         TCPStore("127.0.0.1", second.port, timeout=0)
 
 
-def test_a_second_master_is_a_client_of_the_launchers_server(monkeypatch):
+@pytest.mark.parametrize("said", ["True", "1"])
+def test_a_second_master_is_a_client_of_the_launchers_server(said, monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.port))
         with pytest.raises(StoreConnectionError, match="in use"):
             TCPStore("127.0.0.1", server.port, is_master=True)
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", said)
         with TCPStore("127.0.0.1", server.port, is_master=True) as second:
             second.set("k", "v")
             assert (server.is_master, second.is_master) == (True, False)

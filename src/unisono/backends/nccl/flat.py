@@ -85,8 +85,9 @@ def many(
     name: str,
     like: DType | None = None,
     private: bool = False,
+    repeats: bool = False,
 ) -> GPUFlat:
-    """Return several arrays of one dtype."""
+    """Return several arrays of one dtype; NCCL would reduce a repeated one twice, in place."""
     return listed(tensors, write=write, name=name, like=like)
 
 
