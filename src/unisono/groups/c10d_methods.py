@@ -230,7 +230,7 @@ def call_c10d_form(
             given[name] = given.get(name) or None
     if opts is not None:
         given |= {name: getattr(opts, _FIELDS[name]) for name in settings}
-        given["timeout"] = None if opts.timeout < timedelta(0) else opts.timeout
+        given["timeout"] = None if opts.timeout == _GROUP_DEFAULT else opts.timeout
     given.setdefault("async_op", True if opts is None else opts.asyncOp)
     work: Work = getattr(group, op)(**given)
     return work

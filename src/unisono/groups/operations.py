@@ -24,11 +24,11 @@ the backend (None: the group's first backend) and the arguments of the kernel.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from unisono.base.types import ReduceOp
+from unisono.base.integers import as_integer as as_integer
+from unisono.base.types import as_reduce_op
 from unisono.engines.functions import run_in_cpp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnisonoError
 from unisono.groups.protocols import GroupView
@@ -43,11 +43,11 @@ def _broadcast(group: GroupView, tensor: Any, root: int) -> Checked:
 
 
 def _all_reduce(group: GroupView, tensor: Any, op: Any) -> Checked:
-    return tensor, (tensor, _reduce_op(op))
+    return tensor, (tensor, as_reduce_op(op))
 
 
 def _reduce(group: GroupView, tensor: Any, root: int, op: Any) -> Checked:
-    return tensor, (tensor, _member(group, root, "root"), _reduce_op(op))
+    return tensor, (tensor, _member(group, root, "root"), as_reduce_op(op))
 
 
 def _all_gather(group: GroupView, outputs: Any, tensor: Any) -> Checked:
@@ -74,7 +74,7 @@ def _scatter(group: GroupView, output: Any, inputs: Any, root: int) -> Checked:
 
 def _reduce_scatter(group: GroupView, output: Any, inputs: Any, op: Any) -> Checked:
     one_each(group, inputs, "input_list")
-    return output, (output, inputs, _reduce_op(op))
+    return output, (output, inputs, as_reduce_op(op))
 
 
 def _all_to_all(group: GroupView, outputs: Any, inputs: Any) -> Checked:
@@ -114,20 +114,6 @@ def list_on_root(group: GroupView, tensors: Any, root: int, name: str) -> None:
         one_each(group, tensors, name)
 
 
-def as_integer(value: Any, what: str) -> int:
-    """Return a rank, tag or size as an int; NumPy's integers are fine, floats and bools not.
-
-    Raises:
-        ArgumentTypeError: Not an integer.
-    """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ArgumentTypeError(f"{what} must be an integer, got {value!r}")
-
-
 def _member(group: GroupView, rank: Any, what: str) -> int:
     number = as_integer(rank, what)
     if not 0 <= number < group.size():
@@ -135,12 +121,6 @@ def _member(group: GroupView, rank: Any, what: str) -> int:
             f"{what}={number} is not a rank of group '{group.name}' (0..{group.size() - 1})"
         )
     return number
-
-
-def _reduce_op(op: Any) -> ReduceOp:
-    if not isinstance(op, ReduceOp):
-        raise ArgumentTypeError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
-    return op
 
 
 def _first(tensors: Any, name: str) -> Any:
@@ -221,7 +201,7 @@ OPS: dict[str, OpSchema] = {
         OpSchema(
             "all_reduce_coalesced", "allreduce_coalesced_", ("allreduce_coalesced",),
             "tensors", "op",
-            lambda group, tensors, op: (_first(tensors, "tensors"), (tensors, _reduce_op(op))),
+            lambda group, tensors, op: (_first(tensors, "tensors"), (tensors, as_reduce_op(op))),
         ),
         OpSchema(
             "reduce", "reduce_", ("reduce",), "[tensor]", "root op", _reduce,
@@ -261,7 +241,7 @@ OPS: dict[str, OpSchema] = {
         OpSchema(
             "reduce_scatter_tensor", "_reduce_scatter_base_",
             ("_reduce_scatter_base", "reduce_scatter_single"), "output tensor", "op",
-            lambda group, output, tensor, op: (output, (output, tensor, _reduce_op(op))),
+            lambda group, output, tensor, op: (output, (output, tensor, as_reduce_op(op))),
             repeat="output:writes tensor:reads op", coalesced="reduce_scatter_tensor_coalesced",
         ),
         OpSchema(
@@ -269,7 +249,7 @@ OPS: dict[str, OpSchema] = {
             ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
             "outputs tensors", "op",
             lambda group, outputs, tensors, op: (
-                _paired(outputs, tensors), (outputs, tensors, _reduce_op(op)),
+                _paired(outputs, tensors), (outputs, tensors, as_reduce_op(op)),
             ),
         ),
         OpSchema(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ class ProcessGroup(C10dNames):
             if timeout is not None:
                 raise InvalidArgumentError(f"ProcessGroup got two time-outs: {backend}, {timeout}")
             backend, timeout = None, backend
+        rank, size = as_integer(rank, "rank"), as_integer(size, "size")
         if size < 1 or not 0 <= rank < size:
             raise InvalidArgumentError(f"rank {rank} of {size}: expected 0 <= rank < size")
         ranks, timeout_s = tuple(range(size)), group_timeout_s(timeout)
@@ -193,9 +195,13 @@ class ProcessGroup(C10dNames):
             InvalidArgumentError: Not a member; lists the members.
         """
         try:
-            return self.ranks.index(global_rank)
+            number = operator.index(global_rank)
+            return self.ranks.index(number)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"a global rank must be an integer, got {global_rank!r}"
+            ) from None
         except ValueError:
-            number = as_integer(global_rank, "a global rank")
             raise InvalidArgumentError(
                 f"global rank {number} is not in group '{self.name}' (ranks {list(self.ranks)})"
             ) from None

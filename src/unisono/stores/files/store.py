@@ -14,7 +14,7 @@ from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import ClosedError, InvalidArgumentError, StoreError, StoreTimeoutError
-from unisono.stores.api import DEFAULT_TIMEOUT
+from unisono.stores.api import DEFAULT_TIMEOUT, check_integer
 from unisono.stores.files.log import RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
@@ -67,6 +67,7 @@ class FileStore(TableStore):
         run_id: str = "",
     ) -> None:
         super().__init__(timeout)
+        world_size = check_integer(world_size, "world_size")
         if world_size == 0 or world_size < -1:
             raise InvalidArgumentError(f"world_size of a FileStore cannot be {world_size}")
         self.path = os.fspath(file_name)
