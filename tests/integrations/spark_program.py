@@ -96,7 +96,7 @@ def too_few_slots_are_named(spark):
 def arguments_are_checked(spark):
     with program.error(InvalidArgumentError, "a group needs at least 1 rank, got 0"):
         run(spark, ranks.summed, 0)
-    with program.error(ArgumentTypeError, "size must be int, got float"):
+    with program.error(ArgumentTypeError, "size must be an integer, got 2.0"):
         run(spark, ranks.summed, 2.0)
     with program.error(
         ArgumentTypeError,

@@ -189,7 +189,8 @@ IN_A_WORLD["ArgumentType"] = {
     "all_gather: tensor_list must be a list, got ndarray": lambda: dist.all_gather(x(), x()),
     "all_reduce_coalesced: tensors must be a list, got ndarray":
         lambda: dist.all_reduce_coalesced(x()),
-    "group must be a ProcessGroup, got ndarray": lambda: dist.all_reduce(x(), group=x()),
+    "all_reduce: group must be a ProcessGroup, got ndarray":
+        lambda: dist.all_reduce(x(), group=x()),
     "group must be a ProcessGroup, got int": lambda: dist.get_rank(7),
     "new_group: ranks[0] must be an integer, got '0'": lambda: dist.new_group(["0", 1]),
     "new_group: ranks must be a list of integers, got 0": lambda: dist.new_group(0),
@@ -585,8 +586,8 @@ WITHOUT_A_WORLD["ArgumentType"] = {
     "a store value must be str or bytes, got float": lambda: HashStore().set("k", 1.5),
     "amount must be int, got float": lambda: HashStore().add("k", 1.5),
     "url must be str, got int": lambda: dist.rendezvous(5),
-    "rank must be int, got str": lambda: dist.rendezvous("env://", "0"),
-    "world_size must be int, got float": lambda: dist.rendezvous("env://", 0, 1.0),
+    "rank must be an integer, got '0'": lambda: dist.rendezvous("env://", "0"),
+    "world_size must be an integer, got 1.0": lambda: dist.rendezvous("env://", 0, 1.0),
 }
 WITHOUT_A_WORLD["NotInGroup"] = {
     "DistributedDataParallel on a rank outside its process group":

@@ -262,7 +262,7 @@ def _begin_record(comm: Communicator, call: MessageCall) -> int:
     if comm.trace is None:
         return 0
     data = call.data
-    dtype, count = ("", 0) if data is None else (data.dtype.name, data.array.size)
+    dtype, count = (None, 0) if data is None else (data.dtype, data.array.size)
     return comm.trace.begin_message(call.op, dtype, count, call.peer, call.tag)
 
 
@@ -311,8 +311,8 @@ def _kinds() -> dict[str, tuple[int, int]]:
     """Return the kinds of the records of a send and a receive, by NumPy's format."""
     return {
         format: (
-            number_of_kind("send", dtype.name, route="messages"),
-            number_of_kind("recv", dtype.name, route="messages"),
+            number_of_kind("send", dtype, route="messages"),
+            number_of_kind("recv", dtype, route="messages"),
         )
         for format, dtype in _DTYPES.items()
     }

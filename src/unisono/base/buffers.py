@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.base.types import DType, dtype_named, dtype_of_numpy
+from unisono.base.types import DType, dtype_of_numpy, dtype_of_torch
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 Array = np.ndarray[Any, Any]
@@ -228,24 +228,38 @@ def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
         raise UnsupportedError(
             f"{name} is on device {tensor.device.type!r}; this engine needs CPU memory"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UnsupportedError(
-            f"{name} has layout {tensor.layout}; only dense tensors are supported"
-        )
-    dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise _other_tensor(tensor, name)
+    dtype = dtype_of_torch(tensor.dtype)
     if tensor.is_conj() or tensor.is_neg():
         # A lazy conjugate shares its base's memory but not its values.
         data, shape = tensor.detach(), tuple(tensor.shape)
 
         def read(flat: Array) -> None:
-            torch.from_numpy(flat).reshape(shape).copy_(data)
+            torch.from_numpy(flat.view(np.uint8)).view(data.dtype).reshape(shape).copy_(data)
 
         def write_back(flat: Array) -> None:
-            data.copy_(torch.from_numpy(flat).reshape(shape))
+            data.copy_(torch.from_numpy(flat.view(np.uint8)).view(data.dtype).reshape(shape))
 
         flat = np.empty(tensor.numel(), dtype.storage)
         return BufferView(flat, dtype, shape, tensor, read, write_back if write else None)
     return _view_numpy(alias_torch(tensor, dtype, name), dtype, tensor, write, name)
+
+
+def _other_tensor(tensor: Any, name: str) -> UnsupportedError:
+    """Return the error for a tensor that is not dense."""
+    if tensor.is_nested:
+        return UnsupportedError(
+            f"{name} is a nested tensor; only dense tensors are supported",
+            hint="pass its parts, tensor.unbind(), in calls of their own, or tensor.values()",
+        )
+    if tensor.is_quantized:
+        return UnsupportedError(
+            f"{name} is quantized ({str(tensor.dtype).removeprefix('torch.')}); only tensors "
+            "without a scale are supported",
+            hint="pass tensor.int_repr(), and the scale and zero point in a call of their own",
+        )
+    return UnsupportedError(f"{name} has layout {tensor.layout}; only dense tensors are supported")
 
 
 def alias_torch(tensor: Any, dtype: DType, name: str, *, keep: bool = True) -> Array:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from datetime import timedelta
+from numbers import Real
+from operator import index
+from typing import Any
 
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 
 Timeout = float | int | timedelta
-"""A duration given by a user: seconds, or a timedelta."""
+"""A duration given by a user: seconds, or a timedelta; NumPy's numbers and timedelta64 as well."""
 
 
 def to_seconds(timeout: Timeout, what: str = "timeout") -> float:
@@ -21,17 +24,33 @@ def to_seconds(timeout: Timeout, what: str = "timeout") -> float:
     """
     if type(timeout) is float and timeout >= 0:
         return timeout  # the common case, faster by some hundred nanoseconds
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        seconds = float(timeout)
-    else:
+    seconds = _seconds(timeout)
+    if seconds is None:
         raise ArgumentTypeError(
             f"{what} must be seconds (float) or datetime.timedelta, got {type(timeout).__name__}"
         )
     if math.isnan(seconds) or seconds < 0:
         raise InvalidArgumentError(f"{what} must not be negative, got {timeout!r}")
     return seconds
+
+
+def _seconds(timeout: Any) -> float | None:
+    """Return a duration in seconds; None if the object is none."""
+    kind = getattr(getattr(timeout, "dtype", None), "kind", "")
+    if kind == "m":
+        # NumPy counts a timedelta64 as a number, of its own unit.
+        timeout = timeout.astype("m8[us]").item()
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, bool) or kind == "b":
+        return None
+    try:
+        whole = isinstance(timeout, Real) or hasattr(timeout, "__index__")
+        return float(timeout if isinstance(timeout, Real) else index(timeout)) if whole else None
+    except OverflowError:
+        return math.inf if timeout > 0 else -math.inf
+    except TypeError:
+        return None
 
 
 class Deadline:

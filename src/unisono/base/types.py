@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
-from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 
 class SupportsDLPack(Protocol):
@@ -52,6 +52,7 @@ class ReduceOp:
 
     AVG is SUM divided by the number of ranks (integers: rounded toward zero).
     `ReduceOp.PREMUL_SUM(f)` multiplies every contribution by `f` before the sum.
+    Calls take a ReduceOp of torch.distributed, too.
     """
 
     op: RedOpType
@@ -86,6 +87,28 @@ class ReduceOp:
 ReduceOp.RedOpType = RedOpType
 for _op in RedOpType:
     setattr(ReduceOp, _op.name, ReduceOp(_op))
+
+
+_TORCH_OPS = ("ReduceOp", "RedOpType")
+
+
+def as_reduce_op(op: Any) -> ReduceOp:
+    """Return a reduce op of this library, of `RedOpType` or of torch.distributed as a ReduceOp.
+
+    Raises:
+        ArgumentTypeError: Another object.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    # This module does not import torch, whose classes have these names.
+    is_torchs = type(op).__module__.startswith("torch.") and type(op).__name__ in _TORCH_OPS
+    if not isinstance(op, RedOpType) and not is_torchs:
+        raise ArgumentTypeError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
+    kind = RedOpType(int(getattr(op, "op", op)))
+    named: ReduceOp = getattr(ReduceOp, kind.name)
+    if kind is not RedOpType.PREMUL_SUM or not hasattr(op, "factor"):
+        return named
+    return named(float(op.factor))  # a number, or a tensor with one element
 
 
 @dataclass(frozen=True)
@@ -125,6 +148,8 @@ for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnu
 # size, because texts have a dtype per length.
 _MOST_CACHED = 4096
 _BY_NUMPY: dict[np.dtype[np.generic], DType] = {}
+# complex32, float8_e8m0fnu and the like. torch has some dozens of dtypes.
+_BY_TORCH: dict[str, DType] = {}
 
 _ARITHMETIC = {RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.PREMUL_SUM}
 _ORDER = {RedOpType.MIN, RedOpType.MAX}
@@ -178,6 +203,15 @@ def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
         if len(_BY_NUMPY) >= _MOST_CACHED:
             _BY_NUMPY.clear()
         found = _BY_NUMPY[dtype] = _BY_NAME.get(dtype.name) or _opaque(dtype)
+    return found
+
+
+def dtype_of_torch(dtype: Any) -> DType:
+    """Return the element type of a dtype of torch; one that NumPy lacks moves as bytes."""
+    name = str(dtype).removeprefix("torch.")
+    found = _BY_NAME.get(name) or _BY_TORCH.get(name)
+    if found is None:
+        found = _BY_TORCH[name] = DType(name, "x", np.dtype((np.void, dtype.itemsize)))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
+from unisono.base.integers import as_integer
 from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.keywords import check_keywords
 from unisono.groups.participation import number_of
@@ -18,6 +19,7 @@ def group_rank_of(
     group_rank: int | None,
     default: int | None = None,
     how: Iterable[str] = (),
+    what: str = "peer",
 ) -> int:
     """Return the rank in `group` that a pair of arguments such as (src, group_src) means.
 
@@ -27,17 +29,18 @@ def group_rank_of(
     """
     if global_rank is not None and group_rank is not None:
         raise InvalidArgumentError(f"{call}: can't specify both a group rank and a global rank")
-    if group_rank is not None:
-        return group_rank
-    if global_rank is None:
+    if group_rank is None and global_rank is None:
         global_rank = default
-    if global_rank is None:
+    if group_rank is None and global_rank is None:
         check_keywords(call.removeprefix("i"), call, how)
         raise InvalidArgumentError(
             f"{call}: must specify a global rank or a group rank",
             hint="PROC_NULL is the rank beyond the edge of a grid",
         )
     try:
+        if group_rank is not None:
+            return as_integer(group_rank, what)
+        assert global_rank is not None
         return group.group_rank(global_rank)
     except UsageError as error:
         error.name_call(call)
@@ -70,4 +73,4 @@ def root_of(
 ) -> int:
     """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
     with reporting_bad_arguments(pg, call):
-        return group_rank_of(pg, call, global_rank, group_rank, default, how)
+        return group_rank_of(pg, call, global_rank, group_rank, default, how, "root")

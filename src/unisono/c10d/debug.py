@@ -13,11 +13,13 @@ from collections.abc import Iterator
 
 from unisono.base import config
 from unisono.base.deadline import Timeout, to_seconds
+from unisono.base.integers import as_integer
 from unisono.base.log import get_logger
+from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.c10d.collectives import barrier
 from unisono.c10d.queries import get_rank
 from unisono.errors import InvalidArgumentError, UnisonoError
-from unisono.groups.world import current
+from unisono.groups.world import current, require_group
 
 _log = get_logger("c10d.debug")
 
@@ -81,6 +83,9 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: Timeout | None = 3600) -
             meanwhile; None keeps the time-outs.
     """
     world = current()
+    with reporting_bad_arguments(require_group(None), "breakpoint"):
+        rank, skip = as_integer(rank, "rank"), as_integer(skip, "skip")
+        timeout_s = None if timeout_s is None else to_seconds(timeout_s)
     caller = sys._getframe(1)
     place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     world.passed[place] += 1
@@ -89,7 +94,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: Timeout | None = 3600) -
         return
     if timeout_s is not None:
         for group in world.groups.values():
-            group.set_timeout(to_seconds(timeout_s))
+            group.set_timeout(timeout_s)
     if get_rank() == rank:
         import pdb
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.base.integers import as_integer
 from unisono.c10d.lifecycle import init_process_group
 from unisono.c10d.new_groups import new_group
 from unisono.c10d.queries import (
@@ -27,8 +28,7 @@ from unisono.c10d.queries import (
     get_world_size,
     is_initialized,
 )
-from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.groups.integers import as_integer
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnknownNameError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current
 from unisono.transports.messages import PROC_NULL
@@ -59,9 +59,14 @@ def init_device_mesh(
         raise InvalidArgumentError(
             f"device_type={device_type!r}: expected a type such as 'cpu', without an index"
         )
-    names = _check_names(mesh_dim_names, len(mesh_shape), "mesh_shape")
-    override = _overrides(backend_override or {}, len(mesh_shape), names)
-    mesh = np.arange(math.prod(mesh_shape)).reshape(tuple(mesh_shape))
+    if not np.iterable(mesh_shape):
+        raise ArgumentTypeError(f"mesh_shape must be a list of integers, got {mesh_shape!r}")
+    shape = tuple(as_integer(size, "each of mesh_shape") for size in mesh_shape)
+    if min(shape, default=0) < 1:
+        raise InvalidArgumentError(f"mesh_shape {shape} must have sizes of at least 1")
+    names = _check_names(mesh_dim_names, len(shape), "mesh_shape")
+    override = _overrides(backend_override or {}, len(shape), names)
+    mesh = np.arange(math.prod(shape)).reshape(shape)
     return DeviceMesh(device_type, mesh, mesh_dim_names=names, backend_override=override)
 
 
@@ -419,9 +424,10 @@ class DeviceMesh:
                 known = ", ".join(self._names or ()) or "none"
                 raise UnknownNameError(f"{self!r} has no dimension {mesh_dim!r} (it has: {known})")
             return (self._names or ()).index(mesh_dim)
-        if not -self.ndim <= mesh_dim < self.ndim:
-            raise InvalidArgumentError(f"{self!r} has no dimension {mesh_dim}")
-        return mesh_dim % self.ndim
+        dim = as_integer(mesh_dim, "mesh_dim")
+        if not -self.ndim <= dim < self.ndim:
+            raise InvalidArgumentError(f"{self!r} has no dimension {dim}")
+        return dim % self.ndim
 
     def _labels(self) -> Sequence[str]:
         return self._names or [f"dim_{dim}" for dim in range(self.ndim)]
@@ -453,6 +459,9 @@ def _lines_along(grids: Ranks, dim: int) -> Ranks:
 
 def _check_grid(mesh: Any) -> Ranks:
     grid = np.array(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
+    if grid.dtype.kind == "O" and all(hasattr(rank, "__index__") for rank in grid.flat):
+        ranks = [as_integer(rank, "each of mesh") for rank in grid.flat]
+        grid = np.array(ranks, np.int64).reshape(grid.shape)
     if grid.ndim == 0 or grid.size == 0 or grid.dtype.kind not in "iu":
         raise InvalidArgumentError(f"mesh must be an array of ranks, got {mesh!r}")
     size = get_world_size()
@@ -486,7 +495,7 @@ def _overrides(
     found: dict[int, Override] = {}
     for key, value in given.items():
         dim = labels.index(key) if key in labels else key
-        if not isinstance(dim, int) or not 0 <= dim < ndim or dim in found:
+        if isinstance(dim, str) or not 0 <= (dim := as_integer(dim, "dim")) < ndim or dim in found:
             raise InvalidArgumentError(
                 f"backend_override[{key!r}] names no dimension, or one that is named twice"
             )

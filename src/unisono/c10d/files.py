@@ -25,6 +25,7 @@ import numpy as np
 
 from unisono.base.buffers import BufferView, as_bytes, view
 from unisono.base.deadline import Timeout
+from unisono.base.integers import as_integers
 from unisono.base.streams import on_host
 from unisono.base.types import Array
 from unisono.c10d.objects.call import ObjectCall
@@ -36,7 +37,6 @@ from unisono.errors import (
     InvalidArgumentError,
     UsageError,
 )
-from unisono.groups.integers import as_integers
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import Group, require_group
 

@@ -14,6 +14,7 @@ from unisono.backends import BackendConfig
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import reason_of
+from unisono.base.integers import as_integer
 from unisono.base.tracebacks import hide_own_frames
 from unisono.errors import (
     AlreadyInitializedError,
@@ -168,6 +169,7 @@ def _meet(
     store: Store | None, init_method: str | None, timeout_s: float, rank: int, world_size: int
 ) -> tuple[Store, int, int]:
     """Return a store, this rank and the world size."""
+    rank, world_size = as_integer(rank, "rank"), as_integer(world_size, "world_size")
     if store is not None:
         if world_size < 1 or rank < 0:
             raise InvalidArgumentError(

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.integers import as_integer
 from unisono.c10d.lifecycle import install_hooks
 from unisono.errors import InvalidArgumentError, NotInitializedError
-from unisono.groups.integers import as_integer
 from unisono.groups.membership import Membership, Wishes
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current, require_group

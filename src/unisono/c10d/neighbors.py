@@ -18,6 +18,7 @@ import numpy as np
 
 from unisono.backends.neighbors import Links
 from unisono.base.deadline import Timeout
+from unisono.base.integers import as_integers
 from unisono.base.types import Array
 from unisono.c10d.arguments import group_rank_of, reporting_bad_arguments
 from unisono.c10d.device_mesh import DeviceMesh
@@ -28,7 +29,6 @@ from unisono.errors import (
     InvalidArgumentError,
     UsageError,
 )
-from unisono.groups.integers import as_integers
 from unisono.groups.keywords import CallKeywords
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from unisono.backends import BackendConfig, GroupSpec
 from unisono.base import config
-from unisono.base.deadline import Timeout
+from unisono.base.deadline import Timeout, to_seconds
+from unisono.base.integers import as_integer, as_integers
 from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.c10d.lifecycle import bind
 from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.groups.integers import as_integer, as_integers
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import Group, GroupMember, current, require_group
 from unisono.stores import PrefixStore
@@ -78,6 +78,7 @@ def new_group(
     settings = _Settings(timeout, backend, pg_options, group_desc, device_id)
     if not use_local_synchronization:
         with reporting_bad_arguments(default, "new_group"):
+            _check_timeout(timeout)
             members = _check_members(ranks, default, sort_ranks)
             kind = "" if backend is None else f", backend={str(BackendConfig(backend))!r}"
         default.agree(f"new_group({list(members)}{kind})", timeout=timeout)
@@ -137,6 +138,12 @@ def _make_group(
     return group
 
 
+def _check_timeout(timeout: Timeout | None) -> None:
+    """Check a time-out before the agreement, which would be blamed for it."""
+    if timeout is not None:
+        to_seconds(timeout)
+
+
 def _check_members(
     ranks: Any, parent: ProcessGroup, sort_ranks: bool = True, what: str = "ranks"
 ) -> tuple[int, ...]:
@@ -184,6 +191,7 @@ def new_subgroups(
     """
     pg, ranks = require_group(group), get_process_group_ranks(group)
     with reporting_bad_arguments(pg, "new_subgroups"):
+        _check_timeout(timeout)
         size = as_integer(_local_world_size() if group_size is None else group_size, "group_size")
         if size < 1 or len(ranks) % size:
             raise InvalidArgumentError(
@@ -238,6 +246,7 @@ def new_subgroups_by_enumeration(
     default = require_group(None)
     call = "new_subgroups_by_enumeration"
     with reporting_bad_arguments(default, call):
+        _check_timeout(timeout)
         lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
     default.agree(f"{call}({[list(part) for part in lists]})", timeout=timeout)
     settings = _Settings(timeout, backend, pg_options, group_desc)
@@ -309,6 +318,7 @@ def split_group(
     """
     parent = require_group(parent_pg)
     with reporting_bad_arguments(parent, "split_group"):
+        _check_timeout(timeout)
         if backend is not None:
             _check_kept(BackendConfig(backend), parent)
         if color is None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from unisono.base.deadline import Timeout
+from unisono.base.deadline import Timeout, to_seconds
 from unisono.base.types import ReduceOp
+from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.groups.world import Group, member_group
 
 _SIGNALS = ("SIGTERM", "SIGUSR1")
@@ -64,6 +65,8 @@ def should_stop(group: Group = None, *, timeout: Timeout | None = None) -> bool:
     pg = member_group(group, "should_stop")
     if pg is None:
         return False
+    with reporting_bad_arguments(pg, "should_stop"):
+        timeout = None if timeout is None else to_seconds(timeout)
     flag = np.array([_State.asked], dtype=np.int32)
     pg.all_reduce(flag, ReduceOp.MAX, timeout=timeout).wait_on_host()
     return bool(flag[0])

@@ -10,12 +10,12 @@ from typing import Any
 from unisono.backends import BackendConfig, known_backends
 from unisono.base import config
 from unisono.base.buffers import device_type
+from unisono.base.integers import as_integer
 from unisono.base.types import ReduceOp, dtype_named, reduce_ops_of
 from unisono.c10d.backend_names import Backend
 from unisono.engines.choice import why_no_nccl
 from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
-from unisono.groups.integers import as_integer
 from unisono.groups.world import Group, current, require_group, resolve
 from unisono.rendezvous.launchers import local_rank
 

@@ -110,8 +110,10 @@ class SharedArray:
         group = self._group
         with ObjectCall(group, "SharedArray.sync", timeout, None) as call:
             call.check(self._check_source, src, rows)
-            call.label = f"SharedArray.sync(src={src})"
-            if src is not None and group.ranks[group.rank()] == src:
+            # The ranks compare the label, also if one passes an integer of NumPy.
+            root = None if src is None else group.group_rank(src)
+            call.label = f"SharedArray.sync(src={None if root is None else group.ranks[root]})"
+            if root == group.rank():
                 rows = slice(None)
             whole = self.array if self.array.ndim else self.array.reshape(1)
             part = None if rows is None else rows.indices(len(whole))[:2]

@@ -208,7 +208,7 @@ class Prepared:
         """Return the kind of the record of such a call."""
         # The text of an agreement may be any. The number of names must not grow with it.
         op = self.call.op if self.call.op.isidentifier() else "agree"
-        dtype = self.dtype.name if self.count else ""
+        dtype = self.dtype if self.count else None
         return number_of_kind(op, dtype, self.algorithm, route)
 
 

@@ -272,7 +272,7 @@ def read_c10d_form(schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, 
                 f"the options of {schema.name} have no {_FIELDS[name]}: {type(opts).__name__}"
             )
         given[name] = getattr(opts, _FIELDS[name])
-    given["timeout"] = None if opts.timeout < timedelta(0) else opts.timeout
+    given["timeout"] = None if opts.timeout == _GROUP_DEFAULT else opts.timeout
     return C10dCall(schema, given, getattr(opts, "rootTensor", 0))
 
 

@@ -27,10 +27,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from unisono.base.types import ReduceOp
+from unisono.base.integers import as_integer, as_splits
+from unisono.base.types import as_reduce_op
 from unisono.engines.functions import run_in_cpp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.groups.integers import as_integer, as_splits
 from unisono.groups.protocols import GroupView
 from unisono.transports.messages import ANY_TAG, PROC_NULL
 
@@ -43,11 +43,11 @@ def _broadcast(group: GroupView, tensor: Any, root: int) -> Checked:
 
 
 def _all_reduce(group: GroupView, tensor: Any, op: Any) -> Checked:
-    return tensor, (tensor, _reduce_op(op))
+    return tensor, (tensor, as_reduce_op(op))
 
 
 def _reduce(group: GroupView, tensor: Any, root: int, op: Any) -> Checked:
-    return tensor, (tensor, _member(group, root, "root"), _reduce_op(op))
+    return tensor, (tensor, _member(group, root, "root"), as_reduce_op(op))
 
 
 def _all_gather(group: GroupView, outputs: Any, tensor: Any) -> Checked:
@@ -74,7 +74,7 @@ def _scatter(group: GroupView, output: Any, inputs: Any, root: int) -> Checked:
 
 def _reduce_scatter(group: GroupView, output: Any, inputs: Any, op: Any) -> Checked:
     one_each(group, inputs, "input_list")
-    return output, (output, inputs, _reduce_op(op))
+    return output, (output, inputs, as_reduce_op(op))
 
 
 def _all_to_all(group: GroupView, outputs: Any, inputs: Any) -> Checked:
@@ -132,12 +132,6 @@ def _member(group: GroupView, rank: Any, what: str, *, or_null: bool = False) ->
             f"{what}={number} is not a rank of group '{group.name}' (0..{group.size() - 1})"
         )
     return number
-
-
-def _reduce_op(op: Any) -> ReduceOp:
-    if not isinstance(op, ReduceOp):
-        raise ArgumentTypeError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
-    return op
 
 
 def _first(tensors: Any, name: str) -> Any:
@@ -218,7 +212,7 @@ OPS: dict[str, OpSchema] = {
         OpSchema(
             "all_reduce_coalesced", "allreduce_coalesced_", ("allreduce_coalesced",),
             "tensors", "op",
-            lambda group, tensors, op: (_first(tensors, "tensors"), (tensors, _reduce_op(op))),
+            lambda group, tensors, op: (_first(tensors, "tensors"), (tensors, as_reduce_op(op))),
         ),
         OpSchema(
             "reduce", "reduce_", ("reduce",), "[tensor]", "root op", _reduce,
@@ -258,7 +252,7 @@ OPS: dict[str, OpSchema] = {
         OpSchema(
             "reduce_scatter_tensor", "_reduce_scatter_base_",
             ("_reduce_scatter_base", "reduce_scatter_single"), "output tensor", "op",
-            lambda group, output, tensor, op: (output, (output, tensor, _reduce_op(op))),
+            lambda group, output, tensor, op: (output, (output, tensor, as_reduce_op(op))),
             repeat="output:writes tensor:reads op", coalesced="reduce_scatter_tensor_coalesced",
         ),
         OpSchema(
@@ -266,7 +260,7 @@ OPS: dict[str, OpSchema] = {
             ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
             "outputs tensors", "op",
             lambda group, outputs, tensors, op: (
-                _paired(outputs, tensors), (outputs, tensors, _reduce_op(op)),
+                _paired(outputs, tensors), (outputs, tensors, as_reduce_op(op)),
             ),
         ),
         OpSchema(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from unisono.backends.neighbors import Links
 from unisono.base import config
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.base.integers import as_flag, as_integer, as_splits
 from unisono.base.streams import explicit_stream
 from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.engines.errors import closed_text
@@ -37,7 +39,6 @@ from unisono.groups.ending import (
     close_backends,
     reason_of_error,
 )
-from unisono.groups.integers import as_flag, as_integer, as_splits
 from unisono.groups.keywords import How, check_keywords
 from unisono.groups.operations import CHECKS, PEER_AT
 from unisono.groups.participation import Participation
@@ -94,6 +95,7 @@ class ProcessGroup(C10dNames):
             if timeout is not None:
                 raise InvalidArgumentError(f"ProcessGroup got two time-outs: {backend}, {timeout}")
             backend, timeout = None, backend
+        rank, size = as_integer(rank, "rank"), as_integer(size, "size")
         if size < 1 or not 0 <= rank < size:
             raise InvalidArgumentError(f"rank {rank} of {size}: expected 0 <= rank < size")
         ranks, timeout_s = tuple(range(size)), group_timeout_s(timeout)
@@ -199,9 +201,13 @@ class ProcessGroup(C10dNames):
             InvalidArgumentError: Not a member; lists the members.
         """
         try:
-            return self.ranks.index(global_rank)
+            number = operator.index(global_rank)
+            return self.ranks.index(number)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"a global rank must be an integer, got {global_rank!r}"
+            ) from None
         except ValueError:
-            number = as_integer(global_rank, "a global rank")
             raise InvalidArgumentError(
                 f"global rank {number} is not in group '{self.name}' (ranks {list(self.ranks)})"
             ) from None

@@ -171,9 +171,25 @@ def resolve(group: Group = None) -> ProcessGroup | None:
     raise ArgumentTypeError(f"group must be a ProcessGroup, got {type(group).__name__}")
 
 
+# Other ranks do not wait for this rank in an agreement.
+_WITHOUT_AGREEMENT = {
+    *("send", "recv", "isend", "irecv", "sendrecv", "recv_array", "probe"),
+    *("send_object_list", "recv_object_list", "monitored_barrier"),
+}
+
+
 def member_group(group: Group, call: str, *, stacklevel: int = 3) -> ProcessGroup | None:
-    """Return the group as `resolve` does; warn, as torch does, if this rank is not a member."""
-    found = resolve(group)
+    """Return the group as `resolve` does; warn, as torch does, if this rank is not a member.
+
+    Which group is meant by an argument that is none is unknown. The ranks of the default group get
+    the error, if the call is a collective.
+    """
+    try:
+        found = resolve(group)
+    except ArgumentTypeError as error:
+        if (default := current().default) is not None and call not in _WITHOUT_AGREEMENT:
+            default.refuse(call, error)
+        raise
     if found is None:
         warnings.warn(
             f"running {call} on a rank that does not belong to the given group does nothing",

@@ -10,6 +10,7 @@ import secrets
 from typing import NamedTuple
 
 from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.base.integers import as_integer
 from unisono.base.sockets import connect, format_address
 from unisono.errors import InvalidArgumentError, NetworkError, StoreConnectionError
 from unisono.stores import TCPStore
@@ -54,6 +55,7 @@ def open_meeting(
     host: str, size: int, timeout: Timeout, backend: str | None, pickler: str
 ) -> Meeting:
     """Serve a new store in this process, under a host name that the ranks can resolve."""
+    size = as_integer(size, "size")
     if size < 1:
         raise InvalidArgumentError(f"a group needs at least 1 rank, got {size}")
     timeout_s = to_seconds(timeout)

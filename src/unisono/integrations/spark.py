@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.integers import as_integer
 from unisono.errors import ArgumentTypeError, ClosedError, LaunchError, UnisonoError
 from unisono.integrations import member
 from unisono.integrations.meeting import (
@@ -79,8 +80,7 @@ def run(
             "spark must be a SparkSession with a SparkContext, which Spark Connect lacks, got "
             f"{type(spark).__module__}.{type(spark).__name__}"
         )
-    if not isinstance(size, int):
-        raise ArgumentTypeError(f"size must be int, got {type(size).__name__}")
+    size = as_integer(size, "size")
     if context._jsc is None:
         raise ClosedError("the SparkContext is stopped")
     hint = (

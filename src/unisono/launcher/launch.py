@@ -66,7 +66,7 @@ def launch(
         Exception: The exception of the rank that failed first. Its cause is a WorkerFailedError
             that names the rank and ends with its traceback. The other ranks have been stopped.
     """
-    check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
+    nprocs = check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
     call = fn, tuple(args)
     payload: CallArguments | Payload = CallArguments(*call)
     if start_method != "fork":  # A forked child inherits the call, so that nothing is copied.

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTu
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import GUARD_HINT, is_importing_main
+from unisono.base.integers import as_integer
 from unisono.base.tracebacks import trimmed
 from unisono.errors import (
     ArgumentTypeError,
@@ -371,8 +372,8 @@ class SpawnContext:
             self._store = None
 
 
-def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: str) -> None:
-    """Check the arguments and the caller of `spawn` or `launch`.
+def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: str) -> int:
+    """Check the arguments and the caller of `spawn` or `launch`; return `nprocs` as an int.
 
     Args:
         call: The call with the names of its arguments, for the hint.
@@ -399,11 +400,13 @@ def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: 
             raise ArgumentTypeError(
                 f"{name} must be {expected}, got {type(value).__name__}", hint=call
             )
-    if nprocs < 1:
-        raise InvalidArgumentError(f"nprocs must be at least 1, got {nprocs}")
+    number = as_integer(nprocs, "nprocs")
+    if number < 1:
+        raise InvalidArgumentError(f"nprocs must be at least 1, got {number}")
     if start_method not in _START_METHODS:
         known = ", ".join(_START_METHODS)
         raise InvalidArgumentError(f"start_method must be one of {known}; got {start_method!r}")
+    return number
 
 
 class Untyped(Protocol[R]):
@@ -481,7 +484,7 @@ def spawn(
 
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
-    check_start("spawn(fn, args, nprocs), args=(x,)", fn, args, nprocs, start_method)
+    nprocs = check_start("spawn(fn, args, nprocs), args=(x,)", fn, args, nprocs, start_method)
     # The kernel sends the signal when the *thread* that forked ends. A thread that does not wait
     # for the children may end before them. The fork server lives as long as its children, so its
     # end is not a usable sign.

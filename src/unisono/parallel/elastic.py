@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.integers import as_integer
 from unisono.base.log import get_logger
 from unisono.c10d.membership import membership_of_world, reconfigure
 from unisono.c10d.state_sync import copy_state
@@ -25,7 +26,6 @@ from unisono.errors import (
     StepAborted,
     StoreError,
 )
-from unisono.groups.integers import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import require_group
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from unisono.base import config
 from unisono.base.deadline import Timeout
+from unisono.base.integers import as_integer
 from unisono.errors import ArgumentTypeError, RendezvousError
 from unisono.rendezvous import handlers, services
 from unisono.rendezvous.url import parse_query
@@ -64,9 +65,7 @@ def rendezvous(
     """
     if not isinstance(url, str):
         raise ArgumentTypeError(f"url must be str, got {type(url).__name__}")
-    for name, number in (("rank", rank), ("world_size", world_size)):
-        if not isinstance(number, int):
-            raise ArgumentTypeError(f"{name} must be int, got {type(number).__name__}")
+    rank, world_size = as_integer(rank, "rank"), as_integer(world_size, "world_size")
     parts = urlsplit(url)
     handler = _HANDLERS.get(parts.scheme)
     if handler is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-from unisono.base.types import RedOpType, ReduceOp
+from unisono.base.types import ReduceOp, as_reduce_op
 from unisono.groups.c10d_methods import C10dCall, read_c10d_form
 from unisono.groups.operations import OpSchema
 
@@ -21,13 +21,7 @@ _REDUCE_OPS = (c10d.ReduceOp, c10d.ReduceOp.RedOpType)
 
 def reduce_op(op: Any) -> ReduceOp:
     """Return unisono's reduce op for a ReduceOp of torch."""
-    if op == _SUM:
-        return ReduceOp.SUM
-    kind = RedOpType(int(getattr(op, "op", op)))
-    if kind is not RedOpType.PREMUL_SUM:
-        named: ReduceOp = getattr(ReduceOp, kind.name)
-        return named
-    return ReduceOp(kind, float(op.factor))  # a number, or a tensor with one element
+    return ReduceOp.SUM if op == _SUM else as_reduce_op(op)
 
 
 def read_call(schema: OpSchema, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> C10dCall:

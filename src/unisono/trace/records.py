@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from unisono.base.types import dtype_named
+from unisono.base.types import DType
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -161,7 +161,9 @@ class GroupTrace:
         with _lock:
             _all.add(self)
 
-    def begin_message(self, op: str, dtype: str, count: int, peer: int | None, tag: int) -> int:
+    def begin_message(
+        self, op: str, dtype: DType | None, count: int, peer: int | None, tag: int
+    ) -> int:
         """Begin the record of a message; `peer` is a global rank."""
         number = ring.number_of_kind(op, dtype, route="messages")
         seq, member = self.recorder.count_message(), self._member(peer)
@@ -216,7 +218,6 @@ class GroupTrace:
             # It is the only collective that runs.
             waited, waited_for = clock.ticks - row["started"], waiting_for
         file, line, function = ring.place_of(row["site"], row["offset"])
-        size = dtype_named(kind.dtype).itemsize if kind.dtype else 0
         enqueued_ns = clock.when(row["enqueued"])
         assert enqueued_ns is not None
         return TraceRecord(
@@ -225,7 +226,7 @@ class GroupTrace:
             op=kind.op,
             dtype=kind.dtype,
             count=row["count"],
-            nbytes=row["count"] * size,
+            nbytes=row["count"] * kind.itemsize,
             algorithm=kind.algorithm,
             route=kind.route,
             peer=peer if is_message else None,

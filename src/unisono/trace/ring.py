@@ -16,6 +16,7 @@ import numpy as np
 
 from unisono.base.extension import extension as _engine
 from unisono.base.tracebacks import OWN_FOLDER, is_own, own_folders
+from unisono.base.types import DType
 
 Array = np.ndarray[Any, Any]
 
@@ -47,13 +48,15 @@ class Kind(NamedTuple):
 
     Attributes:
         op: Name of the function that the caller used.
-        dtype: Of the elements; "" without memory.
+        dtype: Name of the elements' type; "" without memory.
+        itemsize: Bytes of an element.
         algorithm: Name of the algorithm; "" for a message.
         route: "shared memory" or "messages".
     """
 
     op: str
     dtype: str = ""
+    itemsize: int = 0
     algorithm: str = ""
     route: str = ""
 
@@ -63,9 +66,12 @@ _kind_numbers: dict[Kind, int] = {}
 _lock = threading.RLock()
 
 
-def number_of_kind(op: str, dtype: str = "", algorithm: str = "", route: str = "") -> int:
+def number_of_kind(
+    op: str, dtype: DType | None = None, algorithm: str = "", route: str = ""
+) -> int:
     """Return the number of a kind in this process; 0 ("other") if there are too many kinds."""
-    kind = Kind(op, dtype, algorithm, route)
+    name, itemsize = ("", 0) if dtype is None else (dtype.name, dtype.itemsize)
+    kind = Kind(op, name, itemsize, algorithm, route)
     with _lock:
         number = _kind_numbers.get(kind)
         if number is None and len(_kinds) < KINDS:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from unisono.base.types import dtype_named
 from unisono.trace.records import GroupTrace
 
 
@@ -64,10 +63,9 @@ def stats_of(trace: GroupTrace) -> GroupStats:
     """Return the statistics of a group on this rank."""
     sums: dict[str, list[float]] = {}
     for kind, calls, elements, total_ns, worst_ns in trace.totals():
-        size = dtype_named(kind.dtype).itemsize if kind.dtype else 0
         row = sums.setdefault(kind.op, [0, 0, 0.0, 0.0])
         row[0] += calls
-        row[1] += elements * size
+        row[1] += elements * kind.itemsize
         row[2] += total_ns / 1e9
         row[3] = max(row[3], worst_ns / 1e9)
     times: dict[str, list[int]] = {}
@@ -107,7 +105,7 @@ def open_calls(trace: GroupTrace) -> dict[str, Any]:
     now_ns = time.time_ns()
     moved_bytes = 0
     for kind, _, elements, *_ in trace.totals():
-        moved_bytes += elements * (dtype_named(kind.dtype).itemsize if kind.dtype else 0)
+        moved_bytes += elements * kind.itemsize
     return {
         "waited_s": sum(trace.waited_ns().values()) / 1e9,
         "moved_bytes": moved_bytes,

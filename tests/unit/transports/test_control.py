@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from unisono.base.types import dtype_named
 from unisono.trace import GroupTrace, number_of_kind
 from unisono.transports.control import CallLog
 
@@ -19,7 +20,7 @@ def traces():
 
 def begin(trace, op, seq):
     recorder = trace.recorder
-    number = recorder.begin(number_of_kind(op, "", "ring", "messages"), seq, 1, 0, -1)
+    number = recorder.begin(number_of_kind(op, None, "ring", "messages"), seq, 1, 0, -1)
     recorder.start(number)
     return number
 
@@ -47,7 +48,7 @@ def test_last_call_has_the_age_of_its_end(traces):
 def test_a_message_is_the_last_call_of_messages_only(traces):
     trace = traces["mine"]
     trace.end(begin(trace, "barrier", 3), None)
-    trace.begin_message("recv", "float32", 4, 1, 7)
+    trace.begin_message("recv", dtype_named("float32"), 4, 1, 7)
     log = log_of(trace)
     assert [each[:2] for each in log.recorded(0, messages=False)] == [("barrier #3", False)]
     assert [each[:2] for each in log.recorded(0, messages=True)] == [
@@ -59,7 +60,7 @@ def test_a_collective_of_another_group_is_added_while_it_runs(traces):
     mine, other = traces.values()
     log = log_of(mine, other)
     assert log.recorded(0, messages=True) == []
-    other.begin_message("recv", "float32", 4, 1, 7)
+    other.begin_message("recv", dtype_named("float32"), 4, 1, 7)
     number = begin(other, "barrier", 2)
     assert [each[:2] for each in log.recorded(0, messages=True)] == [
         ("barrier #2 of group 'other'", True)

@@ -12,6 +12,7 @@ from unisono.backends.nccl.arrays import loaded_libraries
 from unisono.backends.nccl.gpu import GPU
 from unisono.backends.nccl.library import load
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.integers import as_integer
 from unisono.base.streams import Event, Stream, device_stream
 from unisono.errors import ArgumentTypeError, CollectiveTimeoutError, UsageError
 
@@ -25,9 +26,12 @@ def _handle_of(stream: Any) -> int:
             return int(getattr(stream, name))
     if hasattr(stream, "__cuda_stream__"):
         return int(stream.__cuda_stream__()[1])
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    raise ArgumentTypeError(f"stream must be a stream of a GPU or its handle, got {stream!r}")
+    try:
+        return as_integer(stream, "stream")
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            f"stream must be a stream of a GPU or its handle, got {stream!r}"
+        ) from None
 
 
 def _wait_until_done(event: Any, timeout: Timeout | None, what: str) -> None:

@@ -20,7 +20,7 @@ from unisono.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from unisono.stores.api import DEFAULT_TIMEOUT, require_outside
+from unisono.stores.api import DEFAULT_TIMEOUT, check_integer, require_outside
 from unisono.stores.files.log import RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
@@ -74,6 +74,7 @@ class FileStore(TableStore):
         run_id: str = "",
     ) -> None:
         super().__init__(timeout)
+        world_size = check_integer(world_size, "world_size")
         if world_size == 0 or world_size < -1:
             raise InvalidArgumentError(f"world_size of a FileStore cannot be {world_size}")
         self.path = os.fspath(file_name)

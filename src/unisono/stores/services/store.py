@@ -103,6 +103,7 @@ class ServiceStore(Store):
 
     def __init__(self, prefix: str, timeout: Timeout, world_size: int) -> None:
         super().__init__(timeout)
+        world_size = check_integer(world_size, "world_size")
         if world_size == 0 or world_size < -1:
             raise InvalidArgumentError(f"world_size of a store cannot be {world_size}")
         self.prefix = check_key(prefix)

@@ -93,8 +93,10 @@ class TCPStore(Store):
     ) -> None:
         super().__init__(timeout)
         deadline = Deadline(timeout)
-        if not 0 <= check_integer(port, "port") <= _MAX_PORT:
+        port = check_integer(port, "port")
+        if not 0 <= port <= _MAX_PORT:
             raise InvalidArgumentError(f"port must be 0 to {_MAX_PORT}, got {port}")
+        world_size = None if world_size is None else check_integer(world_size, "world_size")
         if world_size is not None and (world_size == 0 or world_size < -1):
             raise InvalidArgumentError(f"world_size of a TCPStore cannot be {world_size}")
         self.host = host_name
@@ -237,7 +239,7 @@ class TCPStore(Store):
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Block until `world_size` callers are inside `barrier(key)`."""
-        check_world_size(world_size)
+        world_size = check_world_size(world_size)
         deadline = self._deadline(timeout)
         wire_key = _wire_key(key)
         with self._pool.lease(_patience(deadline.remaining())) as connection:
