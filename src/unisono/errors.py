@@ -159,10 +159,13 @@ class UsageError(UnisonoError):
     Attributes:
         called: Name of the call; "" if it is not known yet.
         told: Whether the error was reported to the other ranks of a collective call.
+        misplaced: Whether this thread cannot make the call here, as in a callback, in a signal
+            handler or beside another thread. The call then does not count, and no rank waits in it.
     """
 
     called = ""
     told = False
+    misplaced = False
 
     def name_call(self, call: str) -> None:
         """Put the name of the call before the text, unless the text has it already."""

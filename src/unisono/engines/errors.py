@@ -108,13 +108,15 @@ def nested_call_error(comm: Communicator, op: str) -> UsageError:
     if outer is not None:
         at = f" at {outer.file}:{outer.line}" if outer.file else ""
         under_way = f"{outer.op} #{outer.seq}{at}"
-    return UsageError(
+    error = UsageError(
         f"{op} on group '{comm.name}' cannot begin: this thread is inside {under_way}, and would "
         "wait for itself",
         context=Context(rank=comm.transport.rank, group=comm.name, op=op, usable=True),
         hint="a signal handler may run inside a call. Set a flag there, and call the group when "
         "that call has ended; abort() works in a handler",
     )
+    error.misplaced = True
+    return error
 
 
 # ---- from a code of the C++ engine to a status ------------------------------------------------

@@ -128,10 +128,12 @@ class OrderedEngine(Engine):
                     and self._is_server()
                     and not (self._turn.is_free() and self.comm.transport.may_wait())
                 ):
-                    raise UsageError(
+                    error = UsageError(
                         f"{call.op} on group '{self.comm.name}' waits for the thread it runs on",
                         hint="in a callback of a future, call it with async_op=True",
                     )
+                    error.misplaced = True
+                    raise error
                 seq = self._turn.take() if inline else 0
                 now = seq > 0
                 if not now:

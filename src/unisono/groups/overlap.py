@@ -28,13 +28,15 @@ def concurrent_call_error(group: GroupView, op: str, other_thread: int) -> Usage
     there, other_op = _call_site(group, sys._current_frames().get(other_thread))
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     this, other = threading.current_thread().name, threads.get(other_thread, "?")
-    return UsageError(
+    error = UsageError(
         f"{called} on group '{group.name}' at {here} (thread '{this}') overlaps {other_op} at "
         f"{there} (thread '{other}')",
         context=Context(rank=group.ranks[group.rank()], group=group.name, op=op, usable=True),
         hint="ranks must see the calls of a group in one order. Give each thread a group of its "
         "own (new_group), or let one stream make the calls.",
     )
+    error.misplaced = True
+    return error
 
 
 def _call_site(group: GroupView, frame: FrameType | None) -> tuple[str, str]:

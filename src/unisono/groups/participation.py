@@ -92,6 +92,8 @@ class Participation:
         """Refuse a call because of an error; see `ProcessGroup.refuse`."""
         if not group.backends or group.size() == 1:
             return
+        if isinstance(error, UsageError) and error.misplaced:
+            return
         calls, made = group.calls, number_of(group.backends)
         # First of all, because what follows may fail as well, for example without memory. Then C++
         # must make no call.
