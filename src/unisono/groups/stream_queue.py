@@ -126,8 +126,8 @@ class StreamQueue:
             self._wait_for_gate(call, op, options.deadline)
             call.begin(begin(options._replace(async_op=True)))
         except BaseException as error:
-            # Also one that is no Exception, such as CancelledError: the call's waiters need its
-            # end, and this thread has no caller who could handle it.
+            # Also one that is no Exception, such as CancelledError: otherwise the call would not
+            # end, because this thread has no caller.
             if op not in _P2P and isinstance(error, Exception):
                 group.refuse(op, error, async_op=True)
             call.fail(error)
