@@ -103,13 +103,13 @@ class CallQueue {
   uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
 
  private:
-  static uintptr_t this_thread() { return uintptr_t(pthread_self()); }
+  static uintptr_t this_thread() { return static_cast<uintptr_t>(pthread_self()); }
   Job* next();
   void end(uint64_t seq);
   void ring();
 
   std::atomic<uintptr_t> owner_{0};  // the thread that runs a call as its caller; 0: none
-  std::atomic<size_t> pending_{0};  // jobs that are not over
+  std::atomic<size_t> pending_{0};   // jobs that are not over
   uint64_t seq_ = 0;
   std::atomic<bool> is_closed_{false};
   mutable std::mutex lock_;  // guards queue_ and running_

@@ -55,8 +55,8 @@ class Completion:
     The completion of an operation in C++ has a source. No thread is woken to finish it, unless it
     has a callback. A thread that polls or waits looks at the source.
 
-    No lock is held while Python runs: a signal handler may finish or chain the completion that its
-    thread is just about to finish, and would wait for that lock for ever.
+    No lock guards the state. A signal handler may finish the completion that its thread is just
+    about to finish, and would wait for that lock for ever.
 
     Args:
         any_process: Whether the child of a fork may finish its copy. If not, a wait in the child

@@ -1,4 +1,4 @@
-"""What a signal handler or a destructor meets inside a method of its own thread."""
+"""Whether the calling thread is in a signal handler that interrupted a method with a lock."""
 
 from __future__ import annotations
 

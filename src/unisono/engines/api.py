@@ -299,8 +299,8 @@ class Engine(ABC):
 
         Raises:
             ClosedError: The engine is closed, or belongs to the parent of a fork.
-            UsageError: A synchronous call from the progress thread, which would wait for itself; or
-                a call of a thread that is inside a call of the group (`is_in_call`).
+            UsageError: A synchronous call from the progress thread, which would wait for itself.
+                Or a call of a thread that is inside a call of the group (`is_in_call`).
         """
 
     def info(self) -> dict[str, str]:

@@ -144,8 +144,8 @@ class StreamQueue:
             made = number_of(group.backends)
             call.begin(begin(options._replace(async_op=True)))
         except BaseException as error:
-            # Also one that is no Exception, such as CancelledError: the call's waiters need its
-            # end, and this thread has no caller who could handle it.
+            # Also one that is no Exception, such as CancelledError: otherwise the call would not
+            # end, because this thread has no caller.
             if op not in P2P and made == number_of(group.backends):
                 group.refuse(op, error, async_op=True)
             call.fail(error)

@@ -40,8 +40,8 @@ class _Waiting:
 class _Entry:
     """The receives and the messages that wait in one context, both in order.
 
-    Items are searched in a copy, and removed by one call that fails if they are gone: a signal
-    handler may send or receive inside a method of its own thread.
+    Items are searched in a copy, and removed by one call that fails if they are gone. The reason is
+    a signal handler, which may send or receive inside a method of its own thread.
     """
 
     __slots__ = ("arrivals", "posted")

@@ -36,18 +36,23 @@ Control = Callable[[int, int, Kind, bytes], None]
 
 
 class _Out:
-    """A frame on its way out: the rest of its header and payload."""
+    """A frame on its way out: the rest of its header and payload.
 
-    __slots__ = ("data", "head", "transfer")
+    Attributes:
+        is_sending: Whether an unknown part of it is sent at this moment.
+    """
+
+    __slots__ = ("data", "head", "is_sending", "transfer")
 
     def __init__(self, key: Key, transfer: Transfer) -> None:
         self.head = memoryview(Frame(key, transfer.into.nbytes, transfer.info).pack())
         self.data = transfer.into
         self.transfer = transfer
+        self.is_sending = False
 
     @property
     def started(self) -> bool:
-        return len(self.head) < FRAME.size
+        return self.is_sending or len(self.head) < FRAME.size
 
     def advance(self, nbytes: int) -> bool:
         """Count sent bytes; return whether the frame is complete."""
@@ -114,8 +119,6 @@ class Link:
         self._messages = messages
         self._control = control
         self._frames: deque[_Out] = deque()
-        # The frame of which an unknown part is sent at this moment.
-        self._sending: _Out | None = None
         self._write_lock = threading.RLock()
         self._read_lock = threading.RLock()
         self._chunk = chunk
@@ -168,15 +171,17 @@ class Link:
         if not self.ready or self.sock is None:
             return
         while self._frames:
-            out = self._sending = self._frames[0]
+            out = self._frames[0]
+            out.is_sending = True
             try:
                 sent = self.sock.sendmsg([out.head, out.data])
             except (BlockingIOError, InterruptedError):
+                out.is_sending = False
                 return
             if out.advance(sent):
                 self._frames.popleft()
                 finished.append(out.transfer)
-            self._sending = None
+            out.is_sending = False
 
     # ---- in -------------------------------------------------------------------------------
 
@@ -285,7 +290,7 @@ class Link:
             for out in self._frames:
                 if unwanted(out.transfer):
                     failed.append(out.transfer)
-                    if not out.started and out is not self._sending:
+                    if not out.started:
                         continue
                     out.data = memoryview(bytes(out.data))
                 kept.append(out)
