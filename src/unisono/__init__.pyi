@@ -924,13 +924,15 @@ def all_to_all_single(
     Args:
         output: [rows, ...] as many rows as this rank receives.
         input: [rows, ...] as many rows as this rank sends.
-        output_split_sizes: Rows from each rank; equal parts if None or empty.
-        input_split_sizes: Rows to each rank; equal parts if None or empty.
+        output_split_sizes: Rows from each rank, as a list, array, tensor or iterator of integers;
+            equal parts if None or empty.
+        input_split_sizes: Rows to each rank, likewise.
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
 
     Raises:
+        ArgumentTypeError: Split sizes that are not integers.
         InvalidArgumentError: Splits that do not add up, or rows that do not divide.
         CollectiveMismatchError: A rank sends another size than the receiver expects; names the
             pairs.

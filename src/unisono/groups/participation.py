@@ -1,9 +1,9 @@
 """A rank's part in the collective calls of a group: one thread at a time, and in every call.
 
-All ranks count the calls of a group. A call that ends on one rank before it begins, because of a
-wrong argument, without memory, or by Ctrl-C, is still a call on the other ranks. If this rank left
-it out, it would be one call behind for ever. So it refuses the call: it takes part in the agreement
-with a fingerprint that no call has, and all ranks raise.
+All ranks count the calls of a group. A call may end on one rank before it begins, for example
+without memory or by Ctrl-C. It is still a call on the other ranks. If this rank left it out, it
+would be one call behind for ever. So it refuses the call: it takes part in the agreement with a
+fingerprint that no call has, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.groups.protocols import GroupView
 
 
 class Participation:
-    """Guards the collective calls of one group, and refuses those that do not begin here.
+    """Guards the collective calls of one group, and refuses a call that does not begin here.
 
     Its methods take the group, because a reference to it would be a circle.
 
@@ -102,6 +102,10 @@ class Participation:
             why = _described(op, error)
             backend_of(group, arguments).refuse(op, why, Deadline(group.timeout_s), wait=wait)
         except BaseException as second:
+            if isinstance(second, UsageError) and second.misplaced:
+                # This thread is inside a call of the group, so the wrong call does not count.
+                self._missed, group.calls = "", calls
+                raise
             if number_of(group.backends) == made:
                 # The next call of this rank breaks the group.
                 if isinstance(second, Exception):
