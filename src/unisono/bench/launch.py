@@ -58,11 +58,10 @@ def check_installed(feature: str) -> None:
         missing.append("the program mpiexec")
     if missing:
         flag = _FLAGS.get(feature, f"--peer {feature}")
+        package = f"'unisono[{_EXTRAS[feature]}]'" if feature in _EXTRAS else missing[0]
         raise InvalidArgumentError(
             f"{flag} needs {' and '.join(missing)}, not found beside {sys.executable}",
-            hint=f"pip install 'unisono[{_EXTRAS[feature]}]'"
-            if feature in _EXTRAS
-            else f"pip install {missing[0]}",
+            hint=f"pip install {package}",
         )
     if feature == "cuda" and not importlib.import_module("torch").cuda.is_available():
         raise InvalidArgumentError("--device cuda: torch finds no GPU here")
