@@ -195,11 +195,12 @@ IN_A_WORLD["ArgumentType"] = {
         lambda: dist.new_group(backend="gloo", pg_options=0),
     "all_reduce takes 3 arguments in c10d's form (tensor, op, timeout), got 4":
         lambda: dist.group.WORLD.allreduce([x()], SUM, 1.0, 5),
-    "outputs must be a list of arrays, or in c10d's form a list of one such; got a list of 2":
+    "all_gather: outputs must be a list of arrays, or in c10d's form a list of one such; got a "
+    "list of 2":
         lambda: dist.group.WORLD.allgather([[x()], [x()]], [x()]),
     "all_reduce: op must be a ReduceOp such as ReduceOp.SUM, got 7":
         lambda: dist.group.WORLD.allreduce(x(), 7),
-    "tensor must be an array, or in c10d's form a list of one such; got a list of 2":
+    "all_reduce: tensor must be an array, or in c10d's form a list of one such; got a list of 2":
         lambda: dist.group.WORLD.allreduce([x(), x()]),
 }
 IN_A_WORLD["Unsupported"] = {
@@ -446,13 +447,6 @@ def with_torch(call):
     return checked
 
 
-def sparse_shapes(torch, group, all_reduce_sparse):
-    def body(rank):
-        all_reduce_sparse(dist.GroupMember.WORLD, torch.eye(2 + rank).to_sparse(), SUM)
-
-    run(body, 2)
-
-
 def on_unnamed_device(torch, group, sparse):
     made = SimpleNamespace(
         _devices={}, _backend_names=lambda: {"cpu": "unisono"}, unisono=SimpleNamespace(name="0")
@@ -609,10 +603,6 @@ WITHOUT_A_WORLD["Unsupported"] = {
     "backend 'unisono' does not coalesce calls on the CPU one by one{}":
         with_torch(lambda torch, group, sparse:
                    group._start_coalescing(group.__new__(group), torch.device("cpu"))),
-}
-WITHOUT_A_WORLD["CollectiveMismatch"] = {
-    "all_reduce of sparse tensors in group 'default': shapes differ: [2, 2] on rank 0, [3, 3] "
-    "on rank 1": with_torch(sparse_shapes),
 }
 WITHOUT_A_WORLD["Closed"] = {
     "the store at 127.0.0.1:{} is closed": lambda: serving(closed_pool),
