@@ -451,13 +451,6 @@ def with_torch(call):
     return checked
 
 
-def sparse_shapes(torch, group, all_reduce_sparse):
-    def body(rank):
-        all_reduce_sparse(dist.GroupMember.WORLD, torch.eye(2 + rank).to_sparse(), SUM)
-
-    run(body, 2)
-
-
 def on_unnamed_device(torch, group, sparse):
     made = SimpleNamespace(
         _devices={}, _backend_names=lambda: {"cpu": "unisono"}, unisono=SimpleNamespace(name="0")
@@ -614,10 +607,6 @@ WITHOUT_A_WORLD["Unsupported"] = {
     "backend 'unisono' does not coalesce calls on the CPU one by one{}":
         with_torch(lambda torch, group, sparse:
                    group._start_coalescing(group.__new__(group), torch.device("cpu"))),
-}
-WITHOUT_A_WORLD["CollectiveMismatch"] = {
-    "all_reduce of sparse tensors in group 'default': shapes differ: [2, 2] on rank 0, [3, 3] "
-    "on rank 1": with_torch(sparse_shapes),
 }
 WITHOUT_A_WORLD["Closed"] = {
     "the store at 127.0.0.1:{} is closed": lambda: serving(closed_pool),

@@ -1,5 +1,6 @@
 """Every form of a process group's methods, and the tensors of which Gloo takes more: as Gloo."""
 
+import re
 import warnings
 from datetime import timedelta
 
@@ -254,22 +255,31 @@ PLACES = (Shard(0), Replicate())
 
 @pytest.mark.ranks(2, kind="processes")
 def test_a_wrong_form_on_one_rank_is_an_error_on_both(rank, tmp_path):
-    x, sparse = torch.ones(2), torch.sparse_coo_tensor([[1]], [1.0], (3,))
+    x, y, small = torch.ones(2), torch.ones(2), torch.ones(2).to(torch.float8_e5m2)
+    sparse = torch.sparse_coo_tensor([[1]], [1.0], (3,))
     wrong = {
         "got a list of 2": lambda g: g.reduce([x, x], options("Reduce")),
-        "rootTensor=3": lambda g: g.broadcast([x], options("Broadcast", rootTensor=3)),
+        "rootTensor=3 is not the number of a tensor (0..0)":
+            lambda g: g.broadcast([x], options("Broadcast", rootTensor=3)),
+        "rootTensor=3 is not the number of a tensor (0..1)":
+            lambda g: g.broadcast([x, y], options("Broadcast", rootTensor=3)),
+        "all_gather of 2 tensors per rank needs 2 lists of 4 outputs, got [1]":
+            lambda g: g.allgather([[x]], [x, y]),
+        "all_reduce of several torch.float8_e5m2 tensors: ": lambda g: g.allreduce([small, small]),
         "SUM only": lambda g: g.allreduce([sparse], op=MAX),
         "2 dtypes or shapes": lambda g: g.allreduce([x, torch.ones(3)]),
         "takes 3 arguments": lambda g: g.allreduce(x, SUM, LIMIT, 1, 2),
         "have no reduceOp": lambda g: g.allreduce([x], options("Allgather")),
         "no DTensor": lambda g: g.allreduce([placed]),
-    }
+    }  # fmt: skip
     with torch_world("unisono", tmp_path):
         group, mesh = dist.group.WORLD, init_device_mesh("cpu", (2,))
         placed = distribute_tensor(x, mesh, [Replicate()])
         for text, call in wrong.items():
             for odd in range(2):
-                with pytest.raises((RuntimeError, ValueError, TypeError), match=text) as caught:
+                with pytest.raises(
+                    (RuntimeError, ValueError, TypeError), match=re.escape(text)
+                ) as caught:
                     call(group) if rank == odd else group.barrier().wait()
                 assert rank == odd or isinstance(caught.value, CollectiveMismatchError)
         with pytest.raises(CollectiveMismatchError) as caught:

@@ -103,8 +103,6 @@ def _by_parts(group: ProcessGroup, call: C10dCall, like: Any) -> list[Any]:
     while the others make several, and its later calls would take part in theirs.
     """
     name, kind = call.schema.name, type(like)
-    if "peer" in call.schema.data or name == "recv_any_source":
-        raise UnsupportedError(f"{name} of {kind.__qualname__}: pass its inner tensors one by one")
     parts, _ = like.__tensor_flatten__()
     made = [{key: _part(v, part, like) for key, v in call.data.items()} for part in parts]
     text = f"{name} of {kind.__qualname__}({', '.join(parts)})"
