@@ -65,6 +65,23 @@ tell(attempt(dist.recv, x, source) if source is not None else attempt(time.sleep
     + LEAVES
 )
 
+# More than the buffers of a connection.
+SENDS = (
+    MEETS
+    + """
+def work():
+    if rank == 0:
+        dist.send(np.arange(4_000_000.0), 1)
+    else:
+        big = np.zeros(4_000_000)
+        dist.recv(big, 0)
+        assert (big == np.arange(4_000_000.0)).all()
+    step()
+tell(attempt(work))
+"""
+    + LEAVES
+)
+
 # For a given time.
 ENDS = (
     MEETS
@@ -135,19 +152,17 @@ def test_vanished_host_ends_a_receive_over_an_idle_connection(engine):
     assert_lost(told[1], [0], cut_s)
 
 
-# More than the buffers of a connection, so that the connections to a stopped rank are full.
-FULL = 4_000_000
-
-
 @pytest.mark.parametrize("engine", REFERENCE_FIRST)
 def test_stopped_rank_is_not_lost(engine):
     with (
         netns.Network(2) as network,
-        start(network.hosts, ENDS, FULL, UNISONO_ENGINE=engine) as processes,
+        start(network.hosts, SENDS, UNISONO_ENGINE=engine) as processes,
     ):
-        begin(processes)
+        for process in processes:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
         processes[1].send_signal(signal.SIGSTOP)
-        # The kernel of its host answers, however long this takes.
+        tell(processes, "go")
+        # The kernel of its host answers although the receive buffer is full.
         time.sleep(3 * LIMIT_S)
         processes[1].send_signal(signal.SIGCONT)
         told = ask(processes)
