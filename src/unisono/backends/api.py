@@ -239,7 +239,7 @@ class DeviceBackend(ABC):
         return None
 
     def end_calls(self, cancel: str = "") -> None:  # noqa: B027  a backend may lack it
-        """Wait until the calls that were made have ended; nobody makes another call.
+        """Wait until the calls that were made have ended; the group makes no further call.
 
         Args:
             cancel: End them now with an error on all ranks, for this reason: "because of ...".

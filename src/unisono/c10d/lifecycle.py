@@ -196,8 +196,10 @@ def _meet(
 def destroy_process_group(group: Group = None) -> None:
     """Close a group; without an argument the default group and all groups made from it.
 
-    Not a collective: other ranks may go on among themselves. A rank that waits for this rank gets
-    PeerLostError.
+    Asynchronous calls that were made are finished first, each within its time-out. After an
+    exception they are cancelled instead: if it is being handled, or has ended the script. The other
+    ranks get the reason then. Not a collective: other ranks may go on among themselves. A later
+    call in which they wait for this rank raises PeerLostError.
 
     Raises:
         InvalidArgumentError: The group is not one of this world, or is closed already.

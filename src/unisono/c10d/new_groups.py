@@ -383,7 +383,7 @@ def shrink_group(
         ranks_to_exclude: Ranks *of the group*.
         group: The default group if None.
         shrink_flags: SHRINK_ABORT (1) first aborts the group's calls on all ranks. With
-            SHRINK_DEFAULT (0) the calls of this rank end when the old group is closed.
+            SHRINK_DEFAULT (0) the calls of this rank are finished, each within its time-out.
         pg_options: Passed on to the backend.
         timeout: Of this call, and default of the new group's; the old group's if None.
 

@@ -241,7 +241,7 @@ class OrderedEngine(Engine):
         longest_s = max([self.timeout_s, *(task.deadline.remaining() for task in self._tasks())])
         self._wait_until_idle(Deadline(longest_s + _CLOSE_S))
         if before is None and (failure := failure_of(comm.context)) is not None:
-            # Nobody may wait for these calls.
+            # The program may never look at these calls.
             _log.warning("a call of group '%s' failed at its end: %s", comm.name, failure.reason)
 
     def _tasks(self) -> list[Task]:

@@ -1,4 +1,4 @@
-"""How process groups end: in order, because of an error, or because nobody refers to them any more.
+"""How process groups end: in order, because of an error, or because the program drops them.
 
 `ProcessGroup.close` is for a normal end. It first waits for the calls that were made, each of which
 ends within its time-out, because the other ranks may wait in them. After an error that wait would
@@ -44,7 +44,7 @@ _numbers = itertools.count()
 
 
 class Ending:
-    """What a group needs for its end.
+    """Decides how one group ends, and closes the group if the program drops it.
 
     If the group is dropped without `close`, a thread closes its backends. The collector may run
     anywhere, also in a thread that holds a lock. So the finalizer itself takes no lock.
@@ -102,7 +102,7 @@ def close_backends(backends: Iterable[DeviceBackend], cancel: str = "") -> None:
 
 
 def close_groups(groups: Iterable[Closable], cancel: str = "") -> None:
-    """Close groups, the last one first; after Ctrl-C cancel the calls of those that are left."""
+    """Close groups, the last one first; after Ctrl-C cancel the calls of the groups left."""
     left = list(groups)
     if any(group.is_in_call() for group in left):
         cancel = cancel or IN_CALL

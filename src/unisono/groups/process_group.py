@@ -420,10 +420,10 @@ class ProcessGroup(C10dNames):
     def close(self) -> None:
         """Finish the collective calls that were made, then release links and threads.
 
-        Each call ends within its time-out; the other ranks may wait in it. Sends are finished, too;
-        receives end with ClosedError. If an exception is being handled, calls that have not
-        ended are cancelled instead, and the other ranks get the reason. The method is not a
-        collective, and a second call does nothing. A group that is dropped is closed on a thread.
+        Each call ends within its time-out. Sends are finished, too, and receives end with
+        ClosedError. If an exception is being handled, calls that have not ended are cancelled
+        instead, and the other ranks get the reason. The method is not a collective, and a second
+        call does nothing. A group that the program drops is closed on a thread.
         """
         self.end()
 

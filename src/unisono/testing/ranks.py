@@ -126,6 +126,8 @@ def _body(rank: int, call: _Call, world_size: int = -1, store: Store | None = No
         if (group := current().default) is not None:
             # Without this the other ranks would wait for this rank until their time-out.
             group.report_failure("".join(traceback.format_exception_only(error)).strip())
+        # Here, where the error is current, so that calls of other groups are cancelled.
+        current().close()
         return _RankResult(time.monotonic(), error=error, failure=Failure.of(error))
     else:
         return _RankResult(time.monotonic(), result=result)

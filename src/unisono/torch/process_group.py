@@ -297,7 +297,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             group.abort()
 
     def shutdown(self) -> None:
-        """Close the group; not a collective. Calls in progress end with an error."""
+        """Finish the calls that were made and close the group, as `unisono`'s `close` does."""
         self.unisono.close()
         self.callbacks.close()
         self._forget_exit()

@@ -449,6 +449,11 @@ class NCCLBackend(ArrayBackend):
     def adopt_failure(self, other: Any) -> None:
         self.control.adopt_failure(other.control)
 
+    def end_calls(self, cancel: str = "") -> None:
+        if not cancel and self.control.comm.closed() is None:
+            self._calls.drain(Deadline(self.spec.timeout_s + _CLOSE_S))
+        self.control.end_calls(cancel)
+
     def close(self) -> None:
         """End the communicator after the calls under way; calls that do not end are aborted."""
         if self.control.comm.closed() is not None:
