@@ -217,6 +217,7 @@ def test_the_peer_of_a_dropped_group_has_an_error_at_once(monkeypatch):
         # In less than the time-out, which a busy machine does not reach.
         stays.all_reduce(np.ones(2), timeout=BUSY_S)
     stays.close()
+    wait_for_closers()
 
 
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])
@@ -246,3 +247,4 @@ def test_the_handle_of_a_message_keeps_its_group_open():
     assert box.tolist() == [0.0, 1.0, 2.0]
     del work
     groups[1].close()
+    wait_for_closers()

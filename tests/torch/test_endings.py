@@ -82,6 +82,7 @@ def test_the_peer_of_a_dropped_group_has_an_error_at_once():
     with pytest.raises(torch_dist.DistBackendError, match="rank 1 was lost: it left"):
         stays.allreduce([torch.ones(4)]).wait()
     stays.shutdown()
+    wait_for_closers()
 
 
 def test_dropped_groups_leave_no_thread_and_no_descriptor():

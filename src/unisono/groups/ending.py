@@ -133,29 +133,32 @@ def _close_later(pid: int, backends: list[DeviceBackend]) -> None:
     if pid != os.getpid():
         return
     dropped = _Dropped(backends, threading.Event())
-    _dropped[id(dropped)] = dropped
+    key = id(dropped)
+    _dropped[key] = dropped
     # `Thread.start` takes locks, which this thread may hold already. So a raw thread starts it.
-    _try_to_start(dropped, lambda: _thread.start_new_thread(_start_closer, (dropped,)))
+    _try_to_start(key, lambda: _thread.start_new_thread(_start_closer, (key,)))
 
 
-def _start_closer(dropped: _Dropped) -> None:
-    thread = threading.Thread(target=_close, args=(dropped,), name="unisono-closer", daemon=True)
-    _try_to_start(dropped, thread.start)
+def _start_closer(key: int) -> None:
+    # Only the key: this thread may end late, and would keep the memory of the group meanwhile.
+    thread = threading.Thread(target=_close, args=(key,), name="unisono-closer", daemon=True)
+    _try_to_start(key, thread.start)
 
 
-def _try_to_start(dropped: _Dropped, start: Callable[[], object]) -> None:
+def _try_to_start(key: int, start: Callable[[], object]) -> None:
     """Start a thread; without one the backends stay open until the process ends."""
     try:
         start()
     except RuntimeError:
-        _dropped.pop(id(dropped), None)
+        _dropped.pop(key, None)
 
 
-def _close(dropped: _Dropped) -> None:
+def _close(key: int) -> None:
+    dropped = _dropped[key]
     try:
         close_backends(dropped.backends)
     finally:
-        _dropped.pop(id(dropped), None)
+        _dropped.pop(key, None)
         dropped.closed.set()
 
 
