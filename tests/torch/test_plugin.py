@@ -20,6 +20,7 @@ import unisono.torch  # noqa: E402  needs torch
 from unisono.torch.arguments import reduce_op  # noqa: E402
 from unisono.torch.callbacks import CallbackThreads  # noqa: E402
 from unisono.torch.errors import for_torch  # noqa: E402
+from unisono.torch.plain import as_array  # noqa: E402
 
 PATIENCE_S = 60
 
@@ -341,3 +342,15 @@ def test_idle_callback_threads_are_used_again():
         wait_until(lambda: threads._idle)
     threads.close()
     assert len(set(names)) == 1
+
+
+def test_an_asynchronous_call_keeps_the_memory_of_a_tensor_that_gets_other_memory():
+    x = torch.ones(3)
+    memory = x.untyped_storage()._weak_ref()
+    array = as_array(x, keep=True)
+    x.set_(torch.zeros(1))
+    assert not torch.UntypedStorage._expired(memory)
+    assert array.tolist() == [1.0] * 3
+    del array
+    assert torch.UntypedStorage._expired(memory)
+    torch.UntypedStorage._free_weak_ref(memory)

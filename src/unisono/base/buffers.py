@@ -266,7 +266,7 @@ def alias_torch(tensor: Any, dtype: DType, name: str, *, keep: bool = True) -> A
     """Return the memory of a dense CPU tensor as an array of its storage type.
 
     `tensor.numpy()` would forbid torch to resize the memory, but FSDP frees and allocates it again
-    in each step. The array keeps the tensor alive if `keep`.
+    in each step. The array keeps the memory if `keep`, also when the tensor gets other memory.
     """
     shape, itemsize = tuple(tensor.shape), dtype.itemsize
     if not tensor.numel():
@@ -278,5 +278,5 @@ def alias_torch(tensor: Any, dtype: DType, name: str, *, keep: bool = True) -> A
         raise InvalidArgumentError(f"{name} has no memory of its own ({type(tensor).__name__})")
     memory: Any = (ctypes.c_char * nbytes).from_address(address)
     if keep:
-        memory.owner = tensor
+        memory.owner = tensor.untyped_storage()
     return np.ndarray(shape, dtype.storage, memory, 0, strides)

@@ -389,6 +389,23 @@ def test_stopped_server_is_a_timeout_not_a_hang(server_process):
         assert client.add("n", 1) == 1
 
 
+def test_a_stopped_server_may_be_silent_for_longer_than_a_host(server_process, monkeypatch):
+    process, port = server_process
+    monkeypatch.setenv("UNISONO_HOST_TIMEOUT", "1")
+    with TCPStore("127.0.0.1", port, timeout=20) as client:
+        waiting, awaited = in_thread(lambda: client.get("k"))
+        assert wait_until(lambda: client._pool._busy)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        # Another thread needs another connection, which only the server's host accepts now.
+        setting, result = in_thread(lambda: client.set("k", "v"))
+        setting.join(1.5)
+        process.send_signal(signal.SIGCONT)
+        setting.join(20)
+        waiting.join(20)
+        assert (result, awaited) == ([None], [b"v"])
+
+
 def test_interrupt_ends_a_wait(master):
     master.set("k", "v")
     ended = threading.Event()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.base.deadline import Deadline
-from unisono.base.silence import host_timeout_s, limit_start
+from unisono.base.silence import host_timeout_s, keep_alive, limit_start
 from unisono.base.sockets import connect, format_address
 from unisono.errors import (
     ClosedError,
@@ -228,10 +228,11 @@ class ConnectionPool:
         self._busy.clear()
 
     def _open(self, deadline: Deadline, retry: bool) -> Connection:
-        if not retry:
-            deadline = Deadline(min(deadline.remaining(), host_timeout_s()))
-        sock = connect(self._host, self._port, deadline, retry=retry)
+        # A stopped server's host answers, and the server itself within the deadline of the call.
+        limit_s = deadline.remaining() if retry else min(deadline.remaining(), host_timeout_s())
+        sock = connect(self._host, self._port, Deadline(limit_s), retry=retry)
         try:
+            keep_alive(sock)
             limit_start(sock)
             # Some time also for a caller at its deadline, because the server did accept.
             patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
