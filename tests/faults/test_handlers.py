@@ -24,7 +24,6 @@ ENGINES = pytest.mark.parametrize("engine", ["native", "reference"])
 
 REFUSED = {
     "barrier": dist.barrier,
-    "asynchronous": lambda: dist.all_reduce(np.ones(2), async_op=True).wait(),
     "object": lambda: dist.all_gather_object([None, None], "x"),
     "should_stop": dist.should_stop,
     "wrong": lambda: dist.all_reduce("no array"),

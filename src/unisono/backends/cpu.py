@@ -30,7 +30,7 @@ from unisono.engines import (
     join_mpi,
     make_engine,
 )
-from unisono.engines.errors import already_broken_error, closed_text
+from unisono.engines.errors import already_broken_error, closed_text, nested_call_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError
 from unisono.schedules import Layout, Program, Schedule
@@ -151,6 +151,8 @@ class CPUBackend(ArrayBackend):
         return agree(self._engine, text, options.deadline, inline=not options.async_op)
 
     def refuse(self, op: str, why: str, deadline: Deadline, *, wait: bool) -> None:
+        if wait and self._engine.is_in_call():
+            raise nested_call_error(self._comm, op)
         if self.broken() is None:
             refuse(self._engine, op, why, deadline, wait=wait)
 

@@ -114,7 +114,7 @@ class OrderedEngine(Engine):
         # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
         call = task.prepared.call
         self._require_open(call)
-        if self._turn.is_mine():
+        if inline and self._turn.is_mine():
             raise nested_call_error(self.comm, call.op)
         # In a signal handler: the thread that would run a queued call waits for the lock.
         cannot_wait = inline and has_lock(self._changed)

@@ -16,10 +16,12 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import NamedTuple, Protocol
 
 from unisono.backends import DeviceBackend
+from unisono.groups.work import Future, Work
 
 
 class Closable(Protocol):
@@ -34,6 +36,9 @@ class Closable(Protocol):
 
 IN_CALL = "inside a call of the same thread"
 """Why a signal handler does not wait: the call that it has interrupted cannot end meanwhile."""
+
+_HANDLED = "_unisono_handled"
+"""Attribute of an error: the number of the first group that was made where it was handled."""
 
 AT_EXIT = "at the exit of the process"
 """Why calls are cancelled if `sys.exit()` in a signal handler interrupts the wait for them."""
@@ -56,9 +61,12 @@ class Ending:
 
     def __init__(self, group: Closable, backends: Iterable[DeviceBackend]) -> None:
         self._pid = os.getpid()
-        # The group may be made and closed where an earlier error is handled: it is no reason then.
-        self._handled = id(sys.exception())
         self._number = next(_numbers)
+        # The group may be made and closed where an earlier error is handled: it is no reason then.
+        # The error gets the mark, because its identity may be that of a later error.
+        if (handled := sys.exception()) is not None and not hasattr(handled, _HANDLED):
+            with suppress(Exception):  # of the user's class
+                setattr(handled, _HANDLED, self._number)
         self._finalizer = weakref.finalize(group, _close_later, self._pid, list(backends))
         self._finalizer.atexit = False
         _open[self._number] = group
@@ -73,9 +81,22 @@ class Ending:
         if self._pid != os.getpid():
             return "in the child of a fork"
         error = sys.exception()
-        if error is None or id(error) == self._handled:
+        if error is None or getattr(error, _HANDLED, self._number + 1) <= self._number:
             error = _uncaught()
         return "" if error is None else reason_of_error(error)
+
+
+_WAITS = {Work.wait_on_host.__code__, Future.wait.__code__}
+
+
+def waits_here() -> bool:
+    """Whether the calling thread is in a wait for a call: in a signal handler, or in a callback."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _WAITS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def reason_of_error(error: BaseException) -> str:

@@ -8,6 +8,7 @@ fingerprint that no call has, and all ranks raise.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
@@ -20,6 +21,8 @@ from unisono.errors import CommunicationError, UnisonoError, UsageError
 from unisono.groups.dispatch import backend_of
 from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.protocols import GroupView
+
+_REFUSED = "_unisono_refused"
 
 
 class Participation:
@@ -37,8 +40,9 @@ class Participation:
         self.is_queued = False
         # The call in which this rank could not even refuse.
         self._missed = ""
-        # The number of the last refusal, and the identity of its error.
-        self._refused = 0, 0
+        # Marks the errors because of which this rank has refused a call. Not their identities,
+        # which later errors may have, and not themselves, because they keep arrays alive.
+        self._mark = object()
 
     def take_guard(self, group: GroupView, op: str) -> int:
         """Refuse other threads' collective calls until `guard.caller` is the result again.
@@ -117,11 +121,12 @@ class Participation:
 
     def is_refused(self, group: GroupView, error: BaseException) -> bool:
         """Whether this rank's last call of the group is the refusal because of `error`."""
-        return self._refused == (number_of(group.backends), id(error))
+        return getattr(error, _REFUSED, None) == (self._mark, number_of(group.backends))
 
     def _settle(self, group: GroupView, error: BaseException, calls: Any) -> None:
         self._missed, group.calls = "", calls
-        self._refused = number_of(group.backends), id(error)
+        with contextlib.suppress(Exception):  # of the user's class
+            setattr(error, _REFUSED, (self._mark, number_of(group.backends)))
         if isinstance(error, UsageError):
             error.told = True
 

@@ -29,7 +29,13 @@ from unisono.base.integers import as_flag, as_integer, as_splits
 from unisono.base.streams import explicit_stream
 from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.engines.errors import closed_text
-from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UsageError
+from unisono.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    InvalidArgumentError,
+    UnsupportedError,
+    UsageError,
+)
 from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
 from unisono.groups.dispatch import dispatcher
 from unisono.groups.ending import (
@@ -38,6 +44,7 @@ from unisono.groups.ending import (
     Ending,
     close_backends,
     reason_of_error,
+    waits_here,
 )
 from unisono.groups.keywords import How, check_keywords
 from unisono.groups.operations import CHECKS, PEER_AT
@@ -457,8 +464,8 @@ class ProcessGroup(C10dNames):
         return self._ending.reason_to_cancel()
 
     def is_in_call(self) -> bool:
-        """Whether the calling thread is in a collective call of the group."""
-        return bool(self._part.guard.caller == get_ident())
+        """Whether the calling thread is in a collective call of the group, or waits for a call."""
+        return bool(self._part.guard.caller == get_ident()) or waits_here()
 
     def refuse(
         self, op: str, error: BaseException, arguments: Sequence[Any] = (), **how: Any
@@ -531,7 +538,7 @@ class ProcessGroup(C10dNames):
                 begin = partial(kernel, self, device, *arguments)
                 return self._queue_behind_stream(op, device, begin, options)
             pending = kernel(self, device, *arguments, options)
-        except UsageError as error:
+        except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
             error.name_call(how.get("_label") or op)
             raise
         if not options.async_op and pending.error is not None:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -88,8 +89,11 @@ def test_queue_whose_values_others_take(kind, tmp_path, monkeypatch):
 
 
 def test_change_of_a_service_that_another_thread_holds_up():
-    held_up = pytest.raises(StoreTimeoutError, match=r"in use by other threads .* for 0\.05 s")
-    with TableService(timeout=LIMIT_S) as store, store._change_lock, held_up:
+    with TableService(timeout=LIMIT_S) as store, ThreadPoolExecutor(1) as other:
+        other.submit(store._change_lock.acquire).result()
+        with pytest.raises(StoreTimeoutError, match=r"in use by other threads .* for 0\.05 s"):
+            store.set("k", "v")
+        other.submit(store._change_lock.release).result()
         store.set("k", "v")
 
 
