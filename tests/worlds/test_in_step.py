@@ -1,7 +1,9 @@
 """A rank that leaves out a call is an error on all ranks, never a sum of two different steps."""
 
 import asyncio
+import contextlib
 import resource
+import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,6 +22,7 @@ from unisono.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     UnisonoError,
+    UnsupportedError,
 )
 from unisono.transports.messages import Failure
 
@@ -239,6 +242,99 @@ def test_a_rank_that_cannot_even_refuse_breaks_the_group_with_its_next_call(rank
     for _ in range(2):
         with fails(CollectiveAbortedError, "all_reduce ended before it began"):
             dist.all_reduce(f32(), group=group)
+
+
+@pytest.mark.ranks(2, 3, engine="both")
+def test_each_of_several_refused_calls_in_a_row_counts(rank):
+    for _ in range(4):
+        if rank == 0:
+            # Python gives each MemoryError the memory, and so the identity, of the last one. Unlike
+            # pytest.raises, this keeps none.
+            with contextlib.suppress(MemoryError), dist._coalescing_manager():
+                raise MemoryError("no memory")
+        else:
+            with fails(CollectiveMismatchError, "rank 0 called", "but refused it: "):
+                dist.all_reduce(f32())
+    check_usable()
+
+
+@contextmanager
+def stream_that_waits():
+    """Make a stream the current one, whose calls begin after `gate.set()`."""
+    gate = threading.Event()
+    stream = dist.Stream("in step")
+    with dist.stream(stream):
+        stream.submit(gate.wait, 60)
+        yield gate
+        gate.set()
+
+
+@pytest.mark.ranks(2, 3, engine="both")
+def test_a_refused_call_keeps_its_place_behind_calls_that_wait_for_their_stream(rank):
+    odd, size = dist.get_world_size() - 1, dist.get_world_size()
+    good = [np.full(3, 10.0**k) for k in range(3)]
+    wrong = "no operation" if rank == odd else dist.ReduceOp.SUM
+    with stream_that_waits():
+        works = [dist.all_reduce(x, async_op=True) for x in good[:2]]
+        if rank == odd:
+            with fails(ArgumentTypeError, "got 'no operation'"):
+                dist.all_reduce(f32(), wrong, async_op=True)
+        else:
+            refused = dist.all_reduce(f32(), wrong, async_op=True)
+        works.append(dist.all_reduce(good[2], async_op=True))
+    for work in works:
+        work.wait()
+    assert [x[0] for x in good] == [size, 10 * size, 100 * size]
+    if rank != odd:
+        with fails(CollectiveMismatchError, f"rank {odd} called", "but refused it: "):
+            refused.wait()
+    check_usable()
+
+
+@pytest.mark.ranks(2, engine="both")
+def test_an_argument_that_lets_an_earlier_call_begin_is_reported(rank):
+    class Root:
+        """Raises an error when the call in the stream has ended."""
+
+        def __index__(self):
+            gate.set()
+            work.wait_on_host()
+            raise MemoryError("no memory")
+
+    with stream_that_waits() as gate:
+        work = dist.all_reduce(f32(), async_op=True)
+        if rank == 0:
+            with pytest.raises(MemoryError):
+                dist.broadcast(f32(), Root())
+        else:
+            gate.set()
+            with fails(CollectiveMismatchError, "rank 0 called", "but refused it: MemoryError"):
+                dist.broadcast(f32(), 0, async_op=True).wait_on_host()
+    check_usable()
+
+
+@pytest.mark.ranks(2, engine="both")
+def test_a_refusal_on_the_thread_of_a_stream_leaves_the_next_call_alone(rank):
+    backend, refuses, made = dist.group.WORLD.backends["cpu"], threading.Event(), threading.Event()
+
+    def refuse(*arguments, **how):
+        refuses.set()
+        assert made.wait(60)
+        del backend.refuse
+        backend.refuse(*arguments, **how)
+
+    with stream_that_waits() as gate:
+        if rank == 0:
+            backend.refuse = refuse
+        first = dist.all_reduce(np.array([None]) if rank == 0 else f32(), async_op=True)
+        gate.set()
+        assert rank != 0 or refuses.wait(60)
+        second = dist.all_reduce(f32(), async_op=True)
+        made.set()
+    with pytest.raises((UnsupportedError, CollectiveMismatchError)):
+        first.wait()
+    second.wait()
+    check_usable()
 
 
 def leave_out(group):

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from unisono.base.integers import as_integer
 from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.keywords import check_keywords
-from unisono.groups.participation import number_of
 from unisono.groups.process_group import ProcessGroup
 
 
@@ -53,12 +52,11 @@ def reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
 
     The block checks the arguments of a collective call, and makes no call itself.
     """
-    made = number_of(group.backends)
     try:
         yield
     except BaseException as error:
         # Unless a block inside this block has reported it.
-        if number_of(group.backends) == made:
+        if not group.is_refused(error):
             group.refuse(call, error)
         raise
 

@@ -8,9 +8,9 @@ fingerprint that no call has, and all ranks raise.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from unisono.groups.dispatch import backend_of
 from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.protocols import GroupView
 
+# In the dictionary of an error: the group that has refused its call, and the number of that call.
 _REFUSED = "_unisono_refused"
 
 
@@ -40,8 +41,7 @@ class Participation:
         self.is_queued = False
         # The call in which this rank could not even refuse.
         self._missed = ""
-        # Marks the errors because of which this rank has refused a call. Not their identities,
-        # which later errors may have, and not themselves, because they keep arrays alive.
+        # Marks the errors of calls that were refused in this group.
         self._mark = object()
 
     def take_guard(self, group: GroupView, op: str) -> int:
@@ -98,35 +98,45 @@ class Participation:
             return
         if isinstance(error, UsageError) and error.misplaced:
             return
-        calls, made = group.calls, number_of(group.backends)
-        # First of all, because what follows may fail as well, for example without memory. Then C++
-        # must make no call.
-        self._missed, group.calls = op, None
+        before = self._missed, group.calls
+        made, queue = number_of(group.backends), group.stream_queue
+        # The calls that wait for their streams come first in the order of calls.
+        is_late = queue is not None and queue.waiting() and not queue.runs_here()
         try:
-            why = _described(op, error)
-            backend_of(group, arguments).refuse(op, why, Deadline(group.timeout_s), wait=wait)
+            backend, due = backend_of(group, arguments), Deadline(group.timeout_s)
+            refuse = partial(backend.refuse, op, _described(op, error), due)
+            if is_late:
+                queue.add_refusal(op, refuse, due)
+            else:
+                refuse(wait=wait)
         except BaseException as second:
+            # First of all, because what follows may fail as well, for example without memory. Then
+            # C++ must make no call.
+            self._missed, group.calls = op, None
             if isinstance(second, UsageError) and second.misplaced:
                 # This thread is inside a call of the group, so the wrong call does not count.
-                self._missed, group.calls = "", calls
+                self._missed, group.calls = before
                 raise
-            if number_of(group.backends) == made:
+            if is_late or number_of(group.backends) == made:
                 # The next call of this rank breaks the group.
                 if isinstance(second, Exception):
                     return
                 raise
-            self._settle(group, error, calls)
+            self._missed, group.calls = before
+            self._settle(group, error, is_late=False)
             raise
-        self._settle(group, error, calls)
+        self._settle(group, error, is_late=is_late)
 
     def is_refused(self, group: GroupView, error: BaseException) -> bool:
         """Whether this rank's last call of the group is the refusal because of `error`."""
-        return getattr(error, _REFUSED, None) == (self._mark, number_of(group.backends))
+        # The identity of the error would not do: the next error may have that of a dead one.
+        mark, number = vars(error).get(_REFUSED, (None, 0))
+        return mark is self._mark and number in (None, number_of(group.backends))
 
-    def _settle(self, group: GroupView, error: BaseException, calls: Any) -> None:
-        self._missed, group.calls = "", calls
-        with contextlib.suppress(Exception):  # of the user's class
-            setattr(error, _REFUSED, (self._mark, number_of(group.backends)))
+    def _settle(self, group: GroupView, error: BaseException, *, is_late: bool) -> None:
+        # The number of a refusal that waits for the stream queue is not known.
+        number = None if is_late else number_of(group.backends)
+        vars(error)[_REFUSED] = self._mark, number
         if isinstance(error, UsageError):
             error.told = True
 

@@ -114,6 +114,15 @@ class StreamQueue:
         self._stream.submit(self._begin, call, op, begin, options)
         return call
 
+    def add_refusal(self, op: str, refuse: Callable[..., None], deadline: Deadline) -> None:
+        """Queue the refusal of a call behind the calls that wait."""
+
+        def begin(_: CallOptions) -> Pending:
+            refuse(wait=False)
+            return Pending(done=True)
+
+        self.add(op, "", begin, CallOptions(async_op=True, deadline=deadline))
+
     def runs_here(self) -> bool:
         """Return whether the calling thread begins the calls."""
         return self._stream.runs_here()
