@@ -172,6 +172,9 @@ IN_A_WORLD["InvalidArgument"] = {
 IN_A_WORLD["ArgumentType"] = {
     "broadcast: a global rank must be an integer, got '0'": lambda: dist.broadcast(x(), "0"),
     "broadcast: root must be an integer, got 0.0": lambda: dist.broadcast(x(), group_src=0.0),
+    "all_reduce: algorithm must be a name, got 3": lambda: dist.all_reduce(x(), algorithm=3),
+    "all_reduce: deterministic must be a bool, got ndarray":
+        lambda: dist.all_reduce(x(), deterministic=np.zeros(2)),
     "irecv: tag must be an integer, got 'a'": lambda: dist.irecv(x(), 0, tag="a"),
     "all_reduce: tensor must be an array (NumPy, torch, DLPack, buffer), got list":
         lambda: dist.all_reduce([1, 2]),

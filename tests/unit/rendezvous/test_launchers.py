@@ -274,6 +274,18 @@ def test_ranks_of_several_hosts_meet_at_the_derived_place(environment, monkeypat
     stores[0].close()
 
 
+def test_addresses_of_rank_0_that_do_not_answer(monkeypatch):
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setattr(meeting, "carry", lambda *_: f"{port},127.0.0.1,127.0.0.2")
+    env = HYDRA | {"MPI_LOCALNRANKS": "1", "PMI_FD": "0"}
+    line = rf"rank 1 cannot reach rank 0 at port {port} of 127\.0\.0\.1 \(.*\), 127\.0\.0\.2 \("
+    with pytest.raises(RendezvousError, match=line) as caught:
+        meeting.open_store(find_place(env), env, 20)
+    assert "UNISONO_HOST" in caught.value.hint
+
+
 def test_explicit_address_wins(environment):
     with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}

@@ -19,6 +19,7 @@ from unisono.rendezvous.membership import Arrival, Join, Member
 from unisono.rendezvous.state import Join as NodeJoin
 from unisono.rendezvous.state import Limits, Node, State, dumps
 from unisono.stores import FileStore, HashStore, PrefixStore
+from unisono.stores.files.log import RecordLog
 from unisono.stores.services.store import Entry, ServiceStore
 from unisono.stores.table import ChangeKind
 from unisono.stores.tcp.link import PythonLink, open_link
@@ -180,3 +181,12 @@ def test_rank_whose_claim_others_change_all_the_time():
             StoreTimeoutError, match=r"was changed by others all the time, for 0\.05"
         ):
             claim(store)
+
+
+def test_a_name_that_never_leads_to_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(RecordLog, "_read_or_create", lambda *_: None)
+    line = (
+        r"could not be opened for 0\.05 s: there is an entry of that name, but it leads to no file"
+    )
+    with pytest.raises(StoreTimeoutError, match=line):
+        FileStore(str(tmp_path / "store"), 1, timeout=LIMIT_S)
