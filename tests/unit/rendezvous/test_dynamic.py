@@ -343,6 +343,16 @@ def test_first_agent_on_the_host_serves_the_store(port):
         first.close()
 
 
+@pytest.mark.parametrize(("token", "served"), [("", "127.0.0.1"), ("secret", "::")])
+def test_localhost_is_open_to_other_nodes_only_with_a_token(token, served, port, monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("UNISONO_TOKEN", token)
+    options = {"hosting": None, "timeout_s": LIMIT_S, "read_timeout_s": 5.0}
+    with open_endpoint("127.0.0.1", port, canceled=lambda: False, **options) as store:
+        assert store.host == served
+
+
 def test_host_that_does_not_answer_is_told_once(monkeypatch, caplog):
     monkeypatch.setattr(endpoint, "_QUIET_S", 0.0)
     monkeypatch.setattr(endpoint, "_SLICE_S", 0.01)
