@@ -162,8 +162,8 @@ def drop_works(rank):
     for _ in range(2):  # the second time the call is repeated in C++
         x = torch.ones(1000)
         if rank == 0:
-            # The other ranks are not there yet: the call still needs the tensor.
-            alive = weakref.ref(x)
+            # The other ranks are not there yet: the call still needs the memory.
+            alive = weakref.ref(x.untyped_storage())
             dist.all_reduce(x, async_op=True)
             del x
             assert alive() is not None
