@@ -111,7 +111,7 @@ def open_endpoint(
     """
     if hosting or (hosting is None and is_local(host)):
         # Localhost does not mean that all nodes are here: operators of Kubernetes give that name to
-        # the first node alone. Without a sign of other nodes, none may reach this one.
+        # the first node alone. Without a sign of other nodes the store is for this host.
         served = "::" if is_loopback(host) and spans_hosts() else host
         try:
             return TCPStore(
