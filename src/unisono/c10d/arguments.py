@@ -56,7 +56,7 @@ def reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
         yield
     except BaseException as error:
         # Unless a block inside this block has reported it.
-        if not group.is_refused(error):
+        if not group.is_known_to_all(error):
             group.refuse(call, error)
         raise
 

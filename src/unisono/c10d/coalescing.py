@@ -20,7 +20,7 @@ from unisono.backends import Pending
 from unisono.base.buffers import device_of, view
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
-from unisono.errors import CommunicationError, InvalidArgumentError
+from unisono.errors import InvalidArgumentError
 from unisono.groups.operations import OPS
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work, wait_all
@@ -104,7 +104,7 @@ def coalescing_manager(
 
 def _leave(pg: ProcessGroup, error: BaseException, async_ops: bool) -> None:
     """Refuse the call of a block that an exception has left."""
-    if isinstance(error, CommunicationError) or pg.is_refused(error):
+    if pg.is_known_to_all(error):
         return
     if async_ops:
         # The other ranks may make several calls before they learn of the first.

@@ -34,7 +34,7 @@ def _call(name: str, group: Group, async_op: bool, /, *arguments: Any, **how: An
     try:
         work: Work = getattr(pg, name)(*arguments, async_op=async_op, **how)
     except TypeError as error:
-        if not isinstance(error, UsageError) and not pg.is_refused(error):
+        if not isinstance(error, UsageError) and not pg.is_known_to_all(error):
             # The method has parameters that the function has not, such as `root`.
             with reporting_bad_arguments(pg, name):
                 check_keywords(name, name, how)

@@ -33,7 +33,6 @@ from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
     CollectiveError,
-    CommunicationError,
     InvalidArgumentError,
     UsageError,
 )
@@ -188,7 +187,7 @@ class CollectiveFile:
             if error is None:
                 self.close()
                 complete = True
-            elif self._size is None and not _is_known_to_all(self._group, error):
+            elif self._size is None and not self._group.is_known_to_all(error):
                 # The other ranks are in a later call of this file.
                 self._group.refuse("CollectiveFile.close", error)
         finally:
@@ -372,11 +371,6 @@ def open_file(
         finally:
             for fd in opened:
                 os.close(fd)
-
-
-def _is_known_to_all(group: ProcessGroup, error: BaseException) -> bool:
-    """Whether the other ranks have got an error in this call, too."""
-    return isinstance(error, CommunicationError) or group.is_refused(error)
 
 
 def _remove(group: ProcessGroup, name: str) -> None:

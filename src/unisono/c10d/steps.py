@@ -106,7 +106,7 @@ class Step:
             # torch's DistributedDataParallel raises a RuntimeError in place of the error of a call.
             what, context = broken[0], Context()
         else:
-            known = isinstance(error, CommunicationError) or self._group.is_refused(error)
+            known = self._group.is_known_to_all(error)
             if not known and not any(reasons):
                 # The other ranks are in a call of this step, and must not take one of the next.
                 self._group.refuse("step", error)

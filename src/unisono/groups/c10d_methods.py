@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
-from unisono.errors import ArgumentTypeError, CommunicationError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.participation import number_of
@@ -127,7 +127,7 @@ class C10dNames:
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
     refuse: Callable[..., None]
-    is_refused: Callable[[BaseException], bool]
+    is_known_to_all: Callable[[BaseException], bool]
     take_guard: Callable[[str], int]
     release_guard: Callable[[int], None]
 
@@ -303,8 +303,7 @@ def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> It
     try:
         yield
     except BaseException as error:
-        known = isinstance(error, CommunicationError) or group.is_refused(error)
-        if schema.name not in P2P and not known:
+        if schema.name not in P2P and not group.is_known_to_all(error):
             caller = group.take_guard(schema.name)
             try:
                 group.refuse(schema.name, error, arguments)

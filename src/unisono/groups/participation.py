@@ -127,8 +127,10 @@ class Participation:
             raise
         self._settle(group, error, is_late=is_late)
 
-    def is_refused(self, group: GroupView, error: BaseException) -> bool:
-        """Whether this rank's last call of the group is the refusal because of `error`."""
+    def is_known_to_all(self, group: GroupView, error: BaseException) -> bool:
+        """Whether the other ranks have `error`, or the refusal because of it in the last call."""
+        if isinstance(error, CommunicationError):
+            return True
         # The identity of the error would not do: the next error may have that of a dead one.
         mark, number = vars(error).get(_REFUSED, (None, 0))
         return mark is self._mark and number in (None, number_of(group.backends))

@@ -486,9 +486,9 @@ class ProcessGroup(C10dNames):
             error.name_call(op)
         self._part.refuse(self, op, error, arguments, wait=how.get("async_op") is not True)
 
-    def is_refused(self, error: BaseException) -> bool:
-        """Return whether this rank's last call of the group is the refusal because of `error`."""
-        return self._part.is_refused(self, error)
+    def is_known_to_all(self, error: BaseException) -> bool:
+        """Return whether the other ranks have this error, or a report of it, in this call."""
+        return self._part.is_known_to_all(self, error)
 
     def take_guard(self, op: str) -> int:
         """Refuse other threads' collective calls until `release_guard`, which takes the result.

@@ -62,7 +62,7 @@ class ObjectCall:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._group.release_guard(self._caller)
         known = error is None or error is self._error or isinstance(error, UnisonoError)
-        if not known and error is not None and not self._group.is_refused(error):
+        if not known and error is not None and not self._group.is_known_to_all(error):
             # The other ranks wait for a later part of this call.
             self._group.abort(f"{type(error).__name__} in {self._name}")
 
