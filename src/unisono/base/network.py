@@ -33,6 +33,15 @@ def spans_hosts() -> bool:
     return bool(config.get("UNISONO_TOKEN"))
 
 
+def served_host(host: str) -> str:
+    """Return the host on which a server must listen whose address is `host`: `host`, or any.
+
+    Operators of Kubernetes name the host of rank 0, or of the first node, localhost there, and by
+    its name elsewhere. Without a sign of other hosts, a server at localhost is for this host.
+    """
+    return "::" if is_loopback(host) and spans_hosts() else host
+
+
 def interfaces() -> dict[str, list[str]]:
     """Return the addresses of each network interface, as far as Linux lists them."""
     found: dict[str, list[str]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
-from unisono.base.network import chosen_hosts, reachable_hosts, spans_hosts
+from unisono.base.network import chosen_hosts, reachable_hosts, served_host
 from unisono.base.sockets import is_loopback
 from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.url import check_port
@@ -110,9 +110,7 @@ def open_endpoint(
         RendezvousError: No store answered, or the port is in use.
     """
     if hosting or (hosting is None and is_local(host)):
-        # Localhost does not mean that all nodes are here: operators of Kubernetes give that name to
-        # the first node alone. Without a sign of other nodes the store is for this host.
-        served = "::" if is_loopback(host) and spans_hosts() else host
+        served = served_host(host)
         try:
             return TCPStore(
                 served, port, is_master=True, wait_for_workers=False, timeout=read_timeout_s

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
-from unisono.base.network import spans_hosts
-from unisono.base.sockets import format_address, is_loopback
+from unisono.base.network import served_host
+from unisono.base.sockets import format_address
 from unisono.errors import Context, RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, LauncherPlace, find_place, job_of
 from unisono.rendezvous.services import open_launched
@@ -147,13 +147,11 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
     torchrun's server is used by all attempts of a job. Each attempt has a prefix, so that restarted
     workers do not find the keys of earlier workers. A script may name another port than that of the
     launcher's server.
-
-    Operators of Kubernetes name the host of rank 0 "localhost" there, and by its name elsewhere.
     """
     prefix = attempt_prefix()
     agent_has_store = bool(prefix) and config.environ().get("MASTER_PORT") == str(port)
-    if rank == 0 and not agent_has_store and is_loopback(host) and spans_hosts():
-        host = "::"
+    if rank == 0 and not agent_has_store:
+        host = served_host(host)
 
     def connect(timeout: Timeout) -> TCPStore:
         return TCPStore(
