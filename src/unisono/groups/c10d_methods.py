@@ -38,7 +38,8 @@ from unisono.groups.stream_queue import P2P
 from unisono.groups.work import Work
 from unisono.stores import Store
 
-_GROUP_DEFAULT = timedelta(milliseconds=-1)
+GROUP_DEFAULT = timedelta(milliseconds=-1)
+"""The time-out in an options object that stands for the group's time-out."""
 
 
 @dataclass
@@ -46,11 +47,11 @@ class _Options:
     """The fields that all options have.
 
     Attributes:
-        timeout: The group's default if negative.
+        timeout: The group's if it is `GROUP_DEFAULT`.
         asyncOp: Return before the end.
     """
 
-    timeout: timedelta = _GROUP_DEFAULT
+    timeout: timedelta = GROUP_DEFAULT
     asyncOp: bool = True
 
 
@@ -272,7 +273,7 @@ def read_c10d_form(schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, 
                 f"the options of {schema.name} have no {_FIELDS[name]}: {type(opts).__name__}"
             )
         given[name] = getattr(opts, _FIELDS[name])
-    given["timeout"] = None if opts.timeout == _GROUP_DEFAULT else opts.timeout
+    given["timeout"] = None if opts.timeout == GROUP_DEFAULT else opts.timeout
     return C10dCall(schema, given, getattr(opts, "rootTensor", 0))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
@@ -11,10 +10,8 @@ from unisono.base.types import ReduceOp, as_reduce_op
 from unisono.groups.c10d_methods import C10dCall, read_c10d_form
 from unisono.groups.operations import OpSchema
 
-__all__ = ["UNSET", "read_call", "reduce_op"]
+__all__ = ["read_call", "reduce_op"]
 
-UNSET = timedelta(milliseconds=-1)
-"""The time-out in an option struct that stands for the group's time-out."""
 _SUM: Any = c10d.ReduceOp.SUM
 _REDUCE_OPS = (c10d.ReduceOp, c10d.ReduceOp.RedOpType)
 

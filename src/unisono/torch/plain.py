@@ -20,10 +20,11 @@ from unisono.backends import Pending
 from unisono.base.buffers import alias_torch
 from unisono.base.types import dtype_named
 from unisono.c10d import collectives
+from unisono.groups.c10d_methods import GROUP_DEFAULT
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
-from unisono.torch.arguments import UNSET, reduce_op
+from unisono.torch.arguments import reduce_op
 from unisono.torch.work import Caller, TorchWork
 
 __all__ = ["PLAIN"]
@@ -144,7 +145,7 @@ def _plain(schema: OpSchema) -> Plain:
             return NotImplemented
         if len(arguments) != count + 1 or type(options := arguments[count]) not in _OPTIONS:
             return NotImplemented
-        if options.timeout != UNSET:
+        if options.timeout != GROUP_DEFAULT:
             return NotImplemented
         group, keep = caller.unisono, options.asyncOp
         try:
