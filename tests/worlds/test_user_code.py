@@ -57,6 +57,22 @@ def test_no_exception_of_a_callback_ends_the_thread_that_runs_the_calls(rank, no
     assert len(ran) >= len(ENDS), names
 
 
+def end_a_stream(rank, group, compute, end, error, told):
+    """Let `end` raise `error` in a stream of rank 1, before a call, which then fails on both."""
+    with dist.stream(compute):
+        if rank == 1:
+            compute.submit(end)
+        work = dist.all_reduce(np.ones(2), group=group, async_op=True)
+    if rank == 1:
+        with pytest.raises(error):
+            work.wait_on_host()
+        with pytest.raises(error):
+            compute.synchronize(LIMIT_S)
+    else:
+        with fails(CollectiveAbortedError, told):
+            work.wait()
+
+
 @pytest.mark.ranks(2, kind="both")
 def test_no_exception_in_a_stream_keeps_the_calls_behind_it_waiting(rank):
     for error in ENDS:
@@ -65,21 +81,8 @@ def test_no_exception_in_a_stream_keeps_the_calls_behind_it_waiting(rank):
         def end(error=error):
             raise error
 
-        with dist.stream(compute):
-            if rank == 1:
-                compute.submit(end)
-            work = dist.all_reduce(np.ones(2), group=group, async_op=True)
-        if rank == 1:
-            with pytest.raises(error):
-                work.wait_on_host()
-            with pytest.raises(error):
-                compute.synchronize(LIMIT_S)
-        else:
-            name = error.__name__
-            with fails(
-                CollectiveAbortedError, f"{name} in the stream before all_reduce () on rank 1"
-            ):
-                work.wait()
+        told = f"{error.__name__} in the stream before all_reduce () on rank 1"
+        end_a_stream(rank, group, compute, end, error, told)
         seen = []
         compute.submit(seen.append, 1)
         compute.synchronize(LIMIT_S)
@@ -103,18 +106,7 @@ def test_an_exception_that_cannot_be_shown_ends_the_calls_behind_it_too(rank):
     def end(*_):
         raise Unshown
 
-    with dist.stream(compute):
-        if rank == 1:
-            compute.submit(end)
-        work = dist.all_reduce(np.ones(2), group=group, async_op=True)
-    if rank == 1:
-        with pytest.raises(Unshown):
-            work.wait_on_host()
-        with pytest.raises(Unshown):
-            compute.synchronize(LIMIT_S)
-    else:
-        with fails(CollectiveAbortedError, "Unshown, which cannot be shown"):
-            work.wait()
+    end_a_stream(rank, group, compute, end, Unshown, "Unshown, which cannot be shown")
     work = dist.barrier(async_op=True)
     chained = work.get_future().then(end)
     assert work.wait(LIMIT_S)
