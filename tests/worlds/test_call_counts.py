@@ -1,0 +1,94 @@
+"""How many Python functions, in how many files, a call passes: it must not become more."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import unisono as dist
+
+ROOT = str(Path(dist.__file__).parent)
+
+# (Python calls, files) at most. Lower them with each call that is saved.
+CEILINGS = {
+    "first of the group": (720, 50),
+    "second of a kind": (60, 25),
+    "new shape": (180, 35),
+    "repeated": (0, 0),
+    "strided": (105, 31),
+    "timeout=": (97, 31),
+    "async_op, repeated": (32, 11),
+    "wait": (26, 12),
+    "send, repeated": (0, 0),
+    "send of a strided array": (87, 28),
+    "isend": (12, 8),
+    "all_gather_object": (490, 50),
+}
+
+
+class Counter:
+    """Counts the calls of unisono's Python functions in a block, on this thread."""
+
+    def __init__(self):
+        self.files = []
+
+    def __enter__(self):
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        # The first call of a process also imports modules.
+        if event == "call" and code.co_filename.startswith(ROOT) and code.co_name != "<module>":
+            self.files.append(code.co_filename)
+
+
+def counted(call):
+    with Counter() as counter:
+        call()
+    return len(counter.files), len(set(counter.files))
+
+
+@pytest.mark.native
+@pytest.mark.ranks(2, kind="processes")
+def test_python_calls_and_files(rank):
+    x, y, rows = np.ones(4), np.ones(4), np.ones((4, 4))
+    works, found = [], [None, None]
+
+    def queue():
+        works.append(dist.all_reduce(x, async_op=True))
+
+    calls = {
+        "first of the group": lambda: dist.all_reduce(x),
+        "second of a kind": lambda: dist.all_reduce(y),
+        "new shape": lambda: dist.all_reduce(np.zeros(8)),
+        "repeated": lambda: dist.all_reduce(np.zeros(8)),
+        "first strided": lambda: dist.all_reduce(rows[:, 1]),
+        "strided": lambda: dist.all_reduce(rows[:, 1]),
+        "timeout=": lambda: dist.all_reduce(x, timeout=5),
+        "async_op": queue,
+        "first wait": lambda: works.pop().wait(),
+        "async_op, repeated": queue,
+        "wait": lambda: works.pop().wait(),
+        "all_gather_object": lambda: dist.all_gather_object(found, rank),
+    }
+    took = {name: counted(call) for name, call in calls.items()}
+    if rank == 0:
+        dist.send(x, 1)
+        took["send, repeated"] = counted(lambda: dist.send(x, 1))
+        took["send of a strided array"] = counted(lambda: dist.send(rows[:, 1], 1))
+        took["isend"] = counted(lambda: works.append(dist.isend(x, 1)))
+        works[0].wait()
+    else:
+        for _ in range(4):
+            dist.recv(x, 0)
+    over = {
+        name: (took[name], most)
+        for name, most in CEILINGS.items()
+        if name in took and (took[name][0] > most[0] or took[name][1] > most[1])
+    }
+    assert over == {}, took
