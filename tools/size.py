@@ -121,16 +121,16 @@ def check_class(path: Path, node: ast.ClassDef) -> Iterator[str]:
 
 @functools.cache
 def operations() -> set[str]:
-    """Return the names of the operations: the first argument of each row of the table."""
-    table = ast.parse(Path("src/unisono/groups/operations.py").read_text(encoding="utf-8"))
+    """Return the names of the operations: the methods with the decorator `operation`."""
+    source = ast.parse(Path("src/unisono/groups/operations.py").read_text(encoding="utf-8"))
     return {
-        node.args[0].value
-        for node in ast.walk(table)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "OpSchema"
-        and isinstance(node.args[0], ast.Constant)
-        and isinstance(node.args[0].value, str)
+        node.name
+        for node in ast.walk(source)
+        if isinstance(node, ast.FunctionDef)
+        and any(
+            isinstance(each, ast.Call) and ast.unparse(each.func) == "operation"
+            for each in node.decorator_list
+        )
     }
 
 

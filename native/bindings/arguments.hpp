@@ -15,7 +15,6 @@ struct Global {
   PyObject* world = nullptr;   // context variable of the current world; None: the process's world
   PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit stream
   PyObject* group_type = nullptr;
-  PyObject* preparing_type = nullptr;  // made from a group; its collectives return prepared calls
   PyObject* work_type = nullptr;
   PyObject* default_group = nullptr;
   PyObject* attribute = nullptr;  // name of a group's attribute that holds its Calls

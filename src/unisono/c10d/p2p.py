@@ -6,7 +6,7 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -17,7 +17,7 @@ from unisono.base.deadline import Timeout
 from unisono.base.types import Array
 from unisono.c10d.arguments import group_rank_of
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
-from unisono.groups.keywords import CallKeywords, How
+from unisono.groups.keywords import CallKeywords, How, check_keywords
 from unisono.groups.operations import in_cpp
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
@@ -25,17 +25,11 @@ from unisono.groups.world import Group, member_group, resolve
 from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo, is_proc_null
 
 
-def peer_of(
-    group: ProcessGroup,
-    call: str,
-    global_rank: int | None,
-    group_rank: int | None,
-    how: Iterable[str] = (),
-) -> int:
+def peer_of(group: ProcessGroup, call: str, global_rank: int | None, group_rank: int | None) -> int:
     """Return as `group_rank_of`, for a message, which may be to or from `PROC_NULL`."""
     if group_rank is None and is_proc_null(global_rank):
         return PROC_NULL
-    return group_rank_of(group, call, global_rank, group_rank, None, how)
+    return group_rank_of(group, call, global_rank, group_rank)
 
 
 def sender_of(group: ProcessGroup, call: str, src: int | None, group_src: int | None) -> int | None:
@@ -73,7 +67,8 @@ def isend(
     port = pg.plain_port
     if port is not None and group_dst is None and not how and port.try_send(tensor, dst, tag):
         return Work(Pending((tensor,), done=True), "send")
-    peer = peer_of(pg, "isend", dst, group_dst, how)
+    check_keywords("send", "isend", how)
+    peer = peer_of(pg, "isend", dst, group_dst)
     return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
 
 
@@ -127,7 +122,8 @@ def send(
     """
     if (pg := member_group(group, "send")) is None:
         return
-    peer = peer_of(pg, "send", dst, group_dst, how)
+    check_keywords("send", "send", how)
+    peer = peer_of(pg, "send", dst, group_dst)
     pg.send(tensor, peer, tag, **how)
 
 

@@ -3,10 +3,9 @@
 A small collective takes half a microsecond between two processes. The way through the groups, the
 dispatcher, the backend and the engine takes ten times that. So a public function that `run_in_cpp`
 made looks, in C++, for the prepared call of its arguments: function, group, dtypes, shapes, root,
-op and algorithm. The arrays must be contiguous NumPy arrays or lists of them. If the arguments are
-new, C++ asks Python for the prepared call and keeps it. C++ runs the prepared call at once, or
-queues it for the progress thread. In all other cases the Python function runs, as it does without
-the C++ engine.
+op and algorithm. The arrays must be contiguous NumPy arrays or lists of them. C++ runs the prepared
+call at once, or queues it for the progress thread. In all other cases the Python function runs, as
+it does without the C++ engine. If the arguments are new, C++ learns the prepared call from it.
 
 A wrapper in the dispatcher suspends this, because the meaning of a call then depends on more than
 its arguments. With an explicit stream, Python runs every call.
@@ -40,16 +39,12 @@ _KINDS = {
 }
 
 
-def run_in_cpp(
-    function: F, prepare: Callable[[Any, dict[str, Any]], object], kinds: dict[str, str]
-) -> F:
+def run_in_cpp(function: F, kinds: dict[str, str]) -> F:
     """Return a function that C++ runs if it can; `function` itself without the C++ engine.
 
     Args:
-        function: It runs every other call.
-        prepare: Receives a group that prepares calls (`set_world`), and the arguments of a
-            collective by name, without `group` and `async_op`. Returns what `Engine.prepare`
-            returns for such a call.
+        function: It runs every other call. If the arguments of a collective are new, it gets one
+            more keyword, `_learn`: a function for what `Engine.prepare` returns for the call.
         kinds: The kind of each parameter that C++ understands. For an array "reads" or "writes",
             for a list of arrays of one shape "reads_list" or "writes_list", otherwise "op",
             "root", "group" or "async_op". For a message: "sent" or "received" for the array,
@@ -65,7 +60,7 @@ def run_in_cpp(
     letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
     if "async_op" in kinds:  # a collective
         names, letters = [*names, "algorithm"], letters + "a"
-    made: Any = native.make_function(function, prepare, names, letters)
+    made: Any = native.make_function(function, names, letters)
     functools.update_wrapper(made, function)
     return cast(F, made)
 
@@ -86,7 +81,6 @@ def set_world(
     world: ContextVar[Any],
     stream: ContextVar[Any],
     group_type: type,
-    preparing_type: type,
     work_type: type,
 ) -> None:
     """Define where a call without a group finds its world, and the types of groups and works.
@@ -95,11 +89,10 @@ def set_world(
         world: Holds an object whose `default` is a group. If it holds None: see `set_default`.
         stream: Holds the stream that orders calls. If it holds None, calls run at once.
         group_type: Its objects have an attribute `calls`, which is that of their engine or None.
-        preparing_type: Made from a group; its collectives return prepared calls.
         work_type: Made from a completion and the name of its function, for a call with async_op.
     """
     if native is not None:
-        native.set_world(world, stream, group_type, preparing_type, work_type)
+        native.set_world(world, stream, group_type, work_type)
 
 
 def set_default(group: Any) -> None:

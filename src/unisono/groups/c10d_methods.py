@@ -1,8 +1,8 @@
 """The forms of c10d's ProcessGroup methods, for scripts that hold a group object.
 
 c10d's methods take lists of one tensor and an options object, or plain tensors and the options
-one by one. They are asynchronous unless `asyncOp` is False. The table in `groups/operations.py`
-turns each form into one call of our own method:
+one by one. They are asynchronous unless `asyncOp` is False. With the table of operations each form
+becomes one call of our own method:
 
     pg.allreduce([x], opts)          pg.all_reduce(x, opts.reduceOp, async_op=opts.asyncOp)
     pg.allreduce(x, op, timeout)     pg.all_reduce(x, op, async_op=True, timeout=timeout)
@@ -22,19 +22,17 @@ Source: torch._C._distributed_c10d.ProcessGroup (torch 2.13).
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.groups.keywords import rename
-from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.participation import number_of
 from unisono.groups.stream_queue import P2P
+from unisono.groups.table import OpSchema
 from unisono.groups.work import Work
 from unisono.stores import Store
 
@@ -131,22 +129,6 @@ class C10dNames:
     is_known_to_all: Callable[[BaseException], bool]
     take_guard: Callable[[str], int]
     release_guard: Callable[[int], None]
-
-    if TYPE_CHECKING:  # operations, which `add_c10d_methods` adds
-        allreduce: Callable[..., Work]
-        allreduce_coalesced: Callable[..., Work]
-        allgather: Callable[..., Work]
-        _allgather_base: Callable[..., Work]
-        all_gather_single: Callable[..., Work]
-        allgather_coalesced: Callable[..., Work]
-        allgather_into_tensor_coalesced: Callable[..., Work]
-        all_gather_single_coalesced: Callable[..., Work]
-        _reduce_scatter_base: Callable[..., Work]
-        reduce_scatter_single: Callable[..., Work]
-        reduce_scatter_single_coalesced: Callable[..., Work]
-        alltoall: Callable[..., Work]
-        alltoall_base: Callable[..., Work]
-        recv_anysource: Callable[..., Work]
 
     @property
     def group_name(self) -> str:
@@ -278,13 +260,13 @@ def read_c10d_form(schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, 
 
 
 def call_c10d_form(
-    group: C10dNames, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
+    group: Any, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]
 ) -> Work:
     """Make the call that c10d's arguments mean.
 
     Args:
         group: Group whose method was called.
-        op: Our name of the operation.
+        schema: The operation.
         arguments: See `read_c10d_form`, as also for `how`.
         how: Keyword arguments.
 
@@ -292,9 +274,9 @@ def call_c10d_form(
         ArgumentTypeError: More arguments than the operation has, or a list of tensors whose
             length must be 1 and is not. Ranks in a collective call raise CollectiveMismatchError.
     """
-    with refusing(group, OPS[op], arguments):
-        given = read_c10d_form(OPS[op], arguments, how).arguments()
-    work: Work = getattr(group, op)(**given)
+    with refusing(group, schema, arguments):
+        given = read_c10d_form(schema, arguments, how).arguments()
+    work: Work = group.call(schema, (), given)
     return work
 
 
@@ -329,38 +311,19 @@ def _unwrapped(value: Any, name: str) -> Any:
     return value[0]
 
 
-def add_c10d_methods(group: type[C10dNames]) -> None:
-    """Add c10d's methods to the class; a method of the same name then takes c10d's form too."""
-    for schema in OPS.values():
-        for name in schema.c10d_methods:
-            own = getattr(group, name, None)
-            setattr(group, name, _method(schema, name) if own is None else _both(schema, own))
-
-
-def _method(schema: OpSchema, name: str) -> Callable[..., Work]:
-    def method(self: C10dNames, *arguments: Any, **how: Any) -> Work:
-        return call_c10d_form(self, schema.name, arguments, how)
-
-    rename(method, name)
-    method.__doc__ = f"`{schema.name}` in c10d's forms; asynchronous unless `asyncOp` is False."
-    return method
-
-
-def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
+def test_of_form(schema: OpSchema) -> Callable[[Sequence[Any], dict[str, Any]], bool]:
+    """Return a function that tells whether arguments of a method of both are in c10d's form."""
     names = schema.data_names
     in_lists = schema.data.startswith("[")
     known = {"opts", *(word for name in names for word in _KEYWORDS.get(name, ()))} - {*names}
-    most = own.__code__.co_argcount - 1
+    most = schema.check.__code__.co_argcount - 1
 
-    @functools.wraps(own)
-    def method(self: C10dNames, *arguments: Any, **how: Any) -> Work:
-        foreign = how and not known.isdisjoint(how)
-        if arguments and not foreign:
-            listed = in_lists and type(arguments[0]) is list
-            foreign = listed or len(arguments) > most or hasattr(arguments[-1], "asyncOp")
-        if foreign:
-            return call_c10d_form(self, schema.name, arguments, how)
-        return own(self, *arguments, **how)
+    def is_c10d_form(arguments: Sequence[Any], how: dict[str, Any]) -> bool:
+        if how and not known.isdisjoint(how):
+            return True
+        if not arguments:
+            return False
+        listed = in_lists and type(arguments[0]) is list
+        return listed or len(arguments) > most or hasattr(arguments[-1], "asyncOp")
 
-    rename(method, own.__name__)
-    return method
+    return is_c10d_form

@@ -13,8 +13,8 @@ from unisono.backends import DeviceBackend, Pending
 from unisono.base.buffers import device_of
 from unisono.engines import functions
 from unisono.errors import InvalidArgumentError, UnsupportedError
-from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.groups.protocols import GroupView
+from unisono.groups.table import OPS, OpSchema, schema_of
 
 Kernel = Callable[..., Pending]
 """Called as kernel(group, device, *arguments, options)."""
@@ -23,12 +23,17 @@ Wrapper = Callable[[OpSchema, str, Kernel], Kernel]
 
 
 class Dispatcher:
-    """The table of kernels and wrappers."""
+    """The table of kernels and wrappers.
+
+    Attributes:
+        is_plain: Whether it has none, so that a group calls its CPU backend itself.
+    """
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._wrappers: list[Wrapper] = []
         self._composed: dict[tuple[str, str], Kernel] = {}
+        self.is_plain = True
 
     def register_kernel(self, op: str, device: str, kernel: Kernel) -> None:
         """Use `kernel` for an operation on a device type, instead of the group's backend.
@@ -68,6 +73,7 @@ class Dispatcher:
 
     def _changed(self, *, suspended: bool) -> None:
         self._composed.clear()
+        self.is_plain = not self._kernels and not self._wrappers
         # C++ runs a call without wrappers and registered kernels, so it must not run any.
         if suspended:
             functions.suspend()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from typing import ParamSpec, TypedDict, TypeVar
 
 from unisono.base.deadline import Timeout
 from unisono.errors import ArgumentTypeError
-from unisono.groups.operations import OPS
+from unisono.groups.table import OPS
 
 
 class AlgorithmKeywords(TypedDict, total=False):
@@ -37,45 +37,55 @@ class How(CallKeywords, total=False):
         async_op: See `ProcessGroup`.
         _label: Name of the call in errors.
         _partial: Receive shorter messages, too.
+        _learn: C++ gets what `Engine.prepare` returns for the call; see `engines/functions.py`.
     """
 
     async_op: bool
     _label: str | None
     _partial: bool
+    _learn: Callable[[object], object]
 
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+SHARED = How.__annotations__.keys()
+"""Names of the keywords of all methods."""
+
 _KEYWORDS = ("async_op", "timeout", *AlgorithmKeywords.__annotations__)
 _OTHER_WORDS = {"comm": "group", "root": "rank", "peer": "rank", "dest": "rank", "source": "rank"}
 
 
-def check_keywords(op: str, call: str, how: Iterable[str]) -> None:
+def check_keywords(op: str, call: str, how: Iterable[str], *, of_method: bool = False) -> None:
     """Raise an error if one of the keywords belongs to no call.
 
     Args:
         op: Name of the operation in `OPS`.
         call: Name of the function that was called.
-        how: Keywords that are not parameters of the function.
+        how: Keywords that were given.
+        of_method: The method was called, whose parameters are right as keywords. A function passes
+            on those that have no place: split sizes.
 
     Raises:
         ArgumentTypeError: Names the keyword, and in the hint the keyword that resembles it.
     """
-    unknown = next((name for name in how if name not in _KEYWORDS), None)
+    code = OPS[op].check.__code__
+    end = code.co_argcount + code.co_kwonlyargcount
+    own = code.co_varnames[0 if of_method else code.co_argcount : end]
+    unknown = next((name for name in how if name not in SHARED and name not in own), None)
     if unknown is None:
         return
     op = op.removesuffix("_any_source")  # `recv` without a source
     schema = OPS[op]
-    own = {*schema.data_names, *schema.settings.split()}
-    known = [*_KEYWORDS, "group", *sorted(own & {"op", "tag"})]
+    takes = {*schema.data_names, *schema.settings.split()}
+    known = [*_KEYWORDS, "group", *sorted(takes & {"op", "tag"})]
     meant = _OTHER_WORDS.get(unknown, "")
-    for name in own & {"root", "peer"}:
+    for name in takes & {"root", "peer"}:
         rank = "dst" if op in ("reduce", "gather", "send") else "src"
         # A function takes this name itself, so a method was called.
         meant = name if unknown == rank else rank if meant == "rank" else meant
         known.append(rank)
-    if meant in own:
+    if meant in takes:
         known.append(meant)
     raise _unknown_keyword(call, unknown, meant, known, f"besides its own: {', '.join(_KEYWORDS)}")
 
@@ -96,14 +106,7 @@ def takes_own_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise _unknown_keyword(function.__name__, unknown, meant, known, listed)
         return function(*arguments, **how)
 
-    rename(call, function.__name__)
     return call
-
-
-def rename(function: Any, name: str) -> None:
-    """Give a function another name, which errors about threads and tracebacks show, too."""
-    function.__name__ = name
-    function.__code__ = function.__code__.replace(co_name=name)
 
 
 def _unknown_keyword(

@@ -1,89 +1,571 @@
-"""The operations of a process group: one row each, and what follows from the rows.
+"""Every operation: name, parameters, checks, c10d's names, and the call of the backend.
 
-A row (`OpSchema`) holds names, data, settings, the check of arguments, and the reading for C++.
-Other code is derived from the rows:
+Each is one method with a decorator, which makes its row in `OPS`. From the rows follow the kernels
+of devices (groups/dispatch.py), c10d's forms of the methods (groups/c10d_methods.py), the calls
+that C++ runs (`in_cpp`), those that a block records (c10d/coalescing.py), and torch's process group
+(torch/operations.py, torch/plain.py). A new operation needs:
 
-    groups/dispatch.py        kernels, and the error of an operation that a backend lacks
-    groups/c10d_methods.py    c10d's methods of `ProcessGroup`
-    c10d/collectives.py       calls that C++ runs (`repeat`)
-    c10d/coalescing.py        calls that a block records
-    torch/operations.py       methods of torch's process group; torch/plain.py: their short way
-
-A new operation needs six things:
-
-    1. a row here
-    2. a method of `ProcessGroup`
-    3. a function in `c10d/collectives.py`
-    4. its name in `unisono/__init__.py`
-    5. a method of each backend that supports it
-    6. an example in the docstring of the function, or of the method if there is no function
-
-A check gets the group and the arguments of the method. It returns the array whose device selects
-the backend (None: the group's first backend) and the arguments of the kernel.
+    1. a method here
+    2. a method of each backend that supports it
+    3. a function in `c10d/collectives.py`, with an example in its docstring
+    4. the function's name in `unisono/__init__.py`
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar, Unpack, cast
 
-from unisono.base.integers import as_integer, as_splits
-from unisono.base.types import as_reduce_op
+import numpy as np
+
+from unisono.backends import CallOptions, CPUBackend, DeviceBackend, Pending
+from unisono.backends.neighbors import Links
+from unisono.base.buffers import device_of
+from unisono.base.deadline import Deadline
+from unisono.base.integers import as_flag, as_integer, as_splits
+from unisono.base.streams import explicit_stream
+from unisono.base.types import Array, Arrays, ReduceOp, as_reduce_op
 from unisono.engines.functions import run_in_cpp
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.groups.protocols import GroupView
-from unisono.transports.messages import ANY_TAG, PROC_NULL
+from unisono.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from unisono.groups.c10d_methods import call_c10d_form, test_of_form
+from unisono.groups.dispatch import dispatcher
+from unisono.groups.keywords import SHARED, How, check_keywords
+from unisono.groups.participation import Participation
+from unisono.groups.stream_queue import P2P, StreamCall, StreamQueue
+from unisono.groups.table import OPS, OpSchema, schema_of
+from unisono.groups.work import Work
+from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo
 
-Checked = tuple[Any, tuple[Any, ...]]
+__all__ = ["OPS", "OpSchema", "Operations", "in_cpp", "list_on_root", "one_each", "schema_of"]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _broadcast(group: GroupView, tensor: Any, root: int) -> Checked:
-    return tensor, (tensor, _member(group, root, "root"))
+def operation(
+    c10d_op: str = "",
+    data: str = "",
+    settings: str = "",
+    *,
+    repeat: str | None = None,
+    coalesced: str = "",
+    takes_c10d_form: bool = False,
+) -> Callable[[F], F]:
+    """Make an operation of a method that checks its arguments and calls the backend.
+
+    Args:
+        c10d_op: As in `OpSchema`, as are all but the last.
+        data: See there.
+        settings: See there.
+        repeat: See there.
+        coalesced: See there.
+        takes_c10d_form: c10d has a method of this name, so the method takes c10d's form, too.
+    """
+
+    def made(check: F) -> F:
+        name = check.__name__.strip("_")
+        check.__qualname__ = f"ProcessGroup.{name}"
+        forms = (name,) if takes_c10d_form else ()
+        schema = OpSchema(name, c10d_op, forms, data, settings, check, repeat, coalesced)
+        OPS[name] = schema
+        is_c10d_form = test_of_form(schema) if takes_c10d_form else None
+
+        @functools.wraps(check)
+        def method(self: Operations, *arguments: Any, **how: Any) -> Work:
+            if is_c10d_form is not None and is_c10d_form(arguments, how):
+                return call_c10d_form(self, schema, arguments, how)
+            return self.call(schema, arguments, how)
+
+        return cast(F, method)
+
+    return made
 
 
-def _all_reduce(group: GroupView, tensor: Any, op: Any) -> Checked:
-    return tensor, (tensor, as_reduce_op(op))
+def c10d_form(operation: Callable[..., Work], name: str) -> Callable[..., Work]:
+    """Return c10d's method of this name for an operation: it takes c10d's forms only."""
+    row = OPS[operation.__name__]
+    schema = OPS[row.name] = row._replace(c10d_methods=(*row.c10d_methods, name))
+
+    def method(self: Operations, *arguments: Any, **how: Any) -> Work:
+        return call_c10d_form(self, schema, arguments, how)
+
+    method.__name__ = name
+    method.__doc__ = f"`{row.name}` in c10d's forms; asynchronous unless `asyncOp` is False."
+    return method
 
 
-def _reduce(group: GroupView, tensor: Any, root: int, op: Any) -> Checked:
-    return tensor, (tensor, _member(group, root, "root"), as_reduce_op(op))
+class Operations:
+    """The operations, as methods of a process group; see `ProcessGroup`.
+
+    A method checks its arguments, and calls the backend of the device of its first array. `call`
+    surrounds it with what all calls have in common.
+
+    Attributes:
+        backends: By device type; empty when the group is closed.
+        stream_queue: Made by the first call in a stream.
+        calls: Read by the C++ engine, see engines/functions.py.
+        port: Takes plain messages of CPU arrays; see `backends.p2p.Port`.
+        block: Records calls instead of making them; see c10d/coalescing.py.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    backends: dict[str, DeviceBackend]
+    calls: Any
+    port: Any
+    stream_queue: StreamQueue | None = None
+    block: Any = None
+    rank: Callable[[], int]
+    size: Callable[[], int]
+    abort: Callable[..., None]
+    refuse: Callable[..., None]
+    _timeout_s: float
+    _part: Participation
+
+    @property
+    def timeout_s(self) -> float:
+        """Default time-out of a call, in seconds."""
+        return self._timeout_s
+
+    # ---- collectives ----------------------------------------------------------------------
+
+    @operation("broadcast_", "[tensor]", "root", repeat="tensor:writes root", takes_c10d_form=True)
+    def broadcast(self, tensor: Array, root: int = 0, **how: Unpack[How]) -> Work:
+        """Copy root's tensor into the tensors of all ranks."""
+        root = _member(self, root, "root")
+        return self._work(self._on(tensor).broadcast(tensor, root, self._options(how)))
+
+    @operation(
+        "allreduce_", "[tensor]", "op", repeat="tensor:writes op", coalesced="all_reduce_coalesced"
+    )
+    def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+        """Replace each rank's tensor by the reduction over all ranks."""
+        op = as_reduce_op(op)
+        return self._work(self._on(tensor).all_reduce(tensor, op, self._options(how)))
+
+    @operation("allreduce_coalesced_", "tensors", "op")
+    def all_reduce_coalesced(
+        self, tensors: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
+        """all_reduce of several tensors of one dtype, as one message."""
+        first, op = _first(tensors, "tensors"), as_reduce_op(op)
+        return self._work(self._on(first).all_reduce_coalesced(tensors, op, self._options(how)))
+
+    @operation(
+        "reduce_", "[tensor]", "root op", repeat="tensor:writes root op", takes_c10d_form=True
+    )
+    def reduce(
+        self, tensor: Array, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
+        """Replace root's tensor by the reduction over all ranks; other ranks keep theirs."""
+        root, op = _member(self, root, "root"), as_reduce_op(op)
+        return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
+
+    @operation("allgather_", "[outputs] [tensor]", repeat="outputs:writes_list tensor:reads")
+    def all_gather(self, outputs: Arrays, tensor: Array, **how: Unpack[How]) -> Work:
+        """Copy rank i's tensor into outputs[i] on all ranks."""
+        one_each(self, outputs, "tensor_list")
+        return self._work(self._on(tensor).all_gather(outputs, tensor, self._options(how)))
+
+    @operation(
+        "_allgather_base_",
+        "output tensor",
+        repeat="output:writes tensor:reads",
+        coalesced="all_gather_into_tensor_coalesced",
+    )
+    def all_gather_into_tensor(
+        self,
+        output: Array,
+        tensor: Array,
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        **how: Unpack[How],
+    ) -> Work:
+        """Concatenate the tensors of all ranks in the output of each rank.
+
+        `output_split_sizes`: rows of dimension 0 from each rank; equal parts if None.
+        """
+        options = self._options(how, as_splits(output_split_sizes, "output_split_sizes"))
+        return self._work(self._on(tensor).all_gather_into_tensor(output, tensor, options))
+
+    @operation("allgather_coalesced_", "outputs tensors")
+    def all_gather_coalesced(
+        self, outputs: Sequence[Arrays], tensors: Arrays, **how: Unpack[How]
+    ) -> Work:
+        """all_gather of several tensors of one dtype, as one message: `outputs[rank][i]`."""
+        one_each(self, outputs, "output_tensor_lists")
+        on = self._on(_first(tensors, "input_tensor_list"))
+        return self._work(on.all_gather_coalesced(outputs, tensors, self._options(how)))
+
+    @operation("allgather_into_tensor_coalesced_", "outputs tensors")
+    def all_gather_into_tensor_coalesced(
+        self, outputs: Arrays, tensors: Arrays, **how: Unpack[How]
+    ) -> Work:
+        """all_gather_into_tensor of several tensors of one dtype, as one message.
+
+        Examples: On rank 1 of 2
+            >>> x, y = np.zeros(2), np.zeros(4)
+            >>> inputs = [np.full(1, rank + 5.0), np.full(2, rank + 7.0)]
+            >>> work = dist.group.WORLD.all_gather_into_tensor_coalesced([x, y], inputs)
+            >>> x, y
+            (array([5., 6.]), array([7., 7., 8., 8.]))
+        """
+        on = self._on(_paired(outputs, tensors))
+        return self._work(on.all_gather_into_tensor_coalesced(outputs, tensors, self._options(how)))
+
+    @operation(
+        "gather_",
+        "[outputs] [tensor]",
+        "root",
+        repeat="tensor:reads outputs:writes_list root",
+        takes_c10d_form=True,
+    )
+    def gather(
+        self, tensor: Array, outputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
+    ) -> Work:
+        """Copy rank i's tensor into outputs[i] on root; `outputs` is None on other ranks."""
+        root = _member(self, root, "root")
+        list_on_root(self, outputs, root, "gather_list")
+        return self._work(self._on(tensor).gather(tensor, outputs, root, self._options(how)))
+
+    @operation(
+        "scatter_",
+        "[output] [inputs]",
+        "root",
+        repeat="output:writes inputs:reads_list root",
+        takes_c10d_form=True,
+    )
+    def scatter(
+        self, output: Array, inputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
+    ) -> Work:
+        """Copy root's inputs[i] into the output of rank i; `inputs` is None on other ranks."""
+        root = _member(self, root, "root")
+        list_on_root(self, inputs, root, "scatter_list")
+        return self._work(self._on(output).scatter(output, inputs, root, self._options(how)))
+
+    @operation(
+        "reduce_scatter_",
+        "[output] [inputs]",
+        "op",
+        repeat="output:writes inputs:reads_list op",
+        takes_c10d_form=True,
+    )
+    def reduce_scatter(
+        self, output: Array, inputs: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
+        """Fill rank i's output with the reduction of inputs[i] over all ranks."""
+        one_each(self, inputs, "input_list")
+        op = as_reduce_op(op)
+        return self._work(self._on(output).reduce_scatter(output, inputs, op, self._options(how)))
+
+    @operation(
+        "_reduce_scatter_base_",
+        "output tensor",
+        "op",
+        repeat="output:writes tensor:reads op",
+        coalesced="reduce_scatter_tensor_coalesced",
+    )
+    def reduce_scatter_tensor(
+        self,
+        output: Array,
+        tensor: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        input_split_sizes: Sequence[int] | None = None,
+        **how: Unpack[How],
+    ) -> Work:
+        """Fill rank i's output with the reduction of the i-th part of `tensor` over all ranks.
+
+        `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
+        """
+        op = as_reduce_op(op)
+        options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))
+        return self._work(self._on(output).reduce_scatter_tensor(output, tensor, op, options))
+
+    @operation("reduce_scatter_tensor_coalesced_", "outputs tensors", "op", takes_c10d_form=True)
+    def reduce_scatter_tensor_coalesced(
+        self,
+        outputs: Arrays,
+        tensors: Arrays,
+        op: ReduceOp = ReduceOp.SUM,
+        **how: Unpack[How],
+    ) -> Work:
+        """reduce_scatter_tensor of several tensors of one dtype, as one message.
+
+        Examples: On rank 1 of 2
+            >>> x, y = np.zeros(1), np.zeros(2)
+            >>> inputs = [np.arange(2.0), np.arange(4.0)]
+            >>> work = dist.group.WORLD.reduce_scatter_tensor_coalesced([x, y], inputs)
+            >>> x, y
+            (array([2.]), array([4., 6.]))
+        """
+        on, op = self._on(_paired(outputs, tensors)), as_reduce_op(op)
+        options = self._options(how)
+        return self._work(on.reduce_scatter_tensor_coalesced(outputs, tensors, op, options))
+
+    @operation("alltoall_", "outputs inputs", repeat="outputs:writes_list inputs:reads_list")
+    def all_to_all(self, outputs: Arrays, inputs: Arrays, **how: Unpack[How]) -> Work:
+        """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
+        one_each(self, outputs, "output_tensor_list")
+        one_each(self, inputs, "input_tensor_list")
+        return self._work(self._on(inputs[0]).all_to_all(outputs, inputs, self._options(how)))
+
+    @operation(
+        "alltoall_base_",
+        "output tensor output_split_sizes input_split_sizes",
+        repeat="output:writes tensor:reads output_split_sizes input_split_sizes",
+        takes_c10d_form=True,
+    )
+    def all_to_all_single(
+        self,
+        output: Array,
+        tensor: Array,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        **how: Unpack[How],
+    ) -> Work:
+        """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
+        taken = as_splits(output_split_sizes, "output_split_sizes")
+        given = as_splits(input_split_sizes, "input_split_sizes")
+        on, options = self._on(tensor), self._options(how)
+        return self._work(on.all_to_all_single(output, tensor, taken, given, options))
+
+    @operation("", "outputs inputs", "links")
+    def neighbor_all_to_all(
+        self, outputs: Arrays, inputs: Arrays, links: Links, **how: Unpack[How]
+    ) -> Work:
+        """Exchange arrays with neighbours; see `unisono.neighbor_all_to_all`."""
+        on = self._on(next(iter([*inputs, *outputs]), None))
+        return self._work(on.neighbor_all_to_all(outputs, inputs, links, self._options(how)))
+
+    @operation("", "tensor", "op")
+    def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+        """Replace rank r's tensor by the reduction over ranks 0..r."""
+        op = as_reduce_op(op)
+        return self._work(self._on(tensor).scan(tensor, op, self._options(how)))
+
+    @operation("", "tensor", "op")
+    def exscan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+        """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own."""
+        op = as_reduce_op(op)
+        return self._work(self._on(tensor).exscan(tensor, op, self._options(how)))
+
+    @operation("barrier", repeat="", takes_c10d_form=True)
+    def barrier(self, **how: Unpack[How]) -> Work:
+        """End on no rank before every rank has begun."""
+        return self._work(self._on().barrier(self._options(how)))
+
+    @operation()
+    def _agree(self, text: str, **how: Unpack[How]) -> Work:
+        return self._work(self._on().agree(text, self._options(how)))
+
+    def agree(self, text: str, **how: Unpack[How]) -> None:
+        """Raise CollectiveMismatchError on all ranks unless all pass the same text; move no data.
+
+        On a broken group the call does nothing, so that the working ranks can make new groups.
+
+        Examples: On rank 1 of 2
+            >>> dist.group.WORLD.agree(f"version {rank}")
+            Traceback (most recent call last):
+            unisono.errors.CollectiveMismatchError: ...
+        """
+        if self.size() > 1 and next(iter(self.backends.values())).broken() is None:
+            self._agree(text, **how)
+
+    # ---- point to point -------------------------------------------------------------------
+
+    @operation("send", "[tensor] peer tag", repeat="tensor:sent peer", takes_c10d_form=True)
+    def send(self, tensor: Array, peer: int, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Send to a rank; done when the tensor may be changed. `PROC_NULL`: send nothing."""
+        peer, tag, options = _peer(self, peer, "dst"), _tag(tag), self._options(how)
+        if peer == PROC_NULL:
+            return self._work(Pending([tensor], done=True))
+        return self._work(self._on(tensor).send(tensor, peer, tag, options))
+
+    @operation("recv_", "[tensor] peer tag", repeat="tensor:received peer", takes_c10d_form=True)
+    def recv(
+        self, tensor: Array, peer: int | None = None, tag: int = 0, **how: Unpack[How]
+    ) -> Work:
+        """Receive from a rank, from any rank (None), or nothing (`PROC_NULL`)."""
+        if peer is None:
+            return self.recv_any_source(tensor, tag, **how)
+        peer, tag = _peer(self, peer, "src"), _tag(tag, receives=True)
+        options = self._options(how)
+        if peer == PROC_NULL:
+            return self._work(_nothing(tensor))
+        return self._work(self._on(tensor).recv(tensor, peer, tag, options))
+
+    @operation("recv_any_source_", "[tensor] tag")
+    def recv_any_source(self, tensor: Array, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Receive from any rank; the work's `source_rank` is the sender.
+
+        Examples: On rank 0 of 2
+            >>> pg, x = dist.group.WORLD, np.array([rank])
+            >>> work = pg.send(x, 0) if rank == 1 else pg.recv_any_source(x)
+            >>> x, work.source_rank()
+            (array([1]), 1)
+        """
+        tag = _tag(tag, receives=True)
+        return self._work(self._on(tensor).recv_any_source(tensor, tag, self._options(how)))
+
+    @operation("", "", "peer tag")
+    def recv_array(self, peer: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Receive a message of any size and dtype; the work's `result()` is [its elements]."""
+        peer = None if peer is None else _peer(self, peer, "src")
+        tag, options = _tag(tag, receives=True), self._options(how)
+        if peer == PROC_NULL:
+            return self._work(_nothing(np.empty(0, np.uint8)))
+        return self._work(self._on().recv_array(peer, tag, options))
+
+    @operation("", "", "peer tag")
+    def probe(self, peer: int | None = None, tag: int = ANY_TAG, **how: Unpack[How]) -> Work:
+        """Wait for a message, and leave it there; the work's `result()` is [`MessageInfo`]."""
+        peer = None if peer is None else _peer(self, peer, "src")
+        tag, options = _tag(tag, receives=True), self._options(how)
+        if peer == PROC_NULL:
+            return self._work(_nothing(MessageInfo(PROC_NULL, ANY_TAG, None, 0, 0)))
+        return self._work(self._on().probe(peer, tag, options))
+
+    # ---- c10d's other names ---------------------------------------------------------------
+
+    allreduce = c10d_form(all_reduce, "allreduce")
+    allreduce_coalesced = c10d_form(all_reduce_coalesced, "allreduce_coalesced")
+    allgather = c10d_form(all_gather, "allgather")
+    _allgather_base = c10d_form(all_gather_into_tensor, "_allgather_base")
+    all_gather_single = c10d_form(all_gather_into_tensor, "all_gather_single")
+    allgather_coalesced = c10d_form(all_gather_coalesced, "allgather_coalesced")
+    allgather_into_tensor_coalesced = c10d_form(
+        all_gather_into_tensor_coalesced, "allgather_into_tensor_coalesced"
+    )
+    all_gather_single_coalesced = c10d_form(
+        all_gather_into_tensor_coalesced, "all_gather_single_coalesced"
+    )
+    _reduce_scatter_base = c10d_form(reduce_scatter_tensor, "_reduce_scatter_base")
+    reduce_scatter_single = c10d_form(reduce_scatter_tensor, "reduce_scatter_single")
+    reduce_scatter_single_coalesced = c10d_form(
+        reduce_scatter_tensor_coalesced, "reduce_scatter_single_coalesced"
+    )
+    alltoall = c10d_form(all_to_all, "alltoall")
+    alltoall_base = c10d_form(all_to_all_single, "alltoall_base")
+    recv_anysource = c10d_form(recv_any_source, "recv_anysource")
+
+    # ---- what all calls have in common ------------------------------------------------------
+
+    def call(self, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+        """Make a call; refuse a collective while another thread is in a collective call."""
+        op = schema.name
+        if self.block is not None and schema.coalesced:
+            work: Work = self.block.record(schema, arguments, how)
+            return work
+        if op in P2P:
+            return self._run(schema, arguments, how)
+        caller = self._part.take_guard(self, op)
+        try:
+            call = partial(self._run, schema, arguments, how)
+            name, wait = how.get("_label") or op, how.get("async_op") is not True
+            given = (*arguments, *how.values())
+            work = self._part.begin(self, name, call, given, wait=wait)
+            return work
+        finally:
+            self._part.guard.caller = caller
+
+    def _run(self, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+        op = schema.name
+        if not self.backends:
+            raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
+        try:
+            if not how.keys() <= SHARED:
+                called = how.get("_label") or op.removesuffix("_any_source")
+                check_keywords(op, called, how, of_method=True)
+            waits = not as_flag(how.get("async_op", False), "async_op")
+            work: Work = schema.check(self, *arguments, **how)
+        except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
+            error.name_call(how.get("_label") or op)
+            raise
+        work._op = work._op or op
+        pending = work._pending
+        if waits and isinstance(pending, StreamCall):
+            # As in torch, these block the host; the result of a receive includes its sender.
+            on_host = op.startswith(("agree", "barrier", "probe", "recv"))
+            work.wait_on_host() if on_host else work.wait()
+        elif waits and pending.error is not None:
+            raise pending.error
+        # An attribute that hides the method must get each call.
+        if "_learn" in how and op not in vars(self):
+            how["_learn"](pending.prepared)
+        return work
+
+    def _work(self, pending: Pending) -> Work:
+        return Work(pending, "", self)
+
+    def _options(self, how: How, splits: Sequence[int] | None = None) -> CallOptions:
+        """Check the keywords that all methods share."""
+        algorithm, timeout = how.get("algorithm"), how.get("timeout")
+        if algorithm is not None and not isinstance(algorithm, str):
+            raise ArgumentTypeError(f"algorithm must be a name, got {algorithm!r}")
+        return CallOptions(
+            as_flag(how.get("async_op", False), "async_op"),
+            Deadline(self._timeout_s if timeout is None else timeout),
+            algorithm,
+            how.get("_label"),
+            as_flag(how.get("deterministic", False), "deterministic"),
+            splits,
+            how.get("_partial", False),
+            "_learn" in how,
+        )
+
+    def _on(self, subject: Any = None) -> CPUBackend:
+        """Return the backend of an array's device; without an array, of the first device."""
+        device = next(iter(self.backends)) if subject is None else device_of(subject)
+        backend = self.backends.get(device)
+        if isinstance(backend, CPUBackend) and dispatcher.is_plain and not self._follows_stream():
+            return backend
+        return cast(CPUBackend, _Detour(self, device))
+
+    def _follows_stream(self) -> bool:
+        """Whether a call begins behind the current stream, or behind a call that does."""
+        queue = self.stream_queue
+        return explicit_stream() is not None or (queue is not None and queue.waiting())
+
+    def _queue(self, op: str, device: str, kernel: Callable[..., Pending], *arguments: Any) -> Any:
+        """Make a call that begins when the current stream has done its earlier work."""
+        if self.stream_queue is None:
+            self.stream_queue = StreamQueue(self)
+            if self.calls is not None:
+                # From now on every call must check the queue, which C++ does not.
+                self.calls.close()
+            self.port = None
+        begin = partial(kernel, *arguments[:-1])
+        call = self.stream_queue.add(op, device, begin, arguments[-1])
+        self._part.is_queued = True
+        return call
 
 
-def _all_gather(group: GroupView, outputs: Any, tensor: Any) -> Checked:
-    one_each(group, outputs, "tensor_list")
-    return tensor, (outputs, tensor)
+class _Detour:
+    """Stands for a backend: its methods go through the dispatcher, and behind a stream.
+
+    A backend of another device may lack an operation, and has a method for each that it has.
+    """
+
+    def __init__(self, group: Operations, device: str) -> None:
+        self._group, self._device = group, device
+
+    def __getattr__(self, op: str) -> Callable[..., Pending]:
+        group, device = self._group, self._device
+        kernel = partial(dispatcher.kernel(op, device), group, device)
+        return partial(group._queue, op, device, kernel) if group._follows_stream() else kernel
 
 
-def _all_gather_coalesced(group: GroupView, outputs: Any, tensors: Any) -> Checked:
-    one_each(group, outputs, "output_tensor_lists")
-    return _first(tensors, "input_tensor_list"), (outputs, tensors)
+# ---- checks -------------------------------------------------------------------------------
 
 
-def _gather(group: GroupView, tensor: Any, outputs: Any, root: int) -> Checked:
-    root = _member(group, root, "root")
-    list_on_root(group, outputs, root, "gather_list")
-    return tensor, (tensor, outputs, root)
-
-
-def _scatter(group: GroupView, output: Any, inputs: Any, root: int) -> Checked:
-    root = _member(group, root, "root")
-    list_on_root(group, inputs, root, "scatter_list")
-    return output, (output, inputs, root)
-
-
-def _reduce_scatter(group: GroupView, output: Any, inputs: Any, op: Any) -> Checked:
-    one_each(group, inputs, "input_list")
-    return output, (output, inputs, as_reduce_op(op))
-
-
-def _all_to_all(group: GroupView, outputs: Any, inputs: Any) -> Checked:
-    one_each(group, outputs, "output_tensor_list")
-    one_each(group, inputs, "input_tensor_list")
-    return inputs[0], (outputs, inputs)
-
-
-def one_each(group: GroupView, tensors: Any, name: str) -> None:
+def one_each(group: Operations, tensors: Any, name: str) -> None:
     """Check that a list has one entry for each rank.
 
     Raises:
@@ -98,7 +580,7 @@ def one_each(group: GroupView, tensors: Any, name: str) -> None:
         )
 
 
-def list_on_root(group: GroupView, tensors: Any, root: int, name: str) -> None:
+def list_on_root(group: Operations, tensors: Any, root: int, name: str) -> None:
     """Check that a list is there on the root, and only there.
 
     Raises:
@@ -115,23 +597,19 @@ def list_on_root(group: GroupView, tensors: Any, root: int, name: str) -> None:
         one_each(group, tensors, name)
 
 
-def _all_to_all_single(
-    group: GroupView, output: Any, tensor: Any, output_rows: Any, input_rows: Any
-) -> Checked:
-    taken = as_splits(output_rows, "output_split_sizes")
-    given = as_splits(input_rows, "input_split_sizes")
-    return tensor, (output, tensor, taken, given)
-
-
-def _member(group: GroupView, rank: Any, what: str, *, or_null: bool = False) -> int:
+def _member(group: Operations, rank: Any, what: str) -> int:
     number = as_integer(rank, what)
-    if or_null and number == PROC_NULL:
-        return number
     if not 0 <= number < group.size():
         raise InvalidArgumentError(
             f"{what}={number} is not a rank of group '{group.name}' (0..{group.size() - 1})"
         )
     return number
+
+
+def _peer(group: Operations, rank: Any, what: str) -> int:
+    """Check the other rank of a message."""
+    number = as_integer(rank, what)
+    return number if number == PROC_NULL else _member(group, number, what)
 
 
 def _first(tensors: Any, name: str) -> Any:
@@ -142,7 +620,7 @@ def _first(tensors: Any, name: str) -> Any:
     return tensors[0]
 
 
-def _paired(outputs: Any, tensors: Sequence[Any]) -> Any:
+def _paired(outputs: Any, tensors: Any) -> Any:
     """Check that two lists have as many entries; return the first of `tensors`."""
     first = _first(tensors, "inputs")
     _first(outputs, "outputs")
@@ -160,187 +638,11 @@ def _tag(tag: Any, *, receives: bool = False) -> int:
     return number
 
 
-class OpSchema(NamedTuple):
-    """One operation: its names here and in c10d, its arguments, and how it is called.
-
-    Attributes:
-        name: Name of the method of `ProcessGroup`, of the backend's method and of the function.
-        c10d_op: Name in c10d's dispatcher; "" if c10d has no such operation.
-        c10d_methods: Names of the methods of c10d's ProcessGroup.
-        data: Parameters of our method that hold arrays, in c10d's order. Brackets mark a parameter
-            that c10d also takes inside a list of length 1: [tensor], [outputs].
-        settings: Parameters that c10d has in an options object, or after the data.
-        check: Check of the method's arguments, called as check(group, *arguments).
-        repeat: The function's parameters before `group`, in its order, each with its kind for
-            `engines.functions.run_in_cpp`. None: Python runs every call of the function.
-        coalesced: Operation that replaces several calls of this operation in a coalescing block;
-            "" if there is none.
-    """
-
-    name: str
-    c10d_op: str = ""
-    c10d_methods: tuple[str, ...] = ()
-    data: str = ""
-    settings: str = ""
-    check: Callable[..., Checked] = lambda group, *arguments: (None, arguments)
-    repeat: str | None = None
-    coalesced: str = ""
-
-    @property
-    def data_names(self) -> list[str]:
-        """The names in `data`, without brackets."""
-        return [name.strip("[]") for name in self.data.split()]
-
-    @property
-    def parameters(self) -> dict[str, str]:
-        """The parameters in `repeat`: our name -> kind for C++."""
-        words = [word.partition(":") for word in (self.repeat or "").split()]
-        return {name: kind or name for name, _, kind in words}
-
-
-OPS: dict[str, OpSchema] = {
-    schema.name: schema
-    for schema in (
-        OpSchema(
-            "broadcast", "broadcast_", ("broadcast",), "[tensor]", "root", _broadcast,
-            repeat="tensor:writes root",
-        ),
-        OpSchema(
-            "all_reduce", "allreduce_", ("allreduce",), "[tensor]", "op", _all_reduce,
-            repeat="tensor:writes op", coalesced="all_reduce_coalesced",
-        ),
-        OpSchema(
-            "all_reduce_coalesced", "allreduce_coalesced_", ("allreduce_coalesced",),
-            "tensors", "op",
-            lambda group, tensors, op: (_first(tensors, "tensors"), (tensors, as_reduce_op(op))),
-        ),
-        OpSchema(
-            "reduce", "reduce_", ("reduce",), "[tensor]", "root op", _reduce,
-            repeat="tensor:writes root op",
-        ),
-        OpSchema(
-            "all_gather", "allgather_", ("allgather",), "[outputs] [tensor]", "", _all_gather,
-            repeat="outputs:writes_list tensor:reads",
-        ),
-        OpSchema(
-            "all_gather_into_tensor", "_allgather_base_", ("_allgather_base", "all_gather_single"),
-            "output tensor", "", lambda group, output, tensor: (tensor, (output, tensor)),
-            repeat="output:writes tensor:reads", coalesced="all_gather_into_tensor_coalesced",
-        ),
-        OpSchema(
-            "all_gather_coalesced", "allgather_coalesced_", ("allgather_coalesced",),
-            "outputs tensors", "", _all_gather_coalesced,
-        ),
-        OpSchema(
-            "all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced_",
-            ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-            "outputs tensors", "",
-            lambda group, outputs, tensors: (_paired(outputs, tensors), (outputs, tensors)),
-        ),
-        OpSchema(
-            "gather", "gather_", ("gather",), "[outputs] [tensor]", "root", _gather,
-            repeat="tensor:reads outputs:writes_list root",
-        ),
-        OpSchema(
-            "scatter", "scatter_", ("scatter",), "[output] [inputs]", "root", _scatter,
-            repeat="output:writes inputs:reads_list root",
-        ),
-        OpSchema(
-            "reduce_scatter", "reduce_scatter_", ("reduce_scatter",), "[output] [inputs]", "op",
-            _reduce_scatter, repeat="output:writes inputs:reads_list op",
-        ),
-        OpSchema(
-            "reduce_scatter_tensor", "_reduce_scatter_base_",
-            ("_reduce_scatter_base", "reduce_scatter_single"), "output tensor", "op",
-            lambda group, output, tensor, op: (output, (output, tensor, as_reduce_op(op))),
-            repeat="output:writes tensor:reads op", coalesced="reduce_scatter_tensor_coalesced",
-        ),
-        OpSchema(
-            "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced_",
-            ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-            "outputs tensors", "op",
-            lambda group, outputs, tensors, op: (
-                _paired(outputs, tensors), (outputs, tensors, as_reduce_op(op)),
-            ),
-        ),
-        OpSchema(
-            "all_to_all", "alltoall_", ("alltoall",), "outputs inputs", "", _all_to_all,
-            repeat="outputs:writes_list inputs:reads_list",
-        ),
-        OpSchema(
-            "all_to_all_single", "alltoall_base_", ("alltoall_base", "all_to_all_single"),
-            "output tensor output_split_sizes input_split_sizes", "",
-            _all_to_all_single,
-            repeat="output:writes tensor:reads output_split_sizes input_split_sizes",
-        ),
-        OpSchema(
-            "neighbor_all_to_all", data="outputs inputs", settings="links",
-            check=lambda group, outputs, inputs, links: (
-                next(iter([*inputs, *outputs]), None), (outputs, inputs, links),
-            ),
-        ),
-        OpSchema("scan", data="tensor", settings="op", check=_all_reduce),
-        OpSchema("exscan", data="tensor", settings="op", check=_all_reduce),
-        OpSchema("barrier", "barrier", ("barrier",), repeat=""),
-        OpSchema("agree"),
-        OpSchema(
-            "send", "send", ("send",), "[tensor] peer tag", "",
-            lambda group, tensor, peer, tag: (
-                tensor, (tensor, _member(group, peer, "dst", or_null=True), _tag(tag)),
-            ),
-            repeat="tensor:sent peer",
-        ),
-        OpSchema(
-            "recv", "recv_", ("recv",), "[tensor] peer tag", "",
-            lambda group, tensor, peer, tag: (
-                tensor,
-                (tensor, _member(group, peer, "src", or_null=True), _tag(tag, receives=True)),
-            ),
-            repeat="tensor:received peer",
-        ),
-        OpSchema(
-            "recv_any_source", "recv_any_source_", ("recv_anysource",), "[tensor] tag", "",
-            lambda group, tensor, tag: (tensor, (tensor, _tag(tag, receives=True))),
-        ),
-        *(
-            OpSchema(
-                name, settings="peer tag",
-                check=lambda group, peer, tag: (
-                    None,
-                    (
-                        None if peer is None else _member(group, peer, "src", or_null=True),
-                        _tag(tag, receives=True),
-                    ),
-                ),
-            )
-            for name in ("recv_array", "probe")
-        ),
-    )
-}  # fmt: skip
-"""Name of the operation -> its row."""
-
-CHECKS = {name: schema.check for name, schema in OPS.items()}
-
-PEER_AT = {
-    name: words.index("peer")
-    for name, schema in OPS.items()
-    if "peer" in (words := [*schema.data_names, *schema.settings.split()])
-}
-"""Name of an operation that is one message -> place of the other rank in the arguments."""
-
-_BY_C10D_OP = {schema.c10d_op: schema for schema in OPS.values() if schema.c10d_op}
-
-
-def schema_of(op: str) -> OpSchema:
-    """Return the schema of an operation, given its name here or in c10d's dispatcher.
-
-    Raises:
-        InvalidArgumentError: No such operation; lists the known operations.
-    """
-    found = OPS.get(op) or _BY_C10D_OP.get(op.removeprefix("c10d::"))
-    if found is None:
-        raise InvalidArgumentError(f"unknown operation {op!r} (known: {', '.join(OPS)})")
-    return found
+def _nothing(output: Any) -> Pending:
+    """Return the end of a receive from `PROC_NULL`."""
+    pending = Pending([output], done=True)
+    pending.source, pending.tag, pending.count = PROC_NULL, ANY_TAG, 0
+    return pending
 
 
 def in_cpp(function: F) -> F:
@@ -351,15 +653,4 @@ def in_cpp(function: F) -> F:
     for name, kind in zip(names, OPS[function.__name__].parameters.values(), strict=False):
         if not kind.endswith("split_sizes"):
             kinds[name] = kind
-
-    def prepare(group: Any, arguments: dict[str, Any]) -> object:
-        try:
-            return function(**arguments, group=group, async_op=True)
-        except Exception:
-            # Python makes the call: it raises the error again, and reports it to the other ranks.
-            return None
-        except BaseException as interrupt:
-            group.real.refuse(function.__name__, interrupt)
-            raise
-
-    return run_in_cpp(function, prepare, kinds)
+    return run_in_cpp(function, kinds)

@@ -52,7 +52,7 @@ def _call_site(group: GroupView, frame: FrameType | None) -> tuple[str, str]:
         if last is not None:
             called = last[1].call.op
     while frame is not None and _is_ours(frame):
-        called = frame.f_code.co_name
+        called = _name_of(frame)
         frame = frame.f_back
     place = "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return place, called
@@ -62,6 +62,12 @@ def _is_call(frame: FrameType, group: GroupView) -> bool:
     """Whether a frame is a method of the group, or a function of ours with the group as `pg`."""
     names = frame.f_locals
     return names.get("self") is group or (names.get("pg") is group and _is_ours(frame))
+
+
+def _name_of(frame: FrameType) -> str:
+    """Return the public name of a function; the code of a decorator's function has another."""
+    decorated = frame.f_locals.get("schema", frame.f_locals.get("function"))
+    return str(getattr(decorated, "name", getattr(decorated, "__name__", frame.f_code.co_name)))
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from threading import get_ident
-from typing import Any, Unpack
-
-import numpy as np
+from typing import Any
 
 from unisono.backends import (
     BackendConfig,
-    CallOptions,
     DeviceBackend,
     GroupSpec,
-    Pending,
     make_backend,
 )
-from unisono.backends.neighbors import Links
 from unisono.base import config
-from unisono.base.buffers import device_of
-from unisono.base.deadline import Deadline, Timeout, to_seconds
-from unisono.base.integers import as_flag, as_integer, as_splits
+from unisono.base.deadline import Timeout, to_seconds
+from unisono.base.integers import as_integer
 from unisono.base.streams import explicit_stream
-from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.engines.errors import closed_text
 from unisono.errors import (
     ArgumentTypeError,
-    ClosedError,
     InvalidArgumentError,
-    UnsupportedError,
     UsageError,
 )
-from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
-from unisono.groups.dispatch import dispatcher
+from unisono.groups.c10d_methods import C10dNames
 from unisono.groups.ending import (
     AT_EXIT,
     IN_CALL,
@@ -46,16 +35,12 @@ from unisono.groups.ending import (
     reason_of_error,
     waits_here,
 )
-from unisono.groups.keywords import How, check_keywords
-from unisono.groups.operations import CHECKS, PEER_AT
+from unisono.groups.operations import Operations
 from unisono.groups.participation import Participation
-from unisono.groups.stream_queue import StreamQueue
-from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
-from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo
 
 
-class ProcessGroup(C10dNames):
+class ProcessGroup(Operations, C10dNames):
     """Ranks that communicate; has every operation as a method.
 
     Each method returns a `Work`, which is done unless `async_op` is set. A synchronous call raises
@@ -132,17 +117,13 @@ class ProcessGroup(C10dNames):
         self.name, self.ranks = spec.name, spec.ranks
         self._timeout_s = spec.timeout_s
         self.config = BackendConfig(backend)
-        # Empty when the group is closed.
-        self.backends: dict[str, DeviceBackend] = {}
+        self.backends = {}
         # Number of calls by kind, for keys and tags; the same on all members.
         self.counts: Counter[str] = Counter()
-        # Made by the first call in a stream.
-        self.stream_queue: StreamQueue | None = None
-        # Read by the C++ engine, see engines/functions.py.
-        self.calls: Any = None
+        self.stream_queue = None
+        self.calls = None
         self._part = Participation()
-        # Takes plain messages of CPU arrays; see `backends.p2p.Port`.
-        self.port: Any = None
+        self.port = None
         try:
             for device, name in self.config.device_backend_map.items():
                 self.backends[device] = self._make_backend(name, device, parent)
@@ -189,11 +170,6 @@ class ProcessGroup(C10dNames):
         """Return the number of ranks."""
         return len(self.ranks)
 
-    @property
-    def timeout_s(self) -> float:
-        """Default time-out of a call, in seconds."""
-        return self._timeout_s
-
     def set_timeout(self, timeout: Timeout) -> None:
         """Change the default time-out of later calls."""
         self._timeout_s = to_seconds(timeout)
@@ -218,199 +194,6 @@ class ProcessGroup(C10dNames):
             raise InvalidArgumentError(
                 f"global rank {number} is not in group '{self.name}' (ranks {list(self.ranks)})"
             ) from None
-
-    # ---- collectives ----------------------------------------------------------------------
-
-    def broadcast(self, tensor: Array, root: int = 0, **how: Unpack[How]) -> Work:
-        """Copy root's tensor into the tensors of all ranks."""
-        return self._call_collective("broadcast", (tensor, root), how)
-
-    def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Replace each rank's tensor by the reduction over all ranks."""
-        return self._call_collective("all_reduce", (tensor, op), how)
-
-    def all_reduce_coalesced(
-        self, tensors: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
-    ) -> Work:
-        """all_reduce of several tensors of one dtype, as one message."""
-        return self._call_collective("all_reduce_coalesced", (tensors, op), how)
-
-    def reduce(
-        self, tensor: Array, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
-    ) -> Work:
-        """Replace root's tensor by the reduction over all ranks; other ranks keep theirs."""
-        return self._call_collective("reduce", (tensor, root, op), how)
-
-    def all_gather(self, outputs: Arrays, tensor: Array, **how: Unpack[How]) -> Work:
-        """Copy rank i's tensor into outputs[i] on all ranks."""
-        return self._call_collective("all_gather", (outputs, tensor), how)
-
-    def all_gather_into_tensor(
-        self,
-        output: Array,
-        tensor: Array,
-        *,
-        output_split_sizes: Sequence[int] | None = None,
-        **how: Unpack[How],
-    ) -> Work:
-        """Concatenate the tensors of all ranks in the output of each rank.
-
-        `output_split_sizes`: rows of dimension 0 from each rank; equal parts if None.
-        """
-        arguments = (output, tensor)
-        return self._call_collective("all_gather_into_tensor", arguments, how, output_split_sizes)
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[Arrays], tensors: Arrays, **how: Unpack[How]
-    ) -> Work:
-        """all_gather of several tensors of one dtype, as one message: `outputs[rank][i]`."""
-        return self._call_collective("all_gather_coalesced", (outputs, tensors), how)
-
-    def all_gather_into_tensor_coalesced(
-        self, outputs: Arrays, tensors: Arrays, **how: Unpack[How]
-    ) -> Work:
-        """all_gather_into_tensor of several tensors of one dtype, as one message.
-
-        Examples: On rank 1 of 2
-            >>> x, y = np.zeros(2), np.zeros(4)
-            >>> inputs = [np.full(1, rank + 5.0), np.full(2, rank + 7.0)]
-            >>> work = dist.group.WORLD.all_gather_into_tensor_coalesced([x, y], inputs)
-            >>> x, y
-            (array([5., 6.]), array([7., 7., 8., 8.]))
-        """
-        return self._call_collective("all_gather_into_tensor_coalesced", (outputs, tensors), how)
-
-    def gather(
-        self, tensor: Array, outputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
-    ) -> Work:
-        """Copy rank i's tensor into outputs[i] on root; `outputs` is None on other ranks."""
-        return self._call_collective("gather", (tensor, outputs, root), how)
-
-    def scatter(
-        self, output: Array, inputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
-    ) -> Work:
-        """Copy root's inputs[i] into the output of rank i; `inputs` is None on other ranks."""
-        return self._call_collective("scatter", (output, inputs, root), how)
-
-    def reduce_scatter(
-        self, output: Array, inputs: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
-    ) -> Work:
-        """Fill rank i's output with the reduction of inputs[i] over all ranks."""
-        return self._call_collective("reduce_scatter", (output, inputs, op), how)
-
-    def reduce_scatter_tensor(
-        self,
-        output: Array,
-        tensor: Array,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        input_split_sizes: Sequence[int] | None = None,
-        **how: Unpack[How],
-    ) -> Work:
-        """Fill rank i's output with the reduction of the i-th part of `tensor` over all ranks.
-
-        `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
-        """
-        arguments = (output, tensor, op)
-        return self._call_collective("reduce_scatter_tensor", arguments, how, input_split_sizes)
-
-    def reduce_scatter_tensor_coalesced(
-        self,
-        outputs: Arrays,
-        tensors: Arrays,
-        op: ReduceOp = ReduceOp.SUM,
-        **how: Unpack[How],
-    ) -> Work:
-        """reduce_scatter_tensor of several tensors of one dtype, as one message.
-
-        Examples: On rank 1 of 2
-            >>> x, y = np.zeros(1), np.zeros(2)
-            >>> inputs = [np.arange(2.0), np.arange(4.0)]
-            >>> work = dist.group.WORLD.reduce_scatter_tensor_coalesced([x, y], inputs)
-            >>> x, y
-            (array([2.]), array([4., 6.]))
-        """
-        return self._call_collective("reduce_scatter_tensor_coalesced", (outputs, tensors, op), how)
-
-    def all_to_all(self, outputs: Arrays, inputs: Arrays, **how: Unpack[How]) -> Work:
-        """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
-        return self._call_collective("all_to_all", (outputs, inputs), how)
-
-    def all_to_all_single(
-        self,
-        output: Array,
-        tensor: Array,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        **how: Unpack[How],
-    ) -> Work:
-        """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
-        arguments = (output, tensor, output_split_sizes, input_split_sizes)
-        return self._call_collective("all_to_all_single", arguments, how)
-
-    def neighbor_all_to_all(
-        self, outputs: Arrays, inputs: Arrays, links: Links, **how: Unpack[How]
-    ) -> Work:
-        """Exchange arrays with neighbours; see `unisono.neighbor_all_to_all`."""
-        return self._call_collective("neighbor_all_to_all", (outputs, inputs, links), how)
-
-    def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Replace rank r's tensor by the reduction over ranks 0..r."""
-        return self._call_collective("scan", (tensor, op), how)
-
-    def exscan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own."""
-        return self._call_collective("exscan", (tensor, op), how)
-
-    def barrier(self, **how: Unpack[How]) -> Work:
-        """End on no rank before every rank has begun."""
-        return self._call_collective("barrier", (), how)
-
-    def agree(self, text: str, **how: Unpack[How]) -> None:
-        """Raise CollectiveMismatchError on all ranks unless all pass the same text; move no data.
-
-        On a broken group the call does nothing, so that the working ranks can make new groups.
-
-        Examples: On rank 1 of 2
-            >>> dist.group.WORLD.agree(f"version {rank}")
-            Traceback (most recent call last):
-            unisono.errors.CollectiveMismatchError: ...
-        """
-        if self.size() > 1 and next(iter(self.backends.values())).broken() is None:
-            self._call_collective("agree", (text,), how)
-
-    # ---- point to point -------------------------------------------------------------------
-
-    def send(self, tensor: Array, peer: int, tag: int = 0, **how: Unpack[How]) -> Work:
-        """Send to a rank; done when the tensor may be changed. `PROC_NULL`: send nothing."""
-        return self._call_kernel("send", (tensor, peer, tag), how)
-
-    def recv(
-        self, tensor: Array, peer: int | None = None, tag: int = 0, **how: Unpack[How]
-    ) -> Work:
-        """Receive from a rank, from any rank (None), or nothing (`PROC_NULL`)."""
-        if peer is None:
-            return self.recv_any_source(tensor, tag, **how)
-        return self._call_kernel("recv", (tensor, peer, tag), how)
-
-    def recv_any_source(self, tensor: Array, tag: int = 0, **how: Unpack[How]) -> Work:
-        """Receive from any rank; the work's `source_rank` is the sender.
-
-        Examples: On rank 0 of 2
-            >>> pg, x = dist.group.WORLD, np.array([rank])
-            >>> work = pg.send(x, 0) if rank == 1 else pg.recv_any_source(x)
-            >>> x, work.source_rank()
-            (array([1]), 1)
-        """
-        return self._call_kernel("recv_any_source", (tensor, tag), how)
-
-    def recv_array(self, peer: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
-        """Receive a message of any size and dtype; the work's `result()` is [its elements]."""
-        return self._call_kernel("recv_array", (peer, tag), how)
-
-    def probe(self, peer: int | None = None, tag: int = ANY_TAG, **how: Unpack[How]) -> Work:
-        """Wait for a message, and leave it there; the work's `result()` is [`MessageInfo`]."""
-        return self._call_kernel("probe", (peer, tag), how)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -502,92 +285,10 @@ class ProcessGroup(C10dNames):
         """Undo `take_guard`, which has returned `caller`."""
         self._part.guard.caller = caller
 
-    def _call_collective(
-        self, op: str, arguments: tuple[Any, ...], how: How, splits: Sequence[int] | None = None
-    ) -> Work:
-        """Make a collective call; refuse it while another thread is in a collective call."""
-        caller = self.take_guard(op)
-        try:
-            call = partial(self._call_kernel, op, arguments, how, splits)
-            name, wait = how.get("_label") or op, how.get("async_op") is not True
-            work: Work = self._part.begin(self, name, call, arguments, wait=wait)
-            return work
-        finally:
-            self.release_guard(caller)
-
     @property
     def plain_port(self) -> Any:
         """The port for plain messages; None if the calling thread is in a stream."""
         return self.port if explicit_stream() is None else None
-
-    def _call_kernel(
-        self, op: str, arguments: tuple[Any, ...], how: How, splits: Sequence[int] | None = None
-    ) -> Work:
-        """Check a call and run its kernel, or queue it behind the current stream."""
-        if not self.backends:
-            raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
-        try:
-            subject, arguments = CHECKS[op](self, *arguments)
-            options = self._options(op, splits, **how)
-            if op in PEER_AT and arguments[PEER_AT[op]] == PROC_NULL:
-                return Work(_no_message(op, arguments), op)
-            device = next(iter(self.backends)) if subject is None else device_of(subject)
-            kernel = dispatcher.kernel(op, device)
-            queue = self.stream_queue
-            if explicit_stream() is not None or (queue is not None and queue.waiting()):
-                begin = partial(kernel, self, device, *arguments)
-                return self._queue_behind_stream(op, device, begin, options)
-            pending = kernel(self, device, *arguments, options)
-        except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
-            error.name_call(how.get("_label") or op)
-            raise
-        if not options.async_op and pending.error is not None:
-            raise pending.error
-        return Work(pending, op, self)
-
-    def _queue_behind_stream(
-        self, op: str, device: str, begin: Callable[[CallOptions], Pending], options: CallOptions
-    ) -> Work:
-        """Make a call that begins when the current stream has done its earlier work."""
-        if self.stream_queue is None:
-            self.stream_queue = StreamQueue(self)
-            if self.calls is not None:
-                # From now on every call must check the queue, which C++ does not.
-                self.calls.close()
-            self.port = None
-        work = Work(self.stream_queue.add(op, device, begin, options), op, self)
-        self._part.is_queued = True
-        if not options.async_op:
-            # As in torch, these block the host; the result of a receive includes its sender.
-            on_host = op.startswith(("agree", "barrier", "probe", "recv"))
-            work.wait_on_host() if on_host else work.wait()
-        return work
-
-    def _options(
-        self,
-        op: str,
-        splits: Sequence[int] | None = None,
-        *,
-        async_op: Any = False,
-        timeout: Timeout | None = None,
-        algorithm: Any = None,
-        deterministic: Any = False,
-        _label: str | None = None,
-        _partial: bool = False,
-        **unknown: Any,
-    ) -> CallOptions:
-        if unknown:
-            check_keywords(op, _label or op.removesuffix("_any_source"), unknown)
-        if algorithm is not None and not isinstance(algorithm, str):
-            raise ArgumentTypeError(f"algorithm must be a name, got {algorithm!r}")
-        asynchronous, ordered = (
-            as_flag(async_op, "async_op"),
-            as_flag(deterministic, "deterministic"),
-        )
-        due = Deadline(self._timeout_s if timeout is None else timeout)
-        side = "output" if op == "all_gather_into_tensor" else "input"
-        sizes = as_splits(splits, f"{side}_split_sizes")
-        return CallOptions(asynchronous, due, algorithm, _label, ordered, sizes, _partial)
 
     def __repr__(self) -> str:
         if not self.backends:
@@ -601,21 +302,6 @@ class ProcessGroup(C10dNames):
         return f"<ProcessGroup '{self.name}' {' '.join(parts)}>"
 
 
-def _no_message(op: str, arguments: tuple[Any, ...]) -> Pending:
-    """Return the end of a message to or from `PROC_NULL`."""
-    outputs: dict[str, Any] = {
-        "recv_array": np.empty(0, np.uint8),
-        "probe": MessageInfo(PROC_NULL, ANY_TAG, None, 0, 0),
-    }
-    pending = Pending([outputs.get(op, arguments[0])], done=True)
-    if op != "send":
-        pending.source, pending.tag, pending.count = PROC_NULL, ANY_TAG, 0
-    return pending
-
-
 def group_timeout_s(timeout: Timeout | None) -> float:
     """Return the default time-out of a group's calls, in seconds."""
     return config.get_float("UNISONO_TIMEOUT") if timeout is None else to_seconds(timeout)
-
-
-add_c10d_methods(ProcessGroup)

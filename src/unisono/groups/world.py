@@ -30,7 +30,6 @@ from unisono.errors import (
 )
 from unisono.groups.ending import close_groups, close_open_groups, process_exit
 from unisono.groups.membership import Membership
-from unisono.groups.preparing import Preparing
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 
@@ -128,7 +127,7 @@ process_world = World()
 """The world of this process, unless `use` has installed another."""
 
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
-functions.set_world(_context_world, stream_variable, ProcessGroup, Preparing, Work)
+functions.set_world(_context_world, stream_variable, ProcessGroup, Work)
 
 
 def current() -> World:
