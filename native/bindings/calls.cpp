@@ -211,14 +211,11 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
   }
   const Job job = what.job(arrays, scratch_.data());
   Status status;
-  try {
+  {
     Unlocker unlocker(recorder_);
     if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
     status = job.runner->run(job.program, job.buffers, job.reduce, job.words.of_call(seq),
                              timeout_ns, &unlocker);
-  } catch (const std::bad_alloc&) {
-    // The other ranks are in this call, so it must not end here alone.
-    status = {Code::no_memory};
   }
   // Here, because Python would run the handlers before the first line of code that can handle an
   // exception of theirs.
