@@ -154,8 +154,8 @@ void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle
 // Marks its thread as being in a call, during its lifetime.
 class Calls::Inside {
  public:
-  explicit Inside(Calls& calls) : calls_(calls), before_(calls.caller_) {
-    calls_.caller_ = PyThread_get_thread_ident();
+  Inside(Calls& calls, unsigned long thread) : calls_(calls), before_(calls.caller_) {
+    calls_.caller_ = thread;
   }
   ~Inside() { calls_.caller_ = before_; }
   Inside(const Inside&) = delete;
@@ -179,10 +179,11 @@ void Calls::end_record(uint64_t record) {
 }
 
 bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
-  const uint64_t seq = queue_->take();
+  const uintptr_t thread = CallQueue::this_thread();
+  const uint64_t seq = queue_->take(thread);
   if (seq == 0) return false;
   const TakenTurn taken(*queue_);
-  const Inside inside(*this);
+  const Inside inside(*this, thread);
   const Prepared& prepared = *what.prepared;
   // It keeps the call alive: a signal handler may make other calls, and one may take its place in
   // the cache. None of them runs here before this call has ended.
@@ -210,14 +211,11 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
   }
   const Job job = what.job(arrays, scratch_.data());
   Status status;
-  try {
+  {
     Unlocker unlocker(recorder_);
     if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
     status = job.runner->run(job.program, job.buffers, job.reduce, job.words.of_call(seq),
                              timeout_ns, &unlocker);
-  } catch (const std::bad_alloc&) {
-    // The other ranks are in this call, so it must not end here alone.
-    status = {Code::no_memory};
   }
   // Here, because Python would run the handlers before the first line of code that can handle an
   // exception of theirs.
@@ -227,7 +225,7 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
 }
 
 nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
-  const Inside inside(*this);
+  const Inside inside(*this, PyThread_get_thread_ident());
   const nb::object call = what.call;
   return queues_(call, arrays.input.owner(), arrays.output.owner());
 }

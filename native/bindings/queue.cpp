@@ -87,7 +87,8 @@ void bind_queue(nb::module_& m) {
   queue.attr("FAILED") = static_cast<int>(CallQueue::kFailed);
   queue.attr("ENDED") = static_cast<int>(CallQueue::kEnded);
   queue.def(nb::init<>())
-    .def("take", &CallQueue::take, "Take the turn and return the next number; 0 if it is not free.")
+    .def("take", nb::overload_cast<>(&CallQueue::take),
+         "Take the turn and return the next number; 0 if it is not free.")
     .def("give", &CallQueue::give, "Give the turn back.")
     .def("is_free", &CallQueue::is_free)
     .def("is_mine", &CallQueue::is_mine, "Whether the calling thread has the turn.")

@@ -99,7 +99,8 @@ class Runner {
 
   // Agree on `words` (fingerprint 0: the ranks have agreed already), then run a program. Before all
   // ranks agree, no buffer is written. If the ranks' words `even` differ, the run ends with
-  // Code::uneven and writes nothing.
+  // Code::uneven and writes nothing. Without memory it ends with Code::no_memory and throws nothing,
+  // because the other ranks are in this run.
   virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                      AgreementWords words, int64_t timeout_ns, Idler* idler = nullptr) = 0;
 

@@ -41,12 +41,15 @@ struct Job {
 // read-modify-write operation. The server, a thread that runs queued jobs, needs no such lock.
 class CallQueue {
  public:
-  // Take the turn and return the next number, or 0 if the turn is not free.
-  uint64_t take() {
+  static uintptr_t this_thread() { return static_cast<uintptr_t>(pthread_self()); }
+  // Take the turn for the calling thread, whose identity the caller knows, and return the next
+  // number, or 0 if the turn is not free.
+  uint64_t take(uintptr_t thread) {
     if (!is_free()) return 0;
-    owner_.store(this_thread(), std::memory_order_relaxed);
+    owner_.store(thread, std::memory_order_relaxed);
     return ++seq_;
   }
+  uint64_t take() { return take(this_thread()); }
   // Whether the calling thread has the turn: it is in a signal handler then.
   bool is_mine() const { return owner_.load(std::memory_order_relaxed) == this_thread(); }
   void give() {
@@ -103,7 +106,6 @@ class CallQueue {
   uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
 
  private:
-  static uintptr_t this_thread() { return static_cast<uintptr_t>(pthread_self()); }
   Job* next();
   void end(uint64_t seq);
   void ring();
