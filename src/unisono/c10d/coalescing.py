@@ -77,7 +77,7 @@ def coalescing_manager(
         InvalidArgumentError: Two kinds in one block, or a block inside another.
     """
     pg = require_group(group)
-    recorder = _Recorder()
+    recorder, since = _Recorder(), pg.place()
     if any(name in vars(pg) for name in _KINDS):
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
     # An attribute of the object hides the method of its class, so calls outside of blocks need no
@@ -90,7 +90,8 @@ def coalescing_manager(
         batches = list(recorder.batches())
     except BaseException as error:
         batches = []
-        _leave(pg, error, async_ops)
+        if not pg.is_known_to_all(error, since):
+            _leave(pg, error, async_ops)
         raise
     finally:
         pg.calls = calls
@@ -104,8 +105,6 @@ def coalescing_manager(
 
 def _leave(pg: ProcessGroup, error: BaseException, async_ops: bool) -> None:
     """Refuse the call of a block that an exception has left."""
-    if pg.is_known_to_all(error):
-        return
     if async_ops:
         # The other ranks may make several calls before they learn of the first.
         if pg.size() > 1:

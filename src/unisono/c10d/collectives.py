@@ -31,10 +31,11 @@ def _call(name: str, group: Group, async_op: bool, /, *arguments: Any, **how: An
     """Call a method of the group; return its work if `async_op`."""
     if (pg := member_group(group, name, stacklevel=4)) is None:
         return None
+    since = pg.place()
     try:
         work: Work = getattr(pg, name)(*arguments, async_op=async_op, **how)
     except TypeError as error:
-        if not isinstance(error, UsageError) and not pg.is_known_to_all(error):
+        if not isinstance(error, UsageError) and not pg.is_known_to_all(error, since):
             # The method has parameters that the function has not, such as `root`.
             with reporting_bad_arguments(pg, name):
                 check_keywords(name, name, how)

@@ -33,7 +33,7 @@ from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
-from unisono.groups.participation import number_of
+from unisono.groups.participation import Place, number_of
 from unisono.groups.stream_queue import P2P
 from unisono.groups.work import Work
 from unisono.stores import Store
@@ -128,7 +128,8 @@ class C10dNames:
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
     refuse: Callable[..., None]
-    is_known_to_all: Callable[[BaseException], bool]
+    place: Callable[[], Place]
+    is_known_to_all: Callable[[BaseException, Place], bool]
     take_guard: Callable[[str], int]
     release_guard: Callable[[int], None]
 
@@ -301,10 +302,11 @@ def call_c10d_form(
 @contextlib.contextmanager
 def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> Iterator[None]:
     """Report an error of the arguments to the other ranks if the call is a collective."""
+    since = group.place()
     try:
         yield
     except BaseException as error:
-        if schema.name not in P2P and not group.is_known_to_all(error):
+        if schema.name not in P2P and not group.is_known_to_all(error, since):
             caller = group.take_guard(schema.name)
             try:
                 group.refuse(schema.name, error, arguments)

@@ -48,7 +48,7 @@ from unisono.groups.ending import (
 )
 from unisono.groups.keywords import How, check_keywords
 from unisono.groups.operations import CHECKS, PEER_AT
-from unisono.groups.participation import Participation
+from unisono.groups.participation import Participation, Place
 from unisono.groups.stream_queue import StreamQueue
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
@@ -486,9 +486,18 @@ class ProcessGroup(C10dNames):
             error.name_call(op)
         self._part.refuse(self, op, error, arguments, wait=how.get("async_op") is not True)
 
-    def is_known_to_all(self, error: BaseException) -> bool:
-        """Return whether the other ranks have this error, or a report of it, in this call."""
-        return self._part.is_known_to_all(self, error)
+    def place(self) -> Place:
+        """Return this rank's place in the order of calls, for `is_known_to_all`."""
+        return self._part.place(self)
+
+    def is_known_to_all(self, error: BaseException, since: Place) -> bool:
+        """Return whether the other ranks have this error, or a report of it, in this block.
+
+        Args:
+            error: What ends the block.
+            since: The place at which the block began.
+        """
+        return self._part.is_known_to_all(self, error, since)
 
     def take_guard(self, op: str) -> int:
         """Refuse other threads' collective calls until `release_guard`, which takes the result.
