@@ -461,6 +461,8 @@ class ProcessGroup(C10dNames):
             return IN_CALL
         if any(each.runs_here() for each in backends) or (streams and streams.runs_here()):
             return "in a callback of one of its calls"
+        if streams and streams.waits_for_this_thread():
+            return "in a function of a stream for which its calls wait"
         return self._ending.reason_to_cancel()
 
     def is_in_call(self) -> bool:
