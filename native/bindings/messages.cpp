@@ -166,12 +166,12 @@ void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint
   messages.deliver(source, {context, tag, bytes.nbytes(), info}, bytes.data());
 }
 
-void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> stuck) {
+void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool, uint64_t)> stuck) {
   messages.callbacks().stuck = [stuck = std::move(stuck)](const std::vector<int>& ranks,
-                                                          bool sends) {
+                                                          bool sends, uint64_t context) {
     nb::gil_scoped_acquire locked;
     try {
-      stuck(ranks, sends);
+      stuck(ranks, sends, context);
     } catch (nb::python_error& error) {
       unisono::callback_raised(error, "a wait for a message");
     }

@@ -119,6 +119,7 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
   const int64_t deadline_ns = now_ns() + timeout_ns;
   int64_t look_ns = now_ns() + kSliceNs;
   int64_t report_ns = look_ns;
+  uint64_t context = 0;
   while (true) {
     bells().sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool is_counted = true;
@@ -167,7 +168,11 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
     report_ns = now + kStuckNs;
     const std::vector<int> ranks = peers_.awaited_ranks(lock, op);
     lock.unlock();
-    callbacks.stuck(ranks, op == nullptr || op->is_send);
+    callbacks.stuck(ranks, op == nullptr || op->is_send, context);
+    // Not before the second report, because the rank may only be late.
+    if (op != nullptr && !op->is_send && is_of_program(op->envelope.tag)) {
+      context = op->envelope.context;
+    }
   }
 }
 

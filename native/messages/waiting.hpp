@@ -18,8 +18,9 @@ namespace unisono {
 
 // Functions that are called without the lock.
 struct Callbacks {
-  // A long wait calls it: (peers waited for, whether a ring is full).
-  std::function<void(const std::vector<int>&, bool)> stuck;
+  // A long wait calls it: (peers waited for, whether a ring is full, the context of a run that has
+  // waited for a second, else 0).
+  std::function<void(const std::vector<int>&, bool, uint64_t)> stuck;
   // A wait calls it at intervals; true ends the wait. It detects Ctrl-C.
   std::function<bool()> poll;
   // A wire to a rank is needed or has ended.

@@ -60,6 +60,17 @@ def test_libraries_get_the_name_that_the_user_wants(told, world):
     assert dist.new_group([0], backend="gloo").name() == "gloo"
 
 
+@pytest.mark.parametrize("backend", ["", "cpu:", "cpu:X,cuda:"])
+def test_a_library_gets_what_it_would_get_of_gloo(backend, told):
+    got = []
+    for name in ("gloo", "unisono"):
+        config = f"{backend}{name}".replace("X", name)
+        dist.init_process_group(config, store=dist.HashStore(), rank=0, world_size=1)
+        got.append(dist.get_backend())
+        dist.destroy_process_group()
+    assert got[0] == got[1]
+
+
 @pytest.mark.parametrize("world", [{}], indirect=True)
 def test_without_the_variable_the_name_is_true(world):
     assert [dist.get_backend(), world.name(), world._get_backend(CPU).name()] == ["unisono"] * 3

@@ -258,6 +258,76 @@ def test_each_of_several_refused_calls_in_a_row_counts(rank):
     check_usable()
 
 
+class HostileRoot:
+    """A rank of which every use raises an error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __index__(self):
+        raise self.error
+
+
+def in_block(block, error):
+    """Leave a block by an error, or end it if there is none."""
+    with block as made:
+        if error is not None:
+            raise error
+        if hasattr(made, "commit"):
+            made.commit()
+        elif not hasattr(made, "path"):
+            dist.all_reduce(f32())
+
+
+TWICE = {
+    "coalescing": lambda error: in_block(dist._coalescing_manager(), error),
+    "step": lambda error: in_block(dist.step(), error),
+    "file": lambda error: in_block(dist.open_file("/dev/shm/unisono-twice", "w"), error),
+    "root": lambda error: dist.broadcast(f32(), 0 if error is None else HostileRoot(error)),
+    "form": lambda error: finish(
+        dist.group.WORLD.allreduce([f32() if error is None else Hostile(error)])
+    ),
+    "array": lambda error: dist.all_reduce(f32() if error is None else Hostile(error)),
+    "serializer": lambda error: dist.all_gather_object(
+        objects(), 1, serializer=None if error is None else HostileSerializer(error)
+    ),
+}
+
+
+@pytest.mark.parametrize("block", TWICE)
+@pytest.mark.ranks(2, engine="both")
+def test_one_error_that_ends_several_calls_in_a_row_refuses_each(rank, block):
+    for error in (MemoryError("no memory"), TypeError("a type"), ArgumentTypeError("a type")):
+        for _ in range(3):
+            if rank == 1:
+                with same_kind(error):
+                    TWICE[block](error)
+            else:
+                with fails(CollectiveError, "rank 1"):
+                    TWICE[block](None)
+        check_usable()
+
+
+@pytest.mark.ranks(3, engine="both")
+def test_an_error_of_another_group_or_of_a_message_refuses_the_call_of_a_block(rank):
+    pair = dist.new_group([0, 1], timeout=0.2)
+
+    def message():
+        dist.recv(f32(), 2, timeout=0.01)
+
+    def other_group():
+        dist.barrier(pair)
+
+    for fails_here in (message, other_group):
+        if rank == 0:
+            with pytest.raises(CollectiveTimeoutError), dist._coalescing_manager():
+                fails_here()
+        else:
+            with fails(CollectiveMismatchError, "rank 0 called", "but refused it: "):
+                dist.all_reduce(f32())
+    check_usable()
+
+
 @contextmanager
 def stream_that_waits():
     """Make a stream the current one, whose calls begin after `gate.set()`."""

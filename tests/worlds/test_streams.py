@@ -14,6 +14,7 @@ from unisono.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
+    UsageError,
 )
 
 
@@ -287,6 +288,51 @@ def test_destroying_a_group_finishes_the_calls_that_wait(rank):
     assert work.is_success()
     assert x == 2.0
     compute.synchronize(60)
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_function_of_a_stream_cannot_wait_for_a_call_behind_it(rank):
+    """It ends at once, however it waits: by a work, by another call, or by the end of the group."""
+    world = dist.group.WORLD
+    ways = {
+        "work": lambda group, work: work.wait(),
+        "call": lambda group, work: group.barrier(),
+        "end": lambda group, work: group.close(),
+    }
+    for name, way in ways.items():
+        group, stream, works = dist.new_group(timeout=30), dist.Stream(name), []
+        made = threading.Event()
+
+        def function(way=way, group=group, works=works, made=made):
+            assert made.wait(60)
+            way(group, works[0])
+
+        with dist.stream(stream):
+            if rank == 0:
+                stream.submit(function)
+            works.append(group.all_reduce(np.ones(2), async_op=True))
+            made.set()
+            if name == "end":
+                error, text = (
+                    (ClosedError, "was destroyed before this all_reduce began")
+                    if rank == 0
+                    else (
+                        CollectiveAbortedError,
+                        "rank 0 closed group .* in a function of a stream",
+                    )
+                )
+            else:
+                error, text = (
+                    (UsageError, "would wait for itself")
+                    if rank == 0
+                    else (CollectiveAbortedError, "UsageError in the stream before all_reduce")
+                )
+            with pytest.raises(error, match=text):
+                works[0].wait_on_host()
+        if rank == 0 and name != "end":
+            with pytest.raises(UsageError, match="would wait for itself"):
+                stream.synchronize(60)
+    world.barrier()
 
 
 @pytest.mark.ranks(2, kind="both")

@@ -409,3 +409,51 @@ def test_backends_made_in_torchs_way(monkeypatch, extended):
         assert dist.get_backend() == "silent"
     finally:
         dist.destroy_process_group()
+
+
+def _call_a_group_that_rank_0_has_closed(rank, calls):
+    """Rank 1 must learn at once that rank 0 has closed the group; rank 2 goes on in it."""
+    group = dist.new_group([0, 1], timeout=20)
+    if rank < 2:
+        for _ in range(calls):
+            dist.barrier(group)
+    if rank == 0:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(PeerLostError, match=r"rank 0 was lost: it left: the group was closed"):
+            dist.all_reduce(np.ones(3), group=group)
+        with pytest.raises(PeerLostError):
+            dist.barrier(group)
+    check_usable()
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.ranks(3, engine="both", kind="both")
+def test_a_call_of_a_group_that_another_rank_has_closed_ends_at_once(rank, calls):
+    _call_a_group_that_rank_0_has_closed(rank, calls)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_call_between_hosts_of_a_group_that_another_rank_has_closed_ends(calls, monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "1")
+    run(_call_a_group_that_rank_0_has_closed, 3, args=(calls,))
+
+
+@pytest.mark.ranks(3, engine="both")
+def test_messages_go_on_in_a_group_that_another_rank_has_closed(rank):
+    group, x = dist.new_group(), np.full(3, float(rank))
+    dist.barrier(group)
+    if rank == 2:
+        dist.send(x, 0, group=group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 0:
+        dist.recv(x, 2, group=group)
+        assert (x == 2).all()
+        dist.send(x, 1, group=group)
+    elif rank == 1:
+        dist.recv(x, 0, group=group)
+        assert (x == 2).all()
+    check_usable()

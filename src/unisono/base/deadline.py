@@ -71,6 +71,10 @@ class Deadline:
         other._at = self._at - min(seconds, 0.8 * self.timeout_s)
         return other
 
+    def within(self, seconds: float) -> Deadline:
+        """Return a deadline that is in so many seconds, or this one if it comes first."""
+        return Deadline(min(seconds, self.remaining()))
+
     def remaining(self) -> float:
         """Return the seconds left, never negative."""
         return max(0.0, self._at - time.monotonic())

@@ -48,11 +48,12 @@ def reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
 
     The block checks the arguments of a collective call, and makes no call itself.
     """
+    since = group.place()
     try:
         yield
     except BaseException as error:
         # Unless a block inside this block has reported it.
-        if not group.is_known_to_all(error):
+        if not group.is_known_to_all(error, since):
             group.refuse(call, error)
         raise
 

@@ -78,7 +78,7 @@ def coalescing_manager(
     pg = require_group(group)
     if pg.block is not None:
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
-    recorder, manager = _Recorder(), CoalescingManager()
+    recorder, manager, since = _Recorder(), CoalescingManager(), pg.place()
     # Without `calls` the C++ engine runs no call of the group.
     calls, pg.calls, pg.block = pg.calls, None, recorder
     try:
@@ -86,7 +86,8 @@ def coalescing_manager(
         batches = list(recorder.batches())
     except BaseException as error:
         batches = []
-        _leave(pg, error, async_ops)
+        if not pg.is_known_to_all(error, since):
+            _leave(pg, error, async_ops)
         raise
     finally:
         pg.calls, pg.block = calls, None
@@ -98,8 +99,6 @@ def coalescing_manager(
 
 def _leave(pg: ProcessGroup, error: BaseException, async_ops: bool) -> None:
     """Refuse the call of a block that an exception has left."""
-    if pg.is_known_to_all(error):
-        return
     if async_ops:
         # The other ranks may make several calls before they learn of the first.
         if pg.size() > 1:

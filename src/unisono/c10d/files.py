@@ -179,6 +179,7 @@ class CollectiveFile:
             call.on_all(self._rename, f"cannot name {self.path}")
 
     def __enter__(self) -> Self:
+        self._since = self._group.place()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
@@ -187,7 +188,7 @@ class CollectiveFile:
             if error is None:
                 self.close()
                 complete = True
-            elif self._size is None and not self._group.is_known_to_all(error):
+            elif self._size is None and not self._group.is_known_to_all(error, self._since):
                 # The other ranks are in a later call of this file.
                 self._group.refuse("CollectiveFile.close", error)
         finally:

@@ -89,6 +89,7 @@ class Step:
         return answer == YES and not is_late
 
     def __enter__(self) -> Self:
+        self._since = self._group.place()
         return self
 
     def __exit__(
@@ -106,7 +107,7 @@ class Step:
             # torch's DistributedDataParallel raises a RuntimeError in place of the error of a call.
             what, context = broken[0], Context()
         else:
-            known = self._group.is_known_to_all(error)
+            known = self._group.is_known_to_all(error, self._since)
             if not known and not any(reasons):
                 # The other ranks are in a call of this step, and must not take one of the next.
                 self._group.refuse("step", error)

@@ -82,8 +82,10 @@ class Communicator:
             return "belongs to the parent of this fork"
         return "was destroyed" if self._closed else None
 
-    def close(self) -> None:
+    def close(self, finished: int = 0) -> None:
         """Release everything that the transport holds for this group, and the transport.
+
+        Ranks that wait for this rank in a call after `finished`, its last one, get an error.
 
         A second call does nothing, because the transport may have other users. In the child of a
         fork it does nothing, because a lock that another thread held at the fork stays locked.
@@ -91,7 +93,7 @@ class Communicator:
         if self.closed() is None:
             self._closed = True
             why = f"group '{self.name}' was destroyed before this call ended"
-            self.transport.forget(self.context, ClosedError(why))
+            self.transport.forget(self.context, ClosedError(why), finished)
             self.transport.close()
 
 

@@ -31,7 +31,7 @@ from unisono.errors import (
 )
 from unisono.transports import Cancelled, LinkDown, MessageMismatch
 from unisono.transports.control import Question
-from unisono.transports.messages import ANY_TAG, CallStatus, Failure, Unreached
+from unisono.transports.messages import ANY_TAG, CLOSED, CallStatus, Failure, Unreached
 
 LATE_S = 2.0
 """How long before its deadline a waiting call asks the other ranks for their last call.
@@ -76,7 +76,7 @@ _GONE: dict[int, str] = {}
 if _engine is not None:
     _GONE |= {
         _engine.LOST: "its process ended",
-        _engine.LEFT: "it left: the group was closed",
+        _engine.LEFT: CLOSED,
         _engine.UNREACHABLE: "it cannot be reached",
     }
 

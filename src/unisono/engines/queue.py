@@ -273,7 +273,7 @@ class OrderedEngine(Engine):
             return
         self._cancel("while a call ran")
         self._worker.join(_CLOSE_S)
-        self.comm.close()
+        self.comm.close(self.finished())
 
     def _require_open(self, call: Call) -> None:
         closed = self.comm.closed() or ("was destroyed" if self._closed else None)

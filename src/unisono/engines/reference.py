@@ -36,6 +36,8 @@ Array = np.ndarray[Any, Any]
 _AGREEMENT = struct.Struct("<QQ")
 # How long ranks that disagree wait for each other's texts. All of them are in this call.
 _EXPLAIN_S = 1.0
+# How often a call that waits for a rank asks whether that rank has closed the group.
+_LOOK_S = 1.0
 
 
 class ReferenceEngine(OrderedEngine):
@@ -255,7 +257,11 @@ class Run:
             self._wait(transfer)
 
     def _wait(self, transfer: Transfer) -> None:
-        if not transfer.wait_until(self._late):
+        while not transfer.wait_until(self._late.within(_LOOK_S)) and self._late.remaining():
+            if transfer.peer is not None:
+                # It may have closed the group before this call.
+                self._comm.transport.ask_for_end(self._comm.context, transfer.peer)
+        if not transfer.done():
             if self._asked is None:
                 comm = self._comm
                 self._asked = comm.transport.inquire(comm.context, 0, comm.others, places=True)

@@ -30,7 +30,7 @@ from typing import Any
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.groups.participation import number_of
+from unisono.groups.participation import Place, number_of
 from unisono.groups.stream_queue import P2P
 from unisono.groups.table import OpSchema
 from unisono.groups.work import Work
@@ -126,7 +126,8 @@ class C10dNames:
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
     refuse: Callable[..., None]
-    is_known_to_all: Callable[[BaseException], bool]
+    place: Callable[[], Place]
+    is_known_to_all: Callable[[BaseException, Place], bool]
     take_guard: Callable[[str], int]
     release_guard: Callable[[int], None]
 
@@ -283,10 +284,11 @@ def call_c10d_form(
 @contextlib.contextmanager
 def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> Iterator[None]:
     """Report an error of the arguments to the other ranks if the call is a collective."""
+    since = group.place()
     try:
         yield
     except BaseException as error:
-        if schema.name not in P2P and not group.is_known_to_all(error):
+        if schema.name not in P2P and not group.is_known_to_all(error, since):
             caller = group.take_guard(schema.name)
             try:
                 group.refuse(schema.name, error, arguments)

@@ -22,8 +22,14 @@ from unisono.groups.dispatch import backend_of
 from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.protocols import GroupView
 
-# In the dictionary of an error: the group that has refused its call, and the number of that call.
+# In the dictionary of an error: the group that has refused its call, and its place after that.
 _REFUSED = "_unisono_refused"
+
+_MESSAGES = ("send", "recv", "isend", "irecv", "probe", "batch_isend")
+"""How the names of the calls begin in which not all ranks take part."""
+
+Place = tuple[int, int]
+"""A place in the order of a group's calls; a later place is larger."""
 
 
 class Participation:
@@ -41,6 +47,8 @@ class Participation:
         self.is_queued = False
         # The call in which this rank could not even refuse.
         self._missed = ""
+        # Number of refusals that were left to the stream queue.
+        self._late = 0
         # Marks the errors of calls that were refused in this group.
         self._mark = object()
 
@@ -76,11 +84,9 @@ class Participation:
             if self._missed:
                 group.abort(f"{self._missed} ended before it began, and could not be refused,")
             return call()
-        except CommunicationError:
-            # The other ranks raise it as well, or the group is broken.
-            raise
         except BaseException as error:
-            if not self.is_queued and made in (None, number_of(group.backends)):
+            has_part = self.is_queued or made not in (None, number_of(group.backends))
+            if not has_part and not _is_broken(group):
                 self.refuse(group, op, error, arguments, wait=wait)
             raise
 
@@ -127,18 +133,27 @@ class Participation:
             raise
         self._settle(group, error, is_late=is_late)
 
-    def is_known_to_all(self, group: GroupView, error: BaseException) -> bool:
-        """Whether the other ranks have `error`, or the refusal because of it in the last call."""
-        if isinstance(error, CommunicationError):
+    def place(self, group: GroupView) -> Place:
+        """Return how many calls of the group this rank has made or refused."""
+        return number_of(group.backends), self._late
+
+    def is_known_to_all(self, group: GroupView, error: BaseException, since: Place) -> bool:
+        """Return as `ProcessGroup.is_known_to_all`."""
+        if _is_broken(group):
             return True
-        # The identity of the error would not do: the next error may have that of a dead one.
-        mark, number = vars(error).get(_REFUSED, (None, 0))
-        return mark is self._mark and number in (None, number_of(group.backends))
+        context = error.context if isinstance(error, CommunicationError) else None
+        if context is not None and context.group == group.name:
+            # A message concerns two ranks only.
+            is_message = (context.op or "").startswith(_MESSAGES)
+            return not is_message and (context.seq is None or context.seq > since[0])
+        # The identity of the error would not do: the next error may have that of a dead one. The
+        # mark alone would not do: the program may raise the same error in two blocks.
+        mark, place, is_late = vars(error).get(_REFUSED, (None, since, False))
+        return mark is self._mark and place > since and (is_late or place == self.place(group))
 
     def _settle(self, group: GroupView, error: BaseException, *, is_late: bool) -> None:
-        # The number of a refusal that waits for the stream queue is not known.
-        number = None if is_late else number_of(group.backends)
-        vars(error)[_REFUSED] = self._mark, number
+        self._late += is_late
+        vars(error)[_REFUSED] = self._mark, self.place(group), is_late
         if isinstance(error, UsageError):
             error.told = True
 
@@ -149,6 +164,11 @@ def number_of(backends: Mapping[str, DeviceBackend]) -> int:
     for backend in backends.values():
         number = max(number, backend.last_number())
     return number
+
+
+def _is_broken(group: GroupView) -> bool:
+    """Whether the group takes no more calls, so that the other ranks have the reason."""
+    return any(backend.broken() for backend in group.backends.values())
 
 
 def _described(op: str, error: BaseException) -> str:

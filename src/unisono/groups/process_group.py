@@ -36,7 +36,7 @@ from unisono.groups.ending import (
     waits_here,
 )
 from unisono.groups.operations import Operations
-from unisono.groups.participation import Participation
+from unisono.groups.participation import Participation, Place
 from unisono.stores import PrefixStore, Store
 
 
@@ -244,6 +244,8 @@ class ProcessGroup(Operations, C10dNames):
             return IN_CALL
         if any(each.runs_here() for each in backends) or (streams and streams.runs_here()):
             return "in a callback of one of its calls"
+        if streams and streams.waits_for_this_thread():
+            return "in a function of a stream for which its calls wait"
         return self._ending.reason_to_cancel()
 
     def is_in_call(self) -> bool:
@@ -269,9 +271,18 @@ class ProcessGroup(Operations, C10dNames):
             error.name_call(op)
         self._part.refuse(self, op, error, arguments, wait=how.get("async_op") is not True)
 
-    def is_known_to_all(self, error: BaseException) -> bool:
-        """Return whether the other ranks have this error, or a report of it, in this call."""
-        return self._part.is_known_to_all(self, error)
+    def place(self) -> Place:
+        """Return this rank's place in the order of calls, for `is_known_to_all`."""
+        return self._part.place(self)
+
+    def is_known_to_all(self, error: BaseException, since: Place) -> bool:
+        """Return whether the other ranks have this error, or a report of it, in this block.
+
+        Args:
+            error: What ends the block.
+            since: The place at which the block began.
+        """
+        return self._part.is_known_to_all(self, error, since)
 
     def take_guard(self, op: str) -> int:
         """Refuse other threads' collective calls until `release_guard`, which takes the result.

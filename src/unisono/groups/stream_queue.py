@@ -18,7 +18,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.streams import Stream, current_stream
 from unisono.base.text import shown
-from unisono.errors import ClosedError, CollectiveTimeoutError, Context
+from unisono.errors import ClosedError, CollectiveTimeoutError, Context, UsageError
 from unisono.groups.participation import number_of
 from unisono.groups.protocols import GroupView
 
@@ -31,12 +31,16 @@ class StreamCall(Pending):
 
     Attributes:
         gate: Done when the call may begin. It has an error if the call will never begin.
+        stream: Does the earlier work.
     """
 
-    __slots__ = ("_begun", "_real", "gate")
+    __slots__ = ("_begun", "_real", "gate", "stream")
 
-    def __init__(self, deadline: Deadline, runs_here: Callable[[], bool]) -> None:
-        super().__init__((), deadline, runs_here)
+    def __init__(
+        self, deadline: Deadline, runs_here: Callable[[StreamCall], bool], stream: Stream
+    ) -> None:
+        super().__init__((), deadline, lambda: runs_here(self))
+        self.stream = stream
         self.gate = Completion()
         self._begun = Completion()
         self._real: Pending | None = None
@@ -105,12 +109,22 @@ class StreamQueue:
         """
         backend = self._group.backends.get(device)
 
-        def runs_here() -> bool:
-            return self._stream.runs_here() or (backend is not None and backend.runs_here())
+        def runs_here(call: StreamCall) -> bool:
+            here = self._stream.runs_here() or self.waits_for_this_thread(call)
+            return here or (backend is not None and backend.runs_here())
 
-        call = StreamCall(options.deadline, runs_here)
+        if not options.async_op and self.waits_for_this_thread():
+            error = UsageError(
+                f"{op} in group '{self._group.name}' would wait for itself: an earlier call waits "
+                "for the stream whose function makes this call",
+                hint="call it with async_op=True, or make it outside of that stream",
+            )
+            error.misplaced = True
+            raise error
+        stream = current_stream()
+        call = StreamCall(options.deadline, runs_here, stream)
         self._waiting.append(call)
-        current_stream().record_event().on_reached(call.gate.finish)
+        stream.record_event().on_reached(call.gate.finish)
         self._stream.submit(self._begin, call, op, begin, options)
         return call
 
@@ -126,6 +140,17 @@ class StreamQueue:
     def runs_here(self) -> bool:
         """Return whether the calling thread begins the calls."""
         return self._stream.runs_here()
+
+    def waits_for_this_thread(self, last: StreamCall | None = None) -> bool:
+        """Return whether the calling thread runs a stream for which a call waits.
+
+        Args:
+            last: Only this call and the calls before it; all calls if None.
+        """
+        waiting = list(self._waiting)
+        if last is not None:
+            waiting = waiting[: waiting.index(last) + 1] if last in waiting else []
+        return any(not each.gate.done() and each.stream.runs_here() for each in waiting)
 
     def drain(self) -> None:
         """Wait until all calls have begun, or have ended because their deadline has passed."""

@@ -79,7 +79,11 @@ def _store_by_pmi(
         store = TCPStore("::", port, is_master=True, timeout=timeout, wait_for_workers=False)
         own = [config.get("UNISONO_HOST"), *chosen_hosts()]
         hosts = [host for host in own if host] or reachable_hosts()
-        carry(fd, key, f"{store.port},{','.join(hosts)}", limit.remaining())
+        try:
+            carry(fd, key, f"{store.port},{','.join(hosts)}", limit.remaining())
+        except BaseException:
+            store.close()
+            raise
         return store
     text, *hosts = carry(fd, key, None, limit.remaining()).split(",")
     errors = []

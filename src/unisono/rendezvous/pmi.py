@@ -22,12 +22,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from unisono.base.host import reason_of
 from unisono.base.worker import Worker
 from unisono.errors import RendezvousError, UnisonoError
 from unisono.stores import Store
 
 _VARIABLES = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT")
 _LONGEST_VALUE = 4096
+_LONGEST_REFUSAL = 200
 _END = b"cmd=finalize_ack rc=0\n"
 
 # How long the end of the thread may take, which may be in a call to the store.
@@ -136,30 +138,57 @@ def carry(fd: int, key: str, value: str | None, timeout_s: float) -> str:
         timeout_s: Of each answer; the launcher answers when all ranks have asked.
 
     Raises:
-        RendezvousError: The launcher does not speak PMI-1, or a rank did not ask in time.
+        RendezvousError: The launcher refuses or speaks no PMI-1, or a rank did not ask in time.
     """
-    with socket.socket(fileno=os.dup(fd)) as link:
-        # The MPI library uses the same file, and expects its mode unchanged: no time-out is set.
-        def ask(request: str) -> str:
-            link.sendall(f"cmd={request}\n".encode())
-            reply = b""
-            while not reply.endswith(b"\n"):
-                ready = select.select([link], [], [], timeout_s)[0]
-                if not ready or not (part := link.recv(_LONGEST_VALUE, socket.MSG_DONTWAIT)):
-                    word = request.partition(" ")[0]
-                    raise RendezvousError(
-                        f"mpiexec did not answer {word!r} (PMI-1) within {timeout_s:g} s",
-                        hint="set MASTER_ADDR and MASTER_PORT for all processes",
-                    )
-                reply += part
-            return reply.decode().strip()
+    asked = "init"
+    try:
+        with _link(fd) as link:
+            _ask(link, "init pmi_version=1 pmi_subversion=1", "pmi_version", timeout_s)
+            asked = "get_my_kvsname"
+            name = _ask(link, asked, "kvsname", timeout_s)
+            if value is not None:
+                asked = "put"
+                _ask(link, f"put kvsname={name} key={key} value={value}", "cmd", timeout_s)
+            asked = "barrier_in"
+            _ask(link, asked, "cmd", timeout_s)
+            asked = "get"
+            return _ask(link, f"get kvsname={name} key={key}", "value", timeout_s)
+    except OSError as error:
+        raise _no_answer(f"cannot be asked {asked!r} (PMI-1): {reason_of(error)}") from error
 
-        ask("init pmi_version=1 pmi_subversion=1")
-        name = ask("get_my_kvsname").partition("kvsname=")[2].split()[0]
-        if value is not None:
-            ask(f"put kvsname={name} key={key} value={value}")
-        ask("barrier_in")
-        return ask(f"get kvsname={name} key={key}").partition(" value=")[2]
+
+def _link(fd: int) -> socket.socket:
+    """Return a socket of its own for a descriptor."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        # A child process that did not inherit the descriptor may have another file there.
+        os.close(copy)
+        raise
+
+
+def _ask(link: socket.socket, request: str, wanted: str, timeout_s: float) -> str:
+    """Return the word `wanted` of the reply to a request."""
+    asked, reply = f"{request.partition(' ')[0]!r} (PMI-1)", b""
+    # The MPI library uses the same file, and expects its mode unchanged: no time-out is set.
+    link.sendall(f"cmd={request}\n".encode())
+    while not reply.endswith(b"\n"):
+        ready = select.select([link], [], [], timeout_s)[0]
+        if not ready or not (part := link.recv(_LONGEST_VALUE, socket.MSG_DONTWAIT)):
+            raise _no_answer(f"did not answer {asked} within {timeout_s:g} s")
+        reply += part
+    text, _, value = reply.decode(errors="replace").strip().partition(" value=")
+    words = dict(word.partition("=")[::2] for word in text.split()) | {"value": value}
+    if words.get("rc", "0") != "0" or not words.get(wanted):
+        raise _no_answer(f"refused {asked}: {text[:_LONGEST_REFUSAL]!r}")
+    return words[wanted]
+
+
+def _no_answer(what: str) -> RendezvousError:
+    return RendezvousError(
+        f"mpiexec {what}", hint="set MASTER_ADDR and MASTER_PORT for all processes"
+    )
 
 
 class PMIServer:

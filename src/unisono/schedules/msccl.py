@@ -23,7 +23,7 @@ from zlib import crc32
 
 import numpy as np
 
-from unisono.errors import InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule, copy
 
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
@@ -44,6 +44,9 @@ _KEPT, _PASSED = 1 << 30, 1 << 40
 # The largest number of chunks, so that a short text cannot ask for all memory. It is also the
 # distance of the places of such sums and messages.
 _MOST = 1 << 16
+# The largest number of chunks that all steps move together, because each chunk is looked at. More
+# take minutes.
+_MOST_MOVED = 1 << 22
 # Steps of a deadlock that its error names.
 _MOST_NAMED = 6
 
@@ -145,10 +148,13 @@ def from_msccl(text: str) -> Schedule:
     messages of a connection; here there is no limit.
 
     Raises:
+        ArgumentTypeError: The text is no text.
         InvalidArgumentError: The text is no such program, the collective is not all_reduce,
             all_gather, reduce_scatter or all_to_all, messages do not match, or steps wait for
             each other.
     """
+    if not isinstance(text, str):
+        raise ArgumentTypeError(f"MSCCL: the program must be a text, got {type(text).__name__}")
     try:
         algo = ElementTree.fromstring(text)
         p, chunks = int(algo.attrib["ngpus"]), int(algo.attrib["nchunksperloop"])
@@ -157,7 +163,9 @@ def from_msccl(text: str) -> Schedule:
         name = algo.attrib["coll"]
     except InvalidArgumentError:
         raise
-    except (ElementTree.ParseError, KeyError, ValueError) as error:
+    except KeyError as error:
+        raise _error(f"the text is no program: an element has no attribute {error}") from None
+    except (ElementTree.ParseError, ValueError) as error:
         raise _error(f"the text is no program: {type(error).__name__} {error}") from None
     if p != (gpus := len(algo.findall("gpu"))) or p < 1:
         raise _error(f"ngpus is {p}, but the program has {gpus} gpu elements")
@@ -174,6 +182,8 @@ def from_msccl(text: str) -> Schedule:
     named = [n for step in steps for n in (step.chunks, step.src[1], step.dst[1])]
     if chunks < 1 or min(named, default=0) < -1 or max(chunks, scratch, *named) > _MOST:
         raise _error(f"the program has no chunks, or a chunk or count is not 0 to {_MOST:,}")
+    if (moved := sum(step.chunks for step in steps)) > _MOST_MOVED:
+        raise _error(f"the steps move {moved:,} chunks, expected at most {_MOST_MOVED:,}")
     in_place = algo.get("inplace", "1") == "1" and collective != "all_to_all"
     placed = _Places(collective, p, chunks, scratch, in_place)
     order = _order(steps, partner)
@@ -229,6 +239,11 @@ def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_Step], dict[in
                 if kind in _RECEIVES:
                     taken[source, rank, channel].append(i)
         for i, place in waits:
+            if place not in index:
+                raise _error(
+                    f"step {steps[i].place[1]} of thread block {steps[i].place[0]} of rank {rank} "
+                    f"waits for step {place[1]} of thread block {place[0]}, which does not exist"
+                )
             steps[i].earlier.append(index[place])
     if {key: len(value) for key, value in sent.items()} != {
         key: len(value) for key, value in taken.items()

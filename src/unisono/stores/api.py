@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Self
@@ -210,9 +211,11 @@ def check_key(key: str | bytes) -> str:
 
     Raises:
         ArgumentTypeError: Neither text nor bytes.
-        InvalidArgumentError: Bytes that are not UTF-8.
+        InvalidArgumentError: Bytes that are not UTF-8, or a text that has no UTF-8.
     """
     if isinstance(key, str):
+        # A key that is no UTF-8 comes from other programs, and `list_keys` shows it so.
+        _encoded(key, "a store key", "surrogateescape")
         return key
     if not isinstance(key, bytes):
         raise ArgumentTypeError(
@@ -243,12 +246,56 @@ def check_value(value: Value) -> bytes:
 
     Raises:
         ArgumentTypeError: Neither text nor bytes.
+        InvalidArgumentError: A text that has no UTF-8.
     """
     if isinstance(value, str):
-        return value.encode()
+        return _encoded(value, "a store value")
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise ArgumentTypeError(f"a store value must be str or bytes, got {type(value).__name__}")
+
+
+def check_host(host: str) -> str:
+    """Return the name or address of a host.
+
+    Raises:
+        ArgumentTypeError: No text.
+        InvalidArgumentError: A text that no host can have, such as "a..b".
+    """
+    if not isinstance(host, str):
+        raise ArgumentTypeError(f"a host must be str, got {type(host).__name__}: {host!r}")
+    try:
+        # As the resolver of the socket module does.
+        if "\0" not in host and host.encode("idna") is not None:
+            return host
+    except UnicodeError:
+        pass
+    raise InvalidArgumentError(f"{host!r} cannot be the name of a host")
+
+
+def check_path(path: str | os.PathLike[str]) -> str:
+    """Return the text of a path.
+
+    Raises:
+        ArgumentTypeError: No path, or a path of bytes.
+        InvalidArgumentError: A text that no file can have as its name.
+    """
+    text = path.__fspath__() if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise ArgumentTypeError(f"a path must be str, got {type(path).__name__}: {path!r}")
+    try:
+        if b"\0" not in os.fsencode(text):
+            return text
+    except UnicodeEncodeError:
+        pass
+    raise InvalidArgumentError(f"{text!r} cannot be the path of a file")
+
+
+def _encoded(text: str, what: str, errors: str = "strict") -> bytes:
+    try:
+        return text.encode(errors=errors)
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{what} must be UTF-8, got {text!r}: {error}") from error
 
 
 def check_integer(amount: int, what: str) -> int:

@@ -157,6 +157,8 @@ def _check_keys(store: Store) -> None:
     store.barrier(as_bytes, 1)
     not_text: Any = b"\xff"
     _raises("get(b'\\xff')", InvalidArgumentError, lambda: store.get(not_text), "UTF-8")
+    _raises("get of a surrogate", InvalidArgumentError, lambda: store.get("\ud800"), "UTF-8")
+    _raises("set of one", InvalidArgumentError, lambda: store.set("k", "\ud800"), "UTF-8")
 
 
 def _check_append_and_multi(store: Store) -> None:

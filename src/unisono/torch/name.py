@@ -7,6 +7,7 @@ UNISONO_TORCH_NAME=gloo. Torch itself always gets the true name, because it make
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = ["NAME", "answer_libraries", "shown_name", "warn_of_libraries"]
 
 NAME = "unisono"
 _NAMES = (NAME, "gloo")
+_OWN = re.compile(rf"(?<![^:,]){NAME}(?![^:,])")
 
 # Module -> what it does with a name that it does not know, without a word.
 _SILENT = {
@@ -71,8 +73,9 @@ def answer_libraries() -> None:
 
     @functools.wraps(original)
     def get_backend(group: Any = None) -> str:
-        name = original(group)
-        return shown_name(1) if name == NAME else str(name)
+        # The name, or one for each device: "cpu:unisono,cuda:nccl".
+        name, shown = str(original(group)), shown_name(1)
+        return _OWN.sub(shown, name)
 
     get_backend.is_unisono = True  # type: ignore[attr-defined]
     for module in (torch_dist, c10d):

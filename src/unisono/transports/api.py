@@ -23,6 +23,7 @@ from unisono.errors import InvalidArgumentError
 from unisono.transports.control import CallLog, Failures, Question, Questions
 from unisono.transports.mailbox import MailboxMessages
 from unisono.transports.messages import (
+    CLOSED,
     LEFT,
     CallStatus,
     Failure,
@@ -142,6 +143,12 @@ class Transport(ABC):
             self._control(peer, 0, Kind.KNOCK, {})
 
     # ---- control plane --------------------------------------------------------------------
+
+    def ask_for_end(self, context: int, peer: int) -> None:
+        """Break a context here if a rank has closed it; its answer does this, later."""
+        if peer != self.rank and self.down(peer) is None:
+            # No question has this number.
+            self._control(peer, context, Kind.ASK, {"number": 0, "seq": 0, "places": False})
 
     def enter(self, context: int, seq: int, text: str) -> None:
         """Record that this rank has begun call `seq`; other ranks can ask for it."""
@@ -268,10 +275,14 @@ class Transport(ABC):
         """Call `callback` when this context breaks; at once if it is broken already."""
         self._failures.watch(context, callback)
 
-    def forget(self, context: int, error: BaseException) -> None:
-        """Release everything that a destroyed context holds; `error` ends its receives."""
+    def forget(self, context: int, error: BaseException, finished: int = 0) -> None:
+        """Release everything that a destroyed context holds; `error` ends its receives.
+
+        The other ranks can ask for its end. It fails their calls after `finished`.
+        """
         self.calls.forget(context)
-        self._failures.forget(context)
+        end = failure_of(LinkDown(self.rank, CLOSED), self.rank)
+        self._failures.forget(context, end.found_by(self.rank, finished))
         self.messages.forget(context, error)
 
     def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
@@ -464,7 +475,7 @@ class Transport(ABC):
 
     def _answer(self, context: int, seq: int, places: bool) -> dict[str, Any]:
         status = self.calls.find(context, seq)
-        failure = self._failures.get(context)
+        failure = self._failures.get(context) or self._failures.closed.get(context)
         return {
             "failure": None if failure is None else failure.words,
             "at": status.seq,

@@ -27,6 +27,10 @@ _MOST_CAUSES = 8
 # which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
 _HISTORY = 8
 
+# How many closed contexts a rank keeps. A job may make and close groups for weeks. If the rank has
+# forgotten a context, a call that waits for it there ends by its time-out.
+_MOST_CLOSED = 1000
+
 # Ranks that are asked why another rank has left.
 _MOST_ASKED = 8
 
@@ -249,10 +253,15 @@ class FirstCause:
 
 
 class Failures:
-    """Ranks that are gone, broken contexts, and the callbacks that wait for these."""
+    """Ranks that are gone, broken contexts, and the callbacks that wait for these.
+
+    Attributes:
+        closed: The ends of the contexts that this rank has closed, the last ones, by context.
+    """
 
     def __init__(self) -> None:
         self.first = FirstCause()
+        self.closed: dict[int, Failure] = {}
         self._lock = threading.RLock()
         self._down: dict[int, LinkDown] = {}
         self._reported: set[tuple[int, ...]] = set()
@@ -348,9 +357,12 @@ class Failures:
         if failure is not None:
             callback(failure)
 
-    def forget(self, context: int) -> None:
-        """Release the failure and the callback of a destroyed context."""
+    def forget(self, context: int, end: Failure) -> None:
+        """Release the failure and the callback of a destroyed context, and keep its end."""
         with self._lock:
+            self.closed[context] = self._failures.get(context, end)
+            if len(self.closed) > _MOST_CLOSED:
+                del self.closed[next(iter(self.closed))]
             self._failures.pop(context, None)
             self._deferred.pop(context, None)
             self._callbacks.pop(context, None)

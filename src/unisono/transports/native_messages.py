@@ -153,7 +153,7 @@ class NativeMessages(Messages):
         self.endpoint = f"{os.getpid()}:{fd}:{nonce.hex()}:{self._channels}"
         # Weak, because the collector sees no cycles through C++.
         stuck = weakref.WeakMethod(self._stuck)
-        self.native.set_stuck(lambda ranks, sends: (method := stuck()) and method(ranks, sends))
+        self.native.set_stuck(lambda *news: (method := stuck()) and method(*news))
         wire = weakref.WeakMethod(self._wire)
         self.native.set_wire(lambda *news: (method := wire()) and method(*news))
 
@@ -449,7 +449,7 @@ class NativeMessages(Messages):
                 return
             for outcome in outcomes:
                 self._end(outcome)
-            self._stuck(stuck, True)
+            self._stuck(stuck, True, 0)
 
     def _wire(self, rank: int, channel: int, ended: bool) -> None:
         assert self._links.wires is not None
@@ -458,11 +458,16 @@ class NativeMessages(Messages):
         else:
             self._links.wires.make(rank, channel)
 
-    def _stuck(self, ranks: list[int], sends: bool) -> None:
-        """Make sure that the end of these ranks is detected, and that they receive messages."""
+    def _stuck(self, ranks: list[int], sends: bool, context: int) -> None:
+        """Make sure that the end of these ranks is detected, and that they receive messages.
+
+        A collective call may have waited for a second; `context` is that of its group then.
+        """
         links = self._links
         for rank in ranks:
             if rank != links.rank:
                 links.notice_end(rank)
                 if sends:
                     links.knock(rank)
+                if context:
+                    links.ask_for_end(context, rank)

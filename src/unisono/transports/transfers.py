@@ -113,6 +113,9 @@ class Links(Protocol):
     def knock(self, peer: int) -> None:
         """Make a rank receive messages for which none of its threads waits."""
 
+    def ask_for_end(self, context: int, peer: int) -> None:
+        """Break a context here if a rank has closed it; its answer does this, later."""
+
 
 class Wires(Protocol):
     """Makes the connections whose sockets C++ takes over.

@@ -65,8 +65,8 @@ def test_a_signal_does_not_spoil_the_end(pair):
 
 
 def test_what_ends_programs_ends_a_wait_although_a_callback_raised_it(pair):
-    def stuck(ranks, sends):
-        assert (ranks, sends) == ([0], False)
+    def stuck(ranks, sends, context):
+        assert (ranks, sends, context) == ([0], False, 0)
         raise Ended
 
     pair[1].set_stuck(stuck)
@@ -79,7 +79,7 @@ def test_what_ends_programs_ends_a_wait_although_a_callback_raised_it(pair):
 def test_what_ends_programs_is_raised_after_a_wait_that_has_ended(pair):
     data, box = b"12345678", bytearray(8)
 
-    def stuck(ranks, sends):
+    def stuck(ranks, sends, context):
         pair[0].start_send(1, CONTEXT, TAG, INFO, data)
         raise Ended
 
@@ -100,7 +100,7 @@ def test_a_callback_that_fails_is_reported_and_the_wait_goes_on(pair, monkeypatc
     told, data = [], b"12345678"
     monkeypatch.setattr(sys, "unraisablehook", lambda said: told.append(said.exc_value))
 
-    def stuck(ranks, sends):
+    def stuck(ranks, sends, context):
         pair[0].start_send(1, CONTEXT, TAG, INFO, data)
         raise ValueError("spoilt")
 
@@ -125,7 +125,7 @@ def world():
 def test_a_message_that_came_as_its_wait_was_interrupted_has_ended(world):
     box = bytearray(8)
 
-    def stuck(ranks, sends):
+    def stuck(ranks, sends, context):
         world[0].send(1, KEY, memoryview(b"12345678"))
         raise Ended
 

@@ -175,3 +175,43 @@ def test_a_launcher_that_does_not_answer():
     with ours, theirs, pytest.raises(RendezvousError, match=line) as caught:
         carry(theirs.fileno(), "k", "v", 0.01)
     assert "MASTER_ADDR" in caught.value.hint
+
+
+# The launcher's answers in turn -> the line of the error
+REFUSALS = {
+    "init": (["cmd=response_to_init rc=-1"], r"refused 'init' \(PMI-1\): 'cmd=resp"),
+    "no text": (["", "x"], "refused 'init' .*: ''"),
+    "name": (["pmi_version=1", "cmd=my_kvsname rc=-1"], "refused 'get_my_kvsname' .*rc=-1'"),
+    "no name": (["pmi_version=1", "cmd=my_kvsname kvsname="], "refused 'get_my_kvsname'"),
+    "put": (["pmi_version=1", "kvsname=k", "cmd=put_result rc=-1 msg=full"], "refused 'put'.*full"),
+    "get": (["pmi_version=1", "kvsname=k", "cmd=x rc=0", "cmd=barrier_out", "cmd=get_result rc=-1"],
+        "refused 'get' "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_launcher_that_refuses(name):
+    replies, line = REFUSALS[name]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def serve():
+            with ours.makefile("r") as requests:
+                for _, reply in zip(requests, replies, strict=False):
+                    ours.sendall(f"{reply}\n".encode())
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(RendezvousError, match=f"^mpiexec {line}") as caught:
+            carry(theirs.fileno(), "k", "v", 30)
+        assert "MASTER_ADDR" in caught.value.hint
+        theirs.shutdown(socket.SHUT_RDWR)
+        server.join()
+
+
+def test_a_launcher_whose_descriptor_was_not_inherited(tmp_path):
+    line = r"^mpiexec cannot be asked 'init' \(PMI-1\): "
+    with open(tmp_path / "file", "w") as file, pytest.raises(RendezvousError, match=line):
+        carry(file.fileno(), "k", "v", 30)
+    with pytest.raises(RendezvousError, match=r"^mpiexec cannot be asked 'init' .*: Bad file des"):
+        carry(987_654, "k", "v", 30)

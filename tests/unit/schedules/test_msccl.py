@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.errors import InvalidArgumentError, ScheduleError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, ScheduleError
 from unisono.schedules import build, registry
 from unisono.schedules.cost import cost
 from unisono.schedules.layout import layout_for
@@ -302,7 +302,13 @@ def copies_in_a_circle(rank):
     ("text", "words"),
     [
         ("<algo", "the text is no program: ParseError"),
-        ("<algo/>", "the text is no program: KeyError"),
+        ("<algo/>", "the text is no program: an element has no attribute 'ngpus'"),
+        (
+            program(pairs)
+            .replace('depid="-1"', 'depid="7"', 1)
+            .replace('deps="-1"', 'deps="3"', 1),
+            "^MSCCL: step 0 of thread block 0 of rank 0 waits for step 3 of thread block 7, which",
+        ),
         (
             program(ring, "broadcast"),
             "the collective 'broadcast' is not supported .supported: allr",
@@ -341,6 +347,22 @@ def copies_in_a_circle(rank):
 def test_wrong_programs_are_refused(text, words):
     with pytest.raises(InvalidArgumentError, match=words):
         from_msccl(text)
+
+
+@pytest.mark.parametrize("text", [None, 7, b"<algo/>", ["<algo/>"]])
+def test_a_program_that_is_no_text_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match="the program must be a text, got "):
+        from_msccl(text)
+
+
+def test_a_program_that_moves_too_many_chunks_is_refused_at_once():
+    def long(rank):
+        yield -1, -1, ["cpy i 0 i 1 60000"] * 1_000
+
+    with pytest.raises(
+        InvalidArgumentError, match="steps move 180,000,000 chunks, expected at mos"
+    ):
+        from_msccl(program(long, chunks=60_001))
 
 
 def test_scratch_is_read_after_it_is_written():

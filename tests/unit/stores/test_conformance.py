@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import unisono as dist
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.testing.check_store import STORE_CHECKS, check_store
 
@@ -58,3 +60,21 @@ def test_suite_notices_a_wrong_store():
     for name in ("set", "delete_key", "queue_push"):
         with pytest.raises(AssertionError, match=f"{name} on a closed clone: got .*ClosedError"):
             check_store(WritesWhenClosed)
+
+
+@pytest.mark.parametrize("bad", ["a\0b", "\ud800", b"a", 5, None])
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "tcp"])
+def test_a_place_that_cannot_be_is_refused(bad, is_file):
+    with pytest.raises(
+        (InvalidArgumentError, ArgumentTypeError), match=r"must be str|cannot be the"
+    ):
+        dist.FileStore(bad) if is_file else dist.TCPStore(bad, 1, is_master=bad is not None)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 300, "a\0b", "\ud800"])
+def test_a_host_name_that_cannot_be_is_refused(host):
+    for is_master in (True, False):
+        with pytest.raises(InvalidArgumentError, match="cannot be the name of a host"):
+            dist.TCPStore(host, 1, is_master=is_master)
+    with pytest.raises(InvalidArgumentError, match="cannot be the name of a host"):
+        dist.init_process_group(init_method=f"tcp://{host}:1", rank=0, world_size=1)

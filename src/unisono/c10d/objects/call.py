@@ -51,6 +51,7 @@ class ObjectCall:
     def __enter__(self) -> ObjectCall:
         # All messages of a call have one tag, so the messages of two calls could be mixed up.
         self._caller = self._group.take_guard(self._name)
+        self._since = self._group.place()
         try:
             self.check(self.begin)
         except BaseException:
@@ -62,7 +63,7 @@ class ObjectCall:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._group.release_guard(self._caller)
         known = error is None or error is self._error or isinstance(error, UnisonoError)
-        if not known and error is not None and not self._group.is_known_to_all(error):
+        if not known and error is not None and not self._group.is_known_to_all(error, self._since):
             # The other ranks wait for a later part of this call.
             self._group.abort(f"{type(error).__name__} in {self._name}")
 

@@ -20,7 +20,7 @@ from unisono.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from unisono.stores.api import DEFAULT_TIMEOUT, check_integer, require_outside
+from unisono.stores.api import DEFAULT_TIMEOUT, check_integer, check_path, require_outside
 from unisono.stores.files.log import RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
@@ -77,7 +77,7 @@ class FileStore(TableStore):
         world_size = check_integer(world_size, "world_size")
         if world_size == 0 or world_size < -1:
             raise InvalidArgumentError(f"world_size of a FileStore cannot be {world_size}")
-        self.path = os.fspath(file_name)
+        self.path = check_path(file_name)
         self.world_size = world_size
         self._run_id = run_id.replace("\n", " ")
         self._state = _FileState(self.path, world_size, self._run_id, Deadline(timeout))

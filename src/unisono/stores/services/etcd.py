@@ -9,7 +9,7 @@ from typing import Any
 from unisono.base.deadline import Timeout
 from unisono.base.sockets import format_address
 from unisono.errors import InvalidArgumentError, StoreError
-from unisono.stores.api import DEFAULT_TIMEOUT, check_integer
+from unisono.stores.api import DEFAULT_TIMEOUT, check_host, check_integer
 from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
 
 DEFAULT_PORT = 2379
@@ -63,7 +63,9 @@ class EtcdStore(ServiceStore):
         super().__init__(prefix, timeout, world_size)
         if not endpoints:
             raise InvalidArgumentError("EtcdStore needs at least one endpoint")
-        self.endpoints = tuple((host, check_integer(port, "port")) for host, port in endpoints)
+        self.endpoints = tuple(
+            (check_host(host), check_integer(port, "port")) for host, port in endpoints
+        )
         self._secrets = {
             "protocol": protocol,
             "ca_cert": ca_cert,

@@ -8,7 +8,7 @@ from typing import Any
 from unisono.base.deadline import Timeout
 from unisono.base.sockets import format_address
 from unisono.errors import StoreError
-from unisono.stores.api import DEFAULT_TIMEOUT, check_integer
+from unisono.stores.api import DEFAULT_TIMEOUT, check_host, check_integer
 from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
 
 DEFAULT_PORT = 6379
@@ -66,7 +66,7 @@ class RedisStore(ServiceStore):
         **options: Any,
     ) -> None:
         super().__init__(prefix, timeout, world_size)
-        self.host, self.port = host, check_integer(port, "port")
+        self.host, self.port = check_host(host), check_integer(port, "port")
         self._options = options
         (redis,) = import_client("RedisStore", "redis", "redis", "redis")
         self._errors = redis.exceptions

@@ -25,6 +25,7 @@ from unisono.stores.api import (
     Store,
     Value,
     barrier_timeout,
+    check_host,
     check_integer,
     check_key,
     check_keys,
@@ -99,7 +100,7 @@ class TCPStore(Store):
         world_size = None if world_size is None else check_integer(world_size, "world_size")
         if world_size is not None and (world_size == 0 or world_size < -1):
             raise InvalidArgumentError(f"world_size of a TCPStore cannot be {world_size}")
-        self.host = host_name
+        self.host = host_name = check_host(host_name)
         self._use_libuv = use_libuv
         self._token = (config.get("UNISONO_TOKEN") if token is None else token).encode()
         self._server = (
