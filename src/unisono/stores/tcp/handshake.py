@@ -16,6 +16,11 @@ from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
 _OPENING = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING])
 
+TOKEN_HINT = (
+    "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process may use "
+    "the store, UNISONO_INSECURE=1 for the server's process"
+)
+
 _REASONS = {
     Answer.WRONG_TOKEN: (
         "it has another token than this client",
@@ -31,10 +36,14 @@ _REASONS = {
     ),
     Answer.LOCAL_ONLY: (
         "it has no token, and then serves only its own machine",
-        "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process "
-        "may use the store, UNISONO_INSECURE=1 for the server's process",
+        TOKEN_HINT,
     ),
 }
+
+
+def refused_text(address: str) -> str:
+    """Return what a server has done to a client on another machine, as the end of a sentence."""
+    return f"refused {address}, which is on another machine, because there is no token"
 
 
 def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadline) -> None:
@@ -64,7 +73,8 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
         raise StoreTimeoutError(
             f"connecting timed out: the store server at {address} accepted the connection but "
             f"did not answer within {deadline}",
-            hint="the process that runs the server is stopped or overloaded",
+            hint="another program has the port, or the process that runs the server is stopped or "
+            "overloaded",
         ) from error
     except OSError as error:
         if isinstance(error, HandshakeError):

@@ -1,0 +1,121 @@
+"""Names that come late, refused hosts, taken ports and NAT, on hosts that are namespaces."""
+
+import json
+import re
+
+import pytest
+
+from tests.faults.scripts import outcome, started
+from tests.faults.test_hosts import COMPUTES, PORT
+from tests.support import netns
+from tests.support.nodes import PATIENT, REDUCING, Job
+
+pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+
+# Of a pod's headless service: it appears when the pod is ready, for the others perhaps only.
+NAME = "train-0.workers"
+UNKNOWN = f"{NAME} does not resolve here"
+
+
+@pytest.fixture
+def pods():
+    """Two hosts, train-0 and train-1, which resolve their own names only."""
+    with netns.Network(2) as network:
+        for index, host in enumerate(network.hosts):
+            host.run("hostname", f"train-{index}")
+            publish(host, f"{host.v4} train-{index}")
+        yield network.hosts
+
+
+def publish(host, *lines):
+    host.run("sh", "-c", "cat > /etc/hosts", text="\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+
+def ended_well(processes):
+    for told, returncode, err in map(outcome, processes):
+        assert (told["kind"], returncode) == ("", 0), (told, err)
+
+
+# --- a name that comes late
+
+
+def test_rank_0_need_not_resolve_its_own_name(pods):
+    variables = {"MASTER_ADDR": NAME, "MASTER_PORT": str(PORT)}
+    with started([host.inside() for host in pods], COMPUTES, variables) as processes:
+        assert UNKNOWN in processes[0].stderr.readline()
+        publish(pods[1], f"{pods[0].v4} {NAME}")
+        ended_well(processes)
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_first_node_need_not_resolve_its_own_name(tmp_path, pods, backend):
+    """The endpoint begins with the name of the first host, which so serves it."""
+    with Job(tmp_path, REDUCING, pods) as job:
+        agents = []
+        for rank in range(2):
+            if backend == "static":
+                flags = ["--nnodes=2", f"--node-rank={rank}", f"--master-addr={NAME}"]
+                agents.append(job.start(*flags, f"--master-port={job.port}"))
+            else:
+                agents.append(job.node(endpoint=f"{NAME}:{job.port}", conf=PATIENT))
+        agents[0].told(UNKNOWN)
+        publish(pods[1], f"{pods[0].v4} {NAME}")
+        ups = [agent.next_ups(1)[0] for agent in agents]
+        assert [(up.node, up.world_size, up.total) for up in ups] == [(0, 2, 2), (1, 2, 2)]
+        job.stop()
+        assert [agent.ended() for agent in agents] == [0, 0]
+
+
+def test_node_serves_an_endpoint_whose_name_comes_late(tmp_path, pods):
+    quiet = {"unisono.rendezvous.endpoint._QUIET_S": 0.0}
+    with Job(tmp_path, REDUCING, pods) as job:
+        endpoint = f"other.name:{job.port}"
+        agents = [job.node(endpoint=endpoint, conf=PATIENT, patches=quiet) for _ in pods]
+        for agent in agents:
+            agent.told("no rendezvous at other.name")
+        for host in pods:
+            publish(host, f"{pods[0].v4} other.name")
+        ups = [agent.next_ups(1)[0] for agent in agents]
+        assert [(up.world_size, up.total) for up in ups] == [(2, 2), (2, 2)]
+        job.stop()
+        assert [agent.ended() for agent in agents] == [0, 0]
+
+
+# --- a host that is refused, because the job has no token
+
+# The hosts of these tests have a token of their own.
+NO_TOKEN = "os.environ['UNISONO_TOKEN'] = ''\n"
+WAITS = f"""
+{NO_TOKEN}
+def meet():
+    dist.init_process_group(timeout=90)
+tell(attempt(meet))
+sys.stdin.readline()
+"""
+
+
+def test_refused_host_ends_the_wait_of_all_ranks(pods):
+    for host in pods:
+        publish(host, f"{pods[0].v4} {NAME}")
+    variables = {"MASTER_ADDR": NAME, "MASTER_PORT": str(PORT)}
+    hosts = [pods[0], pods[0], pods[1]]
+    with started([host.inside() for host in hosts], WAITS, variables) as processes:
+        told = [json.loads(process.stdout.readline()) for process in processes]
+    for rank, caught in enumerate(told[:2]):
+        assert (caught["kind"], caught["peers"]) == ("RendezvousError", [2]), caught
+        line = rf"rank {rank} of 3 waits no longer for ranks 2: the store refused 10\.77\.0\.2:\d+,"
+        assert re.match(line, caught["text"]), caught
+        assert "set UNISONO_TOKEN to the same secret" in caught["text"]
+    assert told[2]["kind"] == "HandshakeError"
+    assert "set UNISONO_TOKEN to the same secret" in told[2]["text"]
+
+
+def test_refused_node_ends_the_wait_of_the_first_node(tmp_path, pods):
+    for host in pods:
+        publish(host, f"{pods[0].v4} {NAME}")
+    with Job(tmp_path, hosts=pods, UNISONO_TOKEN="") as job:
+        agents = [job.node(endpoint=f"{NAME}:{job.port}", conf=PATIENT) for _ in pods]
+        assert [agent.ended() for agent in agents] == [1, 1]
+    assert "the rendezvous store refused 10.77.0.2:" in agents[0].err
+    assert "1 of 2 nodes came (set UNISONO_TOKEN to the same secret" in agents[0].err
+    assert "does not let this client in" in agents[1].err
