@@ -1,7 +1,10 @@
 """Names that come late, refused hosts, taken ports and NAT, on hosts that are namespaces."""
 
+import contextlib
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -9,6 +12,8 @@ from tests.faults.scripts import outcome, started
 from tests.faults.test_hosts import COMPUTES, PORT
 from tests.support import netns
 from tests.support.nodes import PATIENT, REDUCING, Job
+from unisono.rendezvous.launchers import find_place
+from unisono.rendezvous.meeting import job_ports
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -119,3 +124,94 @@ def test_refused_node_ends_the_wait_of_the_first_node(tmp_path, pods):
     assert "the rendezvous store refused 10.77.0.2:" in agents[0].err
     assert "1 of 2 nodes came (set UNISONO_TOKEN to the same secret" in agents[0].err
     assert "does not let this client in" in agents[1].err
+
+
+# --- a place that ranks derive from Slurm's variables
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "train-[0-1]",
+}
+UNDER_SLURM = f"""
+del os.environ["RANK"], os.environ["WORLD_SIZE"]
+os.environ |= {SLURM} | {{"SLURM_PROCID": str(rank), "SLURMD_NODENAME": os.uname().nodename}}
+"""
+OTHERS = {
+    "a silent program": "client = listener.accept(); sys.stdin.read()",
+    "a program of another kind": """
+while True:
+    client, _ = listener.accept()
+    client.recv(1)
+    client.sendall(b"HTTP/1.1 400 Bad Request\\r\\n\\r\\n")
+    client.close()
+""",
+    "the store of another job": """
+listener.close()
+from unisono.stores import TCPStore
+store = TCPStore("::", int(sys.argv[1]), is_master=True)
+print("ready", flush=True)
+sys.stdin.read()
+""",
+}
+
+
+@pytest.fixture
+def by_name(pods):
+    """The two hosts, which resolve both names."""
+    for host in pods:
+        publish(host, *(f"{each.v4} train-{index}" for index, each in enumerate(pods)))
+    return pods
+
+
+@contextlib.contextmanager
+def occupied(host, port, script):
+    """Let another program have a port of a host."""
+    listens = "import socket, sys; listener = socket.create_server(('', int(sys.argv[1])))\n"
+    said = "" if "ready" in script else "print('ready', flush=True)\n"
+    command = host.inside(sys.executable, "-c", listens + said + script, str(port))
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_derived_port_that_another_program_has(by_name, other):
+    port = job_ports(find_place(SLURM | {"SLURM_PROCID": "0"}))[0]
+    hosts = [host.inside() for host in by_name]
+    with occupied(by_name[0], port, OTHERS[other]):
+        with started(hosts, UNDER_SLURM + COMPUTES, {}) as processes:
+            ended_well(processes)
+
+
+def test_rank_0_is_not_on_the_first_host_of_an_arbitrary_distribution(by_name):
+    script = UNDER_SLURM + "os.environ['SLURM_DISTRIBUTION'] = 'arbitrary'\n" + COMPUTES
+    # Rank 0 is on train-1, and the list is sorted.
+    hosts = [host.inside() for host in (*by_name[::-1], by_name[0])]
+    script = script.replace("'SLURM_STEP_NUM_TASKS': '2'", "'SLURM_STEP_NUM_TASKS': '3'")
+    with started(hosts, script, {}) as processes:
+        ended_well(processes)
+
+
+def test_all_derived_ports_are_taken(pods):
+    host = pods[0].inside()
+    # One port only, which the script itself has.
+    script = f"""
+import socket
+{UNDER_SLURM}
+os.environ["UNISONO_PORTS"] = "7000-7001"
+held = [socket.create_server(("", port)) for port in (7000, 7001)]
+tell(attempt(dist.init_process_group))
+"""
+    with started([host], script, {}) as [process]:
+        told, _, _ = outcome(process)
+    line = "rank 0 cannot listen on train-0: other programs have the ports 7000, 7001"
+    assert told["text"].startswith(line)
+    assert "MASTER_PORT" in told["text"]

@@ -121,6 +121,11 @@ def listen(host: str, port: int) -> list[socket.socket]:
     ) from failure
 
 
+def is_port_taken(error: StoreConnectionError) -> bool:
+    """Return whether `listen` failed because another program has the port."""
+    return getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
+
+
 def host_of(listener: socket.socket) -> str:
     """Return an address at which this machine reaches a server that listens here."""
     host = str(listener.getsockname()[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.network import chosen_hosts, published_hosts, reachable_hosts, served_host
-from unisono.base.sockets import is_loopback
+from unisono.base.sockets import is_loopback, is_port_taken
 from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.url import check_port
 from unisono.stores import Store, TCPStore
@@ -89,8 +88,8 @@ def own_address(host: str, *, serves: bool = False) -> str:
     """Return an address under which the nodes that meet at `host` reach this node; send nothing.
 
     UNISONO_PUBLISH has it, if it is set. If this process serves the store at `host`, or `host` is
-    this host, return `host`, which all nodes can resolve. Do not look it up here: if /etc/hosts maps
-    the machine's own name to 127.0.1.1, other nodes cannot use the result. If it is a loopback
+    this host, return `host`, which all nodes can resolve. Do not look it up here: if /etc/hosts
+    maps the machine's own name to 127.0.1.1, other nodes cannot use the result. If it is a loopback
     address or means any address, return an address of an interface, if there is one. Otherwise
     return the source address of packets to `host`.
 
@@ -169,8 +168,8 @@ def open_endpoint(
 
 
 def _cannot_host(error: StoreConnectionError) -> RendezvousError:
-    cause, hint = error.__cause__, error.hint
-    if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
+    hint = error.hint
+    if is_port_taken(error):
         hint = (
             "another agent here may have --node-rank 0, too; beside another job, choose another "
             "port (--master-port, --rdzv-endpoint) on all nodes"

@@ -66,7 +66,7 @@ def test_stores_take_the_first_ports_and_ranks_the_last(monkeypatch):
 
 def test_published_addresses_must_be_numeric(monkeypatch):
     monkeypatch.setenv("UNISONO_PUBLISH", "10.0.0.1, a.name")
-    with pytest.raises(InvalidArgumentError, match="UNISONO_PUBLISH: 'a.name' is not a numeric"):
+    with pytest.raises(InvalidArgumentError, match=r"UNISONO_PUBLISH: 'a\.name' is not a numeric"):
         address.own_hosts(None)
     monkeypatch.setenv("UNISONO_PUBLISH", "192.0.2.9")
     hosts = address.own_hosts("127.0.0.1")

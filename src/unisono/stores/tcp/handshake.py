@@ -16,6 +16,8 @@ from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
 _OPENING = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING])
 
+NOT_LET_IN = "does not let this client in"
+
 TOKEN_HINT = (
     "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process may use "
     "the store, UNISONO_INSECURE=1 for the server's process"
@@ -139,9 +141,7 @@ def _refused(address: str, code: int) -> NoReturn:
     if code not in list(_REASONS):
         _no_server(address)
     reason, hint = _REASONS[Answer(code)]
-    raise HandshakeError(
-        f"the store server at {address} does not let this client in: {reason}", hint=hint
-    )
+    raise HandshakeError(f"the store server at {address} {NOT_LET_IN}: {reason}", hint=hint)
 
 
 def _no_server(address: str) -> NoReturn:
