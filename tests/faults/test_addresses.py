@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import uuid
 
 import pytest
 
@@ -186,9 +187,9 @@ def occupied(host, port, script):
 def test_derived_port_that_another_program_has(by_name, other):
     port = job_ports(find_place(SLURM | {"SLURM_PROCID": "0"}))[0]
     hosts = [host.inside() for host in by_name]
-    with occupied(by_name[0], port, OTHERS[other]):
-        with started(hosts, UNDER_SLURM + COMPUTES, {}) as processes:
-            ended_well(processes)
+    foreign = occupied(by_name[0], port, OTHERS[other])
+    with foreign, started(hosts, UNDER_SLURM + COMPUTES, {}) as processes:
+        ended_well(processes)
 
 
 def test_rank_0_is_not_on_the_first_host_of_an_arbitrary_distribution(by_name):
@@ -215,3 +216,154 @@ tell(attempt(dist.init_process_group))
     line = "rank 0 cannot listen on train-0: other programs have the ports 7000, 7001"
     assert told["text"].startswith(line)
     assert "MASTER_PORT" in told["text"]
+
+
+# --- ports of a range, and addresses of a router
+
+LOW, HIGH = 7000, 7007
+INSIDE = "172.17.0.2"
+# As `docker -p 7000-7007:7000-7007` does without the kernel's help.
+FORWARDER = f"""
+import asyncio, sys
+async def copy(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+def forward(port):
+    async def served(reader, writer):
+        try:
+            there, back = await asyncio.open_connection("{INSIDE}", port)
+        except OSError:
+            return writer.close()
+        await asyncio.gather(copy(reader, back), copy(there, writer), return_exceptions=True)
+    return served
+async def main():
+    for port in range({LOW}, {HIGH} + 1):
+        await asyncio.start_server(forward(port), sys.argv[1], port)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def containers():
+    """Make two hosts with a container each, and a program that forwards some ports to it.
+
+    Both containers have the same address. Their own connections go out by another interface, in
+    place of the router's translation; ranks do not listen there (UNISONO_HOST).
+    """
+    with netns.Network(2) as network, contextlib.ExitStack() as stack:
+        made = []
+        for host in network.hosts:
+            inner = netns.Host(10 + host.index)
+            stack.callback(inner.close)
+            host.ip(f"link add veth0 type veth peer name eth0 netns {inner.pid}")
+            host.ip("address add 172.17.0.1/24 dev veth0", "link set veth0 up")
+            network._switch.ip(
+                f"link add port{inner.index} type veth peer name eth1 netns {inner.pid}",
+                f"link set port{inner.index} master sw up",
+            )
+            inner.ip(
+                "link set lo up",
+                f"address add {INSIDE}/24 dev eth0",
+                "link set eth0 up",
+                f"address add {inner.v4}/24 dev eth1",
+                "link set eth1 up",
+            )
+            inner.run("hostname", f"inside-{host.index}")
+            inner.put(f"127.0.0.1 localhost\n{INSIDE} inside-{host.index}\n", "/etc/hosts")
+            inner.put(f"{uuid.uuid4()}\n", "/proc/sys/kernel/random/boot_id")
+            command = host.inside(sys.executable, "-c", FORWARDER, host.v4)
+            process = stack.enter_context(
+                subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(process.kill)
+            assert process.stdout.readline() == "ready\n"
+            made.append((inner, host))
+        yield made
+
+
+def forwarded(host):
+    return {
+        "UNISONO_PORTS": f"{LOW}-{HIGH}",
+        "UNISONO_HOST": INSIDE,
+        "UNISONO_PUBLISH": host.v4,
+    }
+
+
+def test_ranks_behind_a_forwarder():
+    with containers() as [(first, outside), (second, other)]:
+        prefixes = [
+            inner.inside("env", *(f"{name}={text}" for name, text in forwarded(host).items()))
+            for inner, host in ((first, outside), (second, other), (second, other))
+        ]
+        variables = {"MASTER_ADDR": outside.v4, "MASTER_PORT": str(LOW)}
+        with started(prefixes, COMPUTES, variables) as processes:
+            ended_well(processes)
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_launchers_behind_a_forwarder(tmp_path, backend):
+    with containers() as made, Job(tmp_path, REDUCING, [inner for inner, _ in made]) as job:
+        agents = []
+        for rank, (_, host) in enumerate(made):
+            address = made[0][1].v4
+            if backend == "static":
+                flags = ["--nnodes=2", f"--node-rank={rank}", f"--master-addr={address}"]
+                agents.append(job.start(*flags, f"--master-port={LOW}", **forwarded(host)))
+            else:
+                where = {"endpoint": f"{address}:{LOW}", "conf": PATIENT}
+                agents.append(job.node(**where, **forwarded(host)))
+        ups = [agent.next_ups(1)[0] for agent in agents]
+        assert {(up.world_size, up.total) for up in ups} == {(2, 2)}
+        job.stop()
+        assert [agent.ended() for agent in agents] == [0, 0]
+
+
+PORTS_OF_ALL = f"""
+{UNDER_SLURM}
+dist.init_process_group(timeout=60)
+def check():
+    x = np.ones(1000)
+    dist.all_reduce(x)
+    assert (x == world_size).all(), x
+    group = dist.new_group(backend="unisono")
+    dist.all_reduce(x, group=group)
+    rows = [row.split() for name in ("tcp", "tcp6") for row in open(f"/proc/net/{{name}}")]
+    ports = sorted({{int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A"}})
+    assert len(ports) >= 2 - rank, ports
+    assert all({LOW} <= port <= {HIGH} for port in ports), ports
+tell(attempt(check))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_every_listener_is_in_the_range(by_name):
+    hosts = [host.inside() for host in by_name]
+    with started(hosts, PORTS_OF_ALL, {"UNISONO_PORTS": f"{LOW}-{HIGH}"}) as processes:
+        ended_well(processes)
+
+
+def test_range_that_is_too_small_ends_all_ranks(by_name):
+    hosts = [host.inside() for host in (by_name[0], by_name[0], by_name[1])]
+    variables = {
+        "MASTER_ADDR": "train-0",
+        "MASTER_PORT": str(LOW),
+        "UNISONO_PORTS": f"{LOW}-{LOW + 1}",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    script = "tell(attempt(dist.init_process_group, timeout=90))"
+    with started(hosts, script, variables) as processes:
+        ends = [outcome(process)[0] for process in processes]
+    # One of the ranks of train-0 got the port beside the store's.
+    [failed] = [rank for rank, told in enumerate(ends) if told["kind"] == "TransportError"]
+    text = f"none of the 2 ports of UNISONO_PORTS={LOW}-{LOW + 1} is free on train-0"
+    assert text in ends[failed]["text"]
+    assert "up to 2 for stores (here up to 4)" in ends[failed]["text"]
+    for rank in {0, 1, 2} - {failed}:
+        assert (ends[rank]["kind"], ends[rank]["peers"]) == ("RendezvousError", [failed])
+        assert f"rank {rank} of 3 cannot meet rank {failed}: cannot listen" in ends[rank]["text"]
+        assert text in ends[rank]["text"]
