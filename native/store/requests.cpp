@@ -21,6 +21,10 @@ namespace {
 
 constexpr std::size_t kShownBytes = 64;
 
+const std::string_view kMagicBytes{reinterpret_cast<const char*>(&kMagic), sizeof kMagic};
+// The twin of REFUSED_KEY in src/unisono/stores/tcp/token.py.
+constexpr std::string_view kRefusedKey = "refused";
+
 const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here accepts any client";
 const std::string kGiveToken = "give it the job's token, UNISONO_TOKEN" + kOrEverybody;
 const std::string kMakeToken = "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;
@@ -73,6 +77,8 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
         client.phase = Connection::Phase::validating;
       }
     } else if (options_.token.empty()) {
+      // Not for a port scan, so the magic number must be there.
+      if (data.substr(1, sizeof kMagic) == kMagicBytes) note_refused(client);
       refuse(client, kLocalOnly, "it is on another machine, and there is no token; " + kMakeToken);
     } else {
       refuse(client, kTokenNeeded, "it is on another machine and has no token; " + kGiveToken);
@@ -93,6 +99,7 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
 void Server::admit(Connection& client, std::string_view client_nonce) {
   if (options_.token.empty()) {
     if (!options_.serves_strangers && !client.peer.is_local(client.fd)) {
+      note_refused(client);
       refuse(client, kNoTokenHere, "it has a token, and there is none here");
       return;
     }
@@ -113,6 +120,11 @@ void Server::admit(Connection& client, std::string_view client_nonce) {
   client.out.append(nonce);
   client.out.append(text_of(proof(options_.token, "server", client_nonce, nonce)));
   client.phase = Connection::Phase::proving;
+}
+
+// Leave the address of the first client that lacks a token to ranks that wait for others.
+void Server::note_refused(const Connection& client) {
+  table_.compare_set(kRefusedKey, {}, client.peer.text());
 }
 
 void Server::refuse(Connection& client, Answer answer, const std::string& why) {

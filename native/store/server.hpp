@@ -72,6 +72,7 @@ class Server {
   std::size_t take(Connection& client, const char* data, std::size_t size);
   std::size_t greet(Connection& client, std::string_view data);
   void admit(Connection& client, std::string_view client_nonce);
+  void note_refused(const Connection& client);
   void refuse(Connection& client, Answer answer, const std::string& why);
   void flush(Connection& client);
   void handle(Connection& client);

@@ -293,6 +293,7 @@ def test_hosts_that_cannot_reach_each_other_are_told_in_a_table():
         assert head.strip() == "failed connections:", caught
         assert caught["peers"] == ([2] if rank < 2 else [0, 1]), caught
         assert f"on rank {rank} of 3" in first_line
+        assert "with unisono doctor, and see UNISONO_HOST" in caught["text"], caught
         for line in table:
             assert re.fullmatch(r"rank \d -> rank \d at 10\.77\.0\.\d:\d+: .+", line), table
         pairs = {line.partition(" at ")[0] for line in table}

@@ -48,6 +48,14 @@ VARIABLES: dict[str, Variable] = {
         "addresses this rank listens on and publishes, separated by commas; empty: those of the "
         "interfaces in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or all",
     ),
+    "UNISONO_PUBLISH": Variable(
+        "",
+        "addresses at which the ranks of other hosts reach this rank behind NAT, separated by "
+        "commas, in addition to those it listens on",
+    ),
+    "UNISONO_PORTS": Variable(
+        "", "low-high: ranks and stores without a given port listen on these ports; empty: any"
+    ),
     "UNISONO_HOST_TIMEOUT": Variable(
         "10", "seconds after which a host that answers no packet counts as lost; 0: never"
     ),

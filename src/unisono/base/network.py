@@ -12,6 +12,7 @@ import struct
 from unisono.base import config
 from unisono.base.log import get_logger, log_once
 from unisono.base.sockets import is_loopback
+from unisono.errors import InvalidArgumentError
 
 # Linux's request for the IPv4 address of an interface; other systems answer with an error.
 _SIOCGIFADDR = 0x8915
@@ -76,6 +77,23 @@ def reachable_hosts() -> list[str]:
         # address of an interface.
         found = [host for hosts in interfaces().values() for host in hosts]
     return [host for host in dict.fromkeys(found) if not is_loopback(host)]
+
+
+def published_hosts() -> list[str]:
+    """Return the addresses of UNISONO_PUBLISH, which a router forwards to this host.
+
+    Raises:
+        InvalidArgumentError: They are not numeric addresses.
+    """
+    hosts = [each.strip() for each in config.get("UNISONO_PUBLISH").split(",") if each.strip()]
+    for host in hosts:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise InvalidArgumentError(
+                f"environment variable UNISONO_PUBLISH: {host!r} is not a numeric address"
+            ) from None
+    return hosts
 
 
 def chosen_hosts() -> list[str]:

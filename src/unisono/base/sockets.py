@@ -15,6 +15,8 @@ from typing import Any
 
 from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
+from unisono.base.log import get_logger
+from unisono.base.ports import none_free, ports_to_try
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
 CONNECT_S = 3.0
@@ -27,7 +29,6 @@ STAGGER_S = 0.25
 _FIRST_BACKOFF_S = 0.01
 _LAST_BACKOFF_S = 1.0
 _BACKLOG = 4096
-_TRIES = 16
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
 _MAPPED = "::ffff:"
 _WILDCARDS: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
@@ -35,6 +36,8 @@ _WILDCARDS: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 _NO_FAMILY = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
 
 _Address = tuple[Any, ...]
+
+_LOG = get_logger("sockets")
 
 
 def format_address(host: str, port: int) -> str:
@@ -71,41 +74,62 @@ def is_local(sock: socket.socket) -> bool:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on `port` for connections to `host`; 0 = any free port.
+    """Return sockets that listen on `port` for connections to `host`.
 
-    If `host` is an address of this machine, listen on this address only; "::" means both families.
-    If it is an address of another machine, a router forwards it to this machine: listen on every
-    interface. `localhost` means loopback. Another name may have another address on other machines
-    (here it may be 127.0.1.1). For a name, listen on every interface, in the address families that
-    the name has on this machine. All sockets have the same port.
+    Port 0 means any free port, or one of UNISONO_PORTS. If `host` is an address of this machine,
+    listen on this address only; "::" means both families. If it is an address of another machine, a
+    router forwards it to this machine: listen on every interface. `localhost` means loopback.
+    Another name may have another address on other machines (here it may be 127.0.1.1). For a name,
+    listen on every interface, in the address families that the name has on this machine. If this
+    machine cannot resolve the name, as in a pod that is not ready, listen in both families. All
+    sockets have the same port.
 
     Raises:
-        StoreConnectionError: The port is in use, or `host` is unknown.
+        StoreConnectionError: The port is in use.
     """
     host = _bare(host)
-    where = format_address(host, port)
     try:
         found = _resolve(host, port, passive=True)
     except socket.gaierror as error:
-        raise StoreConnectionError(
-            f"the store server cannot listen on {where}: {error.strerror}"
-        ) from error
+        _LOG.warning(
+            "%s does not resolve here (%s); its server listens on all interfaces, for hosts that "
+            "resolve it",
+            host,
+            error.strerror,
+        )
+        found = _resolve(_WILDCARDS[socket.AF_INET6], port, passive=True)
     failure: OSError | None = None
-    for _ in range(_TRIES):
-        sockets, failure = _listen_once(found, host, port)
+    for each in [port] if port else ports_to_try():
+        sockets, failure = _listen_once(found, host, each)
         if failure is None and sockets:
             return sockets
         for sock in sockets:
             sock.close()
         # A port that is free in one family may be in use in the other.
-        if port or not sockets:
+        if not sockets and (failure is None or failure.errno != errno.EADDRINUSE):
             break
     reason = os.strerror(failure.errno) if failure and failure.errno else "no address"
+    hint = (
+        "another job, or an earlier one, may have this port; port 0 takes any free port, and .port "
+        "is its number"
+    )
+    taken = failure is not None and failure.errno == errno.EADDRINUSE
+    if not port and taken and (found_none := none_free()):
+        reason, hint = found_none
     raise StoreConnectionError(
-        f"the store server cannot listen on {where}: {reason}",
-        hint="another job, or an earlier one, may have this port; port 0 takes any free port, and "
-        ".port is its number",
+        f"the store server cannot listen on {format_address(host, port)}: {reason}", hint=hint
     ) from failure
+
+
+def is_port_taken(error: StoreConnectionError) -> bool:
+    """Return whether `listen` failed because another program has the port."""
+    return getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
+
+
+def host_of(listener: socket.socket) -> str:
+    """Return an address at which this machine reaches a server that listens here."""
+    host = str(listener.getsockname()[0])
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _listen_once(

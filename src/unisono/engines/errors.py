@@ -62,10 +62,14 @@ _OWN = _CLASSES | {
     "memory": InternalError,
 }
 
+_TABLE_HEAD = "failed connections:"
+
 _HINTS = {
     "timeout": "see what those ranks do (unisono stacks); give a longer timeout if they are only "
     "slow",
     "lost": "look at the end of that rank's own log: it died, or left the group early",
+    "unreached": "unless that rank has ended (see its log), its address or port is closed to the "
+    "others: check with unisono doctor, and see UNISONO_HOST, UNISONO_PORTS and UNISONO_PUBLISH",
     "skipped": "a rank has left out a call, and no later call can match; make a new group",
     "host": "see whether that host runs and its network is up (unisono doctor)",
     "memory": "see what the processes of that rank's host use, and what its container may use",
@@ -251,7 +255,7 @@ def _table(me: int, mine: Unreached, answers: dict[int, CallStatus]) -> list[str
         for peer, rows in sorted(unreached.items())
         for row in rows
     ]
-    return ["failed connections:", *lines] if lines else []
+    return [_TABLE_HEAD, *lines] if lines else []
 
 
 def closed_text(rank: int, group: str, why: str) -> str:
@@ -300,6 +304,9 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
     cls = (_OWN if failure.peers == (comm.transport.rank,) else _CLASSES)[failure.kind]
     context = comm.where(peers=failure.peers, usable=False, **where)
     kind = "host" if failure.reason.endswith(HOST_FAILED) else failure.kind
+    rows = failure.table if kind in ("lost", "timeout") and _TABLE_HEAD in failure.table else ()
+    if any(f"-> rank {peer} at " in row for row in rows for peer in failure.peers):
+        kind = "unreached"
     return cls(text, context=context, hint=_HINTS.get(kind))
 
 
@@ -399,6 +406,7 @@ def message_error(
         return _CLASSES[cause.kind](
             f"{call} in group '{comm.name}' failed on {comm.here}: {cause.reason}",
             context=comm.where(op=op, peers=cause.peers, nbytes=nbytes),
+            hint=_HINTS["unreached"] if status.peer in comm.transport.unreached() else None,
         )
     if isinstance(status, MessageMismatch):
         return _message_mismatch(comm, call, status)
@@ -415,10 +423,11 @@ def message_error(
 def _message_timeout(
     comm: Communicator, call: MessageCall, deadline: Deadline | None
 ) -> UnisonoError:
-    peer = call.peer
+    peer, hint = call.peer, None
     if peer is None:
         reason = "no rank sent a message that fits"
     elif rows := comm.transport.unreached().get(peer):
+        hint = _HINTS["unreached"]
         reason = f"rank {peer} could not be reached ({'; '.join(rows)})"
     else:
         reason = f"rank {peer} did not match it"
@@ -434,6 +443,7 @@ def _message_timeout(
             nbytes=call.nbytes,
             usable=True,
         ),
+        hint=hint,
     )
 
 

@@ -408,4 +408,4 @@ def open_shared(meeting: Meeting, canceled: Canceled) -> tuple[Store, str]:
         read_timeout_s=read_timeout_s,
         canceled=canceled,
     )
-    return store, meeting.address or own_address(host)
+    return store, meeting.address or own_address(host, serves=store.is_master)

@@ -49,6 +49,8 @@ from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 from unisono.stores.api import DEFAULT_TIMEOUT, changed_too_often
+from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.refusals import forget_refused, refused_client
 
 _LOG = get_logger("rendezvous")
 _STATE = "state"
@@ -316,7 +318,7 @@ class DynamicRendezvous:
 
     def _follow_state(self, store: PrefixStore) -> None:
         """Read the state and act on it, until no event of this node changes it."""
-        self._beat(store)
+        is_due = self._beat(store)
         while True:
             before, self._state = self._state, loads(store.get(_STATE))
             state = self._state
@@ -329,17 +331,30 @@ class DynamicRendezvous:
             if not any(changed):
                 break
         self._start_pending(store)
+        if is_due and self._state.phase is Phase.JOINING:
+            self._leave_if_refused(store)
 
-    def _beat(self, store: PrefixStore) -> None:
+    def _leave_if_refused(self, store: PrefixStore) -> None:
+        """Wait no longer for further nodes if the store has refused one for lack of a token."""
+        came, needed = len(self._state.members), self._member.limits.min_nodes
+        if came < needed and (client := refused_client(store)):
+            text = f"the rendezvous store {refused_text(client)}: {came} of {needed} nodes came"
+            self._apply(store, Left(self._member.node.id, text))
+            self._put_order(End(False, f"{text} ({TOKEN_HINT})"))
+            self._leaving = True
+
+    def _beat(self, store: PrefixStore) -> bool:
+        """Send a heartbeat and read those of the others, if it is time; return whether it was."""
         now = time.monotonic()
         if self._is_only_node or now < self._next_beat_s:
-            return
+            return False
         self._next_beat_s = now + self._member.timing.beat_s
         store.add(f"beat/{self._member.node.id}", 1)
         others = [i for i in loads(store.get(_STATE)).present if i != self._member.node.id]
         counts = store.multi_get([f"beat/{node_id}" for node_id in others])
         beats = {i: int(count) for i, count in zip(others, counts, strict=True)}
         self._member = observe(self._member, beats, time.monotonic())
+        return True
 
     def _apply(self, store: PrefixStore, event: Event) -> bool:
         """Apply an event to the shared state; retry if another node changes it meanwhile.
@@ -371,6 +386,7 @@ class DynamicRendezvous:
                 here = self._member.node.address
                 address, port = self._worker_store.open(store.underlying_store, here)
                 store.set(f"master/{state.epoch}", f"{port} {address}")
+                forget_refused(store)
         elif isinstance(action, Stop) and self._pending is not None:
             # The agent has no order to start this world, so it would never report `stopped`.
             self._pending = None
@@ -393,7 +409,7 @@ class DynamicRendezvous:
                 members=state.order,
                 group_rank=group_rank,
                 restarts=state.restarts,
-                master_addr=address,
+                master_addr=self._worker_store.seen_here(address) if group_rank == 0 else address,
                 master_port=int(port),
                 store_url=self._worker_store.url(state.epoch),
             )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
-from unisono.base.network import chosen_hosts, reachable_hosts, served_host
-from unisono.base.sockets import is_loopback
+from unisono.base.network import chosen_hosts, published_hosts, reachable_hosts, served_host
+from unisono.base.sockets import is_loopback, is_port_taken
 from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.url import check_port
 from unisono.stores import Store, TCPStore
@@ -45,11 +46,22 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
 
 
 def is_local(host: str) -> bool:
-    """Return whether a name or address belongs to this host."""
+    """Return whether a name or address belongs to this host, also by UNISONO_PUBLISH.
+
+    A name that does not resolve here, as in a pod that is not ready, belongs to this host if it
+    begins with this host's name or vice versa.
+    """
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False
+        names = (host, socket.gethostname())
+        return any(f"{one}.".startswith(f"{other}.") for one, other in (names, names[::-1]))
+    outside = published_hosts()
+    return any(str(address[0]) in outside for *_, address in found) or _is_assigned(found)
+
+
+def _is_assigned(found: list[Any]) -> bool:
+    """Return whether an interface of this host has one of these results of getaddrinfo."""
     for family, kind, proto, _, address in found:
         try:
             with socket.socket(family, kind, proto) as probe:
@@ -60,18 +72,33 @@ def is_local(host: str) -> bool:
     return False
 
 
-def own_address(host: str) -> str:
+def address_here(host: str) -> str:
+    """Return an address of a server of this host for this host's own processes.
+
+    It is `host`, or localhost if this host does not resolve `host` or is behind NAT.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    return host if _is_assigned(found) else "localhost"
+
+
+def own_address(host: str, *, serves: bool = False) -> str:
     """Return an address under which the nodes that meet at `host` reach this node; send nothing.
 
-    If `host` is this host, return `host`, which all nodes can resolve. Do not look it up here: if
-    /etc/hosts maps the machine's own name to 127.0.1.1, other nodes cannot use the result. If it is
-    a loopback address or means any address, return an address of an interface, if there is one.
-    Otherwise return the source address of packets to `host`.
+    UNISONO_PUBLISH has it, if it is set. If this process serves the store at `host`, or `host` is
+    this host, return `host`, which all nodes can resolve. Do not look it up here: if /etc/hosts
+    maps the machine's own name to 127.0.1.1, other nodes cannot use the result. If it is a loopback
+    address or means any address, return an address of an interface, if there is one. Otherwise
+    return the source address of packets to `host`.
 
     Raises:
         RendezvousError: There is no route to `host`.
     """
-    if is_local(host):
+    if outside := published_hosts():
+        return outside[0]
+    if serves or is_local(host):
         if is_loopback(host) or host in ANY:
             return next(filter(is_local, [*chosen_hosts(), *reachable_hosts()]), host)
         return host
@@ -109,21 +136,21 @@ def open_endpoint(
     Raises:
         RendezvousError: No store answered, or the port is in use.
     """
-    if hosting or (hosting is None and is_local(host)):
-        served = served_host(host)
-        try:
-            return TCPStore(
-                served, port, is_master=True, wait_for_workers=False, timeout=read_timeout_s
-            )
-        except StoreConnectionError as error:
-            if hosting:
-                raise RendezvousError(
-                    f"cannot host the rendezvous: {error.what}",
-                    hint="another agent here may have --node-rank 0, too; beside another job, "
-                    "choose another port (--master-port, --rdzv-endpoint) on all nodes",
-                ) from error
     deadline, quiet, logged = Deadline(timeout_s), Deadline(_QUIET_S), False
     while True:
+        # Decided anew each time, because a name may resolve late.
+        if hosting or (hosting is None and is_local(host)):
+            try:
+                return TCPStore(
+                    served_host(host),
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=read_timeout_s,
+                )
+            except StoreConnectionError as error:
+                if hosting:
+                    raise _cannot_host(error) from error
         try:
             store = TCPStore(host, port, timeout=min(_SLICE_S, deadline.remaining()))
         except (StoreConnectionError, StoreTimeoutError) as error:
@@ -138,6 +165,16 @@ def open_endpoint(
         else:
             store.set_timeout(read_timeout_s)
             return store
+
+
+def _cannot_host(error: StoreConnectionError) -> RendezvousError:
+    hint = error.hint
+    if is_port_taken(error):
+        hint = (
+            "another agent here may have --node-rank 0, too; beside another job, choose another "
+            "port (--master-port, --rdzv-endpoint) on all nodes"
+        )
+    return RendezvousError(f"cannot host the rendezvous: {error.what}", hint=hint)
 
 
 def is_host_of(store: Store) -> bool:

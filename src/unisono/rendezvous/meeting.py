@@ -19,18 +19,20 @@ from collections.abc import Mapping
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import stat_fields
-from unisono.base.network import chosen_hosts, reachable_hosts
+from unisono.base.network import chosen_hosts, published_hosts, reachable_hosts
+from unisono.base.ports import allowed_ports
 from unisono.errors import Context, RendezvousError
 from unisono.rendezvous.launchers import LauncherPlace, first_value
 from unisono.rendezvous.pmi import carry
+from unisono.rendezvous.search import ANSWER_S, search, serve_at
 from unisono.stores import FileStore, PrefixStore, Store, TCPStore
 
 _KUBERNETES_PORT = 29500
 # Below the ephemeral ports of Linux (32768 and above).
 _FIRST_PORT, _PORTS = 16384, 16384
 
-# How long an address of rank 0 may take to answer. Longer: an unreachable one delays the start.
-_ANSWER_S = 3.0
+# The ports at which rank 0 may be. More: further ports are tried while rank 0 is not up yet.
+_PLACES = 8
 
 # The number of meetings of this process. It is equal on all ranks, so each meeting has a file of
 # its own. A rank that leaves the last meeting late cannot mix its keys into the next.
@@ -47,21 +49,24 @@ def open_store(place: LauncherPlace, env: Mapping[str, str], timeout: Timeout) -
     meeting = next(_meetings)
     if place.one_host and not address and not port_text:
         return FileStore(_meeting_file(place, env, meeting), place.world_size, timeout=timeout)
+    job = f"{place.job or place.launcher.rank}/{meeting}"
     fd = env.get("PMI_FD", "")
     if not (address or place.one_host) and place.launcher.rank == "PMI_RANK" and fd.isdecimal():
         tcp_store = _store_by_pmi(place, int(fd), int(port_text or 0), meeting, timeout)
     else:
-        tcp_store = TCPStore(
-            address or ("127.0.0.1" if place.one_host else first_host(place, env)),
-            int(port_text) if port_text else job_port(place, meeting),
-            place.world_size,
-            is_master=place.rank == 0,
-            timeout=timeout,
-            multi_tenant=True,
-        )
-    # Two jobs may derive the same port. Rank 0 of the second job then fails to listen. The prefix
-    # keeps its other ranks out of the keys of the first job, whose store they reach.
-    return PrefixStore(f"{place.job or place.launcher.rank}/{meeting}", tcp_store, owns_store=True)
+        hosts = [address] if address else hosts_of_rank_0(place, env)
+        ports = [int(port_text)] if port_text else job_ports(place, meeting)
+        if len(hosts) == len(ports) == 1:
+            tcp_store = TCPStore(
+                hosts[0], ports[0], is_master=place.rank == 0, timeout=timeout, multi_tenant=True
+            )
+        elif place.rank == 0:
+            here = env.get("SLURMD_NODENAME", "")
+            tcp_store = serve_at(here if here in hosts else hosts[0], ports, job, timeout)
+        else:
+            tcp_store = search(hosts, ports, job, place.rank, timeout)
+    # The prefix keeps these ranks out of the keys of another job, whose store they may reach.
+    return PrefixStore(job, tcp_store, owns_store=True)
 
 
 def _store_by_pmi(
@@ -78,7 +83,7 @@ def _store_by_pmi(
         # It cannot wait for ranks that do not know its address yet.
         store = TCPStore("::", port, is_master=True, timeout=timeout, wait_for_workers=False)
         own = [config.get("UNISONO_HOST"), *chosen_hosts()]
-        hosts = [host for host in own if host] or reachable_hosts()
+        hosts = [*published_hosts(), *(filter(None, own) if any(own) else reachable_hosts())]
         try:
             carry(fd, key, f"{store.port},{','.join(hosts)}", limit.remaining())
         except BaseException:
@@ -90,7 +95,7 @@ def _store_by_pmi(
     for host in hosts:
         try:
             # Rank 0 listens already, so only an address of another network does not answer.
-            socket.create_connection((host, int(text)), _ANSWER_S).close()
+            socket.create_connection((host, int(text)), ANSWER_S).close()
         except OSError as error:
             errors.append(f"{host} ({error.strerror or error})")
             continue
@@ -103,42 +108,48 @@ def _store_by_pmi(
     )
 
 
-def job_port(place: LauncherPlace, meeting: int = 0) -> int:
-    """Return a port that is equal on all ranks of a job and differs between meetings.
+def job_ports(place: LauncherPlace, meeting: int = 0) -> list[int]:
+    """Return the ports at which rank 0 may serve the store; equal on all ranks of a job.
 
-    With the same port a rank could enter the next meeting while rank 0 still serves the last.
+    They differ between meetings, so that a rank seldom reaches the store of the last one.
 
     Raises:
         RendezvousError: The job has no name.
     """
+    allowed = allowed_ports()
     if place.launcher.is_pod:
-        return _KUBERNETES_PORT + meeting
+        return [allowed[meeting % len(allowed)] if allowed else _KUBERNETES_PORT + meeting]
     if not place.job:
         raise RendezvousError(
             f"{place.launcher.name} started {place.world_size} processes, but MASTER_PORT is not "
             "set and the job has no name to derive a port from",
             hint="set MASTER_PORT to the same free port for all processes",
         )
-    return _FIRST_PORT + (zlib.crc32(place.job.encode()) + meeting) % _PORTS
+    ports = allowed or range(_FIRST_PORT, _FIRST_PORT + _PORTS)
+    # In UNISONO_PORTS stores have the first ports.
+    first = meeting + (0 if allowed else zlib.crc32(place.job.encode()))
+    return [ports[(first + more) % len(ports)] for more in range(min(_PLACES, len(ports)))]
 
 
-def first_host(place: LauncherPlace, env: Mapping[str, str]) -> str:
-    """Return the host of rank 0.
+def hosts_of_rank_0(place: LauncherPlace, env: Mapping[str, str]) -> list[str]:
+    """Return the host of rank 0, or the hosts of which one has rank 0.
 
     Raises:
-        RendezvousError: The host is unknown.
+        RendezvousError: The host is unknown, or rank 0 is not where the other ranks expect it.
     """
+    if place.one_host:
+        return ["127.0.0.1"]
     if hosts := first_value(place.launcher.first_host, env):
-        return hosts.partition(",")[0].strip()
+        return [hosts.partition(",")[0].strip()]
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
     if place.launcher.rank == "SLURM_PROCID" and nodes:
-        return _first_of_node_list(nodes)
+        return _slurm_hosts(place, env, _node_list(nodes))
     if place.launcher.rank == "JOB_COMPLETION_INDEX":
         # A pod's name is <job>-<index>. Other pods reach it as <job>-<index>.<service>...
         name, dot, domain = socket.getfqdn().partition(".")
         job, dash, index = name.rpartition("-")
         if dash and index == str(place.rank):
-            return f"{job}-0{dot}{domain}"
+            return [f"{job}-0{dot}{domain}"]
     raise RendezvousError(
         f"{place.launcher.name} started {place.world_size} processes on several hosts, but "
         "MASTER_ADDR is not set and the host of rank 0 is unknown",
@@ -146,11 +157,40 @@ def first_host(place: LauncherPlace, env: Mapping[str, str]) -> str:
     )
 
 
-def _first_of_node_list(nodes: str) -> str:
-    """Return the first host of Slurm's notation: "gpu[007-010,12],cpu3" begins with "gpu007"."""
-    head = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\]([^,\[]*))?", nodes)
-    assert head is not None
-    return "".join(part or "" for part in head.groups())
+def _slurm_hosts(place: LauncherPlace, env: Mapping[str, str], nodes: list[str]) -> list[str]:
+    """Return the first host of a step; of `srun -m arbitrary` all, because the list is sorted."""
+    if "arbitrary" in env.get("SLURM_DISTRIBUTION", ""):
+        return nodes
+    here = env.get("SLURMD_NODENAME", nodes[0])
+    if place.rank == 0 and here != nodes[0]:
+        raise RendezvousError(
+            f"rank 0 is on {here}, but the other ranks look for it on {nodes[0]}, the first host "
+            "of SLURM_STEP_NODELIST",
+            context=Context(rank=0, peers=(0,)),
+            hint=f"set MASTER_ADDR={here} for all processes",
+        )
+    return nodes[:1]
+
+
+def _node_list(text: str) -> list[str]:
+    """Return the hosts of Slurm's notation: "gpu[007-008,12]-a,cpu3" means 4 hosts."""
+    hosts = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        # Alternately a text and what is in brackets.
+        parts = re.split(r"\[([^\]]*)\]", item)
+        choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
+        hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return hosts
+
+
+def _numbers(text: str) -> list[str]:
+    """Return the numbers of "007-009,12", each with the zeros of its range."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [
+        f"{number:0{len(low)}}"
+        for low, _, high in ranges
+        for number in range(int(low), int(high or low) + 1)
+    ]
 
 
 def _meeting_file(place: LauncherPlace, env: Mapping[str, str], meeting: int) -> str:

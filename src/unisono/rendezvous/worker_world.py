@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from unisono.errors import RendezvousError, StoreError
-from unisono.rendezvous.endpoint import ANY
+from unisono.rendezvous.endpoint import ANY, address_here
 from unisono.rendezvous.state import Node
 from unisono.stores import Store, TCPStore
 
@@ -66,6 +66,7 @@ class WorkerStore:
         self._shared = shared
         self._service = service
         self._server: TCPStore | None = None
+        self._is_here = False  # whether this process serves the store
 
     def open(self, rendezvous_store: Store, address: str) -> tuple[str, int]:
         """Close the server of the last world; return host and port of a store without keys.
@@ -74,7 +75,9 @@ class WorkerStore:
             RendezvousError: The server cannot be started.
         """
         self.close()
+        self._is_here = True
         if self._shared and isinstance(rendezvous_store, TCPStore):
+            self._is_here = rendezvous_store.is_master
             for key in rendezvous_store.list_keys():
                 if not key.startswith(_PREFIX):
                     rendezvous_store.delete_key(key)
@@ -87,6 +90,13 @@ class WorkerStore:
         except StoreError as error:
             raise RendezvousError(f"cannot open the workers' store: {error.what}") from error
         return address, self._server.port
+
+    def seen_here(self, address: str) -> str:
+        """Return the address of the store for the workers of this node.
+
+        The node that serves the store need not resolve its own name, nor reach its address.
+        """
+        return address_here(address) if self._is_here else address
 
     def url(self, epoch: int) -> str:
         """Return the URL of the workers' store in the service; "" without a service."""

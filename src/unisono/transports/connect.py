@@ -10,24 +10,34 @@ from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.host import GUARD_HINT, is_importing_main, usable_cores
 from unisono.base.process_identity import Life, describe, life_of, new_user
+from unisono.base.text import name_ranks
 from unisono.errors import (
     Context,
     InvalidArgumentError,
     RendezvousError,
     StoreError,
     StoreTimeoutError,
+    UnisonoError,
     UnsupportedError,
 )
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
+from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.refusals import forget_refused, may_refuse, refused_client
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
 from unisono.transports.native_messages import NativeMessages
-from unisono.transports.tcp.address import TCPAddress, local_hosts
+from unisono.transports.tcp.address import TCPAddress, own_hosts
 from unisono.transports.tcp.transport import TCPTransport
 
 VIEWERS = "viewers"
 """The key of the addresses that `unisono top HOST:PORT` reads, a rank per line."""
+
+# Begins what a rank publishes that cannot listen: an error, not an address.
+_FAILED = "! "
+
+# How often ranks look for a refused host while they wait for other ranks.
+_LOOK_S = 1.0
 
 # How long a rank whose wait has timed out stays for ranks that came later and wait longer. This
 # rank may host the store, and without the store they cannot name the missing ranks.
@@ -56,10 +66,17 @@ def connect(
         word: Text without spaces to publish; `Transport.words` holds those of all ranks.
 
     Raises:
-        RendezvousError: Some ranks never came; names them.
+        RendezvousError: Some ranks never came, or cannot listen; names them.
     """
     addresses: list[str] = []
-    transport = _transport(store, rank, world_size, addresses, kind)
+    try:
+        transport = _transport(store, rank, world_size, addresses, kind)
+    except UnisonoError as error:
+        # The other ranks need not wait for this rank.
+        with contextlib.suppress(UnisonoError):
+            line = error.what.partition("\n")[0]
+            _publish(store, rank, world_size, deadline, f"{_FAILED}{line}")
+        raise
     try:
         messages = NativeMessages.make(transport) if host and world_size > 1 else None
         if messages is not None:
@@ -112,8 +129,16 @@ def _publish(
     with _claimed(store, rank, world_size, deadline) as number:
         keys = [f"{number}/address/{other}" for other in range(world_size)]
         store.set(keys[rank], f"{world_size} {mine}")
-        texts = _gather(store, keys, rank, deadline)
-    columns = zip(*(text.split(" ", 4)[1:] for text in texts), strict=True)
+        texts = [text.partition(" ")[2] for text in _gather(store, keys, rank, deadline)]
+    failed = {other: text for other, text in enumerate(texts) if text.startswith(_FAILED)}
+    if failed and rank not in failed:
+        blamed, reasons = tuple(failed), "; ".join(text[len(_FAILED) :] for text in failed.values())
+        raise RendezvousError(
+            f"rank {rank} of {world_size} cannot meet {name_ranks(blamed)}: {reasons}",
+            context=Context(rank=rank, world_size=world_size, peers=blamed),
+            hint="look at the output of those ranks",
+        )
+    columns = [] if failed else zip(*(text.split(" ", 3) for text in texts), strict=True)
     return number, [list(column) for column in columns]
 
 
@@ -196,26 +221,48 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
     number = keys[0].partition("/")[0]
     try:
         # First, because rank 0 may know that some of the ranks do not exist.
-        _check_world_size(store, store.get(keys[0], deadline.remaining()), 0, rank, world_size)
-        store.wait(keys, deadline.remaining())
+        _wait(store, keys[:1], deadline)
+        _check_world_size(store, store.get(keys[0]), 0, rank, world_size)
+        _wait(store, keys, deadline)
     except StoreTimeoutError as error:
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
         with contextlib.suppress(StoreError, UnsupportedError):
             store.barrier(f"{number}/gave up", world_size - len(missing), _STAY_S)
         names = ", ".join(map(str, missing)) or "none now"
+        what = f"waited {deadline.timeout_s:g} s for ranks that never came: {names}"
+        hint = "look at the logs of those ranks; raise timeout= if they are only slow"
+        if client := refused_client(store):
+            what = f"waits no longer for ranks {names}: the store {refused_text(client)}"
+            hint = TOKEN_HINT
         raise RendezvousError(
-            f"rank {rank} of {world_size} waited {deadline.timeout_s:g} s for ranks that never "
-            f"came: {names}",
+            f"rank {rank} of {world_size} {what}",
             context=Context(rank=rank, world_size=world_size, peers=missing),
-            hint="look at the logs of those ranks; raise timeout= if they are only slow",
+            hint=hint,
         ) from error
     values = store.multi_get(keys)
     for other, value in enumerate(values):
         _check_world_size(store, value, other, rank, world_size)
+    if rank == 0:
+        forget_refused(store)
     # No rank returns before all ranks have read, because the host of the store may close it then.
     with contextlib.suppress(UnsupportedError):
         store.barrier(f"{number}/connected", world_size, deadline.remaining())
     return [value.decode() for value in values]
+
+
+def _wait(store: Store, keys: list[str], deadline: Deadline) -> None:
+    """Wait for keys, but not for a host that the store of the job has refused.
+
+    Raises:
+        StoreTimeoutError: The deadline has passed, or the store has refused a host.
+    """
+    while True:
+        limit_s = deadline.remaining()
+        try:
+            return store.wait(keys, min(limit_s, _LOOK_S) if may_refuse(store) else limit_s)
+        except StoreTimeoutError:
+            if deadline.expired() or refused_client(store):
+                raise
 
 
 def _check_world_size(
@@ -240,10 +287,8 @@ def _innermost(store: Store) -> Store:
 
 
 def _hosts(store: Store) -> tuple[str, ...]:
-    if host := config.get("UNISONO_HOST"):
-        return tuple(host.split(","))
     inner = _innermost(store)
-    if isinstance(inner, HashStore):
+    if isinstance(inner, HashStore) and not config.get("UNISONO_HOST"):
         return ("127.0.0.1",)
     # A store with a server knows its host, and so do torch's stores behind their adapter.
-    return local_hosts(getattr(inner, "host", None))
+    return own_hosts(getattr(inner, "host", None))

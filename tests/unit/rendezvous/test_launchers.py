@@ -9,7 +9,7 @@ from unisono.base.sockets import listen
 from unisono.errors import RendezvousError
 from unisono.rendezvous import meeting, rendezvous
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone, local_rank
-from unisono.rendezvous.meeting import first_host, job_port
+from unisono.rendezvous.meeting import hosts_of_rank_0, job_ports
 from unisono.stores import FileStore, TCPStore
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -183,7 +183,21 @@ def test_a_world_of_one_that_is_meant(env):
 )
 def test_first_host_of_slurms_list(nodes, first):
     env = SRUN | {"SLURM_STEP_NODELIST": nodes}
-    assert first_host(find_place(env), env) == first
+    assert hosts_of_rank_0(find_place(env), env) == [first]
+
+
+def test_rank_0_may_be_on_any_host_of_an_arbitrary_distribution():
+    env = SRUN | {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_STEP_NODELIST": "a[1-2]-b[8-10],c3"}
+    found = hosts_of_rank_0(find_place(env), env)
+    assert found == ["a1-b8", "a1-b9", "a1-b10", "a2-b8", "a2-b9", "a2-b10", "c3"]
+
+
+def test_rank_0_that_is_not_where_the_others_look_for_it():
+    env = SRUN | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "gpu008"}
+    line = "rank 0 is on gpu008, but the other ranks look for it on gpu007"
+    with pytest.raises(RendezvousError, match=line) as caught:
+        hosts_of_rank_0(find_place(env), env)
+    assert caught.value.hint == "set MASTER_ADDR=gpu008 for all processes"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +207,7 @@ def test_first_host_of_slurms_list(nodes, first):
 def test_first_pod_of_an_indexed_job(monkeypatch, fqdn, expected):
     monkeypatch.setattr("socket.getfqdn", lambda: fqdn)
     place = find_place(INDEXED_JOB)
-    assert (first_host(place, INDEXED_JOB), job_port(place)) == (expected, 29500)
+    assert (hosts_of_rank_0(place, INDEXED_JOB), job_ports(place)) == ([expected], [29500])
 
 
 @pytest.mark.parametrize(
@@ -202,28 +216,32 @@ def test_first_pod_of_an_indexed_job(monkeypatch, fqdn, expected):
 )
 def test_first_pod_that_a_variable_names(env, expected):
     place = find_place(env)
-    assert (first_host(place, env), job_port(place)) == (expected, 29500)
-    assert job_port(place, 2) == 29502
+    assert (hosts_of_rank_0(place, env), job_ports(place)) == ([expected], [29500])
+    assert job_ports(place, 2) == [29502]
 
 
 def test_rank_0s_host_is_asked_for_where_nothing_says_it(monkeypatch):
     with pytest.raises(RendezvousError, match="MASTER_ADDR is not set") as caught:
-        first_host(find_place(MVAPICH), MVAPICH)
+        hosts_of_rank_0(find_place(MVAPICH), MVAPICH)
     assert "mpiexec -genv" in caught.value.hint
     monkeypatch.setattr("socket.getfqdn", lambda: "pod-7.svc")  # not this pod's index
     with pytest.raises(RendezvousError, match="MASTER_ADDR is not set"):
-        first_host(find_place(INDEXED_JOB), INDEXED_JOB)
+        hosts_of_rank_0(find_place(INDEXED_JOB), INDEXED_JOB)
 
 
-def test_port_follows_from_the_job():
-    ports = {job_port(find_place(SRUN | {"SLURM_JOB_ID": str(job)})) for job in range(100)}
-    assert len(ports) > 90
-    assert all(16384 <= port < 32768 for port in ports)
-    assert len({job_port(find_place(SRUN | {"SLURM_PROCID": str(r)})) for r in range(8)}) == 1
-    first, second = (job_port(find_place(SRUN), meeting) for meeting in (0, 1))
-    assert second != first
+def test_ports_follow_from_the_job(monkeypatch):
+    monkeypatch.delenv("UNISONO_PORTS", raising=False)
+    ports = [job_ports(find_place(SRUN | {"SLURM_JOB_ID": str(job)})) for job in range(100)]
+    assert len({each[0] for each in ports}) > 90
+    assert all(16384 <= port < 32768 for each in ports for port in each)
+    assert len({tuple(job_ports(find_place(SRUN | {"SLURM_PROCID": str(r)}))) for r in (0, 7)}) == 1
+    first, second = (job_ports(find_place(SRUN), meeting) for meeting in (0, 1))
+    assert second[:7] == first[1:]
     with pytest.raises(RendezvousError, match="MASTER_PORT is not set"):
-        job_port(find_place(MVAPICH))
+        job_ports(find_place(MVAPICH))
+    monkeypatch.setenv("UNISONO_PORTS", "7000-7002")
+    assert job_ports(find_place(SRUN), 4) == [7001, 7002, 7000]
+    assert job_ports(find_place(INDEXED_JOB), 4) == [7001]
 
 
 def meet_all(environment, env, launcher, world_size):
@@ -257,7 +275,7 @@ def test_ranks_of_several_hosts_meet_at_the_derived_place(environment, monkeypat
     (listener,) = listen("127.0.0.1", 0)
     with listener:
         port = listener.getsockname()[1]
-    monkeypatch.setattr(meeting, "job_port", lambda place, meeting: port)
+    monkeypatch.setattr(meeting, "job_ports", lambda place, meeting: [port])
     monkeypatch.setattr(meeting, "_meetings", iter([0, 0]))
     env = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1,other"}
 

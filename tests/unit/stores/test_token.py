@@ -322,7 +322,8 @@ from unisono.stores.tcp.python_server import ServerOptions
 from unisono.base.sockets import listen
 kinds = [ServerOptions(token=token) for token in (b"", b"right")]
 servers = [s.start_server(listen("0.0.0.0", 0), options) for options in kinds]
-print(*[server.port for server in servers], flush=True)
+ports = [server.port for server in servers]
+print(*ports, flush=True)
 sys.stdin.read()
 for server in servers: server.close()
 """
@@ -378,6 +379,54 @@ def test_other_machines_need_the_token(server_kind, insecure):
             "it needs the job's token, and this client has none",
             "in",
         ]
+
+
+ANSWER = """
+from contextlib import closing
+for _ in sys.stdin:
+    for port, token in zip(ports, ("", "right")):
+        with closing(s.TCPStore("127.0.0.1", port, token=token)) as store:
+            print(repr(store.refused_client()), flush=True)
+"""
+KNOCK = """
+import socket, sys
+host, *ports = sys.argv[1:]
+for port in ports:
+    for sent in (b"\\0", b"\\0GET / HTTP", b"UNISONO", b"GET / HTTP"):
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(sent)
+            sock.shutdown(socket.SHUT_WR)
+            sock.recv(1)
+"""
+
+
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+@pytest.mark.parametrize("token", ["", "right"])
+@pytest.mark.usefixtures("server_kind")
+def test_refused_client_of_another_machine_is_told_but_no_port_scan(token):
+    with netns.Network(2) as network:
+        first, second = network.hosts
+        with subprocess.Popen(
+            first.inside(sys.executable, "-c", SERVE.replace("sys.stdin.read()\n", ANSWER)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            ports = process.stdout.readline().split()
+            told = []
+            for script in (KNOCK, VISIT.replace('("", "right")', f"({token!r},)")):
+                command = [sys.executable, "-c", script, first.v4, *ports]
+                subprocess.run(
+                    second.inside(*command), check=True, stdout=subprocess.DEVNULL, timeout=60
+                )
+                process.stdin.write("\n")
+                process.stdin.flush()
+                told.append([process.stdout.readline().strip() for _ in ports])
+            process.stdin.close()
+            process.wait(60)
+    nobody, (refused, no_refused) = told
+    assert [*nobody, no_refused] == ["''"] * 3
+    assert refused.startswith("'10.77.0.2:")
 
 
 @pytest.mark.parametrize("ends", ["the window", "the server"])

@@ -11,9 +11,12 @@ import pytest
 from tests.support.together import on_threads
 from unisono.base.deadline import Deadline
 from unisono.base.process_identity import new_user
-from unisono.errors import RendezvousError, TransportError
+from unisono.errors import RendezvousError, TransportError, UnisonoError
 from unisono.rendezvous import rendezvous
-from unisono.stores import HashStore, PrefixStore
+from unisono.stores import HashStore, PrefixStore, TCPStore
+from unisono.stores.tcp.refusals import refused_client
+from unisono.stores.tcp.token import REFUSED_KEY
+from unisono.stores.tcp.wire import Op
 from unisono.transports import InprocTransport, Key, connect
 from unisono.transports.messages import Kind
 from unisono.transports.tcp import address
@@ -61,6 +64,54 @@ def test_ranks_that_never_come_are_named(monkeypatch):
             connect(store, 0, 4, Deadline(0.05), "tcp")
     assert caught.value.what == ("rank 0 of 4 waited 0.05 s for ranks that never came: 1, 3")
     assert caught.value.context.peers == (1, 3)
+
+
+def test_refused_client_ends_the_first_meeting_only(monkeypatch):
+    """Of a store without a token; as its server, the test notes a client of another machine."""
+    module = import_module("unisono.transports.connect")
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(module, "_STAY_S", 0.01)
+    note = (Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
+    with TCPStore("127.0.0.1", 0, is_master=True, token="") as store:
+        for transport in connected(store, 2, "tcp"):
+            transport.close()
+        store._call(*note)
+
+        def late(rank):
+            if rank == 1:
+                store.wait(["looked"], 20)
+            connect(store, rank, 2, Deadline(20), "tcp").close()
+
+        looks = iter(range(20))
+
+        def look(store):
+            if next(looks) == 10:
+                store.set("looked", "")
+            return refused_client(store)
+
+        monkeypatch.setattr(module, "refused_client", look)
+        on_threads(partial(late, 0), partial(late, 1))
+    with TCPStore("127.0.0.1", 0, is_master=True, token="") as store:
+        store._call(*note)
+        line = "rank 0 of 2 waits no longer for ranks 1: the store refused 10.0.0.9:4242, which is"
+        monkeypatch.setattr(module, "refused_client", refused_client)
+        with pytest.raises(RendezvousError, match=line) as caught:
+            connect(store, 0, 2, Deadline(20), "tcp")
+        assert "UNISONO_TOKEN" in caught.value.hint
+
+
+def test_rank_that_cannot_listen_is_told_to_all(monkeypatch):
+    with HashStore() as store:
+
+        def join(rank):
+            with pytest.raises(UnisonoError) as caught:
+                connect(store, rank, 2, Deadline(20), "tcp" if rank else "no such")
+            return caught.value
+
+        mine, other = on_threads(partial(join, 0), partial(join, 1))
+    assert mine.what == "unknown transport 'no such' (known: auto, inproc, tcp)"
+    assert other.what == f"rank 1 of 2 cannot meet rank 0: {mine.what}"
+    assert other.context.peers == (0,)
 
 
 def test_rank_that_hosts_the_store_gives_up_first(monkeypatch):

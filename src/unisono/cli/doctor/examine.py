@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.cli.doctor.facts import Examination, Host, Link, known
 from unisono.cli.doctor.host import examine_host, resolve
@@ -22,6 +21,8 @@ from unisono.launcher.spec import Meeting
 from unisono.rendezvous.endpoint import is_host_of
 from unisono.rendezvous.state import Limits
 from unisono.stores import PrefixStore, Store
+from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.refusals import refused_client
 
 _POLL_S = 0.05
 _RATES_S = 3.0
@@ -146,6 +147,8 @@ class Examiner:
                 _publish(store, "members", [n for n in came if store.check([f"host/{n}"])])
             if canceled():
                 raise RendezvousError("the examination of the hosts was canceled")
+            if here < limits.min_nodes and (client := refused_client(store)):
+                raise RendezvousError(f"the store {refused_text(client)}", hint=TOKEN_HINT)
             if patience.expired():
                 raise RendezvousError(
                     "the host that began the examination has ended",
@@ -266,9 +269,7 @@ def _addresses(plan: Plan) -> Sequence[str]:
     """Return the addresses that ranks of this host would publish; none in a job of one host."""
     if plan.limits.max_nodes == 1:
         return ()
-    if given := config.get("UNISONO_HOST"):
-        return given.split(",")
     # It loads NumPy, and `unisono run` without --doctor must not.
-    from unisono.transports.tcp.address import local_hosts
+    from unisono.transports.tcp.address import own_hosts
 
-    return local_hosts(plan.endpoint or None, apart=True)
+    return own_hosts(plan.endpoint or None, apart=True)

@@ -143,7 +143,8 @@ def _of_link(link: Link) -> Iterator[Finding]:
         if all("refused" in failure for failure in link.failures):
             fix = f"read what the command prints on {target}: it has ended, or a firewall refuses"
         else:
-            fix = f"let the firewall of {target} pass TCP to ports of ip_local_port_range"
+            fix = f"let the firewall of {target} pass TCP to ports of ip_local_port_range, or to "
+            fix += "those of UNISONO_PORTS; behind NAT set UNISONO_PUBLISH there"
         yield Finding("reach", ERROR, fact, fix)
         return
     if failures:

@@ -12,7 +12,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.log import get_logger
-from unisono.base.sockets import format_address, listen, listen_on_fd
+from unisono.base.sockets import format_address, host_of, listen, listen_on_fd
 from unisono.errors import (
     InvalidArgumentError,
     QueueEmptyError,
@@ -35,13 +35,16 @@ from unisono.stores.api import (
 )
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp.connection import ConnectionPool
+from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
 from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.start import StoreServer, start_server
+from unisono.stores.tcp.token import REFUSED_KEY
 from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
 
 # torch puts these before user keys, so a torch program on the same server finds our keys.
 _KEY_PREFIX = "/"
 _INIT_KEY = "init/"
+_FORGOTTEN = b"-"
 _POLL_S = 0.01
 _LOG = get_logger("stores.tcp")
 _MAX_PORT = 65535
@@ -58,7 +61,7 @@ class TCPStore(Store):
 
     Args:
         host_name: Name or address of the server; IPv4 and IPv6. "::" serves both.
-        port: Its port; 0 lets the server choose (see `port` afterwards).
+        port: Its port; 0 lets the server choose, of UNISONO_PORTS (see `port` afterwards).
         world_size: Number of clients; None or -1 if unknown.
         is_master: Whether to run the server here. If the port is MASTER_PORT, and the launcher
             serves it (TORCHELASTIC_USE_AGENT_STORE), the store is a client of that server.
@@ -109,7 +112,7 @@ class TCPStore(Store):
             else None
         )
         self.port = self._server.port if self._server else port
-        self._pool = ConnectionPool(host_name, self.port, self._token)
+        self._pool = self._new_pool()
         self._finalizer = weakref.finalize(self, _release, self._pool, self._server)
         try:
             self._pool.open_first(deadline)
@@ -257,7 +260,7 @@ class TCPStore(Store):
         other.host, other.port, other._token = self.host, self.port, self._token
         other._use_libuv = self._use_libuv
         other._server = self._server.share() if self._server else None
-        other._pool = ConnectionPool(self.host, self.port, self._token)
+        other._pool = other._new_pool()
         other._finalizer = weakref.finalize(other, _release, other._pool, other._server)
         return other
 
@@ -265,10 +268,32 @@ class TCPStore(Store):
         """Return True."""
         return True
 
+    @property
+    def has_token(self) -> bool:
+        """Whether this process has a token for the server."""
+        return bool(self._token)
+
+    def refused_client(self) -> str:
+        """Return the address of a client on another machine that the server has refused.
+
+        It is the first that was refused because the server has no token; "" if there is none.
+        """
+        address: bytes = self._call(Op.GET, REFUSED_KEY)
+        return "" if address == _FORGOTTEN else address.decode()
+
+    def forget_refused(self) -> None:
+        """Let `refused_client` return "" from now on, because all clients have come."""
+        self._call(Op.SET, REFUSED_KEY, _FORGOTTEN)
+
     def close(self) -> None:
         """Close the connections, and the server if it runs here; blocked threads wake up."""
         super().close()
         self._finalizer()
+
+    def _new_pool(self) -> ConnectionPool:
+        # A host that serves need not resolve its own name, nor reach its address behind NAT.
+        host = self._server.host if self._server else self.host
+        return ConnectionPool(host, self.port, self._token)
 
     def _call(self, op: Op, *args: Any, timeout: Timeout | None = None) -> Any:
         """Make one request that the server answers at once."""
@@ -300,11 +325,15 @@ class TCPStore(Store):
     def _wait_for_workers(self, world_size: int, deadline: Deadline) -> None:
         joined = int(self._call(Op.ADD, _INIT_KEY, 1))
         while self._server is not None and joined < world_size:
-            if deadline.expired():
+            refused = self.refused_client()
+            if refused or deadline.expired():
+                waited = f"timed out after {deadline.timeout_s:g} s waiting for clients"
                 raise StoreTimeoutError(
-                    f"{self!r} timed out after {deadline.timeout_s:g} s waiting for clients: "
+                    f"{self!r} {refused_text(refused) if refused else waited}: "
                     f"{joined} of {world_size} joined",
-                    hint="were all ranks started, with the same address and port?",
+                    hint=TOKEN_HINT
+                    if refused
+                    else "were all ranks started, with the same address and port?",
                 )
             time.sleep(min(_POLL_S, deadline.remaining()))
             joined = int(self._call(Op.GET, _INIT_KEY))
@@ -344,8 +373,8 @@ class _SharedServer:
     _by_port: dict[int, _SharedServer] = {}  # noqa: RUF012 - one table for the process on purpose
     _lock = threading.RLock()
 
-    def __init__(self, server: StoreServer) -> None:
-        self.port = server.port
+    def __init__(self, server: StoreServer, host: str) -> None:
+        self.host, self.port = host, server.port
         self._server = server
         self._users = 1
         self._pid = os.getpid()
@@ -361,7 +390,8 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            shared = cls(start_server(sockets, ServerOptions(token=token)))
+            host = host_of(sockets[0])
+            shared = cls(start_server(sockets, ServerOptions(token=token)), host)
             if multi_tenant:
                 cls._by_port[shared.port] = shared
             return shared

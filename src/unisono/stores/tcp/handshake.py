@@ -16,6 +16,13 @@ from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
 _OPENING = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING])
 
+NOT_LET_IN = "does not let this client in"
+
+TOKEN_HINT = (
+    "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process may use "
+    "the store, UNISONO_INSECURE=1 for the server's process"
+)
+
 _REASONS = {
     Answer.WRONG_TOKEN: (
         "it has another token than this client",
@@ -31,10 +38,14 @@ _REASONS = {
     ),
     Answer.LOCAL_ONLY: (
         "it has no token, and then serves only its own machine",
-        "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process "
-        "may use the store, UNISONO_INSECURE=1 for the server's process",
+        TOKEN_HINT,
     ),
 }
+
+
+def refused_text(address: str) -> str:
+    """Return what a server has done to a client on another machine, as the end of a sentence."""
+    return f"refused {address}, which is on another machine, because there is no token"
 
 
 def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadline) -> None:
@@ -64,7 +75,8 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
         raise StoreTimeoutError(
             f"connecting timed out: the store server at {address} accepted the connection but "
             f"did not answer within {deadline}",
-            hint="the process that runs the server is stopped or overloaded",
+            hint="another program has the port, or the process that runs the server is stopped or "
+            "overloaded",
         ) from error
     except OSError as error:
         if isinstance(error, HandshakeError):
@@ -129,9 +141,7 @@ def _refused(address: str, code: int) -> NoReturn:
     if code not in list(_REASONS):
         _no_server(address)
     reason, hint = _REASONS[Answer(code)]
-    raise HandshakeError(
-        f"the store server at {address} does not let this client in: {reason}", hint=hint
-    )
+    raise HandshakeError(f"the store server at {address} {NOT_LET_IN}: {reason}", hint=hint)
 
 
 def _no_server(address: str) -> NoReturn:

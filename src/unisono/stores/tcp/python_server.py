@@ -25,7 +25,7 @@ from unisono.base.sockets import format_address, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
 from unisono.stores.table import Table, Watch
 from unisono.stores.tcp.peer_uid import is_foreign
-from unisono.stores.tcp.token import Gate, Refused
+from unisono.stores.tcp.token import REFUSED_KEY, Gate, Refused
 from unisono.stores.tcp.wire import (
     MAX_REPLY_BYTES,
     MAX_VALUE_BYTES,
@@ -262,6 +262,8 @@ class PythonServer:
         except BlockingIOError:
             return
         except Refused as error:
+            if error.lacks_token:
+                self._table.compare_set(REFUSED_KEY, b"", connection.peer.encode())
             connection.unsent += error.answer
             with contextlib.suppress(OSError):
                 self._flush(connection)

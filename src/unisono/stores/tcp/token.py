@@ -24,12 +24,16 @@ import enum
 import os
 from collections.abc import Callable
 
+from unisono.stores.tcp.wire import MAGIC, Op, encode_request
+
 HELLO = b"UNISONO\x01"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 
-# First byte of torch's VALIDATE.
-_REQUESTS = b"\x00"
+REFUSED_KEY = "refused"
+"""The key, which users cannot write, of the first client that was refused for lack of a token."""
+
+_OPENING = encode_request(Op.VALIDATE, MAGIC)
 
 
 class Answer(enum.IntEnum):
@@ -49,12 +53,14 @@ class Refused(Exception):
     Attributes:
         answer: Bytes for the client; they end with an Answer, or are empty.
         why: The reason for the server's log.
+        lacks_token: Whether it speaks the protocol, and would be served if both had a token.
     """
 
-    def __init__(self, answer: bytes, why: str) -> None:
+    def __init__(self, answer: bytes, why: str, *, lacks_token: bool = False) -> None:
         super().__init__(why)
         self.answer = answer
         self.why = why
+        self.lacks_token = lacks_token
 
 
 def proof(token: bytes, end: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
@@ -109,7 +115,7 @@ class Gate:
         """
         self._data += chunk
         answer = b""
-        if not self._expected and self._data[:1] == _REQUESTS:
+        if not self._expected and self._data[:1] == _OPENING[:1]:
             self._check_stranger()
             self.is_open = True
         elif not self._expected:
@@ -134,7 +140,11 @@ class Gate:
             remedy = f"give it the job's token, UNISONO_TOKEN; {insecure}"
             raise Refused(_byte(Answer.TOKEN_NEEDED), f"{why} and has no token; {remedy}")
         remedy = f"set UNISONO_TOKEN to the same secret here and there; {insecure}"
-        raise Refused(_byte(Answer.LOCAL_ONLY), f"{why}, and there is no token; {remedy}")
+        raise Refused(
+            _byte(Answer.LOCAL_ONLY),
+            f"{why}, and there is no token; {remedy}",
+            lacks_token=self._data.startswith(_OPENING),
+        )
 
     def _challenge(self) -> bytes:
         """Answer a complete HELLO with the proof that this server knows the token."""
@@ -144,7 +154,8 @@ class Gate:
             return b""
         if not self._token:
             if not (self._serves_strangers or self._is_local()):
-                raise Refused(_byte(Answer.NO_TOKEN_HERE), "it has a token, and there is none here")
+                why = "it has a token, and there is none here"
+                raise Refused(_byte(Answer.NO_TOKEN_HERE), why, lacks_token=True)
             # The client goes on without a token if it is on this machine.
             self._data = self._data[len(HELLO) + NONCE_BYTES :]
             self.is_open = True

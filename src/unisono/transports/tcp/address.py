@@ -8,11 +8,16 @@ import socket
 from hashlib import blake2b
 from typing import NamedTuple
 
-from unisono.base.network import chosen_hosts, named_hosts, reachable_hosts, spans_hosts
+from unisono.base import config
+from unisono.base.network import (
+    chosen_hosts,
+    named_hosts,
+    published_hosts,
+    reachable_hosts,
+    spans_hosts,
+)
+from unisono.base.ports import none_free, ports_to_try
 from unisono.errors import TransportError
-
-# How often another port is tried if a port is free on the first address only.
-_TRIES = 16
 
 
 class TCPAddress(NamedTuple):
@@ -58,6 +63,22 @@ class TCPAddress(NamedTuple):
 def is_loopback(host: str) -> bool:
     """Whether a numeric address leads to the host itself."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def own_hosts(store_host: str | None, *, apart: bool | None = None) -> tuple[str, ...]:
+    """Return the addresses that this rank publishes, and listens on as far as this host has them.
+
+    UNISONO_PUBLISH comes first, then UNISONO_HOST or `local_hosts`.
+
+    Raises:
+        InvalidArgumentError: UNISONO_PUBLISH has no numeric address.
+    """
+    outside = published_hosts()
+    if given := config.get("UNISONO_HOST"):
+        hosts = tuple(given.split(","))
+    else:
+        hosts = local_hosts(store_host, apart=True if outside else apart)
+    return tuple(dict.fromkeys((*outside, *hosts)))
 
 
 def local_hosts(store_host: str | None, *, apart: bool | None = None) -> tuple[str, ...]:
@@ -117,12 +138,13 @@ def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
     An address that this host does not have is left out if there is another address.
 
     Raises:
-        TransportError: None of them can be listened on.
+        TransportError: None of them can be listened on, or no port of UNISONO_PORTS is free.
     """
-    for _ in range(_TRIES):
+    # From the last: stores take the first ports, which other ranks may have to find.
+    for each in reversed(ports_to_try()):
         sockets: list[socket.socket] = []
         failures: dict[str, OSError] = {}
-        port = 0
+        port = each
         for host in hosts:
             try:
                 sockets.append(_listen_on(host, port))
@@ -138,10 +160,10 @@ def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
         if not taken:
             break
     reasons = ", ".join(f"{host}: {error.strerror or error}" for host, error in failures.items())
-    raise TransportError(
-        f"cannot listen on any address of this rank ({reasons})",
-        hint="UNISONO_HOST must be an address of this host",
-    )
+    hint = "UNISONO_HOST must be an address of this host"
+    if taken and (found_none := none_free()):
+        reasons, hint = found_none
+    raise TransportError(f"cannot listen on any address of this rank ({reasons})", hint=hint)
 
 
 def _listen_on(host: str, port: int) -> socket.socket:
@@ -150,6 +172,9 @@ def _listen_on(host: str, port: int) -> socket.socket:
     try:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if port:
+            # The remains of old connections may be there.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         # All ranks may connect at once. The kernel limits the number.
         listener.listen(4096)
