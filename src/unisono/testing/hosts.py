@@ -4,6 +4,10 @@ Every host is a process that holds the namespaces (network, mounts, host name) a
 end of its input. So no namespace outlives the program that made it: no name is left in /run/netns,
 and the kernel removes a device with its namespace. This needs root, or permission to make
 namespaces.
+
+The links are as fast as the machine, or shaped:
+
+    with Network(2, ShapedLink(gbps=1, delay_s=2.5e-3, buffer_bytes=1 << 20)) as network: ...
 """
 
 from __future__ import annotations
@@ -16,26 +20,41 @@ import shutil
 import subprocess
 import sys
 import uuid
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from unisono.launcher.workers.worker import opened
 
-__all__ = ["Host", "Network", "why_no_hosts"]
+__all__ = ["Host", "Network", "ShapedLink", "why_no_hosts"]
 
 _LIMIT_S = 10.0
 _KINDS = ("--net", "--mount", "--uts")
 _CLONE_NEWNET = 0x40000000
 
 
+class ShapedLink(NamedTuple):
+    """What joins each host to the switch; a process of Python passes up to about 2 Gb/s.
+
+    Attributes:
+        gbps: Rate of a host in each direction.
+        delay_s: From any host to any other: half a round trip.
+        buffer_bytes: How much may wait before a link; what comes then is dropped.
+    """
+
+    gbps: float = 1.0
+    delay_s: float = 0.0
+    buffer_bytes: int = 1 << 20
+
+
 @functools.cache
-def why_no_hosts() -> str | None:
-    """Return why no hosts can be made here, or None."""
+def why_no_hosts(link: ShapedLink | None = None) -> str | None:
+    """Return why no hosts can be made here, with shaped links if they are given, or None."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if missing := [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]:
         return f"not installed: {', '.join(missing)} (iproute2 and util-linux have them)"
     try:
-        with Network(2):
+        with Network(2, link):
             return None
     except (OSError, subprocess.SubprocessError) as error:
         text = getattr(error, "stderr", None) or str(error)
@@ -134,31 +153,29 @@ class Network:
     """`count` hosts on one switch, 10.77.0.0/24 and fd77::/64; a context manager.
 
     As on Debian, each host resolves its own name to 127.0.1.1, and other names to their addresses.
+
+    Args:
+        count: Number of hosts.
+        link: The links of the hosts; None: as fast as the machine.
     """
 
     make_host: type[Host] = Host
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, link: ShapedLink | None = None) -> None:
         self._stack = contextlib.ExitStack()
         self.hosts: list[Host] = []
         with contextlib.ExitStack() as stack:
-            self._switch = Host(0)
-            stack.callback(self._switch.close)
-            self._switch.ip("link add sw type bridge mcast_snooping 0", "link set sw up")
             for index in range(1, count + 1):
                 host = self.make_host(index)
                 stack.callback(host.close)
                 self.hosts.append(host)
+            self._switch = _Bridge(self.hosts) if link is None else _Shaper(link, self.hosts)
+            stack.callback(self._switch.close)
             for host in self.hosts:
-                self._plug_in(host)
+                self._set_up(host)
             self._stack = stack.pop_all()
 
-    def _plug_in(self, host: Host) -> None:
-        port = f"port{host.index}"
-        self._switch.ip(
-            f"link add {port} type veth peer name eth0 netns {host.pid}",
-            f"link set {port} master sw up",
-        )
+    def _set_up(self, host: Host) -> None:
         host.ip(
             "link set lo up",
             f"address add {host.v4}/24 dev eth0",
@@ -176,14 +193,82 @@ class Network:
 
     def cut(self, host: Host) -> None:
         """Disconnect a host from the switch."""
-        self._switch.ip(f"link set port{host.index} down")
+        self._switch.cut(host)
 
     def restore(self, host: Host) -> None:
         """Connect a host again that was cut off."""
-        self._switch.ip(f"link set port{host.index} up")
+        self._switch.restore(host)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+
+
+class _Bridge:
+    """The kernel's own switch, in a namespace of its own."""
+
+    def __init__(self, hosts: list[Host]) -> None:
+        self._host = Host(0)
+        try:
+            self._host.ip("link add sw type bridge mcast_snooping 0", "link set sw up")
+            for host in hosts:
+                port = f"port{host.index}"
+                self._host.ip(
+                    f"link add {port} type veth peer name eth0 netns {host.pid}",
+                    f"link set {port} master sw up",
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def cut(self, host: Host) -> None:
+        self._host.ip(f"link set port{host.index} down")
+
+    def restore(self, host: Host) -> None:
+        self._host.ip(f"link set port{host.index} up")
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class _Shaper:
+    """A process that runs switch.py."""
+
+    def __init__(self, link: ShapedLink, hosts: list[Host]) -> None:
+        words = [*map(str, link), *(str(host.pid) for host in hosts)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("switch.py")), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            self._expect("ready")
+            for host in hosts:
+                # The switch finds a host by its address.
+                host.ip(f"link set eth0 address 02:00:00:00:00:{host.index:02x}")
+        except BaseException:
+            self.close()
+            raise
+
+    def cut(self, host: Host) -> None:
+        self._tell(f"cut {host.index}")
+
+    def restore(self, host: Host) -> None:
+        self._tell(f"restore {host.index}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _tell(self, line: str) -> None:
+        opened(self._process.stdin).write(line + "\n")
+        opened(self._process.stdin).flush()
+        self._expect("done")
+
+    def _expect(self, word: str) -> None:
+        if opened(self._process.stdout).readline() != word + "\n":
+            raise OSError(opened(self._process.stderr).read())

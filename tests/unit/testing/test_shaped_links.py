@@ -1,0 +1,121 @@
+"""Shaped links: the delay, the rate and the buffer that they promise, and a cut."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from unisono.testing.hosts import Network, ShapedLink, why_no_hosts
+
+LINK = ShapedLink(gbps=0.2, delay_s=0.01, buffer_bytes=64 << 10)
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts(LINK)), reason=str(why_no_hosts(LINK)))
+
+
+@pytest.fixture
+def network():
+    with Network(2, LINK) as network:
+        yield network
+
+
+def on(host, make):
+    """Return what `make` returns on a thread of this host; a socket stays on its host."""
+    made = []
+
+    def enter():
+        host.enter()
+        made.append(make())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+@pytest.fixture
+def sockets(network):
+    """A datagram socket on each host, connected to the other."""
+    first, second = (
+        on(host, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in network.hosts
+    )
+    with first, second:
+        for own, host in zip((first, second), network.hosts, strict=True):
+            own.bind((host.v4, 0))
+            own.settimeout(10)
+        first.connect(second.getsockname())
+        second.connect(first.getsockname())
+        yield first, second
+
+
+def round_trip_s(first, second):
+    start_s = time.monotonic()
+    first.send(b"ping")
+    second.send(second.recv(10))
+    first.recv(10)
+    return time.monotonic() - start_s
+
+
+@pytest.mark.alone
+def test_a_round_trip_takes_the_delay_twice(sockets):
+    times = [round_trip_s(*sockets) for _ in range(6)]
+    assert min(times) >= 2 * LINK.delay_s
+    # The first one resolves addresses, too.
+    assert min(times[1:]) < 3 * LINK.delay_s
+
+
+@pytest.mark.alone
+def test_much_data_takes_the_time_of_the_rate(network):
+    nbytes = 2 << 20
+    first, second = network.hosts
+    listener = on(second, lambda: socket.create_server((second.v4, 0)))
+    with listener:
+        listener.settimeout(10)
+        address = listener.getsockname()
+        with on(first, lambda: socket.create_connection(address, 10)) as sender:
+            receiver, _ = listener.accept()
+            with receiver:
+                receiver.settimeout(10)
+                start_s = time.monotonic()
+                thread = threading.Thread(target=sender.sendall, args=(bytes(nbytes),))
+                thread.start()
+                left = nbytes
+                while left:
+                    left -= len(receiver.recv(left))
+                took_s = time.monotonic() - start_s
+                thread.join()
+    least_s = nbytes * 8 / (LINK.gbps * 1e9) + LINK.delay_s
+    # TCP begins slowly, and loses packets to the small buffer.
+    assert least_s <= took_s < 10 * least_s
+
+
+def test_a_burst_beyond_the_buffer_is_dropped(sockets):
+    first, second = sockets
+    round_trip_s(first, second)
+    sent, size = 4000, 1400
+    for number in range(sent):
+        first.send(number.to_bytes(2) + bytes(size - 2))
+    numbers = []
+    second.settimeout(1)
+    try:
+        while True:
+            numbers.append(int.from_bytes(second.recv(size)[:2]))
+    except TimeoutError:
+        pass
+    fitting = LINK.buffer_bytes // size
+    assert numbers[: fitting - 10] == list(range(fitting - 10))  # the first ones fit
+    assert numbers == sorted(numbers)
+    assert len(numbers) < sent
+
+
+def test_a_host_that_is_cut_off_is_silent_until_it_is_restored(network, sockets):
+    first, second = sockets
+    round_trip_s(first, second)
+    network.cut(network.hosts[1])
+    first.send(b"lost")
+    second.settimeout(5 * LINK.delay_s)
+    with pytest.raises(TimeoutError):
+        second.recv(10)
+    network.restore(network.hosts[1])
+    second.settimeout(10)
+    assert round_trip_s(first, second) >= 2 * LINK.delay_s
