@@ -27,7 +27,7 @@ help:
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-gpu  the NCCL backend on a GPU; skipped without a GPU"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
-	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
+	@echo "make servers install redis, etcd and Slurm, which some tests start (Debian, root)"
 	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
@@ -59,13 +59,14 @@ test-all: check
 	@$(PYTEST) --all $(PARALLEL) -m "not alone"
 	@$(PYTEST) --all -m alone
 
-# Servers that tests of stores start and stop; without them these tests are skipped.
+# What tests of stores and launchers start and stop; without them these tests are skipped.
+# Slurm loads libpmix.so, which only the package for developers has.
 servers:
-	@command -v redis-server >/dev/null && command -v etcd >/dev/null \
+	@command -v redis-server >/dev/null && command -v etcd >/dev/null && command -v srun >/dev/null \
 		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-			redis-server etcd-server >/dev/null; } \
-		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
+			redis-server etcd-server slurmctld slurmd slurm-client libpmix-dev >/dev/null; } \
+		|| echo "redis, etcd or Slurm is not there: tests that need it will be skipped"
 
 # Not in the extra `test`: they are large, and some require torch, which may not be there.
 frameworks: $(STAMP)
