@@ -70,8 +70,7 @@ nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* c
   const nb::object names = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(named + 1)));
   for (size_t i = 0; i <= named; ++i) {
     const auto at = static_cast<Py_ssize_t>(i);
-    PyTuple_SET_ITEM(names.ptr(), at,
-                     Py_NewRef(i < named ? PyTuple_GET_ITEM(keywords, at) : name));
+    PyTuple_SET_ITEM(names.ptr(), at, Py_NewRef(i < named ? PyTuple_GET_ITEM(keywords, at) : name));
   }
   return checked(PyObject_Vectorcall(f.function, given.data(), count - named, names.ptr()));
 }
@@ -305,8 +304,7 @@ void bind_calls(nb::module_& m) {
          "Keep what `Engine.prepare` has returned for the call.");
 
   m.def("make_function", &unisono::make_function, nb::arg("function"), nb::arg("names"),
-        nb::arg("kinds"),
-        "Return a callable that passes only some calls to `function`.");
+        nb::arg("kinds"), "Return a callable that passes only some calls to `function`.");
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
         nb::arg("group_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
