@@ -484,13 +484,16 @@ class Operations:
             if not how.keys() <= SHARED:
                 called = how.get("_label") or op.removesuffix("_any_source")
                 check_keywords(op, called, how, of_method=True)
-            waits = not as_flag(how.get("async_op", False), "async_op")
+            for name in ("async_op", "deterministic"):
+                if type(how.get(name, False)) is not bool:
+                    how[name] = as_flag(how[name], name)
             work: Work = schema.check(self, *arguments, **how)
         except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
             error.name_call(how.get("_label") or op)
             raise
         work._op = work._op or op
         pending = work._pending
+        waits = not how.get("async_op", False)
         if waits and isinstance(pending, StreamCall):
             # As in torch, these block the host; the result of a receive includes its sender.
             on_host = op.startswith(("agree", "barrier", "probe", "recv"))
@@ -511,11 +514,11 @@ class Operations:
         if algorithm is not None and not isinstance(algorithm, str):
             raise ArgumentTypeError(f"algorithm must be a name, got {algorithm!r}")
         return CallOptions(
-            as_flag(how.get("async_op", False), "async_op"),
+            how.get("async_op", False),
             Deadline(self._spec.timeout_s if timeout is None else timeout),
             algorithm,
             how.get("_label"),
-            as_flag(how.get("deterministic", False), "deterministic"),
+            how.get("deterministic", False),
             splits,
             how.get("_partial", False),
             "_learn" in how,
