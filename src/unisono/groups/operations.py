@@ -470,7 +470,7 @@ class Operations:
         try:
             call = partial(self._run, schema, arguments, how)
             name, wait = how.get("_label") or op, how.get("async_op") is not True
-            given = (*arguments, *how.values())
+            given = arguments or tuple(how.values())
             work = self._part.begin(self, name, call, given, wait=wait)
             return work
         finally:
@@ -484,22 +484,23 @@ class Operations:
             if not how.keys() <= SHARED:
                 called = how.get("_label") or op.removesuffix("_any_source")
                 check_keywords(op, called, how, of_method=True)
-            for name in ("async_op", "deterministic"):
-                if type(how.get(name, False)) is not bool:
-                    how[name] = as_flag(how[name], name)
+            is_async, ordered = how.get("async_op", False), how.get("deterministic", False)
+            if type(is_async) is not bool or type(ordered) is not bool:
+                is_async = how["async_op"] = as_flag(is_async, "async_op")
+                how["deterministic"] = as_flag(ordered, "deterministic")
             work: Work = schema.check(self, *arguments, **how)
         except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
             error.name_call(how.get("_label") or op)
             raise
         work._op = work._op or op
         pending = work._pending
-        waits = not how.get("async_op", False)
-        if waits and isinstance(pending, StreamCall):
-            # As in torch, these block the host; the result of a receive includes its sender.
-            on_host = op.startswith(("agree", "barrier", "probe", "recv"))
-            work.wait_on_host() if on_host else work.wait()
-        elif waits and pending.error is not None:
-            raise pending.error
+        if not is_async:
+            if isinstance(pending, StreamCall):
+                # As in torch, these block the host; the result of a receive includes its sender.
+                on_host = op.startswith(("agree", "barrier", "probe", "recv"))
+                work.wait_on_host() if on_host else work.wait()
+            elif pending.error is not None:
+                raise pending.error
         # An attribute that hides the method must get each call.
         if "_learn" in how and op not in vars(self):
             how["_learn"](pending.prepared)
@@ -528,7 +529,9 @@ class Operations:
         """Return the backend of an array's device; without an array, of the first device."""
         device = next(iter(self.backends)) if subject is None else device_of(subject)
         backend = self.backends.get(device)
-        if isinstance(backend, CPUBackend) and dispatcher.is_plain and not self._follows_stream():
+        # Not `_follows_stream`, because this is on the way of each call.
+        queue, plain = self.stream_queue, explicit_stream() is None and dispatcher.is_plain
+        if plain and isinstance(backend, CPUBackend) and (queue is None or not queue.waiting()):
             return backend
         return cast(CPUBackend, _Detour(self, device))
 
