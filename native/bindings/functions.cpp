@@ -3,7 +3,6 @@
 #include <nanobind/stl/vector.h>
 #include <structmember.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <exception>
@@ -83,7 +82,7 @@ nb::object call_prepared(const Arguments& known, const CachedCall& what) {
     if (arguments.is_none()) return {};
     return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
   }
-  return known.calls->run_now(what, known.arrays) ? nb::none() : nb::object();
+  return known.calls->run_now(what, known.arrays, known.timeout_s) ? nb::none() : nb::object();
 }
 
 nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf,
@@ -209,9 +208,9 @@ PyType_Spec spec{"unisono._engine.Function", sizeof(Function), 0,
 PyTypeObject* function_type = nullptr;
 
 nb::object make_function(nb::object function, const std::vector<nb::str>& names,
-                         const std::string& kinds) {
+                         const std::string& kinds, size_t positional) {
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
-    throw nb::value_error("one kind per parameter, eight at most");
+    throw nb::value_error("one kind per parameter, ten at most");
   }
   if (kinds.find(kGroup) == std::string::npos) throw nb::value_error("one parameter is the group");
   import_numpy();
@@ -233,7 +232,7 @@ nb::object make_function(nb::object function, const std::vector<nb::str>& names,
   f->signature.count = kinds.size();
   std::memcpy(f->signature.kinds, kinds.data(), kinds.size());
   f->signature.group = kinds.find(kGroup);
-  f->signature.positional = std::min(kinds.find(kAlgorithm), kinds.size());
+  f->signature.positional = positional;
   PyObject_GC_Track(f);
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }
@@ -304,7 +303,8 @@ void bind_calls(nb::module_& m) {
          "Keep what `Engine.prepare` has returned for the call.");
 
   m.def("make_function", &unisono::make_function, nb::arg("function"), nb::arg("names"),
-        nb::arg("kinds"), "Return a callable that passes only some calls to `function`.");
+        nb::arg("kinds"), nb::arg("positional"),
+        "Return a callable that passes only some calls to `function`.");
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
         nb::arg("group_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
