@@ -183,6 +183,10 @@ PAGES = (
 )  # fmt: skip
 
 
+INHERITED = {"unisono.ProcessGroup": "\n    options:\n      inherited_members: true"}
+"""Classes whose pages show what they inherit."""
+
+
 def main() -> None:
     """Write the pages; delete those of subjects that are no more."""
     PAGES_AT.mkdir(exist_ok=True)
@@ -216,7 +220,8 @@ def pages() -> dict[str, str]:
     texts = {"index.md": "\n".join(index)}
     for page in PAGES:
         parts = [f"# {page.title}", f"{page.intro} {page.more}".strip()]
-        parts += [f"::: {_path(page.tier, name)}" for name in names[page.name]]
+        paths = [_path(page.tier, name) for name in names[page.name]]
+        parts += [f"::: {path}{INHERITED.get(path, '')}" for path in paths]
         texts[f"{page.name}.md"] = "\n\n".join(parts) + "\n"
     return texts
 

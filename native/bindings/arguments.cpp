@@ -139,6 +139,16 @@ bool take_group(PyObject* group, Arguments* into) {
   return nb::try_cast<Calls*>(into->calls_ref, into->calls, false) && into->calls != nullptr;
 }
 
+// Take a number of seconds. Python checks every other time-out.
+bool take_timeout(PyObject* value, double* into) {
+  if (value == nullptr || value == Py_None) return true;
+  if (!PyFloat_CheckExact(value) && !PyLong_CheckExact(value)) return false;
+  *into = PyFloat_AsDouble(value);
+  if (PyErr_Occurred() == nullptr) return *into > 0;
+  PyErr_Clear();
+  return false;
+}
+
 bool take_message(const Signature& f, PyObject* const* places, Arguments* into) {
   Message& message = into->message;
   for (size_t i = 0; i < f.count; ++i) {
@@ -151,6 +161,9 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
         break;
       case kPeer: message.peer = value; break;
       case kTag: message.tag = value; break;
+      case kTimeout:
+        if (!take_timeout(value, &message.timeout_s)) return false;
+        break;
       case kGroup: break;
       default:
         if (value != nullptr && value != Py_None) return false;
@@ -240,10 +253,20 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
           return false;
         }
         break;
+      case kOrdered:
+        // No algorithm has this address.
+        if (value == nullptr || value == Py_None || value == Py_False) break;
+        if (value != Py_True || !into->key.add(1)) return false;
+        break;
+      case kTimeout:
+        if (!take_timeout(value, &into->timeout_s)) return false;
+        break;
       default:
         if (value != nullptr && value != Py_None) return false;
     }
   }
+  // A queued call has the time-out of the group.
+  if (into->is_async && into->timeout_s >= 0) return false;
   const Argument &in = into->arrays.input, &out = into->arrays.output;
   if (!in.parts.empty() || !out.parts.empty()) {
     if (overlap(in, out)) return false;

@@ -31,16 +31,18 @@ enum Kind : char {
   kOp = 'o',
   kRoot = 'n',
   kGroup = 'g',
-  kFlag = 'f',       // async_op
-  kAlgorithm = 'a',  // the last parameter, by name only
-  kSent = 's',       // the array that a message is sent from
-  kReceived = 'v',   // the array that a message is received into
+  kFlag = 'f',  // async_op
+  kAlgorithm = 'a',
+  kOrdered = 'e',  // deterministic
+  kTimeout = 'd',
+  kSent = 's',      // the array that a message is sent from
+  kReceived = 'v',  // the array that a message is received into
   kPeer = 'p',
   kTag = 't',
   kAbsent = '-',  // only None is handled here
 };
 
-constexpr size_t kMaxParameters = 8;
+constexpr size_t kMaxParameters = 10;
 
 // The parameters of a function.
 struct Signature {
@@ -61,6 +63,7 @@ struct Arguments {
   PyObject* op = nullptr;
   PyObject* algorithm = nullptr;
   bool is_async = false;
+  double timeout_s = -1;  // below 0: that of the group
   Arrays arrays;
   Message message;
 };

@@ -119,13 +119,13 @@ nb::object Calls::run_message(const Message& message) const {
   if (closed_ || messenger_ == nullptr) return {};
   const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
-  const nb::object result = message.is_sent
-                              ? messenger_->send(message.array, peer, tag, timeout_s_)
-                              : messenger_->recv(message.array, peer, tag, timeout_s_);
+  const double limit_s = message.timeout_s < 0 ? timeout_s_ : message.timeout_s;
+  const nb::object result = message.is_sent ? messenger_->send(message.array, peer, tag, limit_s)
+                                            : messenger_->recv(message.array, peer, tag, limit_s);
   if (result.is_none()) return {};
   if (!nb::isinstance<nb::tuple>(result)) return message.is_sent ? nb::none() : result;
   const nb::object error = message_failed_(message.is_sent ? "send" : "recv", result,
-                                           nb::borrow(message.array), peer, tag, timeout_s_);
+                                           nb::borrow(message.array), peer, tag, limit_s);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();
 }
@@ -178,7 +178,7 @@ void Calls::end_record(uint64_t record) {
   recorder_->end(record, Code::ok);
 }
 
-bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
+bool Calls::run_now(const CachedCall& what, const Arrays& arrays, double timeout_s) {
   const uintptr_t thread = CallQueue::this_thread();
   const uint64_t seq = queue_->take(thread);
   if (seq == 0) return false;
@@ -190,10 +190,12 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   last_seq_ = seq;
   if (!last_call_.is(what.call)) last_call_ = what.call;
   const uint64_t record = recorder_ == nullptr ? 0 : begin_record(prepared, seq);
-  const Status status = run(prepared, arrays, timeout_ns_, seq);
+  const int64_t limit_ns = timeout_s < 0 ? timeout_ns_ : nanoseconds(timeout_s);
+  const Status status = run(prepared, arrays, limit_ns, seq);
   if (!status.is_ok()) {
     if (recorder_ != nullptr) recorder_->write_now();
-    continue_in_python(nb::object(last_call_), record, status, arrays);
+    continue_in_python(nb::object(last_call_), record, status, arrays,
+                       timeout_s < 0 ? timeout_s_ : timeout_s);
   } else if (recorder_ != nullptr) {
     end_record(record);
   }
@@ -232,7 +234,7 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
 
 // Pass a call whose program did not end well to Python, which mostly raises.
 void Calls::continue_in_python(const nb::object& call, uint64_t record, Status status,
-                               const Arrays& arrays) {
+                               const Arrays& arrays, double timeout_s) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);  // of a signal handler that ended the wait
   PyErr_NormalizeException(&type, &value, &trace);
@@ -243,7 +245,7 @@ void Calls::continue_in_python(const nb::object& call, uint64_t record, Status s
   continues_(call, nb::make_tuple(last_seq_, record),
              nb::make_tuple(static_cast<int>(status.code), status.peer),
              raised.is_valid() ? raised : nb::none(),
-             nb::make_tuple(arrays.input.owner(), arrays.output.owner()));
+             nb::make_tuple(arrays.input.owner(), arrays.output.owner()), timeout_s);
 }
 
 }  // namespace unisono

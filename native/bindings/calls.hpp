@@ -42,6 +42,7 @@ struct Message {
   PyObject* peer = nullptr;
   PyObject* tag = nullptr;
   bool is_sent = false;
+  double timeout_s = -1;  // below 0: that of the group
 };
 
 // Sends and receives plain messages of a group; see Port for the results.
@@ -66,7 +67,7 @@ struct CachedCall {
 // The prepared calls of one group, found by the arguments of a public function.
 class Calls {
  public:
-  // `continues(call, (seq, record), status, raised, memory)` continues a call whose program did not
+  // `continues(call, (seq, record), status, raised, memory, timeout_s)` continues a call whose program did not
   // end well, `queues(call, input, output)` queues a call as `queue` does.
   Calls(nanobind::object queue, nanobind::object continues, nanobind::object queues);
 
@@ -107,7 +108,8 @@ class Calls {
   void keep(const Key& key, nanobind::handle op, nanobind::handle algorithm,
             nanobind::handle found);
   // Run a call on this thread if the group's turn is free. False: Python must run the call.
-  bool run_now(const CachedCall& what, const Arrays& arrays);
+  // `timeout_s` below 0: that of the group.
+  bool run_now(const CachedCall& what, const Arrays& arrays, double timeout_s);
   // Queue a call. Returns the arguments for a new Work; None: Python must make the call.
   nanobind::object queue(const CachedCall& what, const Arrays& arrays);
   // Run a prepared call on this thread, which has the turn. `seq`: its number.
@@ -120,7 +122,7 @@ class Calls {
   [[gnu::noinline]] uint64_t begin_record(const Prepared& prepared, uint64_t seq);
   [[gnu::noinline]] void end_record(uint64_t record);
   void continue_in_python(const nanobind::object& call, uint64_t record, Status status,
-                          const Arrays& arrays);
+                          const Arrays& arrays, double timeout_s);
 
   nanobind::object queue_ref_;
   CallQueue* queue_;

@@ -3,7 +3,6 @@
 #include <nanobind/stl/vector.h>
 #include <structmember.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <exception>
@@ -70,8 +69,7 @@ nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* c
   const nb::object names = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(named + 1)));
   for (size_t i = 0; i <= named; ++i) {
     const auto at = static_cast<Py_ssize_t>(i);
-    PyTuple_SET_ITEM(names.ptr(), at,
-                     Py_NewRef(i < named ? PyTuple_GET_ITEM(keywords, at) : name));
+    PyTuple_SET_ITEM(names.ptr(), at, Py_NewRef(i < named ? PyTuple_GET_ITEM(keywords, at) : name));
   }
   return checked(PyObject_Vectorcall(f.function, given.data(), count - named, names.ptr()));
 }
@@ -84,7 +82,7 @@ nb::object call_prepared(const Arguments& known, const CachedCall& what) {
     if (arguments.is_none()) return {};
     return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
   }
-  return known.calls->run_now(what, known.arrays) ? nb::none() : nb::object();
+  return known.calls->run_now(what, known.arrays, known.timeout_s) ? nb::none() : nb::object();
 }
 
 nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf,
@@ -210,9 +208,9 @@ PyType_Spec spec{"unisono._engine.Function", sizeof(Function), 0,
 PyTypeObject* function_type = nullptr;
 
 nb::object make_function(nb::object function, const std::vector<nb::str>& names,
-                         const std::string& kinds) {
+                         const std::string& kinds, size_t positional) {
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
-    throw nb::value_error("one kind per parameter, eight at most");
+    throw nb::value_error("one kind per parameter, ten at most");
   }
   if (kinds.find(kGroup) == std::string::npos) throw nb::value_error("one parameter is the group");
   import_numpy();
@@ -234,7 +232,7 @@ nb::object make_function(nb::object function, const std::vector<nb::str>& names,
   f->signature.count = kinds.size();
   std::memcpy(f->signature.kinds, kinds.data(), kinds.size());
   f->signature.group = kinds.find(kGroup);
-  f->signature.positional = std::min(kinds.find(kAlgorithm), kinds.size());
+  f->signature.positional = positional;
   PyObject_GC_Track(f);
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }
@@ -305,7 +303,7 @@ void bind_calls(nb::module_& m) {
          "Keep what `Engine.prepare` has returned for the call.");
 
   m.def("make_function", &unisono::make_function, nb::arg("function"), nb::arg("names"),
-        nb::arg("kinds"),
+        nb::arg("kinds"), nb::arg("positional"),
         "Return a callable that passes only some calls to `function`.");
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
         nb::arg("group_type"), nb::arg("work_type"));

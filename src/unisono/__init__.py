@@ -12,6 +12,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
+TYPE_CHECKING = False  # without an import of typing
+if TYPE_CHECKING:
+    # An editor finds the source of what the stub gives several signatures.
+    from unisono.c10d.collectives import *  # noqa: F403
+
 __version__ = "0.1.0"
 
 # module -> names.

@@ -283,7 +283,7 @@ class Learner:
     def __call__(self, found: object | None) -> None:
         """Keep what `Engine.prepare` has returned for the call."""
 
-def make_function(function: object, names: Sequence[str], kinds: str) -> object:
+def make_function(function: object, names: Sequence[str], kinds: str, positional: int) -> object:
     """Return a callable that passes only some calls to `function`."""
 
 def set_world(world: object, stream: object, group_type: object, work_type: object) -> None: ...

@@ -42,7 +42,7 @@ def test_all_frames_are_shown_on_request(launches):
     options = {"script": SCRIPT, "UNISONO_FULL_TRACEBACK": "1"}
     code, _, err = launches.run("--nproc-per-node", 1, **options)
     assert code == 1
-    assert f'File "{OWN_FOLDER}groups/process_group.py"' in err
+    assert f'File "{OWN_FOLDER}groups/operations.py"' in err
 
 
 def failing(rank):

@@ -64,7 +64,7 @@ def test_pyright_reports_exactly_the_wrong_calls(tmp_path):
 
 def test_type_checkers_know_the_methods_of_c10d():
     source = Path(sys.modules[Operations.__module__].__file__).read_text("utf-8")
-    declared = re.findall(r"^    (\w+) = c10d_form\(\s*\w+, \"(\w+)\"", source, re.MULTILINE)
+    declared = re.findall(r"^    (\w+) = _form\(\s*\w+, \"(\w+)\"", source, re.MULTILINE)
     assert [(name, text) for name, text in declared if name != text] == []
     names = {name for row in OPS.values() for name in row.c10d_methods} - {*OPS}
     assert {name for name, _ in declared} == names

@@ -14,6 +14,7 @@ import unisono as dist
 from tests.support.calls import fails, operations_of
 from tests.support.operations import COLLECTIVES, Operations
 from unisono.errors import (
+    ArgumentTypeError,
     CollectiveAbortedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -151,6 +152,33 @@ def test_a_missing_rank_is_named(rank):
         with pytest.raises(CollectiveTimeoutError):
             dist.all_reduce(x)
         assert "broken" in repr(pg)
+    pg.store.barrier("end", 3, 60.0)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(3, kind="both")
+def test_a_repeated_call_has_the_time_out_of_its_own(rank):
+    pg, x = dist.group.WORLD, np.ones(2)
+    for how in ({"timeout": 40}, {"timeout": 50.0}, {"deterministic": True, "timeout": 60}):
+        dist.all_reduce(x, **how)
+        before = repeats()
+        dist.all_reduce(x, **how)
+        assert repeats() > before, how
+    assert x.tolist() == [3.0**6] * 2
+    with pytest.raises(InvalidArgumentError, match="must not be negative"):
+        dist.all_reduce(x, timeout=-1.0)
+    with fails(ArgumentTypeError, "timeout must be seconds"):
+        dist.all_reduce(x, timeout="1")
+    work = dist.all_reduce(x, timeout=40, async_op=True)
+    work.wait()
+    with fails(CollectiveTimeoutError, "0.2 s" if rank else "0.3 s"):
+        dist.recv(x, (rank + 1) % 3, timeout=0.2 if rank else 0.3)
+    pg.store.barrier("received", 3, 60.0)
+    if rank != 1:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            dist.all_reduce(x, timeout=0.5)
+        assert "timed out after 0.5 s" in str(caught.value)
+        assert re.search(NO_RANK_1, str(caught.value))
     pg.store.barrier("end", 3, 60.0)
 
 

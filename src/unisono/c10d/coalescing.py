@@ -76,11 +76,11 @@ def coalescing_manager(
         InvalidArgumentError: Two kinds in one block, or a block inside another.
     """
     pg = require_group(group)
-    if pg.block is not None:
+    if pg._block is not None:
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
     recorder, manager, since = _Recorder(), CoalescingManager(), pg.place()
     # Without `calls` the C++ engine runs no call of the group.
-    calls, pg.calls, pg.block = pg.calls, None, recorder
+    calls, pg.calls, pg._block = pg.calls, None, recorder
     try:
         yield manager
         batches = list(recorder.batches())
@@ -90,9 +90,9 @@ def coalescing_manager(
             _leave(pg, error, async_ops)
         raise
     finally:
-        pg.calls, pg.block = calls, None
+        pg.calls, pg._block = calls, None
     for schema, arguments, how in batches:
-        work = pg.call(OPS[schema.coalesced], arguments, {**how, "async_op": async_ops})
+        work = pg._call(OPS[schema.coalesced], arguments, {**how, "async_op": async_ops})
         if async_ops:
             manager.append(work)
 

@@ -14,23 +14,24 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.c10d.arguments import reporting_bad_arguments, root_of
-from unisono.groups.keywords import AlgorithmKeywords, CallKeywords, check_keywords
+from unisono.groups.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
 from unisono.groups.operations import in_cpp
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
 from unisono.groups.world import Group, member_group
 
 
-def _group(group: Group, call: str, how: Iterable[str]) -> ProcessGroup | None:
-    """Return the group as `member_group` does; check the keywords, which may be of a method."""
+def _group(group: Group, call: str, how: Mapping[str, object]) -> ProcessGroup | None:
+    """Return the group as `member_group` does; refuse keywords that only the method has."""
     pg = member_group(group, call, stacklevel=4)
-    if pg is not None and how:
+    # A block checks the call that it makes in the end.
+    if pg is not None and pg._block is None and not how.keys() <= SHARED:
         with reporting_bad_arguments(pg, call):
             check_keywords(call, call, how)
     return pg

@@ -3,9 +3,10 @@
 A small collective takes half a microsecond between two processes. The way through the groups, the
 dispatcher, the backend and the engine takes ten times that. So a public function that `run_in_cpp`
 made looks, in C++, for the prepared call of its arguments: function, group, dtypes, shapes, root,
-op and algorithm. The arrays must be contiguous NumPy arrays or lists of them. C++ runs the prepared
-call at once, or queues it for the progress thread. In all other cases the Python function runs, as
-it does without the C++ engine. If the arguments are new, C++ learns the prepared call from it.
+op, algorithm and order. A number as time-out is for this call only. The arrays must be contiguous
+NumPy arrays or lists of them. C++ runs the prepared call at once, or queues it for the progress
+thread. In all other cases the Python function runs, as it does without the C++ engine. If the
+arguments are new, C++ learns the prepared call from it.
 
 A wrapper in the dispatcher suspends this, because the meaning of a call then depends on more than
 its arguments. With an explicit stream, Python runs every call.
@@ -36,6 +37,9 @@ _KINDS = {
     "received": "v",
     "peer": "p",
     "tag": "t",
+    "algorithm": "a",
+    "deterministic": "e",
+    "timeout": "d",
 }
 
 
@@ -47,8 +51,8 @@ def run_in_cpp(function: F, kinds: dict[str, str]) -> F:
             more keyword, `_learn`: a function for what `Engine.prepare` returns for the call.
         kinds: The kind of each parameter that C++ understands. For an array "reads" or "writes",
             for a list of arrays of one shape "reads_list" or "writes_list", otherwise "op",
-            "root", "group" or "async_op". For a message: "sent" or "received" for the array,
-            "peer", "tag" and "group". A call that gives another parameter runs in Python.
+            "root", "group", "async_op" or "timeout". For a message: "sent" or "received" for the
+            array, "peer", "tag" and "group". A call that gives another parameter runs in Python.
     """
     if native is None:
         return function
@@ -57,10 +61,13 @@ def run_in_cpp(function: F, kinds: dict[str, str]) -> F:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
+    positional = len(names)
+    # A message has neither an algorithm nor an order of reduction.
+    shared = ("algorithm", "deterministic", "timeout") if "async_op" in kinds else ("timeout",)
+    names += [name for name in shared if name not in names]
+    kinds = kinds | {name: name for name in shared}
     letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
-    if "async_op" in kinds:  # a collective
-        names, letters = [*names, "algorithm"], letters + "a"
-    made: Any = native.make_function(function, names, letters)
+    made: Any = native.make_function(function, names, letters, positional)
     functools.update_wrapper(made, function)
     return cast(F, made)
 

@@ -157,6 +157,7 @@ class QueueEngine(OrderedEngine):
         status: tuple[int, int],
         raised: BaseException | None,
         memory: tuple[Memory, Memory],
+        timeout_s: float,
     ) -> None:
         """Continue a call that C++ ran on this thread, which still has the turn.
 
@@ -166,6 +167,7 @@ class QueueEngine(OrderedEngine):
             status: Of its program; not OK.
             raised: The exception of a signal handler, or None.
             memory: Input and output.
+            timeout_s: Its time-out.
         """
         seq, record = numbers
         if raised is not None:
@@ -173,7 +175,7 @@ class QueueEngine(OrderedEngine):
             self._end_record(record, raised)
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
-        task = Task(prepared, *memory, Deadline(self.timeout_s), seq=seq, record=record)
+        task = Task(prepared, *memory, Deadline(timeout_s), seq=seq, record=record)
         try:
             error = self._run(task, lambda task: self.continue_task(task, *status))
         except BaseException as interrupt:

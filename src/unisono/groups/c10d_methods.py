@@ -277,7 +277,7 @@ def call_c10d_form(
     """
     with refusing(group, schema, arguments):
         given = read_c10d_form(schema, arguments, how).arguments()
-    work: Work = group.call(schema, (), given)
+    work: Work = group._call(schema, (), given)
     return work
 
 
@@ -314,7 +314,7 @@ def _unwrapped(value: Any, name: str) -> Any:
 
 
 def test_of_form(schema: OpSchema) -> Callable[[Sequence[Any], dict[str, Any]], bool]:
-    """Return a function that tells whether arguments of a method of both are in c10d's form."""
+    """Return a test for c10d's form of the arguments, for a method that takes ours, too."""
     names = schema.data_names
     in_lists = schema.data.startswith("[")
     known = {"opts", *(word for name in names for word in _KEYWORDS.get(name, ()))} - {*names}

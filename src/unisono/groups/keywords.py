@@ -63,8 +63,8 @@ def check_keywords(op: str, call: str, how: Iterable[str], *, of_method: bool = 
         op: Name of the operation in `OPS`.
         call: Name of the function that was called.
         how: Keywords that were given.
-        of_method: The method was called, whose parameters are right as keywords. A function passes
-            on those that have no place: split sizes.
+        of_method: Whether the method was called, whose parameters are right as keywords. Without
+            it, only the method's parameters without a place are right: split sizes.
 
     Raises:
         ArgumentTypeError: Names the keyword, and in the hint the keyword that resembles it.

@@ -1,9 +1,14 @@
 """Every operation: name, parameters, checks, c10d's names, and the call of the backend.
 
-Each is one method with a decorator, which makes its row in `OPS`. From the rows follow the kernels
-of devices (groups/dispatch.py), c10d's forms of the methods (groups/c10d_methods.py), the calls
-that C++ runs (`in_cpp`), those that a block records (c10d/coalescing.py), and torch's process group
-(torch/operations.py, torch/plain.py). A new operation needs:
+Each is one method with a decorator, which makes its row in `OPS`. Other code uses the rows:
+
+    groups/dispatch.py        kernels of devices
+    groups/c10d_methods.py    c10d's forms of the methods
+    in_cpp                    calls that C++ runs
+    c10d/coalescing.py        calls that a block records
+    torch/operations.py       methods of torch's process group; torch/plain.py: their short way
+
+A new operation needs:
 
     1. a method here
     2. a method of each backend that supports it
@@ -20,7 +25,7 @@ from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 
-from unisono.backends import CallOptions, CPUBackend, DeviceBackend, Pending
+from unisono.backends import CallOptions, CPUBackend, DeviceBackend, GroupSpec, Pending
 from unisono.backends.neighbors import Links
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline
@@ -52,42 +57,42 @@ def operation(
     c10d_op: str = "",
     data: str = "",
     settings: str = "",
-    *,
     repeat: str | None = None,
-    coalesced: str = "",
-    takes_c10d_form: bool = False,
+    *,
+    coalesces: bool = False,
+    shared: bool = False,
 ) -> Callable[[F], F]:
     """Make an operation of a method that checks its arguments and calls the backend.
 
     Args:
-        c10d_op: As in `OpSchema`, as are all but the last.
-        data: See there.
-        settings: See there.
-        repeat: See there.
-        coalesced: See there.
-        takes_c10d_form: c10d has a method of this name, so the method takes c10d's form, too.
+        c10d_op: As in `OpSchema`.
+        data: As in `OpSchema`.
+        settings: As in `OpSchema`.
+        repeat: As in `OpSchema`.
+        coalesces: Whether an operation NAME_coalesced replaces several calls in a block.
+        shared: Whether c10d has a method of this name; the method takes c10d's form, too.
     """
 
     def made(check: F) -> F:
         name = check.__name__.strip("_")
         check.__qualname__ = f"ProcessGroup.{name}"
-        forms = (name,) if takes_c10d_form else ()
+        forms, coalesced = (name,) * shared, f"{name}_coalesced" * coalesces
         schema = OpSchema(name, c10d_op, forms, data, settings, check, repeat, coalesced)
         OPS[name] = schema
-        is_c10d_form = test_of_form(schema) if takes_c10d_form else None
+        is_c10d_form = test_of_form(schema) if shared else None
 
         @functools.wraps(check)
         def method(self: Operations, *arguments: Any, **how: Any) -> Work:
             if is_c10d_form is not None and is_c10d_form(arguments, how):
                 return call_c10d_form(self, schema, arguments, how)
-            return self.call(schema, arguments, how)
+            return self._call(schema, arguments, how)
 
         return cast(F, method)
 
     return made
 
 
-def c10d_form(operation: Callable[..., Work], name: str) -> Callable[..., Work]:
+def _form(operation: Callable[..., Work], name: str) -> Callable[..., Work]:
     """Return c10d's method of this name for an operation: it takes c10d's forms only."""
     row = OPS[operation.__name__]
     schema = OPS[row.name] = row._replace(c10d_methods=(*row.c10d_methods, name))
@@ -111,7 +116,7 @@ class Operations:
         stream_queue: Made by the first call in a stream.
         calls: Read by the C++ engine, see engines/functions.py.
         port: Takes plain messages of CPU arrays; see `backends.p2p.Port`.
-        block: Records calls instead of making them; see c10d/coalescing.py.
+        _block: Records calls instead of making them; see c10d/coalescing.py.
     """
 
     name: str
@@ -119,31 +124,35 @@ class Operations:
     backends: dict[str, DeviceBackend]
     calls: Any
     port: Any
-    stream_queue: StreamQueue | None = None
-    block: Any = None
-    rank: Callable[[], int]
-    size: Callable[[], int]
+    stream_queue: StreamQueue | None
     abort: Callable[..., None]
     refuse: Callable[..., None]
-    _timeout_s: float
+    _block: Any
     _part: Participation
+    _spec: GroupSpec
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._spec.rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._spec.size
 
     @property
     def timeout_s(self) -> float:
         """Default time-out of a call, in seconds."""
-        return self._timeout_s
+        return self._spec.timeout_s
 
     # ---- collectives ----------------------------------------------------------------------
 
-    @operation("broadcast_", "[tensor]", "root", repeat="tensor:writes root", takes_c10d_form=True)
+    @operation("broadcast_", "[tensor]", "root", "tensor:writes root", shared=True)
     def broadcast(self, tensor: Array, root: int = 0, **how: Unpack[How]) -> Work:
         """Copy root's tensor into the tensors of all ranks."""
         root = _member(self, root, "root")
         return self._work(self._on(tensor).broadcast(tensor, root, self._options(how)))
 
-    @operation(
-        "allreduce_", "[tensor]", "op", repeat="tensor:writes op", coalesced="all_reduce_coalesced"
-    )
+    @operation("allreduce_", "[tensor]", "op", "tensor:writes op", coalesces=True)
     def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Replace each rank's tensor by the reduction over all ranks."""
         op = as_reduce_op(op)
@@ -157,9 +166,7 @@ class Operations:
         first, op = _first(tensors, "tensors"), as_reduce_op(op)
         return self._work(self._on(first).all_reduce_coalesced(tensors, op, self._options(how)))
 
-    @operation(
-        "reduce_", "[tensor]", "root op", repeat="tensor:writes root op", takes_c10d_form=True
-    )
+    @operation("reduce_", "[tensor]", "root op", "tensor:writes root op", shared=True)
     def reduce(
         self, tensor: Array, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
@@ -167,17 +174,14 @@ class Operations:
         root, op = _member(self, root, "root"), as_reduce_op(op)
         return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
 
-    @operation("allgather_", "[outputs] [tensor]", repeat="outputs:writes_list tensor:reads")
+    @operation("allgather_", "[outputs] [tensor]", "", "outputs:writes_list tensor:reads")
     def all_gather(self, outputs: Arrays, tensor: Array, **how: Unpack[How]) -> Work:
         """Copy rank i's tensor into outputs[i] on all ranks."""
         one_each(self, outputs, "tensor_list")
         return self._work(self._on(tensor).all_gather(outputs, tensor, self._options(how)))
 
     @operation(
-        "_allgather_base_",
-        "output tensor",
-        repeat="output:writes tensor:reads",
-        coalesced="all_gather_into_tensor_coalesced",
+        "_allgather_base_", "output tensor", "", "output:writes tensor:reads", coalesces=True
     )
     def all_gather_into_tensor(
         self,
@@ -223,8 +227,8 @@ class Operations:
         "gather_",
         "[outputs] [tensor]",
         "root",
-        repeat="tensor:reads outputs:writes_list root",
-        takes_c10d_form=True,
+        "tensor:reads outputs:writes_list root",
+        shared=True,
     )
     def gather(
         self, tensor: Array, outputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
@@ -235,11 +239,7 @@ class Operations:
         return self._work(self._on(tensor).gather(tensor, outputs, root, self._options(how)))
 
     @operation(
-        "scatter_",
-        "[output] [inputs]",
-        "root",
-        repeat="output:writes inputs:reads_list root",
-        takes_c10d_form=True,
+        "scatter_", "[output] [inputs]", "root", "output:writes inputs:reads_list root", shared=True
     )
     def scatter(
         self, output: Array, inputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
@@ -253,8 +253,8 @@ class Operations:
         "reduce_scatter_",
         "[output] [inputs]",
         "op",
-        repeat="output:writes inputs:reads_list op",
-        takes_c10d_form=True,
+        "output:writes inputs:reads_list op",
+        shared=True,
     )
     def reduce_scatter(
         self, output: Array, inputs: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
@@ -268,8 +268,8 @@ class Operations:
         "_reduce_scatter_base_",
         "output tensor",
         "op",
-        repeat="output:writes tensor:reads op",
-        coalesced="reduce_scatter_tensor_coalesced",
+        "output:writes tensor:reads op",
+        coalesces=True,
     )
     def reduce_scatter_tensor(
         self,
@@ -288,7 +288,7 @@ class Operations:
         options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))
         return self._work(self._on(output).reduce_scatter_tensor(output, tensor, op, options))
 
-    @operation("reduce_scatter_tensor_coalesced_", "outputs tensors", "op", takes_c10d_form=True)
+    @operation("reduce_scatter_tensor_coalesced_", "outputs tensors", "op", shared=True)
     def reduce_scatter_tensor_coalesced(
         self,
         outputs: Arrays,
@@ -309,7 +309,7 @@ class Operations:
         options = self._options(how)
         return self._work(on.reduce_scatter_tensor_coalesced(outputs, tensors, op, options))
 
-    @operation("alltoall_", "outputs inputs", repeat="outputs:writes_list inputs:reads_list")
+    @operation("alltoall_", "outputs inputs", "", "outputs:writes_list inputs:reads_list")
     def all_to_all(self, outputs: Arrays, inputs: Arrays, **how: Unpack[How]) -> Work:
         """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
         one_each(self, outputs, "output_tensor_list")
@@ -319,8 +319,9 @@ class Operations:
     @operation(
         "alltoall_base_",
         "output tensor output_split_sizes input_split_sizes",
-        repeat="output:writes tensor:reads output_split_sizes input_split_sizes",
-        takes_c10d_form=True,
+        "",
+        "output:writes tensor:reads output_split_sizes input_split_sizes",
+        shared=True,
     )
     def all_to_all_single(
         self,
@@ -356,7 +357,7 @@ class Operations:
         op = as_reduce_op(op)
         return self._work(self._on(tensor).exscan(tensor, op, self._options(how)))
 
-    @operation("barrier", repeat="", takes_c10d_form=True)
+    @operation("barrier", repeat="", shared=True)
     def barrier(self, **how: Unpack[How]) -> Work:
         """End on no rank before every rank has begun."""
         return self._work(self._on().barrier(self._options(how)))
@@ -380,7 +381,7 @@ class Operations:
 
     # ---- point to point -------------------------------------------------------------------
 
-    @operation("send", "[tensor] peer tag", repeat="tensor:sent peer", takes_c10d_form=True)
+    @operation("send", "[tensor] peer tag", "", "tensor:sent peer", shared=True)
     def send(self, tensor: Array, peer: int, tag: int = 0, **how: Unpack[How]) -> Work:
         """Send to a rank; done when the tensor may be changed. `PROC_NULL`: send nothing."""
         peer, tag, options = _peer(self, peer, "dst"), _tag(tag), self._options(how)
@@ -388,7 +389,7 @@ class Operations:
             return self._work(Pending([tensor], done=True))
         return self._work(self._on(tensor).send(tensor, peer, tag, options))
 
-    @operation("recv_", "[tensor] peer tag", repeat="tensor:received peer", takes_c10d_form=True)
+    @operation("recv_", "[tensor] peer tag", "", "tensor:received peer", shared=True)
     def recv(
         self, tensor: Array, peer: int | None = None, tag: int = 0, **how: Unpack[How]
     ) -> Work:
@@ -434,34 +435,34 @@ class Operations:
 
     # ---- c10d's other names ---------------------------------------------------------------
 
-    allreduce = c10d_form(all_reduce, "allreduce")
-    allreduce_coalesced = c10d_form(all_reduce_coalesced, "allreduce_coalesced")
-    allgather = c10d_form(all_gather, "allgather")
-    _allgather_base = c10d_form(all_gather_into_tensor, "_allgather_base")
-    all_gather_single = c10d_form(all_gather_into_tensor, "all_gather_single")
-    allgather_coalesced = c10d_form(all_gather_coalesced, "allgather_coalesced")
-    allgather_into_tensor_coalesced = c10d_form(
+    allreduce = _form(all_reduce, "allreduce")
+    allreduce_coalesced = _form(all_reduce_coalesced, "allreduce_coalesced")
+    allgather = _form(all_gather, "allgather")
+    _allgather_base = _form(all_gather_into_tensor, "_allgather_base")
+    all_gather_single = _form(all_gather_into_tensor, "all_gather_single")
+    allgather_coalesced = _form(all_gather_coalesced, "allgather_coalesced")
+    allgather_into_tensor_coalesced = _form(
         all_gather_into_tensor_coalesced, "allgather_into_tensor_coalesced"
     )
-    all_gather_single_coalesced = c10d_form(
+    all_gather_single_coalesced = _form(
         all_gather_into_tensor_coalesced, "all_gather_single_coalesced"
     )
-    _reduce_scatter_base = c10d_form(reduce_scatter_tensor, "_reduce_scatter_base")
-    reduce_scatter_single = c10d_form(reduce_scatter_tensor, "reduce_scatter_single")
-    reduce_scatter_single_coalesced = c10d_form(
+    _reduce_scatter_base = _form(reduce_scatter_tensor, "_reduce_scatter_base")
+    reduce_scatter_single = _form(reduce_scatter_tensor, "reduce_scatter_single")
+    reduce_scatter_single_coalesced = _form(
         reduce_scatter_tensor_coalesced, "reduce_scatter_single_coalesced"
     )
-    alltoall = c10d_form(all_to_all, "alltoall")
-    alltoall_base = c10d_form(all_to_all_single, "alltoall_base")
-    recv_anysource = c10d_form(recv_any_source, "recv_anysource")
+    alltoall = _form(all_to_all, "alltoall")
+    alltoall_base = _form(all_to_all_single, "alltoall_base")
+    recv_anysource = _form(recv_any_source, "recv_anysource")
 
     # ---- what all calls have in common ------------------------------------------------------
 
-    def call(self, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+    def _call(self, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         """Make a call; refuse a collective while another thread is in a collective call."""
         op = schema.name
-        if self.block is not None and schema.coalesced:
-            work: Work = self.block.record(schema, arguments, how)
+        if self._block is not None and schema.coalesced:
+            work: Work = self._block.record(schema, arguments, how)
             return work
         if op in P2P:
             return self._run(schema, arguments, how)
@@ -469,7 +470,7 @@ class Operations:
         try:
             call = partial(self._run, schema, arguments, how)
             name, wait = how.get("_label") or op, how.get("async_op") is not True
-            given = (*arguments, *how.values())
+            given = arguments or tuple(how.values())
             work = self._part.begin(self, name, call, given, wait=wait)
             return work
         finally:
@@ -483,19 +484,23 @@ class Operations:
             if not how.keys() <= SHARED:
                 called = how.get("_label") or op.removesuffix("_any_source")
                 check_keywords(op, called, how, of_method=True)
-            waits = not as_flag(how.get("async_op", False), "async_op")
+            is_async, ordered = how.get("async_op", False), how.get("deterministic", False)
+            if type(is_async) is not bool or type(ordered) is not bool:
+                is_async = how["async_op"] = as_flag(is_async, "async_op")
+                how["deterministic"] = as_flag(ordered, "deterministic")
             work: Work = schema.check(self, *arguments, **how)
         except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
             error.name_call(how.get("_label") or op)
             raise
         work._op = work._op or op
         pending = work._pending
-        if waits and isinstance(pending, StreamCall):
-            # As in torch, these block the host; the result of a receive includes its sender.
-            on_host = op.startswith(("agree", "barrier", "probe", "recv"))
-            work.wait_on_host() if on_host else work.wait()
-        elif waits and pending.error is not None:
-            raise pending.error
+        if not is_async:
+            if isinstance(pending, StreamCall):
+                # As in torch, these block the host; the result of a receive includes its sender.
+                on_host = op.startswith(("agree", "barrier", "probe", "recv"))
+                work.wait_on_host() if on_host else work.wait()
+            elif pending.error is not None:
+                raise pending.error
         # An attribute that hides the method must get each call.
         if "_learn" in how and op not in vars(self):
             how["_learn"](pending.prepared)
@@ -510,11 +515,11 @@ class Operations:
         if algorithm is not None and not isinstance(algorithm, str):
             raise ArgumentTypeError(f"algorithm must be a name, got {algorithm!r}")
         return CallOptions(
-            as_flag(how.get("async_op", False), "async_op"),
-            Deadline(self._timeout_s if timeout is None else timeout),
+            how.get("async_op", False),
+            Deadline(self._spec.timeout_s if timeout is None else timeout),
             algorithm,
             how.get("_label"),
-            as_flag(how.get("deterministic", False), "deterministic"),
+            how.get("deterministic", False),
             splits,
             how.get("_partial", False),
             "_learn" in how,
@@ -524,7 +529,9 @@ class Operations:
         """Return the backend of an array's device; without an array, of the first device."""
         device = next(iter(self.backends)) if subject is None else device_of(subject)
         backend = self.backends.get(device)
-        if isinstance(backend, CPUBackend) and dispatcher.is_plain and not self._follows_stream():
+        # Not `_follows_stream`, because this is on the way of each call.
+        queue, plain = self.stream_queue, explicit_stream() is None and dispatcher.is_plain
+        if plain and isinstance(backend, CPUBackend) and (queue is None or not queue.waiting()):
             return backend
         return cast(CPUBackend, _Detour(self, device))
 
@@ -649,7 +656,7 @@ def in_cpp(function: F) -> F:
     """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
-    kinds = {name: name for name in names if name in ("group", "async_op", "tag")}
+    kinds = {name: name for name in names if name in ("group", "async_op", "tag", "timeout")}
     for name, kind in zip(names, OPS[function.__name__].parameters.values(), strict=False):
         if not kind.endswith("split_sizes"):
             kinds[name] = kind

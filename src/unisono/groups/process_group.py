@@ -115,13 +115,13 @@ class ProcessGroup(Operations, C10dNames):
         """Set the attributes and make the backends; close them again if one fails."""
         self._spec = spec
         self.name, self.ranks = spec.name, spec.ranks
-        self._timeout_s = spec.timeout_s
         self.config = BackendConfig(backend)
         self.backends = {}
         # Number of calls by kind, for keys and tags; the same on all members.
         self.counts: Counter[str] = Counter()
         self.stream_queue = None
         self.calls = None
+        self._block = None
         self._part = Participation()
         self.port = None
         try:
@@ -162,19 +162,11 @@ class ProcessGroup(Operations, C10dNames):
         """Name that no other group of the same world has."""
         return self._spec.key
 
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return self._spec.rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.ranks)
-
     def set_timeout(self, timeout: Timeout) -> None:
         """Change the default time-out of later calls."""
-        self._timeout_s = to_seconds(timeout)
+        self._spec = replace(self._spec, timeout_s=to_seconds(timeout))
         for backend in self.backends.values():
-            backend.set_timeout(self._timeout_s)
+            backend.set_timeout(self.timeout_s)
 
     def group_rank(self, global_rank: int) -> int:
         """Return the rank in this group of a global rank.

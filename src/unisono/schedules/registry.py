@@ -256,12 +256,20 @@ def available(
         InvalidArgumentError: Unknown collective.
     """
     entry(collective, "linear")
+    known = tuple(_TABLE[collective].items())
+    return _available(known, world_size, uneven, ordered and collective in REDUCING, local)
+
+
+@lru_cache(maxsize=256)
+def _available(
+    known: tuple[tuple[str, Entry], ...], world_size: int, uneven: bool, ordered: bool, local: int
+) -> tuple[str, ...]:
     return tuple(
         name
-        for name, candidate in _TABLE[collective].items()
+        for name, candidate in known
         if candidate.serves(world_size, local)
         and (candidate.uneven or not uneven)
-        and (candidate.ordered or not ordered or collective not in REDUCING)
+        and (candidate.ordered or not ordered)
     )
 
 
