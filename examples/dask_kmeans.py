@@ -1,6 +1,6 @@
 """Find clusters in a Dask array by k-means, without moving its partitions.
 
-    pip install 'unisono[dask]'
+    pip install '.[dask]'
     python examples/dask_kmeans.py
 
 The ranks are the workers that hold partitions of the array. Each rank reads its partitions from the

@@ -1,6 +1,6 @@
 """Find a learning rate in Ray actors; the best actor hands its weights to the others.
 
-    pip install 'unisono[ray]'
+    pip install '.[ray]'
     python examples/ray_tuning.py
 
 Each actor trains the network of train_digits.py with a learning rate of its own. After each round

@@ -1,6 +1,6 @@
 """Fit a logistic regression in the tasks of a Spark barrier stage.
 
-    pip install 'unisono[spark]'
+    pip install '.[spark]'
     python examples/spark_logistic.py
 
 Each rank reads its share of the rows. One all_reduce per step adds up the gradients of all ranks.

@@ -1,10 +1,13 @@
 """`spawn` with real processes, for the three start methods."""
 
+import contextlib
 import json
 import os
 import pickle
 import re
+import select
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -204,3 +207,46 @@ def test_children_outlive_the_thread_that_made_them(launches, method):
     assert not gone(children, 0.01)
     parent.send_signal(signal.SIGKILL)
     assert gone(children)
+
+
+# Rank 0 watches its parent only after the parent's end. Rank 1 was forked later, so it has the pipe
+# open whose end would show the end of the parent to rank 0.
+ORPHAN = """
+import importlib, multiprocessing, os, select
+import unisono
+
+spawn = importlib.import_module("unisono.launcher.spawn")
+parent, held, watch = os.pidfd_open(os.getpid()), os.dup(0), spawn._watch_parent
+
+def watch_late(*arguments):
+    os.write(1, b"%d\\n" % os.getpid())
+    if multiprocessing.current_process().name == "unisono-rank-1":
+        os.read(held, 1)
+        os._exit(0)
+    select.select([parent], [], [])
+    watch(arguments[0], {signal})
+
+spawn._watch_parent = watch_late
+unisono.spawn(print, nprocs=2, start_method="fork")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
+@pytest.mark.parametrize("signal_works", [True, False])
+def test_a_child_that_starts_as_its_parent_is_killed_ends(signal_works):
+    command = [sys.executable, "-c", ORPHAN.format(signal=signal_works)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        pids = {int(parent.stdout.readline()) for _ in range(2)}
+        handles = [os.pidfd_open(pid) for pid in pids]
+        try:
+            parent.kill()
+            ended = select.select(handles, [], [], 30.0)[0]
+            assert len(ended) == 1, "rank 0 goes on without its parent"
+            parent.stdin.close()
+            left = [handle for handle in handles if handle not in ended]
+            assert select.select(left, [], [], 30.0)[0]
+        finally:
+            for handle in handles:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                os.close(handle)

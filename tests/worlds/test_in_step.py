@@ -154,6 +154,22 @@ def test_whatever_a_serializer_raises_reaches_all_ranks(rank):
             check_usable()
 
 
+@pytest.mark.ranks(3, engine="both")
+def test_whatever_ends_a_message_before_it_began_concerns_no_other_rank(rank):
+    """A message is no collective call: nothing is refused, and the next message is matched."""
+    for error in ends():
+        for name in ("send", "recv", "isend", "irecv"):
+            for arguments in ((Hostile(error), 1), (f32(), HostileRoot(error))):
+                if rank == 0:
+                    with same_kind(error):
+                        finish(getattr(dist, name)(*arguments))
+        if rank == 0:
+            dist.send(f32(), 1)
+        elif rank == 1:
+            dist.recv(f32(), 0)
+        check_usable()
+
+
 @pytest.mark.ranks(2, engine="both")
 def test_whatever_a_sender_of_objects_raises_reaches_the_receiver(rank):
     for error in ends():

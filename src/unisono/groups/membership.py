@@ -43,6 +43,7 @@ from unisono.rendezvous.membership import (
     next_event,
 )
 from unisono.stores import Store
+from unisono.trace import note_generation
 
 _log = get_logger("groups.membership")
 
@@ -200,6 +201,7 @@ class Membership:
                 raise
             if group is not None:
                 self.linked, self._looked_s = self.generation, 0.0
+                note_generation(self.generation)
                 return group
 
     def is_succeeded(self) -> bool:

@@ -177,11 +177,12 @@ class ProcessGroup(Operations, C10dNames):
         """
         try:
             number = operator.index(global_rank)
-            return self.ranks.index(number)
         except TypeError:
             raise ArgumentTypeError(
                 f"a global rank must be an integer, got {global_rank!r}"
             ) from None
+        try:
+            return self.ranks.index(number)
         except ValueError:
             raise InvalidArgumentError(
                 f"global rank {number} is not in group '{self.name}' (ranks {list(self.ranks)})"

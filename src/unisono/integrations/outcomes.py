@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 from unisono.base.deadline import Deadline
+from unisono.base.text import name_ranks
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
 from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
 from unisono.integrations.member import Outcome
@@ -117,11 +119,18 @@ def _raise_first_cause(ranks: Ranks, outcomes: dict[int, Outcome]) -> NoReturn:
         notes.insert(0, f"raised on {place}")
         cause = WorkerFailedError(f"{place} raised an error\n{text}")
     else:
-        first, why = next(iter(lost.items()))
-        context = Context(world_size=size, peers=(first,), usable=False)
-        what = f"rank {first} of {size} ({ranks.names[first]}) was lost: {why}"
+        gone = tuple(sorted(lost))
+        names = ", ".join(ranks.names[rank] for rank in gone[:8])
+        were = "was" if len(gone) == 1 else "were"
+        why = next(iter(lost.values()))
+        what = f"{name_ranks(gone)} of {size} ({names}) {were} lost: {why}"
+        context = Context(world_size=size, peers=gone, usable=False)
         error, cause = PeerLostError(what, context=context), None
         del notes[0]
+    if isinstance(error, PeerLostError):
+        # A rank is named by the call that needed it. Others of its host may have ended with it.
+        peers = tuple(sorted({*error.context.peers, *lost}))
+        error.context = replace(error.context, peers=peers)
     for note in notes:
         error.add_note(note)
     raise error from cause

@@ -60,17 +60,29 @@ _IMPORT_HINT = (
 )
 
 
-def _watch_parent(use_death_signal: bool) -> None:
-    """Make this child end when its parent ends."""
+def _watch_parent(parent_pid: int, use_death_signal: bool) -> None:
+    """Make this child end when its parent ends.
+
+    Args:
+        parent_pid: The process that has this child; 0 if the fork server has it.
+        use_death_signal: Whether the kernel's signal at the parent's end is of use.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
+
+    def is_orphan() -> bool:
+        # A child that was forked later has the pipe behind `parent` open, too, and keeps it so.
+        return parent_pid not in (0, os.getppid())
+
     if use_death_signal and parent_death_hook()():
-        if not parent.is_alive():
+        if is_orphan() or not parent.is_alive():
+            # The parent died before, so the kernel will send no signal.
             os._exit(1)
         return
 
     def die_with_parent() -> None:
-        parent.join()
+        while parent.is_alive() and not is_orphan():
+            parent.join(_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=die_with_parent, name="unisono-parent", daemon=True).start()
@@ -81,10 +93,11 @@ def _child(
     main: dict[str, str],
     rank: int,
     link: Connection,
+    parent_pid: int,
     use_death_signal: bool,
     return_results: bool,
 ) -> None:
-    _watch_parent(use_death_signal)
+    _watch_parent(parent_pid, use_death_signal)
     # The parent shows the traceback, so this hook prints nothing. Hooks that wrap it must run: a
     # process group reports to the other ranks in its hook why this rank failed.
     sys.excepthook = lambda *error: None
@@ -207,6 +220,7 @@ class SpawnContext:
         call = CallArguments(fn, tuple(args))
         try:
             context: Any = multiprocessing.get_context(start_method)
+            parent_pid = 0 if start_method == "forkserver" else os.getpid()
             with _hidden_main(start_method) as main:
                 starting = _ChildReport()
                 for name in main.values():
@@ -218,7 +232,10 @@ class SpawnContext:
                     with link, deferred():
                         process = context.Process(
                             target=_child,
-                            args=(call, main, rank, link, use_death_signal, return_results),
+                            args=(
+                                *(call, main, rank, link),
+                                *(parent_pid, use_death_signal, return_results),
+                            ),
                             name=f"unisono-rank-{rank}",
                             daemon=daemon,
                         )

@@ -110,6 +110,19 @@ class Table:
             case ChangeKind.JOIN | ChangeKind.LEAVE:
                 return None
 
+    def changes(self) -> list[Change]:
+        """Return the fewest changes that make an equal table out of an empty one."""
+        made = [Change(ChangeKind.SET, key, value) for key, value in self.values.items()]
+        for key, queue in self._queues.items():
+            made += [Change(ChangeKind.PUSH, key, value) for value in queue]
+        for key, barrier in self._barriers.items():
+            size = str(barrier.world_size).encode()
+            made += [
+                Change(ChangeKind.ARRIVE, key, size, str(member).encode())
+                for member in barrier.members
+            ]
+        return made
+
     def set(self, key: str, value: bytes) -> None:
         """Store a value."""
         self.values[key] = value

@@ -1,6 +1,7 @@
 """The recorded calls of groups: what ran, where it was called, and for which rank it waited."""
 
 from unisono.trace.files import write_after_failure, write_trace
+from unisono.trace.metrics import note_generation
 from unisono.trace.records import GroupTrace, TraceRecord, all_traces
 from unisono.trace.ring import number_of_kind, skip_folder
 from unisono.trace.start import make_trace
@@ -13,6 +14,7 @@ __all__ = [
     "TraceRecord",
     "all_traces",
     "make_trace",
+    "note_generation",
     "number_of_kind",
     "open_calls",
     "skip_folder",

@@ -165,13 +165,22 @@ def _absence(
         known = [end_ns for end_ns in ends if end_ns is not None]
         took = f" {_s(max(known) - record.enqueued_ns)}" if len(known) == len(ends) else ""
         waited = f"{name_ranks(made)} waited{took}{_site(record)}"
-        return f"{name_ranks(missing)} never started {_name(record)}, in which {waited}", missing
+        begun = _not_yet("started", missing, ranks)
+        return f"{name_ranks(missing)} {begun} {_name(record)}, in which {waited}", missing
     if no_records and any(
         each.outcome not in ("completed", "ended") for each in call.records.values()
     ):
         left = f"{_name(record)} did not end on {name_ranks(made)}, and {name_ranks(no_records)}"
         return f"{left} left no records{_site(record)}", no_records
     return None
+
+
+def _not_yet(did: str, missing: Sequence[int], ranks: Mapping[int, RankRecords]) -> str:
+    """Return "never started", or that ranks whose job runs on have not started."""
+    origins = [ranks[rank].origin if rank in ranks else None for rank in missing]
+    if all(origin is not None and origin.runs for origin in origins):
+        return f"{'has' if len(missing) == 1 else 'have'} not {did}"
+    return f"never {did}"
 
 
 def _end_ns(record: TraceRecord, records: RankRecords) -> int | None:
@@ -223,7 +232,8 @@ def _messages(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Iterator[
                 why = f"is {record.outcome}"
             elif id(record) in alone and waits_ns > _LATE_NS:
                 did = "received" if record.op == "send" else "sent"
-                why = f"waits for rank {record.peer}, which never {did} it"
+                peers = [] if record.peer is None else [record.peer]
+                why = f"waits for rank {record.peer}, which {_not_yet(did, peers, ranks)} it"
             else:
                 continue
             text = f"group '{group.name}': {_name(record)} of rank {rank} {why}{_site(record)}"

@@ -34,7 +34,7 @@ _NO_NAMES = ("", "undefined")
 # The folder of torch in the name of a file.
 _TORCH = re.compile(r"(.*[/\\]torch[/\\])distributed[/\\]|(.*-packages[/\\]torch[/\\])")
 
-_TYPES: dict[str, Any] = {"int": int, "str": str, "int | None": int | None}
+_TYPES: dict[str, Any] = {"bool": bool, "int": int, "str": str, "int | None": int | None}
 
 
 class _Plain(pickle.Unpickler):

@@ -88,6 +88,7 @@ class Origin:
         clock: Name of its monotonic clock; equal for two ranks that read the same clock.
         monotonic_ns: Time of the monotonic clock.
         wall_ns: Time of the wall clock at the same moment.
+        runs: Whether it was asked while its job ran, so that it may make further calls.
     """
 
     host: str
@@ -95,6 +96,7 @@ class Origin:
     clock: str
     monotonic_ns: int
     wall_ns: int
+    runs: bool = False
 
 
 @dataclass(frozen=True)

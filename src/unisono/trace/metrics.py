@@ -19,8 +19,18 @@ _HOST = "127.0.0.1"
 _GROUP = ("rank", "group")
 _LABELS = (*_GROUP, "operation")
 
+# Upper ends of the times in the histogram, in seconds. Each one is a series per operation.
+_ENDS_S = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
+
 _lock = threading.RLock()
 _server: Any = None
+_generation = 1
+
+
+def note_generation(number: int) -> None:
+    """Show from now on that the world of this process has been formed so often."""
+    global _generation
+    _generation = number
 
 
 def serve_metrics(local_rank: Callable[[Mapping[str, str]], int | None]) -> None:
@@ -103,6 +113,8 @@ class _Collector:
         )
         restarts = GaugeMetricFamily("unisono_restarts", "Restarts of the launch")
         restarts.add_metric((), int(config.environ().get("TORCHELASTIC_RESTART_COUNT") or 0))
+        generation = GaugeMetricFamily("unisono_generation", "Generation of the world")
+        generation.add_metric((), _generation)
         for stats in map(stats_of, all_traces()):
             whose = str(stats.rank), stats.group
             for op, row in stats.operations.items():
@@ -122,6 +134,25 @@ class _Collector:
                 if oldest.waited_for is not None:
                     waits.add_metric(labels, oldest.waited_for)
         yield from (calls, nbytes, spent, worst, waited, slowest, age, waits, restarts)
+        yield from (generation, _times())
+
+
+def _times() -> Any:
+    """Return the times of the calls that the rings still have, as a histogram."""
+    from prometheus_client.core import GaugeHistogramMetricFamily
+
+    text = "Times of the last calls, at most 2,048 per group"
+    family = GaugeHistogramMetricFamily("unisono_last_seconds", text, labels=_LABELS)
+    for trace in all_traces():
+        times: dict[str, list[float]] = {}
+        for record in trace.records():
+            if record.ended_ns is not None:
+                times.setdefault(record.op, []).append((record.ended_ns - record.enqueued_ns) / 1e9)
+        for op, found in times.items():
+            ends = [*((str(end), sum(t <= end for t in found)) for end in _ENDS_S)]
+            buckets = [*ends, ("+Inf", len(found))]
+            family.add_metric((str(trace.rank), trace.name, op), buckets, sum(found))
+    return family
 
 
 def _begin_ns(record: TraceRecord) -> int:

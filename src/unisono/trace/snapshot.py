@@ -18,13 +18,16 @@ from unisono.trace.ring import RECORDS
 _MOST_RECORDS = 16_384
 
 
-def records_of(rank: int, traces: Sequence[GroupTrace], most: int = RECORDS) -> RankRecords:
+def records_of(
+    rank: int, traces: Sequence[GroupTrace], most: int = RECORDS, *, runs: bool = False
+) -> RankRecords:
     """Return the last records of groups.
 
     Args:
         rank: The rank of this process in them.
         traces: Of the groups.
         most: Records of each group.
+        runs: Whether the job goes on.
     """
     groups = [
         GroupRecords(each.key, each.name, each.ranks, list(islice(each.newest(), most))[::-1])
@@ -34,14 +37,15 @@ def records_of(rank: int, traces: Sequence[GroupTrace], most: int = RECORDS) -> 
     return RankRecords(
         rank,
         groups,
-        Origin(platform.node(), os.getpid(), clock_name(), monotonic_ns, wall_ns),
+        Origin(platform.node(), os.getpid(), clock_name(), monotonic_ns, wall_ns, runs),
     )
 
 
 def live_records(rank: int) -> RankRecords:
     """Return the last records of all groups of a rank, in bounded size."""
     traces = [trace for trace in all_traces() if trace.rank == rank][-_MOST_RECORDS:]
-    return records_of(rank, traces, min(RECORDS, _MOST_RECORDS // max(1, len(traces))))
+    most = min(RECORDS, _MOST_RECORDS // max(1, len(traces)))
+    return records_of(rank, traces, most, runs=True)
 
 
 def clock_name() -> str:

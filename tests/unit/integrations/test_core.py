@@ -280,6 +280,12 @@ def lost_error(*peers):
         ([Outcome(rank=1, lost="gone"), failed(0, lost_error(2))], PeerLostError, (1,)),
         ([Outcome(rank=1, lost="gone"), failed(0, ValueError("of the user"))], ValueError, None),
         ([failed(0, lost_error(2)), failed(1, lost_error(2))], PeerLostError, (2,)),
+        # A host with two ranks was lost; the survivor's call needed one of them.
+        (
+            [Outcome(rank=2, lost="gone"), Outcome(rank=1, lost="gone"), failed(0, lost_error(2))],
+            PeerLostError,
+            (1, 2),
+        ),
     ],
 )
 def test_cause_is_found(found, expected, peers, monkeypatch):
@@ -291,7 +297,19 @@ def test_cause_is_found(found, expected, peers, monkeypatch):
     if any(outcome.lost for outcome in found):
         assert "was lost: gone" in str([caught.value, *getattr(caught.value, "__notes__", [])])
     missing = sorted({0, 1, 2} - {outcome.rank for outcome in found})
-    assert f"ranks {missing} had not ended 0.01 s later" in caught.value.__notes__
+    notes = caught.value.__notes__
+    assert (f"ranks {missing} had not ended 0.01 s later" in notes) is bool(missing)
+
+
+def test_all_ranks_of_a_lost_host_are_named(monkeypatch):
+    monkeypatch.setattr(outcomes, "SETTLE_S", 0.01)
+    found = [Outcome(rank=rank, lost=f"gone {rank}") for rank in (2, 1)]
+    with pytest.raises(
+        PeerLostError, match=r"^ranks 1 and 2 of 3 \(.*\) were lost: gone 2"
+    ) as caught:
+        collect(Known(meeting_of(3), found))
+    assert caught.value.context.peers == (1, 2)
+    assert any("rank 1 (" in note and "gone 1" in note for note in caught.value.__notes__)
 
 
 class Unpicklable(Exception):

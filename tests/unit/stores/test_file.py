@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import socket
@@ -468,3 +469,72 @@ def test_hard_link_in_another_directory_is_a_timeout_with_a_hint(path, tmp_path)
             StoreTimeoutError, match=r"could not be locked(.|\n)*several hard links"
         ):
             FileStore(str(tmp_path / "other" / "store"), 2, timeout=0.05)
+
+
+def test_a_file_that_many_writers_use_for_long_stays_small(path, monkeypatch):
+    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 2_000)
+    stores = [FileStore(path, 3) for _ in range(3)]
+    stores[0].set("kept", "value")
+    stores[1].queue_push("queue", "first")
+    stores[2].queue_push("queue", "second")
+    sizes = []
+    for number in range(1, 301):
+        assert stores[number % 3].add("beat", 1) == number
+        sizes.append(os.stat(path).st_size)
+        assert stores[(number + 1) % 3].get("beat") == str(number).encode()
+    assert max(sizes) < 3_000
+    assert sum(later < earlier for earlier, later in itertools.pairwise(sizes)) > 2
+    stores.append(FileStore(path, 3))
+    assert [store.get("kept") for store in stores] == [b"value"] * 4
+    assert [store.queue_pop("queue") for store in stores[:2]] == [b"first", b"second"]
+    for store in stores[:3]:
+        store.close()
+        assert os.path.exists(path)
+    stores[3].close()
+    assert not os.path.exists(path)
+    assert os.listdir(os.path.dirname(path)) == []
+
+
+def test_a_wait_and_a_barrier_outlive_a_new_file(path, monkeypatch):
+    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    first, second, third = (FileStore(path) for _ in range(3))
+
+    def write():
+        for number in range(200):
+            third.set("number", str(number))
+        third.set("ready", "yes")
+        third.barrier("all", 3, 60.0)
+
+    def wait(store):
+        store.wait(["ready"], 60.0)
+        store.barrier("all", 3, 60.0)
+        return store.get("number")
+
+    found = on_threads(write, lambda: wait(first), lambda: wait(second))
+    assert found[1:] == [b"199", b"199"]
+    for store in (first, second, third):
+        store.close()
+
+
+def test_a_file_with_two_names_or_on_a_full_disk_is_not_made_anew(path, monkeypatch):
+    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    with FileStore(path) as store, FileStore(path) as other:
+        store.set("number", "0")
+        os.link(path, path + "2")
+        for number in range(100):
+            store.set("number", str(number))
+        assert os.stat(path).st_size > 2_000
+        os.unlink(path + "2")
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", full)
+            for number in range(1_000):
+                store.set("number", str(number))
+        assert other.get("number") == b"999"
+        for number in range(2_000):
+            store.set("number", str(number))
+        assert other.get("number") == b"1999"
+        assert os.stat(path).st_size < 100_000

@@ -87,6 +87,19 @@ def test_rank_that_never_started_a_call():
     )
 
 
+def test_rank_of_a_running_job_that_has_not_started_a_call():
+    there = [record(1), record(2, took_s=None), record(1, "recv", took_s=None, peer=1)]
+    ranks = world(there, [record(1)], [record(1)])
+    running = {
+        rank: replace(each, origin=replace(each.origin, runs=True)) for rank, each in ranks.items()
+    }
+    for have, seen in (("never", ranks), ("have not", running)):
+        found = lines({rank: decode(encode(each)) for rank, each in seen.items()})
+        assert found[0].startswith(f"group 'default': ranks 1 and 2 {have} started all_reduce #2, ")
+        alone = "has not" if have == "have not" else have
+        assert f"recv #1 of rank 0 waits for rank 1, which {alone} sent it" in found[1]
+
+
 def test_rank_that_was_read_before_a_call_is_not_blamed():
     ranks = world([record(1), record(2, at_s=10)], [record(1)])
     ranks[1] = replace(ranks[1], origin=replace(ranks[1].origin, wall_ns=105 * SECOND))

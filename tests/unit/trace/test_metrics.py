@@ -48,6 +48,12 @@ def test_metrics_are_the_statistics(url):
     assert values["unisono_bytes_total", *MINE] == 120
     assert 0 < values["unisono_worst_seconds", *MINE] <= values["unisono_seconds_total", *MINE]
     assert values["unisono_restarts",] == 3
+    assert values["unisono_generation",] == 1
+    metrics.note_generation(4)
+    try:
+        assert read(url)["unisono_generation",] == 4
+    finally:
+        metrics.note_generation(1)
     assert not any(name[0].startswith("unisono_call_") for name in values)
 
 
@@ -68,6 +74,25 @@ def test_metrics_show_the_call_that_waits(url):
     assert ended["unisono_waited_seconds_total", *whose] == 0  # for other ranks
     # A million series for 1,000 ranks if each pair of ranks had one.
     assert not any("peer" in dict(labels) for _, *labels in ended)
+
+
+def test_times_of_the_last_calls_are_a_histogram(url):
+    for _ in range(2_500):
+        dist.all_reduce(np.zeros(5))
+    values = read(url)
+    records = dist.trace_records()
+    name = "unisono_last_seconds_bucket"
+    buckets = {
+        float(dict(labels)["le"]): value
+        for (each, *labels), value in values.items()
+        if each == name
+    }
+    assert len(buckets) == 9
+    assert buckets[float("inf")] == len(records) == 2_048
+    for end_s, count in buckets.items():
+        below = [r for r in records if r.ended_ns - r.enqueued_ns <= end_s * 1e9 * (1 + 1e-9)]
+        assert count == len(below)
+    assert values["unisono_last_seconds_gcount", *MINE] == 2_048
 
 
 def test_a_taken_port_is_a_warning(caplog):

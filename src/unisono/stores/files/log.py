@@ -1,12 +1,14 @@
 """An append-only file of records that several processes write in turn.
 
-    header: "unisono store 2", name of the run, label, each with a newline
+    header: "unisono store 3", name of the run, label, number of the file, each with a newline
     record: checksum of the rest, length of the rest, changes
     change: kind, lengths of key and of the two values, these three
 
 The header is created whole, by link or rename, and never changes. Records are written under the
 lock and read without it. An incomplete record is still being written, or its writer died. The file
 is opened for each request, because NFS then fetches what other processes have written.
+
+A run may replace its file by a shorter one with the same effect. Its number shows it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from unisono.stores.files.lock import FileLock
 from unisono.stores.table import Change, ChangeKind
 
-_MAGIC = b"unisono store 2\n"
+_MAGIC = b"unisono store 3\n"
 _FRAME = struct.Struct("<II")
 _CHANGE = struct.Struct("<BIII")
 _HEADER_BYTES = 1024
@@ -46,6 +48,14 @@ _NO_FLOCK_HINT = (
     "there are no hard links either, choose a path on another file system, or tcp://"
 )
 _NAMES_HINT = "all ranks must use one name; a symbolic link to it is as good"
+
+
+class Compacted(Exception):
+    """The run has another file now, with this header; it must be read from its begin."""
+
+    def __init__(self, header: bytes) -> None:
+        super().__init__(header)
+        self.header = header
 
 
 class RecordLog:
@@ -81,19 +91,25 @@ class RecordLog:
                     hint="delete it, or choose another path",
                 )
             time.sleep(min(_PAUSE_S, deadline.remaining()))
-        self._begin_run(header)
+        self.begin(header)
         self._lock = FileLock(self.path, self._run)
 
-    def _begin_run(self, header: bytes) -> None:
-        magic, run, label, *_ = [*header.split(b"\n", 3), b"", b""]
+    def begin(self, header: bytes) -> None:
+        """Make the next `read` begin at the first record of the file with this header."""
+        magic, run, label, number, *_ = [*header.split(b"\n", 4), b"", b"", b""]
         if magic + b"\n" != _MAGIC:
             raise StoreError(
                 f"{self.path!r} is not a unisono store: it begins with {header[:16]!r}",
                 hint="choose another path, or delete the file",
             )
-        self._run, self.label = run.decode(), label.decode()
-        self._header = _header(self._run, self.label)
+        self._run, self.label, self._number = run.decode(), label.decode(), int(number or 0)
+        self._header = _header(self._run, self.label, self._number)
         self._position = len(self._header)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file as far as this process knows."""
+        return self._position
 
     def _read_or_create(self, label: str, deadline: Deadline) -> bytes:
         """Return the header, or nothing if other processes are about to write one."""
@@ -221,7 +237,9 @@ class RecordLog:
             raise self._failed("open", error) from error
         try:
             self._check_kind(os.fstat(fd).st_mode)
-            if os.pread(fd, len(self._header), 0) != self._header:
+            if (header := os.pread(fd, _HEADER_BYTES, 0))[: len(self._header)] != self._header:
+                if header.startswith(_MAGIC + f"{self._run}\n".encode()):
+                    raise Compacted(header)
                 size = os.fstat(fd).st_size
                 if size < self._position:
                     raise StoreError(
@@ -236,7 +254,7 @@ class RecordLog:
             os.close(fd)
 
     def _check(self) -> None:
-        with self._opened():
+        with suppress(Compacted), self._opened():
             pass
 
     def removed(self) -> bool:
@@ -255,6 +273,7 @@ class RecordLog:
                 the lock was taken from a dead process, and reported as damage otherwise.
 
         Raises:
+            Compacted: This process has read another file of the run.
             StoreError: The file was truncated or damaged.
         """
         with self._opened() as fd:
@@ -290,8 +309,7 @@ class RecordLog:
         Raises:
             StoreError: The disk is full; the file is as before.
         """
-        data = b"".join(map(_pack, changes))
-        data = _FRAME.pack(zlib.crc32(data), len(data)) + data
+        data = _record(changes)
         with self._opened() as fd:
             try:
                 written = 0
@@ -307,6 +325,33 @@ class RecordLog:
                 raise
         self._position += len(data)
 
+    def compact(self, changes: Sequence[Change]) -> bool:
+        """Replace the file by one with these changes only; the lock must be held.
+
+        Returns:
+            False if the file has several names, of which only one would lead to the new file.
+
+        Raises:
+            OSError: The file is as before.
+        """
+        if os.stat(self.path).st_nlink > 1:
+            return False
+        header = _header(self._run, self.label, self._number + 1)
+        data = header + (_record(changes) if changes else b"")
+        draft = os.path.join(os.path.dirname(self.path) or ".", f".{uuid.uuid4().hex}.new")
+        try:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            os.replace(draft, self.path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(draft)
+            raise
+        self.begin(header)
+        self._position = len(data)
+        return True
+
     def rewind(self) -> None:
         """Make the next `read` begin at the first record."""
         self._position = len(self._header)
@@ -316,7 +361,7 @@ class RecordLog:
         header, lock = self._put(label, os.replace, hold=True)
         self._lock.discard()
         self._lock = lock
-        self._begin_run(header)
+        self.begin(header)
 
     def remove(self) -> None:
         """Delete the file and its lock, which must be held."""
@@ -342,8 +387,13 @@ def _link(draft: str, path: str) -> None:
         raise FileExistsError from None
 
 
-def _header(run: str, label: str) -> bytes:
-    return _MAGIC + f"{run}\n{label}\n".encode()
+def _header(run: str, label: str, number: int = 0) -> bytes:
+    return _MAGIC + f"{run}\n{label}\n{number}\n".encode()
+
+
+def _record(changes: Sequence[Change]) -> bytes:
+    data = b"".join(map(_pack, changes))
+    return _FRAME.pack(zlib.crc32(data), len(data)) + data
 
 
 def _pack(change: Change) -> bytes:

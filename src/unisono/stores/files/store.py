@@ -21,7 +21,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.stores.api import DEFAULT_TIMEOUT, check_integer, check_path, require_outside
-from unisono.stores.files.log import RecordLog
+from unisono.stores.files.log import Compacted, RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
 
@@ -29,6 +29,9 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
 # Added to the time-out for the lock alone: other processes hold it for a moment at a time.
 _LOCK_GRACE_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
+# A file from this size on is made anew if most of it has no effect any more. Larger: whoever opens
+# the file reads more. Smaller: a small job makes its file anew, though nothing is gained.
+_COMPACT_BYTES = 4 << 20
 _LOG = get_logger("stores.file")
 _MAY_DO_NOTHING = {ChangeKind.POP, ChangeKind.DELETE, ChangeKind.WITHDRAW}
 
@@ -132,6 +135,7 @@ class _FileState:
         self._user = new_user()
         self._pid = os.getpid()
         self._closed = False
+        self.applied = 0
         while True:
             self._log = RecordLog(path, run_id, deadline)
             self._forget()
@@ -200,8 +204,33 @@ class _FileState:
             yield
 
     def _catch_up(self, *, locked: bool) -> None:
-        for change in self._log.read(locked=locked):
+        while True:
+            try:
+                changes = self._log.read(locked=locked)
+                break
+            except Compacted as found:
+                self._log.begin(found.header)
+                self._forget()
+        for change in changes:
             self._apply(change)
+
+    def _compact(self) -> None:
+        """Replace the file if most of its records have no effect any more; under the lock.
+
+        Otherwise the heartbeats of a job that runs for weeks would fill the disk.
+        """
+        both = Change(ChangeKind.JOIN, ""), Change(ChangeKind.LEAVE, "")
+        before = both * (self._joined - len(self._users))
+        users = [Change(ChangeKind.JOIN, user) for user in sorted(self._users)]
+        changes = [*before, *users, *self.table.changes()]
+        size = sum(len(change.key) + len(change.first) for change in changes)
+        self._compact_at = max(_COMPACT_BYTES, 2 * self._log.nbytes)
+        if 4 * size < self._log.nbytes:
+            try:
+                if self._log.compact(changes):
+                    self._compact_at = _COMPACT_BYTES
+            except OSError as error:
+                _LOG.debug("could not shorten %s: %s", self._log.path, error)
 
     @contextmanager
     def _thread_lock(self, deadline: Deadline) -> Iterator[None]:
@@ -235,6 +264,8 @@ class _FileState:
                     written.append(change)
             if written:
                 self._log.append(written)
+                if self._log.nbytes > self._compact_at:
+                    self._compact()
         except BaseException:
             # The table has changes that the file lacks: rebuild it from the file.
             self._forget()
@@ -264,9 +295,10 @@ class _FileState:
 
     def _forget(self) -> None:
         self.table = Table()
-        self.applied = 0
+        # `applied` goes on, because those who wait compare it.
+        self._compact_at = _COMPACT_BYTES
         self._users: set[str] = set()
-        self._joined = 0
+        self._joined: int = 0
 
     def _apply(self, change: Change) -> Any:
         self.applied += 1
