@@ -48,7 +48,7 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
 def is_local(host: str) -> bool:
     """Return whether a name or address belongs to this host, also by UNISONO_PUBLISH.
 
-    A name that does not resolve here, as in a pod that is not ready, belongs to this host if it
+    A name may not resolve here, as in a pod that is not ready. It then belongs to this host if it
     begins with this host's name or vice versa.
     """
     try:
@@ -168,13 +168,13 @@ def open_endpoint(
 
 
 def _cannot_host(error: StoreConnectionError) -> RendezvousError:
-    hint = error.hint
-    if is_port_taken(error):
-        hint = (
-            "another agent here may have --node-rank 0, too; beside another job, choose another "
-            "port (--master-port, --rdzv-endpoint) on all nodes"
-        )
-    return RendezvousError(f"cannot host the rendezvous: {error.what}", hint=hint)
+    if not is_port_taken(error):
+        return RendezvousError(f"cannot host the rendezvous here: {error.what}", hint=error.hint)
+    return RendezvousError(
+        f"cannot host the rendezvous: {error.what}",
+        hint="another agent here may have --node-rank 0, too; beside another job, choose another "
+        "port (--master-port, --rdzv-endpoint) on all nodes",
+    )
 
 
 def is_host_of(store: Store) -> bool:
