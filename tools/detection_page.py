@@ -42,13 +42,15 @@ only variable of that form: the job has one task. In a job of several tasks use 
    process that started the ranks. No port is needed; any number of jobs can run at the same time.
 3. On several hosts under srun: on the first host of SLURM_STEP_NODELIST, at a port from 16384 to
    32767. The port is derived from the numbers of job and step, and changes with each
-   `init_process_group()` of a process.
+   `init_process_group()` of a process. If another program has it, rank 0 takes one of the next 7.
+   With `srun -m arbitrary` rank 0 may be on any host of the list, and the others look on all.
 4. On several hosts under mpiexec of MPICH or Intel MPI: rank 0 chooses a port, and mpiexec carries
    its addresses to the other ranks (PMI-1). UNISONO_HOST and MASTER_PORT of rank 0 replace them.
 5. In an Indexed Job: at the pod with index 0, port 29500 and then the next ports. The name of that
    pod is `<job>-0` with the domain of this pod, so the job needs a headless service.
 6. In a LeaderWorkerSet: at LWS_LEADER_ADDRESS, and in a Volcano job (plug-ins `env` and `svc`) at
    the first host of `VC_*_HOSTS`, at the same ports.
+   UNISONO_PORTS replaces the ports of 3, 5 and 6: the first ports of the range count.
 7. Otherwise: an error asks for MASTER_ADDR. If only MASTER_ADDR or only MASTER_PORT is set, it
    replaces the derived value.
 

@@ -35,7 +35,7 @@ from unisono.engines import native_engine
 from unisono.launcher import guard
 from unisono.launcher.output.files import StdChoice, _create
 from unisono.launcher.workers.cpu_binding import Binding, Machine
-from unisono.rendezvous import handlers, launchers
+from unisono.rendezvous import handlers, launchers, search
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
 from unisono.schedules import Buf, Schedule, build, layout_for, lower
 from unisono.schedules.ir import copy
@@ -646,8 +646,6 @@ WITHOUT_A_WORLD["StoreConnection"] = {
     "master_listen_fd={} cannot listen: {}": unlistening,
     "the store server cannot listen on 127.0.0.1:{}: {}":
         lambda: listening(lambda port: TCPStore(HERE, port, is_master=True)),
-    "the store server cannot listen on nowhere.invalid:0: {}":
-        lambda: TCPStore("nowhere.invalid", 0, is_master=True),
     "cannot connect from {} to the store at 127.0.0.1:{} within 0.05 s ({}refused)":
         lambda: refused(lambda port: TCPStore(HERE, port, timeout=0.05)),
     "PING on the store at here:1: bad reply: nonsense": bad_reply,
@@ -694,6 +692,10 @@ WITHOUT_A_WORLD["Rendezvous"] = {
             "OMPI_COMM_WORLD_SIZE": "2"}),
     "a rendezvous handler for env:// is already registered (registered: {})":
         lambda: dist.register_rendezvous_handler("env", print),
+    "rank 0 cannot listen on {}: other programs have the ports {}":
+        lambda: listening(lambda port: search.serve_at(HERE, [port], "job", 1.0)),
+    "rank 1 did not find rank 0 within 0.05 s":
+        lambda: refused(lambda port: search.search([HERE], [port], "job", 1, 0.05)),
     "tcp:// rendezvous yields once; it cannot meet again": met_twice,
     "host 'nowhere.invalid' has no address": lambda: patched(
         socket, "getaddrinfo", lambda *args, **how: [], lambda: own_address("nowhere.invalid")),

@@ -44,16 +44,21 @@ def ports_to_try() -> Sequence[int]:
     return allowed_ports() or (0,) * _TRIES
 
 
-def none_free() -> tuple[str, str] | None:
-    """Return a text and a hint if a server found no port of UNISONO_PORTS; None without it."""
-    if not (allowed := allowed_ports()):
-        return None
+def none_free() -> str:
+    """Return the text that no port of UNISONO_PORTS is free."""
+    ports = allowed_ports()
+    return (
+        f"none of the {len(ports)} ports of UNISONO_PORTS={ports[0]}-{ports[-1]} is free on "
+        f"{platform.node()}"
+    )
+
+
+def ports_hint() -> str:
+    """Return the hint for `none_free`, with the number of ports that a host needs."""
     env = config.environ()
     ranks = env.get("LOCAL_WORLD_SIZE") or env.get("WORLD_SIZE") or ""
     needed = f" (here up to {int(ranks) + _STORES})" if ranks.isdecimal() else ""
     return (
-        f"none of the {len(allowed)} ports of UNISONO_PORTS={allowed[0]}-{allowed[-1]} is free on "
-        f"{platform.node()}",
         f"a host needs a port for each of its ranks, and up to {_STORES} for stores{needed}; give "
-        "UNISONO_PORTS more ports, or end what uses them",
+        "UNISONO_PORTS more ports, or end what uses them"
     )

@@ -16,7 +16,7 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
-from unisono.base.ports import none_free, ports_to_try
+from unisono.base.ports import allowed_ports, none_free, ports_hint, ports_to_try
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
 CONNECT_S = 3.0
@@ -108,16 +108,16 @@ def listen(host: str, port: int) -> list[socket.socket]:
         # A port that is free in one family may be in use in the other.
         if not sockets and (failure is None or failure.errno != errno.EADDRINUSE):
             break
-    reason = os.strerror(failure.errno) if failure and failure.errno else "no address"
-    hint = (
-        "another job, or an earlier one, may have this port; port 0 takes any free port, and .port "
-        "is its number"
-    )
     taken = failure is not None and failure.errno == errno.EADDRINUSE
-    if not port and taken and (found_none := none_free()):
-        reason, hint = found_none
+    if not port and taken and allowed_ports():
+        raise StoreConnectionError(
+            f"the store server cannot listen: {none_free()}", hint=ports_hint()
+        ) from failure
+    reason = os.strerror(failure.errno) if failure and failure.errno else "no address"
     raise StoreConnectionError(
-        f"the store server cannot listen on {format_address(host, port)}: {reason}", hint=hint
+        f"the store server cannot listen on {format_address(host, port)}: {reason}",
+        hint="another job, or an earlier one, may have this port; port 0 takes any free port, and "
+        ".port is its number",
     ) from failure
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.network import chosen_hosts, published_hosts, reachable_hosts, served_host
+from unisono.base.ports import allowed_ports
 from unisono.base.sockets import is_loopback, is_port_taken
 from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.url import check_port
@@ -45,10 +46,13 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     return host, check_port(int(port), f"port of the rendezvous endpoint {text!r}")
 
 
-def is_local(host: str) -> bool:
+def is_local(host: str, port: int = 0) -> bool:
     """Return whether a name or address belongs to this host, also by UNISONO_PUBLISH.
 
-    A name that does not resolve here, as in a pod that is not ready, belongs to this host if it
+    Containers of one machine may publish its address. A port outside of UNISONO_PORTS then belongs
+    to another container.
+
+    A name may not resolve here, as in a pod that is not ready. It then belongs to this host if it
     begins with this host's name or vice versa.
     """
     try:
@@ -56,7 +60,8 @@ def is_local(host: str) -> bool:
     except OSError:
         names = (host, socket.gethostname())
         return any(f"{one}.".startswith(f"{other}.") for one, other in (names, names[::-1]))
-    outside = published_hosts()
+    allowed = allowed_ports()
+    outside = published_hosts() if not (port and allowed) or port in allowed else []
     return any(str(address[0]) in outside for *_, address in found) or _is_assigned(found)
 
 
@@ -139,7 +144,7 @@ def open_endpoint(
     deadline, quiet, logged = Deadline(timeout_s), Deadline(_QUIET_S), False
     while True:
         # Decided anew each time, because a name may resolve late.
-        if hosting or (hosting is None and is_local(host)):
+        if hosting or (hosting is None and is_local(host, port)):
             try:
                 return TCPStore(
                     served_host(host),
@@ -168,13 +173,13 @@ def open_endpoint(
 
 
 def _cannot_host(error: StoreConnectionError) -> RendezvousError:
-    hint = error.hint
-    if is_port_taken(error):
-        hint = (
-            "another agent here may have --node-rank 0, too; beside another job, choose another "
-            "port (--master-port, --rdzv-endpoint) on all nodes"
-        )
-    return RendezvousError(f"cannot host the rendezvous: {error.what}", hint=hint)
+    if not is_port_taken(error):
+        return RendezvousError(f"cannot host the rendezvous here: {error.what}", hint=error.hint)
+    return RendezvousError(
+        f"cannot host the rendezvous: {error.what}",
+        hint="another agent here may have --node-rank 0, too; beside another job, choose another "
+        "port (--master-port, --rdzv-endpoint) on all nodes",
+    )
 
 
 def is_host_of(store: Store) -> bool:

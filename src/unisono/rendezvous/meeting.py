@@ -132,7 +132,7 @@ def job_ports(place: LauncherPlace, meeting: int = 0) -> list[int]:
 
 
 def hosts_of_rank_0(place: LauncherPlace, env: Mapping[str, str]) -> list[str]:
-    """Return the host of rank 0, or the hosts of which one has rank 0.
+    """Return the host of rank 0, or all hosts on which rank 0 may be.
 
     Raises:
         RendezvousError: The host is unknown, or rank 0 is not where the other ranks expect it.

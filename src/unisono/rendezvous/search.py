@@ -26,7 +26,6 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import PrefixStore, TCPStore
-from unisono.stores.tcp.handshake import NOT_LET_IN
 
 ANSWER_S = 3.0
 """How long an address of rank 0 may take to answer. Longer: an unreachable one delays the start."""
@@ -37,7 +36,6 @@ _MARK_S = 1.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 1.0
 # Ranks start at different times. Later, a rank logs why it has not found the store.
 _QUIET_S = 4.0
-_HINT = "set MASTER_PORT to a free port, the same for all processes (and MASTER_ADDR)"
 
 _LOG = get_logger("rendezvous")
 
@@ -63,7 +61,7 @@ def serve_at(host: str, ports: Sequence[int], job: str, timeout: Timeout) -> TCP
         f"rank 0 cannot listen on {socket.gethostname()}: other programs have the ports "
         f"{', '.join(map(str, ports))}",
         context=Context(rank=0, peers=(0,)),
-        hint=_HINT,
+        hint="set MASTER_PORT to a free port, the same for all processes",
     )
 
 
@@ -77,8 +75,8 @@ def search(
         HandshakeError: A store refuses this rank, which has no token.
     """
     deadline, quiet, pause_s = Deadline(timeout), Deadline(_QUIET_S), _FIRST_PAUSE_S
+    reasons: dict[str, str] = {}
     while True:
-        reasons: dict[str, str] = {}
         for port, host in itertools.product(ports, hosts):
             limit_s = min(ANSWER_S, deadline.remaining())
             store = _look_at(host, port, job, limit_s, reasons)
@@ -89,11 +87,11 @@ def search(
                 break
         table = [f"{place}: {reason}" for place, reason in reasons.items()]
         if deadline.expired():
-            text = f"rank {rank} did not find rank 0 within {deadline.timeout_s:g} s"
+            text = "\n    ".join(["places:", *table])
             raise RendezvousError(
-                "\n    ".join([text, "places:", *table]),
+                f"rank {rank} did not find rank 0 within {deadline.timeout_s:g} s\n    {text}",
                 context=Context(rank=rank, peers=(0,)),
-                hint=f"read the log of rank 0; {_HINT}",
+                hint="read the log of rank 0, or set MASTER_ADDR and MASTER_PORT",
             )
         if quiet.expired():
             quiet = Deadline(float("inf"))
@@ -114,14 +112,11 @@ def _look_at(
     except StoreTimeoutError:
         reasons[place] = "a program has this port, but does not answer"
         return None
-    except HandshakeError as error:
-        if NOT_LET_IN in error.what and not config.get("UNISONO_TOKEN"):
+    except OSError as error:  # also all other errors of a TCPStore
+        refused = isinstance(error, HandshakeError) and "UNISONO_TOKEN" in (error.hint or "")
+        if refused and not config.get("UNISONO_TOKEN"):
             raise
-        reasons[place] = error.what
-        return None
-    except (StoreConnectionError, OSError) as error:
-        is_ours = isinstance(error, StoreConnectionError)
-        reasons[place] = error.what if is_ours else reason_of(error).lower()
+        reasons[place] = reason_of(error).lower()
         return None
     try:
         PrefixStore(job, store).wait([_MARK], _MARK_S)

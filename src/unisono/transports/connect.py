@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import time
 from collections.abc import Iterator, Sequence
 
 from unisono.base import config
@@ -22,7 +23,7 @@ from unisono.errors import (
 )
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
-from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import forget_refused, may_refuse, refused_client
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
@@ -42,6 +43,10 @@ _LOOK_S = 1.0
 # How long a rank whose wait has timed out stays for ranks that came later and wait longer. This
 # rank may host the store, and without the store they cannot name the missing ranks.
 _STAY_S = 2.0
+
+# How long the rank that hosts the store stays after a refusal, for ranks of its host that come
+# later: without the store they would wait until their time-out.
+_LATE_S = 5.0
 
 
 def connect(
@@ -226,18 +231,25 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
         _wait(store, keys, deadline)
     except StoreTimeoutError as error:
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
+        context = Context(rank=rank, world_size=world_size, peers=missing)
+        if client := refused_client(store):
+            if getattr(_innermost(store), "is_master", False):
+                time.sleep(_LATE_S)
+            absent = name_ranks(missing) if missing else "other ranks"
+            raise RendezvousError(
+                f"rank {rank} of {world_size} waits no longer for {absent}: the store refused "
+                f"{client}, which is on another machine, because there is no token",
+                context=context,
+                hint=TOKEN_HINT,
+            ) from None
         with contextlib.suppress(StoreError, UnsupportedError):
             store.barrier(f"{number}/gave up", world_size - len(missing), _STAY_S)
         names = ", ".join(map(str, missing)) or "none now"
-        what = f"waited {deadline.timeout_s:g} s for ranks that never came: {names}"
-        hint = "look at the logs of those ranks; raise timeout= if they are only slow"
-        if client := refused_client(store):
-            what = f"waits no longer for ranks {names}: the store {refused_text(client)}"
-            hint = TOKEN_HINT
         raise RendezvousError(
-            f"rank {rank} of {world_size} {what}",
-            context=Context(rank=rank, world_size=world_size, peers=missing),
-            hint=hint,
+            f"rank {rank} of {world_size} waited {deadline.timeout_s:g} s for ranks that never "
+            f"came: {names}",
+            context=context,
+            hint="look at the logs of those ranks; raise timeout= if they are only slow",
         ) from error
     values = store.multi_get(keys)
     for other, value in enumerate(values):
@@ -256,13 +268,14 @@ def _wait(store: Store, keys: list[str], deadline: Deadline) -> None:
     Raises:
         StoreTimeoutError: The deadline has passed, or the store has refused a host.
     """
+    limit_s = 0.0 if may_refuse(store) else deadline.remaining()
     while True:
-        limit_s = deadline.remaining()
         try:
-            return store.wait(keys, min(limit_s, _LOOK_S) if may_refuse(store) else limit_s)
+            return store.wait(keys, limit_s)
         except StoreTimeoutError:
             if deadline.expired() or refused_client(store):
                 raise
+        limit_s = min(_LOOK_S, deadline.remaining())
 
 
 def _check_world_size(

@@ -40,7 +40,8 @@ def test_store_listens_in_the_range_and_one_with_a_port_at_it(allowed, host):
             TCPStore(host, 0, is_master=True)
         with reserved_port() as other, TCPStore(host, other, is_master=True) as given:
             assert given.port == other
-    assert f"none of the 1 ports of UNISONO_PORTS={port}-{port} is free on" in caught.value.what
+    line = f"the store server cannot listen: none of the 1 ports of UNISONO_PORTS={port}-{port} is"
+    assert line in caught.value.what
     assert "a port for each of its ranks, and up to 2 for stores" in caught.value.hint
 
 
@@ -49,7 +50,8 @@ def test_rank_listens_in_the_range(allowed, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     sockets, bound = address.listen(("127.0.0.1", "127.0.0.2"))
     assert bound == port
-    with pytest.raises(TransportError, match=f"UNISONO_PORTS={port}-{port} is free") as caught:
+    line = f"this rank cannot listen: none of the 1 ports of UNISONO_PORTS={port}-{port} is free"
+    with pytest.raises(TransportError, match=line) as caught:
         address.listen(("127.0.0.1",))
     assert "(here up to 6)" in caught.value.hint
     for sock in sockets:

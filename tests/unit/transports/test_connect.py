@@ -70,7 +70,7 @@ def test_refused_client_ends_the_first_meeting_only(monkeypatch):
     """Of a store without a token; as its server, the test notes a client of another machine."""
     module = import_module("unisono.transports.connect")
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
-    monkeypatch.setattr(module, "_STAY_S", 0.01)
+    monkeypatch.setattr(module, "_LATE_S", 0.01)
     note = (Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
     with TCPStore("127.0.0.1", 0, is_master=True, token="") as store:
         for transport in connected(store, 2, "tcp"):
@@ -93,7 +93,7 @@ def test_refused_client_ends_the_first_meeting_only(monkeypatch):
         on_threads(partial(late, 0), partial(late, 1))
     with TCPStore("127.0.0.1", 0, is_master=True, token="") as store:
         store._call(*note)
-        line = "rank 0 of 2 waits no longer for ranks 1: the store refused 10.0.0.9:4242, which is"
+        line = "rank 0 of 2 waits no longer for rank 1: the store refused 10.0.0.9:4242, which is"
         monkeypatch.setattr(module, "refused_client", refused_client)
         with pytest.raises(RendezvousError, match=line) as caught:
             connect(store, 0, 2, Deadline(20), "tcp")

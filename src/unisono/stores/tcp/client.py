@@ -35,7 +35,7 @@ from unisono.stores.api import (
 )
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp.connection import ConnectionPool
-from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.start import StoreServer, start_server
 from unisono.stores.tcp.token import REFUSED_KEY
@@ -325,15 +325,17 @@ class TCPStore(Store):
     def _wait_for_workers(self, world_size: int, deadline: Deadline) -> None:
         joined = int(self._call(Op.ADD, _INIT_KEY, 1))
         while self._server is not None and joined < world_size:
-            refused = self.refused_client()
-            if refused or deadline.expired():
-                waited = f"timed out after {deadline.timeout_s:g} s waiting for clients"
+            if client := self.refused_client():
+                raise StoreConnectionError(
+                    f"{self!r} waits no longer for clients ({joined} of {world_size} joined): it "
+                    f"refused {client}, which is on another machine, because there is no token",
+                    hint=TOKEN_HINT,
+                )
+            if deadline.expired():
                 raise StoreTimeoutError(
-                    f"{self!r} {refused_text(refused) if refused else waited}: "
+                    f"{self!r} timed out after {deadline.timeout_s:g} s waiting for clients: "
                     f"{joined} of {world_size} joined",
-                    hint=TOKEN_HINT
-                    if refused
-                    else "were all ranks started, with the same address and port?",
+                    hint="were all ranks started, with the same address and port?",
                 )
             time.sleep(min(_POLL_S, deadline.remaining()))
             joined = int(self._call(Op.GET, _INIT_KEY))

@@ -25,7 +25,7 @@ from unisono.stores.tcp.link import Request, open_link
 from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_request
 
 _MAX_IDLE = 4
-_RETRY_S = 0.01
+_RETRY_S, _LAST_RETRY_S = 0.01, 1.0
 # A live server answers a cancelled wait within this time. Longer, and a stopped server would hold
 # up a wait that has timed out.
 _CANCEL_GRACE_S = 0.2
@@ -140,16 +140,24 @@ class ConnectionPool:
         _POOLS.add(self)
 
     def open_first(self, deadline: Deadline) -> None:
-        """Connect, waiting for a server that is not up yet."""
+        """Connect, waiting for a server that is not up yet.
+
+        Raises:
+            StoreConnectionError: There is none before the deadline.
+            HandshakeError: It refuses this client, or is no server of a store.
+        """
+        pause_s = _RETRY_S
         while True:
             try:
                 connection = self._open(deadline, retry=True)
                 break
             except StoreConnectionError:
-                # A server that is ending accepts and closes; another server may replace it.
+                # A server that is ending accepts and closes; another server may replace it. So does
+                # a forwarder (`docker -p`) whose server is not up yet.
                 if deadline.expired():
                     raise
-                time.sleep(min(_RETRY_S, deadline.remaining()))
+                time.sleep(min(pause_s, deadline.remaining()))
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
         self._idle.append(connection)
 
     def ask(self, timeout_s: float, *requests: Request) -> list[Any]:

@@ -16,8 +16,6 @@ from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
 _OPENING = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING])
 
-NOT_LET_IN = "does not let this client in"
-
 TOKEN_HINT = (
     "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process may use "
     "the store, UNISONO_INSECURE=1 for the server's process"
@@ -41,11 +39,6 @@ _REASONS = {
         TOKEN_HINT,
     ),
 }
-
-
-def refused_text(address: str) -> str:
-    """Return what a server has done to a client on another machine, as the end of a sentence."""
-    return f"refused {address}, which is on another machine, because there is no token"
 
 
 def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadline) -> None:
@@ -87,7 +80,8 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
 def _lost(address: str, error: OSError) -> StoreConnectionError:
     return StoreConnectionError(
         f"connecting failed: lost the connection to the store at {address} ({error})",
-        hint="the process that runs the store's server ended, or its host",
+        hint="the process that runs the store's server ended, or is not up yet; torch's server "
+        "knows no UNISONO_TOKEN",
     )
 
 
@@ -114,11 +108,7 @@ def _prove(sock: socket.socket, address: str, token: bytes, deadline: Deadline) 
     if answer == bytes([Answer.CHALLENGE]):
         answer += _receive(sock, NONCE_BYTES + PROOF_BYTES, deadline)
     if not answer:
-        raise HandshakeError(
-            f"what listens at {address} hung up when this client offered to prove its token: it "
-            "is ending, or it is torch's TCPStore server, which knows no tokens",
-            hint="if it is torch's, unset UNISONO_TOKEN for this process, or pass token=''",
-        )
+        raise ConnectionResetError("the server closed the connection")
     if answer == bytes([Answer.NO_TOKEN_HERE]) and is_local(sock) and not is_foreign(sock):
         # A process of this user could read the token anyway; see `Gate`.
         _introduce(sock, address, b"", deadline)
@@ -141,7 +131,9 @@ def _refused(address: str, code: int) -> NoReturn:
     if code not in list(_REASONS):
         _no_server(address)
     reason, hint = _REASONS[Answer(code)]
-    raise HandshakeError(f"the store server at {address} {NOT_LET_IN}: {reason}", hint=hint)
+    raise HandshakeError(
+        f"the store server at {address} does not let this client in: {reason}", hint=hint
+    )
 
 
 def _no_server(address: str) -> NoReturn:

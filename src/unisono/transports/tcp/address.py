@@ -16,7 +16,7 @@ from unisono.base.network import (
     reachable_hosts,
     spans_hosts,
 )
-from unisono.base.ports import none_free, ports_to_try
+from unisono.base.ports import allowed_ports, none_free, ports_hint, ports_to_try
 from unisono.errors import TransportError
 
 
@@ -159,11 +159,13 @@ def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
             sock.close()
         if not taken:
             break
+    if taken and allowed_ports():
+        raise TransportError(f"this rank cannot listen: {none_free()}", hint=ports_hint())
     reasons = ", ".join(f"{host}: {error.strerror or error}" for host, error in failures.items())
-    hint = "UNISONO_HOST must be an address of this host"
-    if taken and (found_none := none_free()):
-        reasons, hint = found_none
-    raise TransportError(f"cannot listen on any address of this rank ({reasons})", hint=hint)
+    raise TransportError(
+        f"cannot listen on any address of this rank ({reasons})",
+        hint="UNISONO_HOST must be an address of this host",
+    )
 
 
 def _listen_on(host: str, port: int) -> socket.socket:
