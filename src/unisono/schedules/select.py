@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
+from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest
 from unisono.schedules.ir import REDUCING, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
+from unisono.schedules.pipeline import depth_of
 from unisono.schedules.registry import available, entry
 from unisono.schedules.tables import Table
 
 KIB = 1024
-# Bytes per chunk of a pipeline. Smaller: the latency of a message is no longer hidden. Larger: a
-# chunk does not stay in cache. Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.
-PIPELINE_CHUNK_BYTES = 256 * KIB
-MAX_PIPELINE = 128
 # The number of ranks of a host up to which each rank reads from all other ranks.
 FEW_RANKS = 32
 
@@ -40,11 +38,13 @@ class Topology:
         shared_memory: Whether all ranks can read one another's memory.
         local: Ranks per host, if it is equal on all hosts and ranks are numbered host by host;
             else 1.
+        round_trip_us: Between hosts, as a `round_trip_class`; 0: there is one host.
     """
 
     world_size: int
     shared_memory: bool = False
     local: int = 1
+    round_trip_us: int = 0
 
 
 def select(
@@ -94,9 +94,9 @@ def select(
             favourites = (rule.algorithm, *favourites)
         chosen = next((name for name in favourites if name in permitted), permitted[0])
     # Over shared memory the engine itself cuts the data into pieces and pipelines them.
-    shared = topology.shared_memory
-    depth = 1 if shared else _pipeline(collective, chosen, nbytes, topology.world_size)
-    return Choice(chosen, depth)
+    if topology.shared_memory or not entry(collective, chosen).pipelined:
+        return Choice(chosen, 1)
+    return Choice(chosen, depth_of(chosen, nbytes, p, topology.round_trip_us))
 
 
 def _permitted(
@@ -137,12 +137,33 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     """Return the choice of the default rule, then the choices to fall back to."""
     if topology.shared_memory:
         return (_shared(collective, nbytes, topology.world_size),)
-    flat = _messages(collective, nbytes, topology.world_size)
+    p = topology.world_size
+    if is_far(topology):
+        return fastest(collective, nbytes, p, topology.local, topology.round_trip_us)
+    flat = _messages(collective, nbytes, p)
+    if collective == "all_to_all" and _overflows(nbytes // p, topology):
+        return ("pairwise",)
     if not _has_levels(collective, nbytes, topology):
         return flat
     if collective == "all_reduce" and nbytes < 64 * KIB * min(topology.world_size, 8):
         return ("node_tree", "two_level", *flat)  # 0.6 to 0.95 of two_level
     return ("two_level", *flat)
+
+
+def is_far(topology: Topology) -> bool:
+    """Return whether choices go by an estimate of the delays between hosts."""
+    return topology.round_trip_us > NEAR_US and topology.world_size <= MOST_RANKS
+
+
+def _overflows(block: int, topology: Topology) -> bool:
+    """Return whether a switch may lose blocks that all ranks of a host send at once.
+
+    TCP then waits 200 ms for the acknowledgement of the last bytes. With a switch that keeps 1 MiB,
+    linear took 235 ms for 1 MiB of 4 hosts with 2 ranks, and pairwise 25 ms. If nothing is lost,
+    linear takes 0.7 to 0.9 of pairwise's time. Up to 3 messages at once lost nothing.
+    """
+    messages = topology.local * (topology.world_size - topology.local)
+    return topology.round_trip_us > 0 and messages > 3 and messages * block > 768 * KIB
 
 
 def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:
@@ -248,13 +269,3 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
         case "barrier":
             return ("dissemination",)
     return ("linear",)
-
-
-def _pipeline(collective: str, algorithm: str, nbytes: int, p: int) -> int:
-    """Return the pipeline depth: the number of chunks in a pipeline, a power of two."""
-    if not entry(collective, algorithm).pipelined:
-        return 1
-    streams = {"double_tree": 2, "two_shot": p, "rank_order": p, "two_level": p}.get(algorithm, 1)
-    chunks = -(-nbytes // (streams * PIPELINE_CHUNK_BYTES))
-    # A power of two, so that calls of many sizes build few schedules.
-    return min(1 << (max(chunks, 1) - 1).bit_length(), MAX_PIPELINE)
