@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest
-from unisono.schedules.ir import REDUCING, is_power_of_two
+from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest, overflows
+from unisono.schedules.ir import REDUCING, ceil_log2, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
 from unisono.schedules.pipeline import depth_of
 from unisono.schedules.registry import available, entry
@@ -20,6 +20,16 @@ from unisono.schedules.tables import Table
 KIB = 1024
 # The number of ranks of a host up to which each rank reads from all other ranks.
 FEW_RANKS = 32
+
+
+# Algorithms whose ranks send everything at once, and what to take if a switch may lose it.
+_AT_ONCE = ("linear", "one_shot", "two_shot")
+_PAIRED = {
+    "all_to_all": ("pairwise",),
+    "reduce_scatter": ("pairwise",),
+    "all_gather": ("ring",),
+    "reduce": ("halving_doubling", "binomial"),
+}
 
 
 class Choice(NamedTuple):
@@ -141,10 +151,16 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     if is_far(topology):
         return fastest(collective, nbytes, p, topology.local, topology.round_trip_us)
     flat = _messages(collective, nbytes, p)
-    if collective == "all_to_all" and _overflows(nbytes // p, topology):
-        return ("pairwise",)
+    if flat[0] in _AT_ONCE and collective in _PAIRED and topology.round_trip_us:
+        # The root of a reduce gets all vectors.
+        most = p - 1 if collective == "reduce" else topology.local * (p - topology.local)
+        size = nbytes if flat[0] == "one_shot" and collective == "reduce" else nbytes // p
+        if overflows(most, most * size):
+            flat = _PAIRED[collective]
     if not _has_levels(collective, nbytes, topology):
         return flat
+    if _passes_along(collective, nbytes, topology):
+        return ("ring", *flat)  # 0.6 of two_level with 4 hosts of 2 ranks
     if collective == "all_reduce" and nbytes < 64 * KIB * min(topology.world_size, 8):
         return ("node_tree", "two_level", *flat)  # 0.6 to 0.95 of two_level
     return ("two_level", *flat)
@@ -155,15 +171,16 @@ def is_far(topology: Topology) -> bool:
     return topology.round_trip_us > NEAR_US and topology.world_size <= MOST_RANKS
 
 
-def _overflows(block: int, topology: Topology) -> bool:
-    """Return whether a switch may lose blocks that all ranks of a host send at once.
+def _passes_along(collective: str, nbytes: int, topology: Topology) -> bool:
+    """Return whether a pipeline along all ranks is faster than trees over the hosts.
 
-    TCP then waits 200 ms for the acknowledgement of the last bytes. With a switch that keeps 1 MiB,
-    linear took 235 ms for 1 MiB of 4 hosts with 2 ranks, and pairwise 25 ms. If nothing is lost,
-    linear takes 0.7 to 0.9 of pairwise's time. Up to 3 messages at once lost nothing.
+    The host of the root sends its data once per level of a tree, and once in a pipeline.
     """
-    messages = topology.local * (topology.world_size - topology.local)
-    return topology.round_trip_us > 0 and messages > 3 and messages * block > 768 * KIB
+    if topology.round_trip_us == 0 or collective not in ("broadcast", "reduce"):
+        return False
+    p = topology.world_size
+    chunks = depth_of("ring", nbytes, p, topology.round_trip_us)
+    return chunks * (ceil_log2(p // topology.local) - 1) > p - 2 - chunks
 
 
 def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:

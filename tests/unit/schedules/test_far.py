@@ -12,6 +12,7 @@ from unisono.simulate.networks import Hosts, LinkSpec
 KIB, MIB = 1024, 1 << 20
 OPS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather",
        "scatter")  # fmt: skip
+AT_ONCE = ("linear", "one_shot", "two_shot", "recursive_multiplying", "rank_order")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,8 @@ def test_round_trips_of_one_network_have_one_class(trip_us, expected):
 def test_a_choice_takes_few_delays(op, p, local, trip_ms):
     """It takes at most twice the best simulated time, and a delay that small data may save.
 
-    Small data travel with the agreement on the call, which the simulator does not have.
+    Small data travel with the agreement on the call, which the simulator does not have. Nor does it
+    lose what many ranks send at once.
     """
     topology = Topology(p, False, local, round_trip_class(1000 * trip_ms))
     for gbps in (0.125, 1.25):  # GB/s
@@ -40,9 +42,11 @@ def test_a_choice_takes_few_delays(op, p, local, trip_ms):
                 name: simulate(made(op, name, nbytes, topology), nbytes, net).last_us
                 for name in available(op, p, local=local)
             }
-            chosen = select(op, nbytes, topology).algorithm
+            taken_us = times[select(op, nbytes, topology).algorithm]
+            lossy = nbytes >= MIB and local * (p - local) > 3
+            best_us = min(us for name, us in times.items() if not lossy or name not in AT_ONCE)
             spared_us = 500 * trip_ms if nbytes <= 64 * KIB else 0
-            assert times[chosen] <= max(2.1 * min(times.values()), min(times.values()) + spared_us)
+            assert taken_us <= max(2.1 * best_us, best_us + spared_us)
 
 
 def made(op, name, nbytes, topology):
