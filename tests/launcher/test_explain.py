@@ -69,6 +69,17 @@ def test_hosts_have_levels(capsys):
 
 
 @pytest.mark.native
+def test_hosts_that_are_far_apart(capsys):
+    words = ("all_reduce", "8", "-p", "4", "--hosts", "2", "--round-trip", "10000")
+    (_, why), rows = explain(capsys, *words)
+    assert "the built-in estimate for 16 ms between hosts has it up to " in why
+    # A delay is half of the round trip of this class.
+    [taken] = [row for row in rows.values() if row[-1] == "taken"]
+    assert 8000 < float(taken[1].replace(",", "")) < 8100
+    assert 16_000 < float(rows["halving_doubling"][1].replace(",", "")) < 16_100
+
+
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("per_host", "words", "shape"),
     [
@@ -96,7 +107,7 @@ def test_an_empty_call(capsys, monkeypatch):
 @pytest.mark.native
 def test_a_table_and_its_times(capsys):
     times = {"linear": (40.0, 10.0), "one_shot": (50.0, 50.0)}
-    shape = Shape("native", "tcp", 8, 4)
+    shape = Shape("native", "tcp", 8, 4, 250)
     rules = (Rule("reduce", 0, 2 * KIB, "linear"),)
     table = Table(shape, tuning.machine(), unisono.__version__, rules, {("reduce", KIB): times})
     tuning.save(table)

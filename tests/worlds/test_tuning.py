@@ -93,7 +93,7 @@ def test_a_named_file_is_used_alone(cache, monkeypatch, tmp_path):
     assert tuning.save(table(algorithm="tree")) == named
     assert tuning.read_tables() == {MINE: table(algorithm="tree")}
     named.write_text("{}")
-    with pytest.raises(InvalidArgumentError, match="is no tuning table of format 1: no key"):
+    with pytest.raises(InvalidArgumentError, match="is no tuning table of format 2: no key"):
         tuning.read_tables()
     monkeypatch.setenv("UNISONO_TUNING", "0")
     assert tuning.read_tables() == {}

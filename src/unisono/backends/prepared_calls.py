@@ -141,7 +141,9 @@ class PreparedCalls:
         self._comm = comm
         self._engine = engine
         self._table = table
-        self._topology = Topology(comm.size, engine.shares_memory, engine.ranks_per_host)
+        self._topology = Topology(
+            comm.size, engine.shares_memory, engine.ranks_per_host, comm.round_trip_us
+        )
         # Read once, as NCCL does, because a later change would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO") if moves_data else ""
         self.deterministic = moves_data and config.get_flag("UNISONO_DETERMINISTIC")

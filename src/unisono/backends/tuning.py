@@ -141,7 +141,8 @@ def published(tables: dict[Shape, Table]) -> str:
 def shape_of(engine: Engine) -> Shape:
     """Return the shape of a group's table."""
     over = "shared-memory" if engine.shares_memory else engine.comm.transport.name
-    return Shape(engine.name, over, engine.comm.size, engine.ranks_per_host)
+    comm = engine.comm
+    return Shape(engine.name, over, comm.size, engine.ranks_per_host, comm.round_trip_us)
 
 
 def agreed(tables: dict[Shape, Table], shape: Shape, comm: Communicator) -> Table | None:

@@ -32,8 +32,9 @@ HOST_FAILED = "so the host or the network has failed"
 _IDLE_PART = 0.3
 
 # Retransmissions, unanswered probes, packets without an acknowledgement. Milliseconds since data
-# were sent, data came, and an acknowledgement came. Bytes that were not sent yet.
-_TCP_INFO = struct.Struct("=2xBB 20x I 16x I 4x II 84x I")
+# were sent, data came, and an acknowledgement came. Bytes that were not sent yet. The shortest
+# round trip in microseconds.
+_TCP_INFO = struct.Struct("=2xBB 20x I 16x I 4x II 84x II")
 
 
 class _Info(NamedTuple):
@@ -44,6 +45,7 @@ class _Info(NamedTuple):
     received_ms: int
     acknowledged_ms: int
     unsent_bytes: int
+    round_trip_us: int
 
     @property
     def heard_s(self) -> float:
@@ -119,6 +121,17 @@ def silent_s(sock: socket.socket) -> float:
     """
     state = _state_of(sock)
     return state.heard_s if state is not None and state.is_owed else 0.0
+
+
+def round_trip_us(sock: socket.socket) -> int | None:
+    """Return the shortest round trip of a connection, 0 inside a host, or None if it is unknown.
+
+    The kernel measures it, so that a busy or stopped process does not count.
+    """
+    if is_local(sock):
+        return 0
+    state = _state_of(sock)
+    return state.round_trip_us if state is not None else None
 
 
 def silence_on(sock: socket.socket) -> str:

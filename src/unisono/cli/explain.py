@@ -45,6 +45,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1M")
     add("-p", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
+    add("--round-trip", type=positive, default=250, metavar="US", help="between the hosts (250)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--algorithm", metavar="NAME", help="the algorithm that the call asks for")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
@@ -94,6 +95,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _shape(options: argparse.Namespace) -> Shape:
     """Return the shape of the group that the flags describe, as `backends.tuning` does."""
     from unisono.engines.choice import engine_info
+    from unisono.schedules.far import round_trip_class
     from unisono.schedules.tables import Shape
 
     if options.ranks % options.hosts:
@@ -101,13 +103,16 @@ def _shape(options: argparse.Namespace) -> Shape:
     engine = engine_info().engine
     near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
     transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
+    # As in `transports.connect`: the reference engine does not know the hosts.
+    apart = options.hosts > 1 and engine != "reference"
+    trip_us = round_trip_class(options.round_trip) if apart else 0
     most = options.ranks // options.hosts
     least = int(config.get_float("UNISONO_RANKS_PER_HOST")) or most
     sizes = Counter((rank // most, rank // least) for rank in range(options.ranks))
     options.hosts = len(sizes)
     local = max(sizes.values()) if len(set(sizes.values())) == 1 else 1
     over = "shared-memory" if near and options.hosts == 1 else transport
-    return Shape(engine, over, options.ranks, local if near else 1)
+    return Shape(engine, over, options.ranks, local if near else 1, trip_us)
 
 
 def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
@@ -115,11 +120,17 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     if options.net is None and topology.shared_memory:
         print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
         return None
+    from unisono.schedules.select import is_far
+
     # Where links are shared, thousands of ranks take minutes for all algorithms.
     model = options.model or ("alpha-beta" if options.ranks > _MANY else None)
     net = machine_of(options.net or ("fat-tree" if topology.local > 1 else "switch"), model)
     if options.hosts > 1:
         net.values["ranks_per_host"] = topology.local
+    if options.net is None and is_far(topology):
+        # A switch has two links.
+        links = 2 if net.values["topology"] == "switch" else 1
+        net.values["latency_us"] = topology.round_trip_us / 2 / links
     per_host = net.values["ranks_per_host"]
     print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
     return net

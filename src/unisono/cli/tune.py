@@ -160,10 +160,10 @@ def _show(table: Table) -> None:
     from unisono.schedules.tuning import LEAST_PASSES, mean_us, topology_of
 
     about, topology = table.about, topology_of(table.shape)
-    over = table.shape.over.replace("-", " ")
-    print(
-        f"# table {table.digest}: {table.shape.ranks} ranks, {table.shape.local} per host, {over}"
-    )
+    shape = table.shape
+    far = f", {shape.round_trip_us / 1000:g} ms" if shape.round_trip_us else ""
+    over = shape.over.replace("-", " ") + far
+    print(f"# table {table.digest}: {shape.ranks} ranks, {shape.local} per host, {over}")
     notes = ", ".join(f"{key} {value}" for key, value in about.items())
     print(plain(f"# {table.machine}; {notes}"))
     for op, least, most, name in table.rules:

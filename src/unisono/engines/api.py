@@ -65,6 +65,12 @@ class Communicator:
         return tuple(rank for rank in self.ranks if rank != self.transport.rank)
 
     @property
+    def round_trip_us(self) -> int:
+        """The round trip between the members' hosts; 0 on one host. See `Topology`."""
+        hosts = {self.transport.hosts[rank] for rank in self.ranks}
+        return self.transport.round_trip_us if len(hosts) > 1 else 0
+
+    @property
     def here(self) -> str:
         """This rank as errors name it, with its global rank: "rank 3 of 8"."""
         return f"rank {self.transport.rank} of {self.transport.world_size}"

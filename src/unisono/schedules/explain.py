@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from unisono.schedules.ir import REDUCING
-from unisono.schedules.select import Topology, select
+from unisono.schedules.select import Topology, is_far, select
 from unisono.schedules.tables import Table
 
 # Sizes above this are not looked at.
@@ -86,11 +86,14 @@ def reason(
     if table is not None and rule and rule.algorithm == chosen:
         sizes = f"{nbytes_text(rule.least)} to {nbytes_text(rule.most)}"
         return f"table {table.digest} has it for {sizes}"
-    return _rule_text(interval(collective, nbytes, topology))
+    found = interval(collective, nbytes, topology)
+    if is_far(topology):
+        trip = f"{topology.round_trip_us / 1000:g} ms between hosts"
+        return _rule_text(found, f"the built-in estimate for {trip} has it")
+    return _rule_text(found, "the built-in rule has it")
 
 
-def _rule_text(found: Interval) -> str:
-    text = "the built-in rule has it"
+def _rule_text(found: Interval, text: str) -> str:
     if found.below is None and found.most is None:
         return f"{text} for all sizes"
     if found.below is not None:

@@ -13,6 +13,14 @@ import numpy as np
 
 from unisono.schedules.ir import BoolArray, Buf, IntArray, Schedule, recv, recv_reduce, send
 
+# Smaller: the latency of a message is no longer hidden. Larger: a chunk does not stay in cache.
+# Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.
+_CHUNK_BYTES = 256 * 1024
+MAX_PIPELINE = 128
+
+# 2.5 Gb/s. A choice that assumes this rate is good for links of 0.6 to 10 Gb/s.
+BYTES_PER_US = 312.5
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -95,3 +103,14 @@ def _edges(
 ) -> IntArray:
     """Return the rows of the edges to `peer` that carry a chunk, `c`, in this round."""
     return step(r, peer, Buf.OUTPUT, tree.chunk + c, where=(peer >= 0) & (c >= 0) & (c < m))
+
+
+def depth_of(algorithm: str, nbytes: int, p: int, round_trip_us: int) -> int:
+    """Return the pipeline depth: the number of chunks in a pipeline, a power of two."""
+    streams = {"double_tree": 2, "two_shot": p, "rank_order": p, "two_level": p}.get(algorithm, 1)
+    # A chunk takes at least as long as its delay. Many schedules wait for a chunk of a peer before
+    # they send the next one.
+    least = max(_CHUNK_BYTES, int(round_trip_us / 2 * BYTES_PER_US))
+    chunks = -(-nbytes // (streams * least))
+    # A power of two, so that calls of many sizes build few schedules.
+    return min(1 << (max(chunks, 1) - 1).bit_length(), MAX_PIPELINE)

@@ -139,7 +139,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "pairwise": Entry(pairwise.reduce_scatter, uneven=True),
         "one_shot": Entry(one_shot.reduce_scatter, uneven=True),
         "rank_order": Entry(rank_order.reduce_scatter, uneven=True, ordered=True),
-        "two_level": _levels(two_level.reduce_scatter),
+        "two_level": _levels(two_level.reduce_scatter, pipelined=True),
     },
     "scatter": {
         "linear": Entry(linear.scatter, uneven=True),

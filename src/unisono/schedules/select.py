@@ -10,18 +10,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import REDUCING, is_power_of_two
+from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest, overflows
+from unisono.schedules.ir import REDUCING, ceil_log2, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
+from unisono.schedules.pipeline import depth_of
 from unisono.schedules.registry import available, entry
 from unisono.schedules.tables import Table
 
 KIB = 1024
-# Bytes per chunk of a pipeline. Smaller: the latency of a message is no longer hidden. Larger: a
-# chunk does not stay in cache. Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.
-PIPELINE_CHUNK_BYTES = 256 * KIB
-MAX_PIPELINE = 128
 # The number of ranks of a host up to which each rank reads from all other ranks.
 FEW_RANKS = 32
+
+
+# Algorithms whose ranks send everything at once, and what to take if a switch may lose it.
+_AT_ONCE = ("linear", "one_shot", "two_shot")
+_PAIRED = {
+    "all_to_all": ("pairwise",),
+    "reduce_scatter": ("pairwise",),
+    "all_gather": ("ring",),
+    "reduce": ("halving_doubling", "binomial"),
+}
 
 
 class Choice(NamedTuple):
@@ -40,11 +48,13 @@ class Topology:
         shared_memory: Whether all ranks can read one another's memory.
         local: Ranks per host, if it is equal on all hosts and ranks are numbered host by host;
             else 1.
+        round_trip_us: Between hosts, as a `round_trip_class`; 0: there is one host.
     """
 
     world_size: int
     shared_memory: bool = False
     local: int = 1
+    round_trip_us: int = 0
 
 
 def select(
@@ -94,9 +104,9 @@ def select(
             favourites = (rule.algorithm, *favourites)
         chosen = next((name for name in favourites if name in permitted), permitted[0])
     # Over shared memory the engine itself cuts the data into pieces and pipelines them.
-    shared = topology.shared_memory
-    depth = 1 if shared else _pipeline(collective, chosen, nbytes, topology.world_size)
-    return Choice(chosen, depth)
+    if topology.shared_memory or not entry(collective, chosen).pipelined:
+        return Choice(chosen, 1)
+    return Choice(chosen, depth_of(chosen, nbytes, p, topology.round_trip_us))
 
 
 def _permitted(
@@ -137,12 +147,40 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     """Return the choice of the default rule, then the choices to fall back to."""
     if topology.shared_memory:
         return (_shared(collective, nbytes, topology.world_size),)
-    flat = _messages(collective, nbytes, topology.world_size)
+    p = topology.world_size
+    if is_far(topology):
+        return fastest(collective, nbytes, p, topology.local, topology.round_trip_us)
+    flat = _messages(collective, nbytes, p)
+    if flat[0] in _AT_ONCE and collective in _PAIRED and topology.round_trip_us:
+        # The root of a reduce gets all vectors.
+        most = p - 1 if collective == "reduce" else topology.local * (p - topology.local)
+        size = nbytes if flat[0] == "one_shot" and collective == "reduce" else nbytes // p
+        if overflows(most, most * size):
+            flat = _PAIRED[collective]
     if not _has_levels(collective, nbytes, topology):
         return flat
+    if _passes_along(collective, nbytes, topology):
+        return ("ring", *flat)  # 0.6 of two_level with 4 hosts of 2 ranks
     if collective == "all_reduce" and nbytes < 64 * KIB * min(topology.world_size, 8):
         return ("node_tree", "two_level", *flat)  # 0.6 to 0.95 of two_level
     return ("two_level", *flat)
+
+
+def is_far(topology: Topology) -> bool:
+    """Return whether choices go by an estimate of the delays between hosts."""
+    return topology.round_trip_us > NEAR_US and topology.world_size <= MOST_RANKS
+
+
+def _passes_along(collective: str, nbytes: int, topology: Topology) -> bool:
+    """Return whether a pipeline along all ranks is faster than trees over the hosts.
+
+    The host of the root sends its data once per level of a tree, and once in a pipeline.
+    """
+    if topology.round_trip_us == 0 or collective not in ("broadcast", "reduce"):
+        return False
+    p = topology.world_size
+    chunks = depth_of("ring", nbytes, p, topology.round_trip_us)
+    return chunks * (ceil_log2(p // topology.local) - 1) > p - 2 - chunks
 
 
 def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:
@@ -248,13 +286,3 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
         case "barrier":
             return ("dissemination",)
     return ("linear",)
-
-
-def _pipeline(collective: str, algorithm: str, nbytes: int, p: int) -> int:
-    """Return the pipeline depth: the number of chunks in a pipeline, a power of two."""
-    if not entry(collective, algorithm).pipelined:
-        return 1
-    streams = {"double_tree": 2, "two_shot": p, "rank_order": p, "two_level": p}.get(algorithm, 1)
-    chunks = -(-nbytes // (streams * PIPELINE_CHUNK_BYTES))
-    # A power of two, so that calls of many sizes build few schedules.
-    return min(1 << (max(chunks, 1) - 1).bit_length(), MAX_PIPELINE)

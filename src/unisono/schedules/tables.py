@@ -4,8 +4,8 @@ A table belongs to a machine, an engine and a shape of the world. Its rules give
 some sizes of some collectives, and for all other calls the built-in rule decides. `select` uses a
 table only if all ranks of a group have an equal table; `digest` compares them.
 
-    {"format": 1, "unisono": "0.1.0", "machine": "...", "engine": "native", "over": "tcp",
-     "ranks": 4, "local": 1, "rules": [["reduce", 0, 8191, "linear"], ...],
+    {"format": 2, "unisono": "0.1.0", "machine": "...", "engine": "native", "over": "tcp",
+     "ranks": 4, "local": 1, "round_trip_us": 250, "rules": [["reduce", 0, 8191, "linear"], ...],
      "measured": [["reduce", 1024, "linear", [111.0, 114.2, 109.8]], ...], "about": {...}}
 
 `rules` are inclusive ranges of bytes of the whole data. `measured` has the microseconds of each
@@ -25,7 +25,7 @@ from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import COLLECTIVES
 from unisono.schedules.registry import available
 
-FORMAT = 1
+FORMAT = 2
 
 Measured = Mapping[tuple[str, int], Mapping[str, tuple[float, ...]]]
 """(collective, bytes) -> algorithm -> microseconds of a call in each pass."""
@@ -39,15 +39,18 @@ class Shape(NamedTuple):
         over: "shared-memory", or the transport of messages, such as "tcp".
         ranks: Number of ranks.
         local: Ranks per host; see `Topology.local`.
+        round_trip_us: Between hosts; see `Topology.round_trip_us`.
     """
 
     engine: str
     over: str
     ranks: int
     local: int
+    round_trip_us: int = 0
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.over}-{self.ranks}-{self.local}"
+        far = f"-{self.round_trip_us}us" if self.round_trip_us else ""
+        return f"{self.engine}-{self.over}-{self.ranks}-{self.local}{far}"
 
 
 class Rule(NamedTuple):
@@ -151,8 +154,9 @@ def _check(rules: tuple[Rule, ...], shape: Shape) -> None:
     """Raise ValueError if the shape or a rule cannot be used."""
     types = [type(value) for value in shape]
     # The ranks publish the names in one word.
-    fits = types == [str, str, int, int] and re.fullmatch(r"[\w-]+", shape.engine + shape.over)
-    if not fits or shape.ranks < 1 or shape.local < 1:
+    fits = types == [str, str, int, int, int]
+    fits = fits and re.fullmatch(r"[\w-]+", shape.engine + shape.over) is not None
+    if not fits or shape.ranks < 1 or shape.local < 1 or shape.round_trip_us < 0:
         raise ValueError(f"shape {list(shape)}")
     ends: dict[str, int] = {}
     for rule in rules:

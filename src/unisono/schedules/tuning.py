@@ -53,7 +53,8 @@ def rules_of(measured: Measured, topology: Topology) -> tuple[Rule, ...]:
 
 def topology_of(shape: Shape) -> Topology:
     """Return the properties of a group of this shape on which choices depend."""
-    return Topology(shape.ranks, shape.over == "shared-memory", shape.local)
+    shared = shape.over == "shared-memory"
+    return Topology(shape.ranks, shared, shape.local, shape.round_trip_us)
 
 
 def mean_us(times: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -191,35 +192,49 @@ def all_gather(p: int, local: int) -> Schedule:
     return block_schedule("all_gather", NAME, p, hosts, exchange)
 
 
-def reduce_scatter(p: int, local: int) -> Schedule:
-    """Reduce inside each host the blocks of another host, and send the results to that host.
+def reduce_scatter(p: int, local: int, pipeline: int) -> Schedule:
+    """Reduce all blocks inside the hosts, and pass the sums around rings between the hosts.
 
-    Cost: H rounds; n(H-1)/p sent to other hosts, n(L-1)/L inside.
-    Source: the all_gather, reversed.
+    Cost: H-1+m rounds; n(H-1)/p sent to other hosts, n(L-1)/L inside.
+    Source: Open MPI's coll/han, with NCCL's rings.
     """
     hosts = p // local
 
-    def load(r: IntArray) -> Iterable[IntArray]:
-        for k in range(1, hosts):
-            block = (r + k * local) % p
-            yield copy(r, (INPUT, block), (SCRATCH, block))
-        yield copy(r, (INPUT, r), (OUTPUT, 0))
+    def chunk(host: IntArray | int, place: IntArray, s: IntArray | int) -> IntArray:
+        return (host % hosts * local + place % local) * pipeline + s
 
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+    def scatter(s: int, r: IntArray) -> Sides:
         column, peers = r[:, None], _neighbours(r, local)
-        # Round k reduces the blocks of the host k+1 further on, and round k+1 sends them there. The
-        # blocks of the own host come last.
-        own = k == hosts - 1
-        buf, chunk = (OUTPUT, r * 0) if own else (SCRATCH, (r + (k + 1) * local) % p)
-        to = (r + k * local) % p
-        if k > 0:
-            yield send(r, to, SCRATCH, to)
-        yield send(column, peers, INPUT, (peers + (k + 1) * local) % p)
-        if k > 0:
-            yield recv_reduce(r, (r - k * local) % p, OUTPUT, 0)
-        yield recv_reduce(column, peers, buf, chunk[:, None])
+        sends, takes = [], []
+        for host in range(hosts):
+            sends.append(send(column, peers, INPUT, chunk(host, peers, s)))
+            own, mine = np.equal(host, r // local), chunk(host, r, s)
+            into = np.where(own, OUTPUT, SCRATCH), np.where(own, s, mine)
+            takes.append(copy(r, (INPUT, mine), (OUTPUT, s), where=own))
+            # As in `reduce`: one pass fewer over the data.
+            step = np.where(own, Op.RECV_REDUCE, Op.RECV)
+            takes.append(make_rows(step, r, peers[:, 0], (-1, -1), into, 1))
+            takes.append(ir.reduce(r, (INPUT, mine), (SCRATCH, mine), where=~own))
+            others = into[0][:, None], into[1][:, None]
+            takes.append(make_rows(Op.RECV_REDUCE, column, peers[:, 1:], (-1, -1), others, 1))
+        return sends, takes
 
-    return block_schedule("reduce_scatter", NAME, p, hosts, exchange, scratch_chunks=p, before=load)
+    def ring(t: IntArray, s: IntArray, r: IntArray) -> Sides:
+        given, taken = (chunk(r // local - back, r, s) for back in (t, t + 1))
+        return (
+            [send(r, (r + local) % p, SCRATCH, given)],
+            [recv_reduce(r, (r - local) % p, SCRATCH, taken)],
+        )
+
+    def finish(s: int, r: IntArray) -> Sides:
+        return (
+            [send(r, (r + local) % p, SCRATCH, chunk(r // local + 1, r, s))],
+            [recv_reduce(r, (r - local) % p, OUTPUT, s)],
+        )
+
+    stages, chunks = (scatter, ring, finish), pipeline * p
+    plan = _pipelined("reduce_scatter", p, hosts, pipeline, stages, pipeline, -1, chunks)
+    return replace(plan, input_chunks=chunks)
 
 
 def all_to_all(p: int, local: int) -> Schedule:

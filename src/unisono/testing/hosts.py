@@ -33,7 +33,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class ShapedLink(NamedTuple):
-    """What joins each host to the switch; a process of Python passes up to about 2 Gb/s.
+    """A host's link to the switch, which is a process of Python: it passes up to about 2 Gb/s.
 
     Attributes:
         gbps: Rate of a host in each direction.

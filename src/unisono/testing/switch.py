@@ -157,7 +157,7 @@ class _Switch:
 
 
 def main(gbps: str, delay_s: str, buffer_bytes: str, *pids: str) -> None:
-    """Make the devices, say "ready" and pass frames."""
+    """Make the devices, print "ready" and pass frames."""
     switch = _Switch(
         [_open_device(pid) for pid in pids], float(gbps), float(delay_s), int(buffer_bytes)
     )

@@ -21,6 +21,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
+from unisono.schedules.far import NEAR_US, round_trip_class
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
 from unisono.stores.tcp.handshake import TOKEN_HINT
@@ -30,6 +31,8 @@ from unisono.transports.inproc import InprocTransport
 from unisono.transports.native_messages import NativeMessages
 from unisono.transports.tcp.address import TCPAddress, own_hosts
 from unisono.transports.tcp.transport import TCPTransport
+
+_UNKNOWN = "-"
 
 VIEWERS = "viewers"
 """The key of the addresses that `unisono top HOST:PORT` reads, a rank per line."""
@@ -90,13 +93,15 @@ def connect(
         elif world_size > 1:
             host = ""
         endpoint = messages.endpoint if messages is not None else ""
-        mine = f"{host} {endpoint} {word} {transport.address}"
+        trip = getattr(_innermost(store), "round_trip_us", None)
+        mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} {transport.address}"
         number, published = _publish(store, rank, world_size, deadline, mine)
-        hosts, endpoints, words, found = published
+        hosts, endpoints, words, trips, found = published
         addresses += found
         transport.world_number = number
         transport.hosts = _placed(hosts)
         transport.words = tuple(words)
+        transport.round_trip_us = _round_trip_us(transport.hosts, trips)
         if messages is not None:
             near = [other == host for other in hosts]
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores())
@@ -126,7 +131,7 @@ def _transport(
 def _publish(
     store: Store, rank: int, world_size: int, deadline: Deadline, mine: str
 ) -> tuple[int, list[list[str]]]:
-    """Publish 4 texts, separated by spaces; only the last may have spaces.
+    """Publish 5 texts, separated by spaces; only the last may have spaces.
 
     Returns:
         The number of the world in this store, and for each text the texts of all ranks.
@@ -143,8 +148,21 @@ def _publish(
             context=Context(rank=rank, world_size=world_size, peers=blamed),
             hint="look at the output of those ranks",
         )
-    columns = [] if failed else zip(*(text.split(" ", 3) for text in texts), strict=True)
+    columns = [] if failed else zip(*(text.split(" ", 4) for text in texts), strict=True)
     return number, [list(column) for column in columns]
+
+
+def _round_trip_us(hosts: Sequence[str], trips: Sequence[str]) -> int:
+    """Return the class of the longest round trip between hosts; 0 if there is one host.
+
+    The ranks know their round trips to the store. They are those between hosts if the store is on
+    one of these hosts.
+    """
+    if len(set(hosts)) == 1 or set(trips) == {"0"}:
+        return 0
+    if _UNKNOWN in trips or "0" not in trips:
+        return NEAR_US
+    return round_trip_class(max(map(int, trips)))
 
 
 def _show(store: Store, addresses: list[str]) -> None:

@@ -13,7 +13,7 @@ from unisono.schedules.tuning import rules_of
 KIB, MIB = 1024, 1024**2
 PAIR = Topology(2, shared_memory=True, local=2)
 NET4 = Topology(4)
-SHAPE = Shape("native", "tcp", 4, 1)
+SHAPE = Shape("native", "tcp", 4, 1, 250)
 RULES = (Rule("reduce", 0, 8191, "linear"), Rule("reduce", 8192, 65536, "one_shot"))
 TABLE = Table(SHAPE, "a machine", "0.1.0", RULES, {("reduce", 1024): {"linear": (3.0, 4.0)}})
 
@@ -35,6 +35,7 @@ def test_a_table_is_read_as_it_was_written():
         Table(SHAPE, "a machine", "0.1.0", RULES[:1]),
         Table(SHAPE, "a machine", "0.2.0", RULES),
         Table(SHAPE._replace(local=2), "a machine", "0.1.0", RULES),
+        Table(SHAPE._replace(round_trip_us=4000), "a machine", "0.1.0", RULES),
     ],
 )
 def test_the_digest_differs_if_choices_can_differ(other):
@@ -53,10 +54,11 @@ def test_the_digest_ignores_times():
         ("[" * 100_000, "maximum recursion depth exceeded"),
         ("[]", "list indices must be integers"),
         ("{}", "no key 'format'"),
-        (changed(format=2), "format 2, expected 1"),
-        (changed(ranks="4"), "shape ['native', 'tcp', '4', 1]"),
-        (changed(over="tcp 1"), "shape ['native', 'tcp 1', 4, 1]"),
-        (changed(ranks=0), "shape ['native', 'tcp', 0, 1]"),
+        (changed(format=1), "format 1, expected 2"),
+        (changed(ranks="4"), "shape ['native', 'tcp', '4', 1, 250]"),
+        (changed(over="tcp 1"), "shape ['native', 'tcp 1', 4, 1, 250]"),
+        (changed(ranks=0), "shape ['native', 'tcp', 0, 1, 250]"),
+        (changed(round_trip_us=-1), "shape ['native', 'tcp', 4, 1, -1]"),
         (changed(measured=[["reduce", 0, "linear", [1.0]]]), "reduce of 0 bytes takes [1.0] us"),
         (changed(measured=[["reduce", 8, "linear", [0]]]), "reduce of 8 bytes takes [0] us"),
         (changed(measured=[["reduce", 8, "linear", [10**400]]]), "int too large to convert"),
@@ -78,7 +80,7 @@ def test_the_digest_ignores_times():
 def test_a_broken_table_is_refused(text, expected):
     with pytest.raises(InvalidArgumentError) as caught:
         Table.from_json("bad.json", text)
-    assert caught.value.what.startswith("bad.json is no tuning table of format 1: ")
+    assert caught.value.what.startswith("bad.json is no tuning table of format 2: ")
     assert expected in caught.value.what
 
 

@@ -1,6 +1,10 @@
 """Shaped links: the delay, the rate and the buffer that they promise, and a cut."""
 
+import os
+import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -119,3 +123,24 @@ def test_a_host_that_is_cut_off_is_silent_until_it_is_restored(network, sockets)
     network.restore(network.hosts[1])
     second.settimeout(10)
     assert round_trip_s(first, second) >= 2 * LINK.delay_s
+
+
+def test_ranks_know_the_round_trip_between_their_hosts(network):
+    """From their connections to the store, equal on all ranks."""
+    script = (
+        "import unisono as d; d.init_process_group(); print(d.group.WORLD.backends['cpu'].shape)"
+    )
+    token = {"UNISONO_TOKEN": secrets.token_hex()}
+    ranks = [
+        subprocess.Popen(
+            host.inside(sys.executable, "-c", script),
+            env=os.environ | token | {
+                "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"
+            },
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank, host in enumerate(network.hosts)
+    ]  # fmt: skip
+    printed = [process.communicate(timeout=60)[0].strip() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    assert printed == ["native-tcp-2-1-16000us"] * 2

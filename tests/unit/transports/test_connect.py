@@ -18,6 +18,7 @@ from unisono.stores.tcp.refusals import refused_client
 from unisono.stores.tcp.token import REFUSED_KEY
 from unisono.stores.tcp.wire import Op
 from unisono.transports import InprocTransport, Key, connect
+from unisono.transports.connect import _round_trip_us
 from unisono.transports.messages import Kind
 from unisono.transports.tcp import address
 from unisono.transports.tcp.address import TCPAddress, listen
@@ -300,3 +301,19 @@ def test_a_thread_is_answered_by_one_that_does_not_know_its_address_yet():
         second.enter(7, 3, "all_reduce")
         answers = first.ask(7, 3, [1], Deadline(5))
         assert [(rank, status.seq) for rank, status in answers.items()] == [(1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "trips", "expected"),
+    [
+        ("ab", ["0", "9000"], 16_000),
+        ("ab", ["0", "90"], 250),
+        ("aabb", ["0", "0", "900", "4100"], 4000),  # of the slowest rank
+        ("aa", ["0", "9000"], 0),  # one host, by two addresses
+        ("ab", ["0", "0"], 0),  # one host without shared memory
+        ("ab", ["0", "-"], 250),  # a store without round trips
+        ("ab", ["9000", "9100"], 250),  # a store on a third host tells nothing of these two
+    ],
+)
+def test_round_trip_between_hosts(hosts, trips, expected):
+    assert _round_trip_us(hosts, trips) == expected

@@ -431,7 +431,7 @@ def test_silence_of_a_host(retransmits, unacknowledged, text):
 def socket_of(retransmits=0, probes=0, **words):
     """Return a connection of which the kernel reports this; offsets are those of linux/tcp.h."""
     at = {"unacknowledged": 24, "sent": 44, "received": 52, "acknowledged": 56, "unsent": 144}
-    info = bytearray(148)
+    info = bytearray(152)
     info[2:4] = retransmits, probes
     for name, value in words.items():
         info[at[name] : at[name] + 4] = value.to_bytes(4, sys.byteorder)

@@ -132,6 +132,11 @@ class TCPStore(Store):
         """The argument `use_libuv`."""
         return self._use_libuv
 
+    @property
+    def round_trip_us(self) -> int | None:
+        """The round trip to the server in microseconds, 0 on its host; None: unknown."""
+        return self._pool.round_trip_us
+
     def set(self, key: str, value: Value) -> None:
         """Store `value` under `key`."""
         self._call(Op.SET, _wire_key(key), check_value(value))

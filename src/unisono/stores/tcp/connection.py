@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.base.deadline import Deadline
-from unisono.base.silence import host_timeout_s, keep_alive, limit_start
+from unisono.base.silence import host_timeout_s, keep_alive, limit_start, round_trip_us
 from unisono.base.sockets import connect, format_address
 from unisono.errors import (
     ClosedError,
@@ -126,13 +126,18 @@ def _has_timed_out(error: Exception) -> bool:
 
 
 class ConnectionPool:
-    """Connections to one server: as many as requests are in flight, a few kept when idle."""
+    """Connections to one server: as many as requests are in flight, a few kept when idle.
+
+    Attributes:
+        round_trip_us: To the server, 0 on its host; None: unknown.
+    """
 
     def __init__(self, host: str, port: int, token: bytes) -> None:
         self._host = host
         self._port = port
         self._token = token
         self._address = format_address(host, port)
+        self.round_trip_us: int | None = None
         # No lock: each change of these is one atomic call.
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
@@ -246,6 +251,7 @@ class ConnectionPool:
             patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
             shake_hands(sock, self._address, self._token, patience)
             limit_start(sock, 0)
+            self.round_trip_us = round_trip_us(sock)
             return Connection(sock, self._address)
         except BaseException:
             sock.close()
