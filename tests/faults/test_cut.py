@@ -11,7 +11,7 @@ from tests.faults.fault_calls import BUSY_S, NOTICE_S
 from tests.faults.scripts import started
 from tests.faults.test_hosts import PORT, ask, tell
 from tests.support import netns
-from unisono.engines import is_native_built
+from unisono.engines import is_native_built, mpi_library
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -22,6 +22,7 @@ LIMIT_S = 2.0
 OTHER = pytest.mark.whole("10 s of waiting")
 NATIVE = "native" if is_native_built() else "reference"
 NATIVE_FIRST = [NATIVE, pytest.param("reference", marks=OTHER)]
+NO_MPI = pytest.mark.skipif(bool(mpi_library.why_absent()), reason="there is no MPI library")
 REFERENCE_FIRST = ["reference", pytest.param(NATIVE, marks=OTHER)]
 
 MEETS = """
@@ -120,7 +121,7 @@ def assert_lost(caught, ranks, since_s, limit_s=LIMIT_S):
     assert limit_s / 2 < caught["ended_s"] - since_s < limit_s + 2 + NOTICE_S + BUSY_S
 
 
-@pytest.mark.parametrize("engine", NATIVE_FIRST)
+@pytest.mark.parametrize("engine", [*NATIVE_FIRST, pytest.param("mpi", marks=[OTHER, NO_MPI])])
 def test_ranks_of_a_vanished_host_are_named_at_once_by_all_ranks(engine):
     with netns.Network(3) as network:
         first, second, third = network.hosts
