@@ -87,6 +87,7 @@ def test_mpiexec_on_two_hosts_needs_no_address(hosts, script, tmp_path, mpiexec,
 
 
 @needs_hosts
+@pytest.mark.whole("starts two jobs on three hosts")
 @pytest.mark.skipif(MPIRUN is None, reason="Open MPI is not installed; `make servers`")
 def test_mpiexec_on_a_login_node_is_an_error_at_once(hosts, script, tmp_path):
     words, env = on_two_hosts(MPIRUN, tmp_path)

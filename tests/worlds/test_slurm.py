@@ -52,6 +52,8 @@ def script(tmp_path):
 def srun(slurm, *words, **env):
     """Run srun to its end; return what it has printed."""
     done = completed(slurm.command("srun", "--kill-on-bad-exit", *words), **env)
+    if "can not load PMIx library" in done.stderr:
+        pytest.skip("libpmix.so is not installed; `make servers`")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
