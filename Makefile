@@ -27,7 +27,7 @@ help:
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-gpu  the NCCL backend on a GPU; skipped without a GPU"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
-	@echo "make servers install redis, etcd and Slurm, which some tests start (Debian, root)"
+	@echo "make servers install redis, etcd, Slurm and Open MPI for tests (Debian, root)"
 	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
@@ -63,10 +63,12 @@ test-all: check
 # Slurm loads libpmix.so, which only the package for developers has.
 servers:
 	@command -v redis-server >/dev/null && command -v etcd >/dev/null && command -v srun >/dev/null \
+		&& command -v mpirun.openmpi >/dev/null \
 		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-			redis-server etcd-server slurmctld slurmd slurm-client libpmix-dev >/dev/null; } \
-		|| echo "redis, etcd or Slurm is not there: tests that need it will be skipped"
+			redis-server etcd-server slurmctld slurmd slurm-client libpmix-dev \
+			openmpi-bin >/dev/null; } \
+		|| echo "redis, etcd, Slurm or Open MPI is not there: tests that need it will be skipped"
 
 # Not in the extra `test`: they are large, and some require torch, which may not be there.
 frameworks: $(STAMP)

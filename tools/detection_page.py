@@ -46,6 +46,8 @@ only variable of that form: the job has one task. In a job of several tasks use 
    With `srun -m arbitrary` rank 0 may be on any host of the list, and the others look on all.
 4. On several hosts under mpiexec of MPICH or Intel MPI: rank 0 chooses a port, and mpiexec carries
    its addresses to the other ranks (PMI-1). UNISONO_HOST and MASTER_PORT of rank 0 replace them.
+   Under mpiexec of Open MPI: on the host of mpiexec (PMIX_NAMESPACE, OMPI_MCA_orte_hnp_uri), at a
+   derived port. If rank 0 is on another host, it raises at once, and mpiexec ends the job.
 5. In an Indexed Job: at the pod with index 0, port 29500 and then the next ports. The name of that
    pod is `<job>-0` with the domain of this pod, so the job needs a headless service.
 6. In a LeaderWorkerSet: at LWS_LEADER_ADDRESS, and in a Volcano job (plug-ins `env` and `svc`) at

@@ -11,7 +11,7 @@ from tests.faults.fault_calls import BUSY_S, NOTICE_S
 from tests.faults.scripts import started
 from tests.faults.test_hosts import PORT, ask, tell
 from tests.support import netns
-from unisono.engines import is_native_built
+from unisono.engines import is_native_built, mpi_library
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -22,6 +22,7 @@ LIMIT_S = 2.0
 OTHER = pytest.mark.whole("10 s of waiting")
 NATIVE = "native" if is_native_built() else "reference"
 NATIVE_FIRST = [NATIVE, pytest.param("reference", marks=OTHER)]
+NO_MPI = pytest.mark.skipif(bool(mpi_library.why_absent()), reason="there is no MPI library")
 REFERENCE_FIRST = ["reference", pytest.param(NATIVE, marks=OTHER)]
 
 MEETS = """
@@ -120,7 +121,7 @@ def assert_lost(caught, ranks, since_s, limit_s=LIMIT_S):
     assert limit_s / 2 < caught["ended_s"] - since_s < limit_s + 2 + NOTICE_S + BUSY_S
 
 
-@pytest.mark.parametrize("engine", NATIVE_FIRST)
+@pytest.mark.parametrize("engine", [*NATIVE_FIRST, pytest.param("mpi", marks=[OTHER, NO_MPI])])
 def test_ranks_of_a_vanished_host_are_named_at_once_by_all_ranks(engine):
     with netns.Network(3) as network:
         first, second, third = network.hosts
@@ -248,10 +249,11 @@ NEXT_STEP_S = 15.0
 
 @pytest.mark.whole("40 s of waiting")
 @pytest.mark.parametrize("restart", ["all", "worker"])
-def test_elastic_job_goes_on_soon_after_a_host_has_vanished(restart, tmp_path):
+@pytest.mark.parametrize(("lost", "left"), [(2, "2"), (0, "1")], ids=["one", "the others"])
+def test_elastic_job_goes_on_soon_after_a_host_has_vanished(restart, lost, left, tmp_path):
     script = tmp_path / "trains.py"
     script.write_text(TRAINS)
-    options = "--nnodes 2:3 --rdzv-backend c10d --rdzv-endpoint host1:29400 --max-restarts 8"
+    options = "--nnodes 1:3 --rdzv-backend c10d --rdzv-endpoint host1:29400 --max-restarts 8"
     words = ["run", *options.split(), "--rdzv-conf", "last_call_timeout=2", "-n", "1"]
     command = [sys.executable, "-m", "unisono", *words, "--restart", restart, str(script)]
     with netns.Network(3) as network:
@@ -268,8 +270,8 @@ def test_elastic_job_goes_on_soon_after_a_host_has_vanished(restart, tmp_path):
             steps = (line.split() for line in agents[0].stdout)
             assert next(size for _, size in steps if size == "3")
             cut_s = time.monotonic()
-            network.cut(network.hosts[2])
-            next_s = next(float(when_s) for when_s, size in steps if size == "2")
+            network.cut(network.hosts[lost])
+            next_s = next(float(when_s) for when_s, size in steps if size == left)
         finally:
             for agent in agents:
                 agent.terminate()

@@ -38,6 +38,9 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import World, current, use
 from unisono.rendezvous.joining import open_for_newcomer
 from unisono.rendezvous.membership import Arrival, Come, Member
+from unisono.rendezvous.state import Node, Phase
+from unisono.rendezvous.state import State as Nodes
+from unisono.rendezvous.worker_world import report_gone
 from unisono.stores import FileStore, HashStore
 from unisono.testing import run
 from unisono.transports import LinkDown, has_ended
@@ -291,6 +294,35 @@ except dist_errors.RendezvousError as problem:
             told["error"],
         )
         assert told["group"] == "default"
+
+
+def test_a_rank_does_not_wait_for_ranks_whose_nodes_the_launcher_gave_up():
+    body = script(
+        """
+import unisono.rendezvous.membership
+unisono.rendezvous.membership.AWAY_S = 600.0
+add()
+if me:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        add()
+except dist_errors.StepAborted:
+    pass
+try:
+    regroup()
+except dist_errors.RendezvousError as problem:
+    told(error=problem.what)
+"""
+    )
+    nodes = tuple(Node(id=n, host=n, address="", nprocs=1 + (n == "b")) for n in ("a", "b"))
+    state = Nodes(phase=Phase.RUNNING, order=nodes, members=nodes[:1])
+    # Each rank is a host of its own, so that it cannot know whether the others have ended.
+    with ranks_of(body, 3, Forked, UNISONO_RANKS_PER_HOST="1") as (processes, store):
+        report_gone(store, state)
+        told, code, err = outcome(processes[0])
+    assert code == 0, err
+    assert "rank 0 cannot go on after generation 1 of 3 ranks: ranks 1, 2 are lost" in told["error"]
 
 
 def test_a_job_goes_on_when_a_newcomer_ends_before_it_is_connected():

@@ -240,8 +240,8 @@ class Round:
             if self.what == "link":
                 # The generations are formed in the store, and connected when the link is back.
                 return LIMIT_S + min(self.span_s, WATCH_S)
-            if self.victims == [0] and self.count > 2:
-                # The host with the store waits for its quorum.
+            if self.mode == "alone" and self.victims == [0] and self.count > 2:
+                # The host with the store waits for its quorum. A launcher would know of the loss.
                 return LIMIT_S + AWAY_S
         return LIMIT_S
 

@@ -39,6 +39,8 @@ NodeName=host[1-{count}] CPUs=8 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
 """
 
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
 
 def why_not():
     """Return why there can be no cluster here, or None."""
@@ -46,9 +48,6 @@ def why_not():
         if shutil.which(name, path=_PATH) is None:
             return f"{name} is not installed; `make servers`"
     return netns.why_not()
-
-
-_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class Cluster:
@@ -85,7 +84,12 @@ class Cluster:
     def ask(self, *words):
         """Return what a command of Slurm prints."""
         done = subprocess.run(
-            self.command(*words), env=self._env, capture_output=True, text=True, check=False
+            self.command(*words),
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
         return done.stdout.strip()
 
@@ -101,19 +105,17 @@ class Cluster:
         return "\n".join(path.read_text(errors="replace") for path in self._folder.glob("*.log"))
 
     def _start(self, stack, name, host, *flags):
+        words = host.inside("env", f"SLURM_CONF={self._conf}", name, "-D", *flags)
         with open(self._folder / f"{name}.{host.name}.log", "wb") as log:
             process = subprocess.Popen(
-                # With its parent the test, so that it ends with the test in any case.
-                ["setpriv", "--pdeathsig", "TERM", *host.inside(*self._daemon(name, *flags))],
+                # So that it ends if the process of the tests is killed.
+                ["setpriv", "--pdeathsig", "TERM", *words],
                 env=self._env,
                 stdout=log,
                 stderr=log,
             )
         stack.callback(process.wait, LIMIT_S)
         stack.callback(process.terminate)
-
-    def _daemon(self, name, *flags):
-        return "env", f"SLURM_CONF={self._conf}", name, "-D", *flags
 
     def _end_jobs(self):
         self.ask("scancel", "--user=root")

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import unisono as dist
-from tests.support import netns
 from unisono.c10d.queries import get_node_local_rank
 from unisono.errors import RendezvousError
 
@@ -43,7 +41,7 @@ os.write(1, line.encode())
 
 def clean_environment(**extra):
     """The environment of a user who is in no launch, with a temporary folder of the test's."""
-    starts = ("PMI", "SLURM_", "OMPI_", "MV2_", "MPI_", "HYD", "TORCHELASTIC_", "UNISONO_")
+    starts = ("PMI", "SLURM_", "OMPI_", "PRTE_", "MV2_", "MPI_", "HYD", "TORCHELASTIC_", "UNISONO_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if not k.startswith(starts) and k not in names}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
@@ -226,34 +224,3 @@ def test_local_rank_that_is_not_known(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(RendezvousError, match="the local rank is not known"):
         get_node_local_rank()
-
-
-# In place of ssh: what mpiexec starts on the other host begins in that host's network.
-ENTER = """#!/bin/sh
-while case $1 in -*) ;; *) false ;; esac; do shift; done
-case $1 in
-{cases}
-esac
-"""
-
-
-@needs_mpiexec
-@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("engine", ["native", "mpi"])
-def test_mpiexec_on_two_hosts_needs_no_address(script, tmp_path, engine):
-    with netns.Network(2) as network:
-        cases = [
-            f'{host.v4}) shift; exec {shlex.join(host.inside("sh", "-c"))} "$*" ;;'
-            for host in network.hosts
-        ]
-        enter = tmp_path / "enter"
-        enter.write_text(ENTER.format(cases="\n".join(cases)))
-        enter.chmod(0o755)
-        hosts = ",".join(host.v4 for host in network.hosts)
-        command = network.hosts[0].inside(
-            *(str(MPIEXEC), "-launcher", "ssh", "-launcher-exec", str(enter), "-hosts", hosts),
-            *("-n", "4", "-ppn", "2", sys.executable, script),
-        )
-        lines = output(command, UNISONO_ENGINE=engine, TMPDIR=str(tmp_path))
-    assert lines == [f"{r}/4 local {r % 2}: {[10.0, 10.0]}" for r in range(4)]

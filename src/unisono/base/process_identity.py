@@ -54,10 +54,14 @@ def is_dead(user: str) -> bool:
     return life_of(user) is Life.DEAD
 
 
+def host_of(user: str) -> str:
+    """Return the name of the process's host."""
+    return user.split(_JOINT)[0]
+
+
 def describe(user: str) -> str:
     """Return the text for a user: "process 12 on host a"."""
-    fields = user.split(_JOINT)
-    return f"process {fields[-1]} on host {fields[0]}"
+    return f"process {user.split(_JOINT)[-1]} on host {host_of(user)}"
 
 
 @functools.cache

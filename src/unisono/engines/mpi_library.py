@@ -45,7 +45,8 @@ _FINALIZE_S, _OTHERS_S = 10.0, 2.0
 _LOST_S, _HELD_S = 1.0, 5.0
 
 # Set by launchers that speak PMI or PMIx. With one of them MPI asks the launcher, not unisono.
-_LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK")
+_PMI_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT")
+_PMIX_VARIABLE = "PMIX_RANK"
 
 
 class Library(NamedTuple):
@@ -55,11 +56,14 @@ class Library(NamedTuple):
         MPI: The module mpi4py.MPI.
         name: "MPICH 5.0.2".
         is_openmpi: Whether it has Open MPI's binary interface; otherwise it has MPICH's.
+        has_pmix: Whether it can ask a launcher that speaks PMIx. MPICH can only if it was built so,
+            and MPI_Init ends the process otherwise.
     """
 
     MPI: Any
     name: str
     is_openmpi: bool
+    has_pmix: bool
 
 
 @functools.cache
@@ -89,7 +93,13 @@ def library() -> Library:
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
     # A handle is an int for MPICH's interface, and a pointer for Open MPI's.
-    found = Library(MPI, name, is_openmpi=MPI._sizeof(MPI.Comm) > 4)
+    found = Library(
+        MPI,
+        name,
+        is_openmpi=MPI._sizeof(MPI.Comm) > 4,
+        # The text has the options of MPICH's configure.
+        has_pmix=vendor != "MPICH" or "pmix" in MPI.Get_library_version(),
+    )
     _check_launcher(found)
     return found
 
@@ -122,9 +132,10 @@ def _check_launcher(found: Library) -> None:
     )
 
 
-def has_launcher() -> bool:
-    """Whether a launcher of MPI processes started this process."""
-    return any(name in config.environ() for name in _LAUNCHER_VARIABLES)
+def has_launcher(found: Library) -> bool:
+    """Whether a launcher of MPI processes, to which the library can speak, started this process."""
+    env = config.environ()
+    return any(name in env for name in _PMI_VARIABLES) or (found.has_pmix and _PMIX_VARIABLE in env)
 
 
 class Helper:

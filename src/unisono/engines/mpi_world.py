@@ -86,7 +86,7 @@ def _look() -> dict[str, Any]:
         "library": found.name,
         "openmpi": found.is_openmpi,
         "ready": ready,
-        "launched": has_launcher(),
+        "launched": has_launcher(found),
     }
 
 
@@ -152,7 +152,7 @@ def _server(
 ) -> PMIServer | None:
     """Return the PMI server of this process, or None if a launcher has one."""
     found = library()
-    if found.is_openmpi or has_launcher():
+    if found.is_openmpi or has_launcher(found):
         return None
     name = store.compare_set("name", "", f"unisono_{uuid.uuid4().hex}").decode()
     hosts = [row["host"] or str(other) for other, row in enumerate(rows)]

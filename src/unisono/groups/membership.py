@@ -17,7 +17,7 @@ from typing import Any
 from unisono.backends import GroupSpec
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger, log_once
-from unisono.base.process_identity import describe, is_dead, new_user
+from unisono.base.process_identity import describe, host_of, is_dead, new_user
 from unisono.errors import (
     Context,
     RendezvousError,
@@ -235,12 +235,16 @@ class Membership:
                 return state
             if self.generation and moved:
                 raise self._succeeded_by(state)
+            away = [ids[rank] for rank in _unreachable(linked)]
             event = next_event(
                 mine,
                 state,
                 time.monotonic(),
-                ended=_ended(state, linked, ids),
-                unreachable=[ids[rank] for rank in _unreachable(linked)],
+                ended=[
+                    *_ended(state, linked, ids),
+                    *self._given_up(state, away, _patience(wishes)),
+                ],
+                unreachable=away,
                 blamed=blamed,
             )
             if event is None and self.generation and not state.is_possible():
@@ -253,6 +257,16 @@ class Membership:
             state = self.document.change(event, _patience(wishes))
             if isinstance(event, Expired) and not self._takes_part(state):
                 raise self._gave_up(missing, wishes)
+
+    def _given_up(self, state: State, away: Sequence[str], timeout_s: float) -> list[str]:
+        """Return those of `away` whose node the launcher gave up: they cannot come any more."""
+        came = {each.id for each in state.came}
+        if not (missing := [each for each in away if each not in came]):
+            return []
+        ranks, hosts = self.document.gone(timeout_s)
+        gone = {founder(self.world, rank) for rank in ranks}
+        gone |= {each for each, user in _users(state) if host_of(user) in hosts}
+        return [each for each in missing if each in gone]
 
     def _drop_dead_newcomers(self, timeout_s: float) -> None:
         """Remove the newcomers that ended, so that no generation is formed with them."""

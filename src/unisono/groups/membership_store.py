@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -64,6 +65,13 @@ class Document:
                 raise changed_too_often(self._store, _KEY, deadline)
             # A store answers with the expected value if the key was deleted.
             text = b"" if answer == text else answer
+
+    def gone(self, timeout: Timeout) -> tuple[list[int], list[str]]:
+        """Return the founders' ranks, and the hosts, of the nodes that the launcher gave up."""
+        if not self._store.check(["gone"], timeout):
+            return [], []
+        ranks, hosts = json.loads(self._store.get("gone", timeout))
+        return ranks, hosts
 
     def wait(self, world: int, generation: int) -> None:
         """Wait for a moment, or until this generation is formed."""

@@ -23,6 +23,7 @@ from unisono.rendezvous.url import (
     ranks_of,
     warn_unknown,
 )
+from unisono.rendezvous.worker_world import attempt_keys
 from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 _RANKS = {"rank", "world_size"}
@@ -138,7 +139,7 @@ def attempt_prefix() -> str:
     environment = config.environ()
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
-    return f"worker/attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return attempt_keys(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> Store:

@@ -150,6 +150,8 @@ def hosts_of_rank_0(place: LauncherPlace, env: Mapping[str, str]) -> list[str]:
         job, dash, index = name.rpartition("-")
         if dash and index == str(place.rank):
             return [f"{job}-0{dot}{domain}"]
+    if host := host_of_mpiexec(place, env):
+        return [host]
     raise RendezvousError(
         f"{place.launcher.name} started {place.world_size} processes on several hosts, but "
         "MASTER_ADDR is not set and the host of rank 0 is unknown",
@@ -191,6 +193,28 @@ def _numbers(text: str) -> list[str]:
         for low, _, high in ranges
         for number in range(int(low), int(high or low) + 1)
     ]
+
+
+def host_of_mpiexec(place: LauncherPlace, env: Mapping[str, str]) -> str:
+    """Return the host on which Open MPI's mpiexec runs, usually with rank 0; "" if unknown.
+
+    Raises:
+        RendezvousError: This is rank 0, and it is on another host.
+    """
+    version_5 = re.fullmatch(r"prterun-(.+)-\d+@\d+", env.get("PMIX_NAMESPACE", ""))
+    version_4 = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    if not (found := version_5 or version_4):
+        return ""
+    # "<job>.<number>;<address>": the daemon on the host of mpiexec has the number 0.
+    if place.rank == 0 and ".0;" not in env.get("PMIX_SERVER_URI2", ".0;"):
+        here = socket.gethostname()
+        raise RendezvousError(
+            f"rank 0 is on {here}, but the other ranks look for it on {found[1]}, the host of "
+            "mpiexec",
+            context=Context(rank=0, peers=(0,)),
+            hint=f"start mpiexec on {here}, or with -x MASTER_ADDR={here}",
+        )
+    return found[1]
 
 
 def _meeting_file(place: LauncherPlace, env: Mapping[str, str], meeting: int) -> str:

@@ -14,10 +14,13 @@ Source: MPICH 5 (src/pmi), Intel MPI 2021.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import select
 import socket
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -27,7 +30,7 @@ from unisono.base.worker import Worker
 from unisono.errors import RendezvousError, UnisonoError
 from unisono.stores import Store
 
-_VARIABLES = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT")
+_VARIABLES = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT", "MPIR_CVAR_PMI_VERSION")
 _LONGEST_VALUE = 4096
 _LONGEST_REFUSAL = 200
 _END = b"cmd=finalize_ack rc=0\n"
@@ -144,6 +147,7 @@ def carry(fd: int, key: str, value: str | None, timeout_s: float) -> str:
     try:
         with _link(fd) as link:
             _ask(link, "init pmi_version=1 pmi_subversion=1", "pmi_version", timeout_s)
+            _finalize_at_exit(fd, os.getpid())
             asked = "get_my_kvsname"
             name = _ask(link, asked, "kvsname", timeout_s)
             if value is not None:
@@ -191,6 +195,19 @@ def _no_answer(what: str) -> RendezvousError:
     )
 
 
+@functools.cache
+def _finalize_at_exit(fd: int, pid: int) -> None:
+    """Report the end to the launcher. Intel MPI's otherwise kills all ranks when the first ends."""
+
+    def finalize() -> None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if pid == os.getpid() and not (mpi and mpi.Is_initialized()):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"cmd=finalize\n")
+
+    atexit.register(finalize)
+
+
 class PMIServer:
     """Answers the MPI library of this process, on a thread.
 
@@ -226,6 +243,8 @@ class PMIServer:
         job = self.job
         os.environ.pop("PMI_PORT", None)
         os.environ.update(PMI_FD=str(self.fds[1]), PMI_RANK=str(job.rank), PMI_SIZE=str(job.size))
+        # MPICH ends the process if it finds the variables of srun --mpi=pmix, too, and no choice.
+        os.environ["MPIR_CVAR_PMI_VERSION"] = "1"
         self.worker.start(self._serve)
 
     @staticmethod

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from unisono.errors import RendezvousError, StoreError
 from unisono.rendezvous.endpoint import ANY, address_here
-from unisono.rendezvous.state import Node
-from unisono.stores import Store, TCPStore
+from unisono.rendezvous.state import Node, State
+from unisono.stores import PrefixStore, Store, TCPStore
 
 _PREFIX = "unisono/rendezvous/"
 
@@ -41,10 +43,31 @@ def job_prefix(run_id: str) -> str:
     return f"{_PREFIX}{run_id}"
 
 
+def attempt_keys(restarts: int | str) -> str:
+    """Return the prefix of the keys of one world's workers in their store."""
+    return f"worker/attempt_{restarts}"
+
+
 def workers_url(service: str, run_id: str) -> str:
     """Return the URL of all worlds of a job in a service, among the keys that the agents delete."""
     joint = "&" if "?" in service else "?"
     return f"{service}{joint}run_id={quote(f'{job_prefix(run_id)}/workers', safe='/')}"
+
+
+def report_gone(store: Store, state: State) -> None:
+    """Write into the workers' store which ranks and hosts have left the running world.
+
+    Workers that lost their links to these need not wait for them in `reconfigure`.
+    """
+    ranks: list[int] = []
+    count = 0
+    for node in (node for node in state.order if not node.joined):
+        ranks += range(count, count + node.nprocs) if node in state.gone else ()
+        count += node.nprocs
+    hosts = {node.host for node in state.order} - {node.host for node in state.members}
+    keys = PrefixStore(attempt_keys(state.restarts), store)
+    with contextlib.suppress(StoreError):
+        keys.set("unisono/membership/gone", json.dumps([ranks, sorted(hosts)]))
 
 
 class WorkerStore:
@@ -56,6 +79,9 @@ class WorkerStore:
         shared: Whether the workers use the server of the rendezvous store (`--master-port`). If
             not, every world has a new server.
         service: URL, without an epoch, of the service in which the workers meet; "": at the server.
+
+    Attributes:
+        served: The store of the present world, if this process serves it.
     """
 
     def __init__(
@@ -66,7 +92,7 @@ class WorkerStore:
         self._shared = shared
         self._service = service
         self._server: TCPStore | None = None
-        self._is_here = False  # whether this process serves the store
+        self.served: TCPStore | None = None
 
     def open(self, rendezvous_store: Store, address: str) -> tuple[str, int]:
         """Close the server of the last world; return host and port of a store without keys.
@@ -75,13 +101,12 @@ class WorkerStore:
             RendezvousError: The server cannot be started.
         """
         self.close()
-        self._is_here = True
         if self._shared and isinstance(rendezvous_store, TCPStore):
-            self._is_here = rendezvous_store.is_master
             for key in rendezvous_store.list_keys():
                 if not key.startswith(_PREFIX):
                     rendezvous_store.delete_key(key)
             host = rendezvous_store.host
+            self.served = rendezvous_store
             return address if host in ANY else host, rendezvous_store.port
         try:
             self._server = TCPStore(
@@ -89,6 +114,7 @@ class WorkerStore:
             )
         except StoreError as error:
             raise RendezvousError(f"cannot open the workers' store: {error.what}") from error
+        self.served = self._server
         return address, self._server.port
 
     def seen_here(self, address: str) -> str:
@@ -96,7 +122,8 @@ class WorkerStore:
 
         The node that serves the store need not resolve its own name, nor reach its address.
         """
-        return address_here(address) if self._is_here else address
+        is_here = self.served is not None and self.served.is_master
+        return address_here(address) if is_here else address
 
     def url(self, epoch: int) -> str:
         """Return the URL of the workers' store in the service; "" without a service."""
@@ -104,6 +131,7 @@ class WorkerStore:
 
     def close(self) -> None:
         """Close the server, if there is one."""
+        self.served = None
         if self._server is not None:
             self._server.close()
             self._server = None

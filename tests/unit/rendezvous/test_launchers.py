@@ -9,7 +9,7 @@ from unisono.base.sockets import listen
 from unisono.errors import RendezvousError
 from unisono.rendezvous import meeting, rendezvous
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone, local_rank
-from unisono.rendezvous.meeting import hosts_of_rank_0, job_ports
+from unisono.rendezvous.meeting import host_of_mpiexec, hosts_of_rank_0, job_ports
 from unisono.stores import FileStore, TCPStore
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -218,6 +218,31 @@ def test_first_pod_that_a_variable_names(env, expected):
     place = find_place(env)
     assert (hosts_of_rank_0(place, env), job_ports(place)) == ([expected], [29500])
     assert job_ports(place, 2) == [29502]
+
+
+OPEN_MPI_4 = OPEN_MPI | {
+    "PMIX_NAMESPACE": "1764884481",
+    "OMPI_MCA_orte_hnp_uri": "1764884480.0;tcp://10.77.0.1,10.78.0.1:54881;tcp6://[fd77::1]:57927",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "host"),
+    [
+        (OPEN_MPI | {"PMIX_NAMESPACE": "prterun-gpu-7-4711@1"}, "gpu-7"),
+        (OPEN_MPI_4, "10.77.0.1"),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "slurm.pmix.9.0"}, ""),
+        (HYDRA, ""),
+    ],
+)
+def test_host_of_open_mpis_mpiexec(env, host):
+    assert host_of_mpiexec(find_place(env), env) == host
+    if host:
+        env = env | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_SERVER_URI2": "job@0.0;tcp4://127.0.0.1:1"}
+        assert host_of_mpiexec(find_place(env), env) == host
+        env |= {"PMIX_SERVER_URI2": "job@0.1;tcp4://127.0.0.1:1"}
+        with pytest.raises(RendezvousError, match=f"look for it on {host}"):
+            host_of_mpiexec(find_place(env), env)
 
 
 def test_rank_0s_host_is_asked_for_where_nothing_says_it(monkeypatch):
