@@ -79,8 +79,8 @@ class Calls {
   void set_timeout(double timeout_s);
   void set_recorder(nanobind::handle_t<Recorder> recorder);
   // Queue calls from now on: a thread serves the queue. `type`: of the objects that `calls`, a
-  // deque, keeps until they are over. `discards()` removes the calls that are over. `is_locked()` returns
-  // whether the calling thread has the lock of `engine`.
+  // deque, keeps until they are over. `discards()` removes the calls that are over. `is_locked()`
+  // returns whether the calling thread has the lock of `engine`.
   void open_queue(nanobind::object engine, nanobind::object type, nanobind::object calls,
                   nanobind::object discards, nanobind::object is_locked);
   // Send and receive plain messages through `messenger`. None: Python must. `failed(op, result,
