@@ -277,6 +277,22 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
   return true;
 }
 
+nb::object alias_of(nb::handle given, nb::object owner) {
+  import_numpy();
+  if (!PyArray_CheckExact(given.ptr())) throw nb::type_error("not an array");
+  auto* array = reinterpret_cast<PyArrayObject*>(given.ptr());
+  PyArray_Descr* const dtype = PyArray_DESCR(array);
+  Py_INCREF(dtype);  // taken by the next line
+  const nb::object made = nb::steal(PyArray_NewFromDescr(
+    &PyArray_Type, dtype, PyArray_NDIM(array), PyArray_DIMS(array), PyArray_STRIDES(array),
+    PyArray_DATA(array), PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE, nullptr));
+  if (!made.is_valid() || PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(made.ptr()),
+                                                owner.release().ptr()) != 0) {
+    throw nb::python_error();
+  }
+  return made;
+}
+
 void import_numpy() {
   if (PyArray_API == nullptr && _import_array() < 0) throw nb::python_error();
 }

@@ -67,11 +67,15 @@ size_t Key::hash() const {
   return static_cast<size_t>(hash);
 }
 
-Calls::Calls(nb::object queue, nb::object continues, nb::object queues)
+Calls::Calls(nb::object queue, nb::object continues)
     : queue_ref_(std::move(queue)),
       queue_(nb::cast<CallQueue*>(queue_ref_)),
-      continues_(std::move(continues)),
-      queues_(std::move(queues)) {}
+      continues_(std::move(continues)) {}
+
+void Calls::set_recorder(nb::handle_t<Recorder> recorder) {
+  recorder_ref_ = nb::borrow(recorder);
+  recorder_ = nb::inst_ptr<Recorder>(recorder);
+}
 
 void Calls::set_timeout(double timeout_s) {
   timeout_s_ = timeout_s;
@@ -85,14 +89,16 @@ void Calls::set_messenger(nb::object messenger, nb::object failed) {
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&queue_ref_, &continues_, &queues_, &last_call_, &runner_,
-                                 &messenger_ref_, &message_failed_}) {
+  for (const nb::object* each :
+       {&queue_ref_, &continues_, &engine_, &queued_type_, &queued_, &discards_, &is_locked_,
+        &last_call_, &runner_, &messenger_ref_, &message_failed_, &recorder_ref_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
     if (what == nullptr) continue;
     Py_VISIT(what->op.ptr());
     Py_VISIT(what->call.ptr());
+    Py_VISIT(what->native.ptr());
   }
   return 0;
 }
@@ -107,7 +113,9 @@ void Calls::clear() {
   messenger_ = nullptr;
   message_failed_.reset();
   continues_.reset();
-  queues_.reset();
+  for (nb::object* each : {&queued_, &engine_, &queued_type_, &discards_, &is_locked_}) {
+    each->reset();
+  }
 }
 
 nb::object Calls::last() const {
@@ -145,26 +153,13 @@ void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle
   what->algorithm = nb::borrow(algorithm);
   if (found.ptr() != Py_False) {
     what->call = nb::borrow(found);
-    what->prepared = nb::cast<const Prepared*>(nb::object(found.attr("native")));
+    what->native = found.attr("native");
+    what->name = found.attr("call").attr("op");
+    what->prepared = nb::cast<const Prepared*>(what->native);
     runner_ = what->prepared->runner();
   }
   table_[key.hash() % table_.size()] = std::move(what);
 }
-
-// Marks its thread as being in a call, during its lifetime.
-class Calls::Inside {
- public:
-  Inside(Calls& calls, unsigned long thread) : calls_(calls), before_(calls.caller_) {
-    calls_.caller_ = thread;
-  }
-  ~Inside() { calls_.caller_ = before_; }
-  Inside(const Inside&) = delete;
-  Inside& operator=(const Inside&) = delete;
-
- private:
-  Calls& calls_;
-  const unsigned long before_;
-};
 
 bool Calls::is_busy() const { return caller_ != 0 && caller_ != PyThread_get_thread_ident(); }
 
@@ -224,12 +219,6 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
   if (status.code == Code::waiting && PyErr_CheckSignals() != 0) status = {Code::interrupted};
   if (status.is_ok() && !job.program.is_checked) what.remember_checked(job.buffers);
   return status;
-}
-
-nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
-  const Inside inside(*this, PyThread_get_thread_ident());
-  const nb::object call = what.call;
-  return queues_(call, arrays.input.owner(), arrays.output.owner());
 }
 
 // Pass a call whose program did not end well to Python, which mostly raises.

@@ -61,23 +61,29 @@ struct CachedCall {
   Key key;
   nanobind::object op, algorithm;      // keep the addresses in the key from being reused
   nanobind::object call;               // Python's object of the prepared call; it owns `prepared`
+  nanobind::object native;             // the object of `prepared`
+  nanobind::object name;               // of the function, for a Work
   const Prepared* prepared = nullptr;  // nullptr: Python runs such calls
 };
 
 // The prepared calls of one group, found by the arguments of a public function.
 class Calls {
  public:
-  // `continues(call, (seq, record), status, raised, memory, timeout_s)` continues a call whose program did not
-  // end well, `queues(call, input, output)` queues a call as `queue` does.
-  Calls(nanobind::object queue, nanobind::object continues, nanobind::object queues);
+  // `continues(call, (seq, record), status, raised, memory, timeout_s)` continues a call whose
+  // program did not end well.
+  Calls(nanobind::object queue, nanobind::object continues);
 
   void close() { closed_ = true; }
   // The thread that is in a collective call of the group, in C++ or in Python. 0: there is none.
   unsigned long caller() const { return caller_; }
   void set_caller(unsigned long thread) { caller_ = thread; }
   void set_timeout(double timeout_s);
-  // It must outlive this object.
-  void set_recorder(Recorder* recorder) { recorder_ = recorder; }
+  void set_recorder(nanobind::handle_t<Recorder> recorder);
+  // Queue calls from now on: a thread serves the queue. `type`: of the objects that `calls`, a
+  // deque, keeps until they are over. `discards()` removes the calls that are over. `is_locked()`
+  // returns whether the calling thread has the lock of `engine`.
+  void open_queue(nanobind::object engine, nanobind::object type, nanobind::object calls,
+                  nanobind::object discards, nanobind::object is_locked);
   // Send and receive plain messages through `messenger`. None: Python must. `failed(op, result,
   // array, peer, tag, timeout_s)` returns the error of a failed message.
   void set_messenger(nanobind::object messenger, nanobind::object failed);
@@ -112,11 +118,26 @@ class Calls {
   bool run_now(const CachedCall& what, const Arrays& arrays, double timeout_s);
   // Queue a call. Returns the arguments for a new Work; None: Python must make the call.
   nanobind::object queue(const CachedCall& what, const Arrays& arrays);
+  // Wait for the end of a queued call. False: it has not ended well, or Python must wait.
+  bool wait_well(const QueuedCall& call) const;
   // Run a prepared call on this thread, which has the turn. `seq`: its number.
   Status run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns, uint64_t seq);
 
  private:
-  class Inside;
+  // Marks its thread as being in a call, during its lifetime.
+  class Inside {
+   public:
+    Inside(Calls& calls, unsigned long thread) : calls_(calls), before_(calls.caller_) {
+      calls_.caller_ = thread;
+    }
+    ~Inside() { calls_.caller_ = before_; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    Calls& calls_;
+    const unsigned long before_;
+  };
   // Whether another thread is in a call, which Python rejects with an error.
   bool is_busy() const;
   [[gnu::noinline]] uint64_t begin_record(const Prepared& prepared, uint64_t seq);
@@ -127,7 +148,10 @@ class Calls {
   nanobind::object queue_ref_;
   CallQueue* queue_;
   nanobind::object continues_;
-  nanobind::object queues_;
+  // See open_queue(). Not valid: Python queues calls.
+  nanobind::object engine_, queued_type_, queued_, discards_, is_locked_;
+  int kept_ = 0;  // calls and bytes since the last discards_()
+  int64_t kept_bytes_ = 0;
   bool closed_ = false;
   unsigned long caller_ = 0;
   const ForkGuard fork_guard_;
@@ -136,6 +160,7 @@ class Calls {
   nanobind::object messenger_ref_;
   Messenger* messenger_ = nullptr;
   nanobind::object message_failed_;
+  nanobind::object recorder_ref_;
   Recorder* recorder_ = nullptr;  // nullptr: calls are not recorded
   nanobind::object runner_;       // of the last call that was kept
   uint64_t last_seq_ = 0;

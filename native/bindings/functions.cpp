@@ -283,14 +283,16 @@ void bind_calls(nb::module_& m) {
          nb::arg("count") = 0, "A call without its memory; fingerprint 0: the ranks have agreed.");
 
   nb::class_<Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
-    .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"),
-         nb::arg("queues"))
+    .def(nb::init<nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"))
     .def("close", &Calls::close, "Pass every call to Python from now on.")
     .def_prop_rw("caller", &Calls::caller, &Calls::set_caller,
                  "The thread that is in a collective call, or 0.")
     .def("set_timeout", &Calls::set_timeout, nb::arg("timeout_s"))
-    .def("set_recorder", &Calls::set_recorder, nb::arg("recorder"), nb::keep_alive<1, 2>(),
-         "Record calls from now on.")
+    .def("set_recorder", &Calls::set_recorder, nb::arg("recorder"), "Record calls from now on.")
+    .def("open_queue", &Calls::open_queue, nb::arg("engine"), nb::arg("type"), nb::arg("calls"),
+         nb::arg("discards"), nb::arg("is_locked"), "Queue asynchronous calls from now on.")
+    .def("wait_well", &Calls::wait_well, nb::arg("call"),
+         "Wait for a queued call; False: it has failed, or Python must wait.")
     .def("set_messenger", &Calls::set_messenger, nb::arg("messenger").none(), nb::arg("failed"),
          "Send and receive plain messages through a Port.")
     .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),
@@ -308,6 +310,11 @@ void bind_calls(nb::module_& m) {
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
         nb::arg("group_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
+  m.def("alias_of", &unisono::alias_of, nb::arg("array"), nb::arg("owner"),
+        "Return an array over the memory of `array`, which keeps `owner`.");
+  m.def(
+    "mark_worker", [] { unisono::is_worker = true; },
+    "Mark the calling thread as one of unisono's own.");
   m.def("suspend_calls", [] { ++unisono::suspended; }, "Pass every call to Python.");
   m.def("resume_calls", [] { --unisono::suspended; }, "Undo one suspend_calls().");
 }

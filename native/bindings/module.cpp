@@ -117,7 +117,7 @@ void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& la
     } catch (nb::python_error& error) {
       unisono::callback_raised(error, "unisono: asking the other ranks");
     } catch (const std::bad_alloc&) {
-      // Nobody is asked: an exception would end the call on this rank alone.
+      // No rank is asked: an exception would end the call on this rank alone.
     }
   };
   runner.set_late(std::move(call), before_ns);

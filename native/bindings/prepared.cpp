@@ -15,8 +15,9 @@ nb::object Argument::owner() const {
 }
 
 QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::object output,
-                       double timeout_s, nb::object recorder)
-    : prepared_(nb::borrow(prepared)),
+                       double time_s, nb::object recorder)
+    : timeout_s(time_s),
+      prepared_(nb::borrow(prepared)),
       input_(std::move(input)),
       output_(std::move(output)),
       recorder_(std::move(recorder)),
@@ -24,8 +25,9 @@ QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::ob
   const Prepared& what = *nb::inst_ptr<Prepared>(prepared);
   scratch_.resize(what.scratch_bytes());
   job = what.job(arrays_, scratch_.data());
-  job.deadline_ns = now_ns() + nanoseconds(timeout_s);
-  if (!recorder_.is_none()) job.recorder = nb::inst_ptr<Recorder>(recorder_);
+  job.deadline_ns = now_ns() + nanoseconds(time_s);
+  if (recorder_.is_valid() && !recorder_.is_none())
+    job.recorder = nb::inst_ptr<Recorder>(recorder_);
 }
 
 void QueuedCall::begin(uint64_t seq) {

@@ -88,7 +88,11 @@ class QueuedCall {
   QueuedCall(const QueuedCall&) = delete;
   QueuedCall& operator=(const QueuedCall&) = delete;
 
+  const nanobind::object& input() const { return input_; }
+  const nanobind::object& output() const { return output_; }
+
   Job job;
+  double timeout_s = 0;
 
  private:
   nanobind::object prepared_, input_, output_;

@@ -74,6 +74,20 @@ void bind_queue(nb::module_& m) {
       "record", [](const QueuedCall& call) { return call.job.record; },
       "The number of its record; 0: Python records it.")
     .def_prop_ro(
+      "memory",
+      [](const QueuedCall& call) -> nb::typed<nb::tuple, nb::object, nb::object> {
+        return nb::make_tuple(call.input(), call.output());
+      },
+      "Input and output.")
+    .def_prop_ro(
+      "timeout_s", [](const QueuedCall& call) { return call.timeout_s; }, "The whole time-out.")
+    .def_prop_ro(
+      "left_s",
+      [](const QueuedCall& call) {
+        return static_cast<double>(call.job.deadline_ns - unisono::now_ns()) * 1e-9;
+      },
+      "Seconds until its deadline, which may be negative.")
+    .def_prop_ro(
       "seq", [](const QueuedCall& call) { return call.job.seq; },
       "Its number; 0 before it is queued.")
     .def_prop_ro(

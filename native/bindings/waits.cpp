@@ -21,6 +21,8 @@ bool raise_kept() {
 
 }  // namespace
 
+thread_local bool is_worker = false;
+
 int64_t nanoseconds(double seconds) {
   // More than a century does not fit and counts as unlimited.
   return seconds < 3e9 ? static_cast<int64_t>(seconds * 1e9) : int64_t{3'000'000'000'000'000'000};

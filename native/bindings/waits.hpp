@@ -22,6 +22,9 @@ class Serving {
   Serving& operator=(const Serving&) = delete;
 };
 
+// Whether the calling thread is one of unisono's own, which may serve what it would wait for.
+extern thread_local bool is_worker;
+
 // Report an exception of a callback and continue. An exception that ends programs, such as
 // KeyboardInterrupt, ends the wait that made the call, because signal_raised() returns true.
 // Otherwise it is raised soon after the wait.

@@ -55,7 +55,10 @@ class CallQueue {
   void give() {
     // release: pairs with the server's load in next()
     owner_.store(0, std::memory_order_release);
-    if (pending_.load(std::memory_order_relaxed) != 0 || is_closed_) ring();
+    if (pending_.load(std::memory_order_relaxed) != 0 || is_closed_) {
+      ring();
+      end_nap();
+    }
   }
   bool is_free() const {
     // acquire: pairs with end(), so that this thread sees what the last job wrote
@@ -108,7 +111,10 @@ class CallQueue {
  private:
   Job* next();
   void end(uint64_t seq);
+  // Have the server look again, soon if it naps. To wake it takes the caller several microseconds.
   void ring();
+  // Wake the server from a nap, because a thread waits.
+  void end_nap();
 
   std::atomic<uintptr_t> owner_{0};  // the thread that runs a call as its caller; 0: none
   std::atomic<size_t> pending_{0};   // jobs that are not over
@@ -120,7 +126,8 @@ class CallQueue {
   std::atomic<uint64_t> begun_{0};
   std::atomic<uint64_t> dropped_from_{std::numeric_limits<uint64_t>::max()};
   alignas(128) std::atomic<uint64_t> bell_{0};   // changes when the server must look again
-  std::atomic<uint32_t> listens_{0};             // whether the server sleeps
+  std::atomic<uint32_t> listens_{0};             // whether the server sleeps until it is woken
+  std::atomic<uint32_t> naps_{0};                // whether it sleeps and looks again by itself
   alignas(128) std::atomic<uint64_t> ended_{0};  // number of the last job that has ended
   std::atomic<uint32_t> waiters_{0};             // threads that sleep until ended_ changes
 };

@@ -170,6 +170,18 @@ class QueuedCall:
         """The number of its record; 0: Python records it."""
 
     @property
+    def memory(self) -> tuple[object, object]:
+        """Input and output."""
+
+    @property
+    def timeout_s(self) -> float:
+        """The whole time-out."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its deadline, which may be negative."""
+
+    @property
     def seq(self) -> int:
         """Its number; 0 before it is queued."""
 
@@ -249,7 +261,7 @@ class Prepared:
         """A call without its memory; fingerprint 0: the ranks have agreed."""
 
 class Calls:
-    def __init__(self, queue: object, continues: object, queues: object) -> None: ...
+    def __init__(self, queue: object, continues: object) -> None: ...
     def close(self) -> None:
         """Pass every call to Python from now on."""
 
@@ -262,6 +274,14 @@ class Calls:
     def set_timeout(self, timeout_s: float) -> None: ...
     def set_recorder(self, recorder: Recorder) -> None:
         """Record calls from now on."""
+
+    def open_queue(
+        self, engine: object, type: object, calls: object, discards: object, is_locked: object
+    ) -> None:
+        """Queue asynchronous calls from now on."""
+
+    def wait_well(self, call: QueuedCall) -> bool:
+        """Wait for a queued call; False: it has failed, or Python must wait."""
 
     def set_messenger(self, messenger: object | None, failed: object) -> None:
         """Send and receive plain messages through a Port."""
@@ -288,6 +308,12 @@ def make_function(function: object, names: Sequence[str], kinds: str, positional
 
 def set_world(world: object, stream: object, group_type: object, work_type: object) -> None: ...
 def set_default(group: object | None) -> None: ...
+def alias_of(array: object, owner: object) -> object:
+    """Return an array over the memory of `array`, which keeps `owner`."""
+
+def mark_worker() -> None:
+    """Mark the calling thread as one of unisono's own."""
+
 def suspend_calls() -> None:
     """Pass every call to Python."""
 

@@ -12,6 +12,7 @@ import unisono as dist
 from tests.support import operations
 from tests.support.operations import Operations
 from unisono.base.completion import Completion
+from unisono.engines.native_queue import QueuedCall
 from unisono.errors import UnisonoError
 
 # The longest any rank may take to hear of a failure, in seconds; the library's own promise.
@@ -141,6 +142,8 @@ class Doom:
         for cls, name in [
             (Completion, "finish"),
             (Completion, "wait_until"),
+            (QueuedCall, "wait_well"),
+            (QueuedCall, "release"),
             (socket.socket, "sendmsg"),
             (socket.socket, "recv_into"),
         ]:

@@ -5,6 +5,7 @@ import pickle
 import pydoc
 import re
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -208,6 +209,28 @@ def test_a_wrapper_is_never_passed_by(rank):
         dist.group.WORLD.store.barrier("wrapped", dist.get_world_size(), 30.0)
     dist.all_reduce(x)
     assert seen == ["all_reduce", "barrier"]
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_an_asynchronous_call_and_its_wait_run_hardly_any_python(rank):
+    x, calls = np.full(4, rank + 1.0), []
+
+    def count(frame, event, argument):
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
+
+    for _ in range(2):
+        dist.all_reduce(x, async_op=True).wait()
+    sys.setprofile(count)
+    try:
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 6, calls
+    assert work.is_success()
+    assert work.result()[0] is x
+    assert x.tolist() == [12.0] * 4
 
 
 @pytest.mark.ranks(2, kind="both")

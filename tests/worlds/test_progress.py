@@ -341,7 +341,7 @@ def test_a_callback_runs_outside_the_lock(rank):
     def watch(queued):
         # The callback is known; that there is one, not yet.
         QueuedCall.is_over, QueuedCall.watch = originals
-        assert queued._turn.wait(queued.seq, LIMIT_S)
+        assert queued.engine.turn.wait(queued.seq, LIMIT_S)
         begin()
         return queued.watch()
 

@@ -65,6 +65,13 @@ class Deadline:
         self.timeout_s = to_seconds(timeout)
         self._at = time.monotonic() + self.timeout_s
 
+    @classmethod
+    def ending(cls, timeout_s: float, left_s: float) -> Deadline:
+        """Return a deadline of this time-out that has only `left_s` left."""
+        made = cls(timeout_s)
+        made._at += left_s - timeout_s
+        return made
+
     def earlier(self, seconds: float) -> Deadline:
         """Return a deadline that is earlier by `seconds`, but at most by 0.8 of the time-out."""
         other = Deadline(self.timeout_s)

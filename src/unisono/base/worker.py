@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from unisono.base.extension import extension
+
 
 class Worker:
     """Runs a function on one thread, which `start` starts.
@@ -48,5 +50,7 @@ class Worker:
 
     def _begin(self, run: Callable[[], object]) -> None:
         self._register(threading.current_thread())
+        if extension is not None:
+            extension.mark_worker()
         if self.is_here():
             run()

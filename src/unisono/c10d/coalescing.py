@@ -163,7 +163,7 @@ class _NotYet(Work):
         pass
 
     @property
-    def _pending(self) -> Pending:  # type: ignore[override]
+    def _end(self) -> Pending:  # type: ignore[override]
         raise InvalidArgumentError(
             "this call is made at the end of its coalescing block",
             hint="wait for the manager, after the block",

@@ -30,29 +30,41 @@ _PART_S = 0.05
 
 
 class QueuedCall:
-    """A call in the queue; the source of its completion (see `base.completion.Source`).
+    """A call in the queue, and its end.
+
+    C++ makes most of them, without `__init__`, and sets `engine`, `prepared` and `native`. The
+    `Pending` of such a call is made if the caller needs it, or if the call fails.
 
     Attributes:
-        completion: None from the moment on at which a thread finishes it, because it holds the
-            arrays.
+        engine: The engine of the queue.
+        prepared: The call without its memory.
         native: The call in C++; None after `release`.
-        task: None after `release`.
+        task: Of a call that Python has queued; None after `release`.
+        made: The completion; None before its first use. Read it through `pending`.
+        is_put: False if the call has no number yet, and is about to be given to C++.
+        is_taken: Whether a thread finishes the completion, or nothing is left to finish.
+        is_handled: Whether the progress thread handles the end, in Python.
     """
 
-    __slots__ = ("_comm", "_seq", "_turn", "call", "completion", "is_put", "native", "task")
+    task: Task | None = None
+    made: Any = None
+    is_put = True
+    is_taken = False
+    is_handled = False
+    _seq = 0
 
-    def __init__(
-        self, turn: Any, comm: Communicator, task: Task, completion: Completion, native: Any
-    ) -> None:
-        self._turn = turn
-        self._comm = comm
-        self.call = task.prepared.call
-        self.completion: Completion | None = completion
+    def __init__(self, engine: QueueEngine, task: Task, made: Any, native: Any) -> None:
+        self.engine = engine
+        self.prepared = task.prepared
         self.native = native
-        self.task: Task | None = task
-        self._seq = 0
-        # False: the call has no number yet, and is about to be given to C++.
+        self.task = task
+        self.made = made
         self.is_put = False
+
+    @property
+    def call(self) -> Call:
+        """The call, without its number."""
+        return self.prepared.call
 
     @property
     def seq(self) -> int:
@@ -60,6 +72,35 @@ class QueuedCall:
         if (native := self.native) is not None:
             self._seq = int(native.seq)
         return self._seq
+
+    def pending(self, output: Memory) -> Any:
+        """Return the completion; make it, with the result `output`, at the first call."""
+        if (made := self.made) is None:
+            engine = self.engine
+            outputs = output if isinstance(output, list) else [] if output is None else [output]
+            new = engine.pending_type(outputs, None, engine.runs_here)
+            new.ends_with(self)
+            # Atomic: another thread or a signal handler may be here as well.
+            made = vars(self).setdefault("made", new)
+            # Read after the completion was set; `poll` reads in the other order.
+            if made is new and self.is_taken and not self.is_handled:
+                made.finish()
+        return made
+
+    def wait_well(self) -> bool:
+        """Wait for the end; False if the call has not ended well, or the completion must wait."""
+        native = self.native
+        if self.made is not None or native is None:
+            return self.is_taken and self.made is None
+        if not self.engine.calls.wait_well(native):
+            return False
+        # As `poll`, which would ask again.
+        self._seq = native.seq
+        self.is_taken = True
+        self.native = None
+        if (made := vars(self).pop("made", None)) is not None:
+            made.finish()
+        return True
 
     def status(self) -> CallStatus:
         """Return the call as other ranks see it."""
@@ -70,24 +111,26 @@ class QueuedCall:
         native = self.native
         if native is None or not self.is_put:
             return self.is_put
-        return self._turn.is_over(self.seq) and not native.is_handed
+        return self.engine.turn.is_over(self.seq) and not native.is_handed
 
     def poll(self) -> None:
         """Finish the completion if the call is over and no other thread does."""
-        if self.is_over() and (completion := self.completion) is not None:
+        if not self.is_taken and self.is_over():
             # In this order: an exception of a signal handler between the two must not lose the end.
-            completion.finish()
+            if (made := self.made) is not None:
+                made.finish()
             self.release()
+            # `pending` may have made it meanwhile. The queue must not keep its arrays.
+            if (made := vars(self).pop("made", None)) is not None:
+                made.finish()
 
     def wait(self, deadline: Deadline | None) -> bool:
         """Block until the call is over; return False if the deadline passed first."""
-        seq = self.seq
-        if not self._turn.is_over(seq):
-            if self._comm.closed():
-                raise ClosedError(
-                    f"{self.call.op} on group '{self._comm.name}', which {self._comm.closed()}"
-                )
-            if not self._turn.wait(seq, _FOREVER_S if deadline is None else deadline.remaining()):
+        seq, turn, comm = self.seq, self.engine.turn, self.engine.comm
+        if not turn.is_over(seq):
+            if closed := comm.closed():
+                raise ClosedError(f"{self.call.op} on group '{comm.name}', which {closed}")
+            if not turn.wait(seq, _FOREVER_S if deadline is None else deadline.remaining()):
                 return False
         self.poll()
         return True
@@ -95,17 +138,42 @@ class QueuedCall:
     def watch(self) -> bool:
         """Make the progress thread finish the completion; False: the call has succeeded."""
         native = self.native
-        if native is None or self._turn.watch(native):
+        if native is None or self.engine.turn.watch(native):
             return True
         self.poll()
         return False
 
-    def release(self) -> Completion | None:
-        """Release the arrays; return the completion, for the caller to finish."""
+    def take(self) -> Any:
+        """Return the completion, for the progress thread to finish, and release the arrays."""
+        self.is_handled = True
+        made = self.completion()
+        self.release()
+        return made
+
+    def completion(self) -> Any:
+        """Return the completion of a call that has not been released."""
+        return self.pending(self.native.memory[1]) if self.made is None else self.made
+
+    def release(self) -> None:
+        """Release the arrays."""
         self._seq = self.seq
-        completion, self.completion = self.completion, None
+        self.is_taken = True
         self.native = self.task = None
-        return completion
+
+    def left_s(self) -> float:
+        """Return the seconds until the call's deadline; 0 after its end."""
+        native, task = self.native, self.task
+        return task.deadline.remaining() if task else native.left_s if native else 0.0
+
+    def started(self) -> Task:
+        """Return the task, which has begun."""
+        if self.task is None:
+            native = self.native
+            deadline = Deadline.ending(native.timeout_s, native.left_s)
+            input, output = native.memory
+            self.task = Task(self.prepared, input, output, deadline, record=native.record)
+        self.task.seq = self.seq
+        return self.task
 
 
 class QueueEngine(OrderedEngine):
@@ -116,13 +184,20 @@ class QueueEngine(OrderedEngine):
         # In the order of the queue: calls that are not known to be over.
         self._queued: deque[QueuedCall] = deque()
         self._last_over: CallStatus | None = None
-        self.calls = _engine.Calls(self._turn, self._continue_here, self._queue_prepared)
+        # Whether C++ queues calls.
+        self._opened = False
+        self.calls = _engine.Calls(self._turn, self._continue_here)
         if comm.trace is not None:
             self.calls.set_recorder(comm.trace.recorder)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
         self.calls.set_timeout(timeout_s)
+
+    @property
+    def turn(self) -> Any:
+        """The queue in C++."""
+        return self._turn
 
     def close(self) -> None:
         self.calls.close()
@@ -184,29 +259,6 @@ class QueueEngine(OrderedEngine):
         if error is not None:
             raise error
 
-    def _queue_prepared(
-        self, prepared: Prepared, input: Memory, output: Memory
-    ) -> tuple[Completion, str] | None:
-        """Queue a call that C++ found; return its completion and its name.
-
-        None if that is not possible. Python must make the call then: it raises the reason, and
-        reports it to the other ranks.
-        """
-        outputs = output if isinstance(output, list) else [] if output is None else [output]
-        completion: Completion = self.pending_type(outputs, None, self.runs_here)
-        task = Task(prepared, input, output, Deadline(self.timeout_s))
-        made = self.last_number()
-        try:
-            self.submit(task, completion, inline=False)
-        except BaseException as error:
-            if self.last_number() > made:
-                raise
-            if isinstance(error, Exception):
-                return None
-            self.abort(f"{type(error).__name__} on rank {self.comm.transport.rank}")
-            raise
-        return completion, prepared.call.op
-
     # ---- order ----------------------------------------------------------------------------
 
     def _put(self, task: Task, completion: Completion) -> int:
@@ -219,7 +271,7 @@ class QueueEngine(OrderedEngine):
             native = _engine.QueuedCall(
                 task.prepared.native, task.input, task.output, left_s, recorder
             )
-        queued = QueuedCall(self._turn, self.comm, task, completion, native)
+        queued = QueuedCall(self, task, completion, native)
         try:
             # Before the push: otherwise Ctrl-C between the two would free memory that C++ uses.
             self._queued.append(queued)
@@ -227,6 +279,13 @@ class QueueEngine(OrderedEngine):
                 completion.ends_with(queued)
             seq = int(self._turn.push(native))
             task.record = native.record
+            if not self._opened:
+                # Now that the progress thread runs.
+                self._opened = True
+                is_locked = self._changed._is_owned  # type: ignore[attr-defined]
+                self.calls.open_queue(
+                    self, QueuedCall, self._queued, self._discard_ended, is_locked
+                )
             return seq
         finally:
             queued.is_put = True
@@ -254,13 +313,13 @@ class QueueEngine(OrderedEngine):
     def _clear_queue(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
         return [
-            (queued.call, queued.completion)
-            for queued in self._queued
-            if first and queued.seq >= first and queued.completion is not None
+            (queued.call, queued.completion())
+            for queued in list(self._queued)
+            if first and queued.seq >= first and not queued.is_taken
         ]
 
-    def _tasks(self) -> list[Task]:
-        return [task for queued in list(self._queued) if (task := queued.task) is not None]
+    def _left_s(self) -> list[float]:
+        return [queued.left_s() for queued in list(self._queued)]
 
     def _wait_until_idle(self, limit: Deadline) -> None:
         while not limit.expired():
@@ -290,20 +349,21 @@ class QueueEngine(OrderedEngine):
                 queued = None if reason == _engine.CallQueue.IDLE else self._find(seq)
             if queued is not None:
                 self._handle(queued, reason, code, peer)
-            # Otherwise this thread would keep the buffers of a finished task while it waits.
-            del queued
+            # Otherwise this thread and the queue would keep the buffers of a finished task while
+            # this thread waits.
+            if queued is not None:
+                del queued
+                self._discard_ended()
 
     def _find(self, seq: int) -> QueuedCall:
-        return next(queued for queued in self._queued if queued.seq == seq)
+        # A copy, because C++ queues calls without the lock.
+        return next(queued for queued in list(self._queued) if queued.seq == seq)
 
     def _handle(self, queued: QueuedCall, reason: int, code: int, peer: int) -> None:
-        task, completion = queued.task, queued.release()
-        assert completion is not None
         if reason == _engine.CallQueue.ENDED:
-            completion.finish()
+            queued.take().finish()
             return
-        assert task is not None
-        task.seq = queued.seq
+        task, completion = queued.started(), queued.take()
         rest = partial(self.continue_task, code=code, peer=peer)
         self._run_and_finish(
             task,

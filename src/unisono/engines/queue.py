@@ -238,18 +238,20 @@ class OrderedEngine(Engine):
         comm, failure_of = self.comm, self.comm.transport.failure
         before = failure_of(comm.context)
         # A call ends by itself at its deadline. The limit is for the case that it does not.
-        longest_s = max([self.timeout_s, *(task.deadline.remaining() for task in self._tasks())])
+        longest_s = max([self.timeout_s, *self._left_s()])
         self._wait_until_idle(Deadline(longest_s + _CLOSE_S))
         if before is None and (failure := failure_of(comm.context)) is not None:
             # The program may never look at these calls.
             _log.warning("a call of group '%s' failed at its end: %s", comm.name, failure.reason)
 
-    def _tasks(self) -> list[Task]:
-        """Return the queued tasks."""
-        return [task for _, task, _ in list(self._queue)]
+    def _left_s(self) -> list[float]:
+        """Return the seconds until the deadlines of the queued tasks."""
+        return [task.deadline.remaining() for _, task, _ in list(self._queue)]
 
     def _cancel(self, why: str) -> None:
         """End all tasks, and report the reason to the ranks that may wait for this rank."""
+        if self.calls is not None:
+            self.calls.close()
         with self._changed:
             if self._closed:
                 return

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextvars import copy_context
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.backends import Pending
 from unisono.base.completion import Completion
@@ -23,21 +23,41 @@ from unisono.errors import (
 _log = get_logger("groups.work")
 
 
+class _Queued(Protocol):
+    """A call that C++ has queued."""
+
+    def wait_well(self) -> bool:
+        """Wait for the end; False if the call has not ended well, or `pending` must wait."""
+
+    def pending(self, output: Any) -> Pending:
+        """Return the end, with the result `output`."""
+
+
 class Work:
     """A submitted operation. Dropping the handle is safe: the operation goes on.
 
     Args:
-        pending: The end of the operation.
+        end: The end of the operation, or a call that C++ has queued and that has it.
         op: Its name, for errors.
         group: The group, which stays open as long as the handle of a message is kept.
+        output: The memory of the result of a call that C++ has queued.
 
     Source: torch.distributed.Work (2.13).
     """
 
-    def __init__(self, pending: Pending, op: str, group: object = None) -> None:
-        self._pending = pending
+    def __init__(
+        self, end: Pending | _Queued, op: str, group: object = None, output: Any = None
+    ) -> None:
+        self._end = end
         self._op = op
+        self._output = output
         self._group = group
+
+    @property
+    def _pending(self) -> Pending:
+        if not isinstance(end := self._end, Pending):
+            end = self._end = end.pending(self._output)
+        return end
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         """Block until the operation is done; return True, or raise its error.
@@ -56,8 +76,10 @@ class Work:
             CollectiveTimeoutError: `timeout` passed first. The operation goes on and can be
                 waited for again. (With Gloo the group is lost then.)
         """
+        end, stream = self._end, explicit_stream()
+        if timeout is None and stream is None and not isinstance(end, Pending) and end.wait_well():
+            return True
         limit = None if timeout is None or to_seconds(timeout) == 0 else Deadline(timeout)
-        stream = explicit_stream()
         if stream is None or limit is not None:
             if limit is None and self._pending.enqueue_wait():
                 return True

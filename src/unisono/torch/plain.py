@@ -3,12 +3,13 @@
 C++ runs calls of those functions on NumPy arrays (`engines/functions.py`). A plain torch tensor has
 the same memory as a NumPy array at its address. The array describes that memory correctly even
 after the tensor has gone, so it is kept for the next call. A kept array does not keep the memory
-alive. So it serves only calls that end before they return; an asynchronous call gets a new array,
-which does.
+alive. So it serves only calls that end before they return. An asynchronous call gets an alias of
+it, which does.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch._C._distributed_c10d as c10d
 
 from unisono.backends import Pending
 from unisono.base.buffers import alias_torch
+from unisono.base.extension import extension
 from unisono.base.types import dtype_named
 from unisono.c10d import collectives
 from unisono.groups.c10d_methods import GROUP_DEFAULT
@@ -30,6 +32,16 @@ from unisono.torch.work import Caller, TorchWork
 __all__ = ["PLAIN"]
 
 Array = np.ndarray[Any, Any]
+
+
+def _alias_of(array: Array, owner: object) -> Array:
+    """Return an array over the memory of `array`, which keeps `owner`."""
+    memory: Any = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    memory.owner = owner
+    return np.ndarray(array.shape, array.dtype, memory)
+
+
+alias_of: Callable[..., Array] = _alias_of if extension is None else extension.alias_of
 
 # Types that NumPy has as well. Complex tensors are left out: they may be conjugate views, and
 # torch passes them as real tensors.
@@ -68,17 +80,14 @@ def as_array(tensor: Any, keep: bool = False) -> Array:
     key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
     if not tensor.is_contiguous() or tensor.is_neg():
         raise NotPlain
-    if not keep and (found := _kept.get(key)) is not None:
-        return found
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None or not key[0]:
-        raise NotPlain
-    array = alias_torch(tensor, dtype, "tensor", keep=keep)
-    if not keep:
+    if (array := _kept.get(key)) is None:
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None or not key[0]:
+            raise NotPlain
         if len(_kept) >= _MAX_KEPT:
             _kept.clear()
-        _kept[key] = array
-    return array
+        array = _kept[key] = alias_torch(tensor, dtype, "tensor", keep=False)
+    return alias_of(array, tensor.untyped_storage()) if keep else array
 
 
 def _listed(tensors: Any, keep: bool) -> list[Array]:

@@ -106,7 +106,8 @@ class TorchWork(torch_dist.Work):
         wake.
         """
         if self._future is None:
-            gate: torch.futures.Future[None] = torch.futures.Future()
+            # The C++ class, which is made in a fourth of the time that its Python class takes.
+            gate: Any = torch._C.Future([])
             future = opened(gate, self._outcome)
             self._future = listed(future, self._outputs) if self._typed else future
             open_gate = partial(gate.set_result, None)

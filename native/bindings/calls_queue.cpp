@@ -1,0 +1,100 @@
+// Asynchronous calls that C++ queues, and how a thread waits for them.
+#include "bindings/calls.hpp"
+#include "bindings/waits.hpp"
+
+#include <memory>
+#include <new>
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace unisono {
+
+namespace {
+
+// So many calls, or so many bytes, may be over before their memory is given back. Fewer: the caller
+// looks for them more often, which costs 1 us. More: memory is kept longer.
+constexpr int kKeptCalls = 32;
+constexpr int64_t kKeptBytes = 64 * 1024;
+
+// Return an object of a class of Python. No code of Python runs, so no signal handler does.
+nb::object made(const nb::object& type) {
+  auto* const plain = reinterpret_cast<PyTypeObject*>(type.ptr());
+  PyObject* const object = plain->tp_alloc(plain, 0);
+  if (object == nullptr) throw nb::python_error();
+  return nb::steal(object);
+}
+
+}  // namespace
+
+void Calls::open_queue(nb::object engine, nb::object type, nb::object calls, nb::object discards,
+                       nb::object is_locked) {
+  engine_ = std::move(engine);
+  queued_type_ = std::move(type);
+  queued_ = std::move(calls);
+  discards_ = std::move(discards);
+  is_locked_ = std::move(is_locked);
+}
+
+// A deque keeps the call: otherwise its memory could be freed while C++ uses it.
+nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
+  if (!queued_.is_valid()) return nb::none();
+  const Inside inside(*this, PyThread_get_thread_ident());
+  const nb::object queued_calls = queued_;
+  nb::object queued, output;
+  try {
+    output = arrays.output.owner();
+    auto call =
+      std::make_unique<QueuedCall>(nb::handle_t<Prepared>(what.native.ptr()), arrays.input.owner(),
+                                   output, timeout_s_, recorder_ref_);
+    QueuedCall& native = *call;
+    queued = made(queued_type_);
+    queued.attr("native") = nb::cast(call.release(), nb::rv_policy::take_ownership);
+    queued.attr("engine") = engine_;
+    queued.attr("prepared") = what.call;
+    queued_calls.attr("append")(queued);
+    try {
+      // Before the push, because the server may begin the job at once.
+      native.begin(queue_->last() + 1);
+      queue_->push(&native.job);
+    } catch (const std::bad_alloc&) {
+      queued_calls.attr("pop")();
+      return nb::none();
+    }
+  } catch (const std::bad_alloc&) {
+    return nb::none();
+  } catch (nb::python_error& error) {
+    // No memory. Python makes the call, or refuses it on all ranks.
+    if (!error.matches(PyExc_Exception)) throw;
+    return nb::none();
+  }
+  const nb::object arguments = nb::make_tuple(queued, what.name, nb::none(), output);
+  kept_bytes_ += arrays.input.nbytes + arrays.output.nbytes;
+  if (++kept_ >= kKeptCalls || kept_bytes_ > kKeptBytes) {
+    kept_ = 0;
+    kept_bytes_ = 0;
+    const nb::object discards = discards_;
+    discards();
+  }
+  return arguments;
+}
+
+bool Calls::wait_well(const QueuedCall& call) const {
+  const uint64_t seq = call.job.seq;
+  while (!queue_->is_over(seq)) {
+    // Python raises an error if the group has gone or the calling thread would wait for itself.
+    if (closed_ || fork_guard_.is_forked() || is_worker || queue_->is_mine() ||
+        caller_ == PyThread_get_thread_ident() || !is_locked_.is_valid() ||
+        nb::cast<bool>(nb::object(is_locked_)())) {
+      return false;
+    }
+    {
+      nb::gil_scoped_release unlocked;
+      queue_->wait(seq, kSliceNs);
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+  return !call.job.handed;
+}
+
+}  // namespace unisono
