@@ -167,8 +167,8 @@ void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint
 }
 
 void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool, uint64_t)> stuck) {
-  messages.callbacks().stuck = [stuck = std::move(stuck)](const std::vector<int>& ranks,
-                                                          bool sends, uint64_t context) {
+  messages.callbacks().stuck = [stuck = std::move(stuck)](const std::vector<int>& ranks, bool sends,
+                                                          uint64_t context) {
     nb::gil_scoped_acquire locked;
     try {
       stuck(ranks, sends, context);

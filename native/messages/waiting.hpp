@@ -18,8 +18,8 @@ namespace unisono {
 
 // Functions that are called without the lock.
 struct Callbacks {
-  // A long wait calls it: (peers waited for, whether a ring is full, the context of a run that has
-  // waited for a second, else 0).
+  // A long wait calls it: (peers waited for, whether a ring is full, context). The context is that
+  // of a run that has waited for a second, else 0.
   std::function<void(const std::vector<int>&, bool, uint64_t)> stuck;
   // A wait calls it at intervals; true ends the wait. It detects Ctrl-C.
   std::function<bool()> poll;

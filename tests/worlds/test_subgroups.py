@@ -421,7 +421,7 @@ def _call_a_group_that_rank_0_has_closed(rank, calls):
         dist.destroy_process_group(group)
     dist.barrier()
     if rank == 1:
-        with pytest.raises(PeerLostError, match=r"rank 0 was lost: it left: the group was closed"):
+        with pytest.raises(PeerLostError, match=r"rank 0 was lost: it left: "):
             dist.all_reduce(np.ones(3), group=group)
         with pytest.raises(PeerLostError):
             dist.barrier(group)

@@ -79,7 +79,7 @@ class Deadline:
         return other
 
     def within(self, seconds: float) -> Deadline:
-        """Return a deadline that is in so many seconds, or this one if it comes first."""
+        """Return the earlier of this deadline and one in `seconds`."""
         return Deadline(min(seconds, self.remaining()))
 
     def remaining(self) -> float:

@@ -260,7 +260,7 @@ class Run:
         while not transfer.wait_until(self._late.within(_LOOK_S)) and self._late.remaining():
             if transfer.peer is not None:
                 # It may have closed the group before this call.
-                self._comm.transport.ask_for_end(self._comm.context, transfer.peer)
+                self._comm.transport.notice_end(transfer.peer, self._comm.context)
         if not transfer.done():
             if self._asked is None:
                 comm = self._comm

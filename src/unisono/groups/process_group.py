@@ -272,7 +272,7 @@ class ProcessGroup(Operations, C10dNames):
         """Return whether the other ranks have this error, or a report of it, in this block.
 
         Args:
-            error: What ends the block.
+            error: The exception that ends the block.
             since: The place at which the block began.
         """
         return self._part.is_known_to_all(self, error, since)

@@ -19,7 +19,7 @@ _HOST = "127.0.0.1"
 _GROUP = ("rank", "group")
 _LABELS = (*_GROUP, "operation")
 
-# Upper ends of the times in the histogram, in seconds. Each one is a series per operation.
+# Upper ends of the times in the histogram, in seconds. Each end is a series per operation.
 _ENDS_S = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
 
 _lock = threading.RLock()

@@ -134,10 +134,17 @@ class Transport(ABC):
         """Whether the calling thread may wait for a transfer; False if it moves the transfers."""
         return not self.messages.is_server()
 
-    def notice_end(self, peer: int) -> None:
-        """Make sure that the end of a rank is detected although nothing is sent to it."""
-        if peer != self.rank:
-            self._watch(peer)
+    def notice_end(self, peer: int, context: int = 0) -> None:
+        """Make sure that the end of a rank is detected although nothing is sent to it.
+
+        If the rank has closed `context`, this is broken here as well, when the rank has answered.
+        """
+        if peer == self.rank:
+            return
+        self._watch(peer)
+        if context and self.down(peer) is None:
+            # No question has this number.
+            self._control(peer, context, Kind.ASK, {"number": 0, "seq": 0, "places": False})
 
     def knock(self, peer: int) -> None:
         """Make a rank receive messages for which none of its threads waits."""
@@ -145,12 +152,6 @@ class Transport(ABC):
             self._control(peer, 0, Kind.KNOCK, {})
 
     # ---- control plane --------------------------------------------------------------------
-
-    def ask_for_end(self, context: int, peer: int) -> None:
-        """Break a context here if a rank has closed it; its answer does this, later."""
-        if peer != self.rank and self.down(peer) is None:
-            # No question has this number.
-            self._control(peer, context, Kind.ASK, {"number": 0, "seq": 0, "places": False})
 
     def enter(self, context: int, seq: int, text: str) -> None:
         """Record that this rank has begun call `seq`; other ranks can ask for it."""

@@ -256,7 +256,7 @@ class Failures:
     """Ranks that are gone, broken contexts, and the callbacks that wait for these.
 
     Attributes:
-        closed: The ends of the contexts that this rank has closed, the last ones, by context.
+        closed: By context, the ends of the last contexts that this rank has closed.
     """
 
     def __init__(self) -> None:

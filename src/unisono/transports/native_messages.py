@@ -466,8 +466,6 @@ class NativeMessages(Messages):
         links = self._links
         for rank in ranks:
             if rank != links.rank:
-                links.notice_end(rank)
+                links.notice_end(rank, context)
                 if sends:
                     links.knock(rank)
-                if context:
-                    links.ask_for_end(context, rank)

@@ -107,14 +107,11 @@ class Links(Protocol):
     def failure(self, context: int) -> Failure | None:
         """Return why a context is broken, or None."""
 
-    def notice_end(self, peer: int) -> None:
-        """Make sure that the end of a rank is detected although nothing is sent to it."""
+    def notice_end(self, peer: int, context: int = 0) -> None:
+        """Make sure that the end of a rank, or of its context, is detected without a message."""
 
     def knock(self, peer: int) -> None:
         """Make a rank receive messages for which none of its threads waits."""
-
-    def ask_for_end(self, context: int, peer: int) -> None:
-        """Break a context here if a rank has closed it; its answer does this, later."""
 
 
 class Wires(Protocol):

@@ -28,7 +28,7 @@ class NoLinks:
     def failure(self, context):
         pass
 
-    def notice_end(self, peer):
+    def notice_end(self, peer, context=0):
         pass
 
 

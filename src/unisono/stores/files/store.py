@@ -29,8 +29,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
 # Added to the time-out for the lock alone: other processes hold it for a moment at a time.
 _LOCK_GRACE_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
-# A file from this size on is made anew if most of it has no effect any more. Larger: whoever opens
-# the file reads more. Smaller: a small job makes its file anew, though nothing is gained.
+# A file from this size on is made anew if most of it has no effect any more. Larger: a process
+# that opens the file reads more. Smaller: a small job makes its file anew without a gain.
 _COMPACT_BYTES = 4 << 20
 _LOG = get_logger("stores.file")
 _MAY_DO_NOTHING = {ChangeKind.POP, ChangeKind.DELETE, ChangeKind.WITHDRAW}
@@ -295,7 +295,7 @@ class _FileState:
 
     def _forget(self) -> None:
         self.table = Table()
-        # `applied` goes on, because those who wait compare it.
+        # `applied` goes on, because a waiting call compares it.
         self._compact_at = _COMPACT_BYTES
         self._users: set[str] = set()
         self._joined: int = 0
