@@ -47,8 +47,8 @@ _LOOK_S = 1.0
 # rank may host the store, and without the store they cannot name the missing ranks.
 _STAY_S = 2.0
 
-# How long the rank that hosts the store stays after a refusal, for ranks of its host that come
-# later: without the store they would wait until their time-out.
+# How long the rank that hosts the store stays after a refusal. Ranks of its host that come later
+# would wait until their time-out without the store.
 _LATE_S = 5.0
 
 
