@@ -90,7 +90,7 @@ int create(Messages& messages, const nb::bytes& nonce) {
 }
 
 void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::bytes, int>>& all,
-               bool crowded) {
+               bool crowded, bool far) {
   std::vector<unisono::Address> addresses(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
     const auto& [pid, fd, nonce, channels] = all[i];
@@ -100,7 +100,7 @@ void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::by
     std::memcpy(addresses[i].nonce, nonce.data(),
                 std::min(nonce.size(), sizeof(addresses[i].nonce)));
   }
-  messages.introduce(std::move(addresses), crowded);
+  messages.introduce(std::move(addresses), crowded, far);
 }
 
 OutcomeTuple start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
@@ -339,7 +339,7 @@ void bind_p2p(nb::module_& m) {
     .def(nb::new_(&make_messages), nb::arg("rank"), nb::arg("ranks"))
     .def("create", &create, nb::arg("nonce"),
          "Make the inbox; return its descriptor or a negative errno.")
-    .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"),
+    .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"), nb::arg("far"),
          "Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none.")
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))

@@ -140,7 +140,7 @@ bool Delivery::may_keep(const Lock& lock, int source, const Envelope& envelope) 
   if (!matching_.has_room(envelope.nbytes)) return false;
   if (keeps_all || ends_.parting(lock, source) != Code::ok) return true;
   // A program posts the receive soon, and a second copy costs more than the wait of the sender.
-  return !is_of_program(envelope.tag) || envelope.nbytes <= kEagerBytes;
+  return !is_of_program(envelope.tag) || envelope.nbytes <= eager_bytes;
 }
 
 // End the probes that wait for a message that no receive takes.

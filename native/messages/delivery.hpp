@@ -14,8 +14,11 @@
 
 namespace unisono {
 
-// Messages of programs up to this size are received also before their receive is posted.
+// Messages of programs up to this size are received also before their receive is posted. Between
+// hosts that are far apart a second copy costs less than a delay. `far_apart` in schedules/far.py
+// limits the ranks, so that all these messages fit into Matching::kKeptBytes.
 constexpr size_t kEagerBytes = 32 * 1024;
+constexpr size_t kFarEagerBytes = 1024 * 1024;
 
 // The frame of which a ring or wire has brought the head. Each rank has at most one.
 struct Incoming {
@@ -80,6 +83,8 @@ class Delivery {
 
   // After a long wait: keep all messages without a receive; see may_keep().
   bool keeps_all = false;
+  // kEagerBytes or kFarEagerBytes, equal on all ranks. Set before the first message.
+  size_t eager_bytes = kEagerBytes;
 
  private:
   void end_waiting_if_down(const Lock& lock, Operation& op);

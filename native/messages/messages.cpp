@@ -37,13 +37,14 @@ int Messages::create(const unsigned char* nonce) {
   return error != 0 ? -error : parts_.inbox.fd();
 }
 
-void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
+void Messages::introduce(std::vector<Address> addresses, bool is_crowded, bool are_far) {
   const Lock lock(lock_);
   addresses.resize(parts_.addresses.size());
   parts_.addresses = std::move(addresses);
   const auto near = std::count_if(parts_.addresses.begin(), parts_.addresses.end(),
                                   [](const Address& each) { return each.pid != 0; });
   parts_.ring_bytes = near <= kFewRanks ? kWideRingBytes : kRingBytes;
+  parts_.delivery.eager_bytes = are_far ? kFarEagerBytes : kEagerBytes;
   waiting_.set_crowded(lock, is_crowded);
 }
 

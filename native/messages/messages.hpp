@@ -45,7 +45,8 @@ class Messages {
   // Make the inbox. Returns its descriptor, or a negative errno.
   int create(const unsigned char* nonce);
   // Set the addresses, before the first send. `is_crowded`: there are more ranks than cores.
-  void introduce(std::vector<Address> addresses, bool is_crowded);
+  // `are_far`: hosts are far apart, equal on all ranks.
+  void introduce(std::vector<Address> addresses, bool is_crowded, bool are_far = false);
 
   // Whether a rank has sent messages and has closed its endpoint since.
   bool has_left(int rank);

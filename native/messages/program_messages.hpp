@@ -15,6 +15,8 @@ class ProgramMessages {
   ProgramMessages(std::mutex& lock, Parts& parts, Peers& peers, Waiting& waiting)
       : lock_(lock), parts_(parts), peers_(peers), waiting_(waiting) {}
 
+  // A message up to this size does not block the messages behind it until its receive is posted.
+  size_t eager_bytes() const { return parts_.delivery.eager_bytes; }
   // Start an operation. It makes no progress after a receive, because a program posts several
   // receives before it waits.
   void begin(Operation& op);

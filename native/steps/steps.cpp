@@ -13,7 +13,7 @@ namespace unisono {
 namespace {
 
 // How many bytes a rank may send before all ranks have agreed, to save a latency. The bytes lie at
-// a rank that may be in another call, until that is detected.
+// a rank that may be in another call, until that is detected. At least the size of one message.
 constexpr size_t kEarlyBytes = 64 * 1024;
 
 }  // namespace
@@ -216,6 +216,7 @@ Status Steps::recv_verdict(int peer, Verdict* into) {
 
 // Send the first messages of the program before the agreement is complete. A send writes no buffer.
 void Steps::send_early() {
+  const size_t eager = messages_->programs().eager_bytes();
   size_t sent = 0;
   for (size_t i = 0; i < count_; ++i) {
     const Step& step = steps_[i];
@@ -232,7 +233,7 @@ void Steps::send_early() {
     sent += bytes(step) * (step.peer < 0 ? ranks_.size() - 1 : 1);
     // A larger message would stay in its ring or wire until its receiver comes, and block all
     // messages behind it.
-    if (sent > kEarlyBytes || bytes(step) > kEagerBytes) return;
+    if (sent > std::max(kEarlyBytes, eager) || bytes(step) > eager) return;
     send(step);
     early_end_ = i + 1;
   }

@@ -333,7 +333,9 @@ class Messages:
     def create(self, nonce: bytes) -> int:
         """Make the inbox; return its descriptor or a negative errno."""
 
-    def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool) -> None:
+    def introduce(
+        self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool, far: bool
+    ) -> None:
         """Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none."""
 
     def has_left(self, peer: int) -> bool: ...

@@ -120,14 +120,14 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     if options.net is None and topology.shared_memory:
         print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
         return None
-    from unisono.schedules.select import is_far
+    from unisono.schedules.far import far_apart
 
     # Where links are shared, thousands of ranks take minutes for all algorithms.
     model = options.model or ("alpha-beta" if options.ranks > _MANY else None)
     net = machine_of(options.net or ("fat-tree" if topology.local > 1 else "switch"), model)
     if options.hosts > 1:
         net.values["ranks_per_host"] = topology.local
-    if options.net is None and is_far(topology):
+    if options.net is None and far_apart(options.ranks, topology.round_trip_us):
         # A switch has two links.
         links = 2 if net.values["topology"] == "switch" else 1
         net.values["latency_us"] = topology.round_trip_us / 2 / links

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from unisono.schedules.far import far_apart
 from unisono.schedules.ir import REDUCING
-from unisono.schedules.select import Topology, is_far, select
+from unisono.schedules.select import Topology, select
 from unisono.schedules.tables import Table
 
 # Sizes above this are not looked at.
@@ -87,7 +88,7 @@ def reason(
         sizes = f"{nbytes_text(rule.least)} to {nbytes_text(rule.most)}"
         return f"table {table.digest} has it for {sizes}"
     found = interval(collective, nbytes, topology)
-    if is_far(topology):
+    if far_apart(topology.world_size, topology.round_trip_us):
         trip = f"{topology.round_trip_us / 1000:g} ms between hosts"
         return _rule_text(found, f"the built-in estimate for {trip} has it")
     return _rule_text(found, "the built-in rule has it")

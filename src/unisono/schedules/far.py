@@ -19,16 +19,16 @@ from unisono.schedules.pipeline import BYTES_PER_US, depth_of
 from unisono.schedules.registry import available, build, entry
 
 NEAR_US = 250
-"""The round trip of networks inside a data centre, and of all shorter ones."""
+"""The class of round trips inside a data centre."""
 
 MOST_RANKS = 128
-"""Above this, schedules take too long to count."""
+"""Above this, schedules take too long to count, and early data too much memory."""
 
 # TCP's wait for the acknowledgement of lost bytes.
 _LOST_US = 200_000.0
 
-# As in native/steps: what a rank sends before the agreement is complete.
-EARLY_BYTES = 64 * 1024
+# As in native/messages/delivery.hpp: what a rank sends before the agreement is complete.
+EARLY_BYTES = 1024 * 1024
 
 # The work on a round: breaks ties, and keeps many ranks from many rounds.
 _ROUND_US = 10.0
@@ -38,13 +38,18 @@ _RECEIVES = (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE)
 
 
 class _Passed(NamedTuple):
-    """What passes between hosts, in chunks; `burst` is at once, in many messages of a host."""
+    """The chunks between hosts; a `burst` leaves a host in many messages at once."""
 
     delays: int
     summed: int
     most: int
     burst: int
     first: int
+
+
+def far_apart(world_size: int, round_trip_us: int) -> bool:
+    """Return whether a delay between hosts costs more than all other work on a message."""
+    return round_trip_us > NEAR_US and world_size <= MOST_RANKS
 
 
 def overflows(messages: int, nbytes: int) -> bool:

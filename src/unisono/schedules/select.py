@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest, overflows
+from unisono.schedules.far import far_apart, fastest, overflows
 from unisono.schedules.ir import REDUCING, ceil_log2, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
 from unisono.schedules.pipeline import depth_of
@@ -148,7 +148,7 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     if topology.shared_memory:
         return (_shared(collective, nbytes, topology.world_size),)
     p = topology.world_size
-    if is_far(topology):
+    if far_apart(p, topology.round_trip_us):
         return fastest(collective, nbytes, p, topology.local, topology.round_trip_us)
     flat = _messages(collective, nbytes, p)
     if flat[0] in _AT_ONCE and collective in _PAIRED and topology.round_trip_us:
@@ -164,11 +164,6 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     if collective == "all_reduce" and nbytes < 64 * KIB * min(topology.world_size, 8):
         return ("node_tree", "two_level", *flat)  # 0.6 to 0.95 of two_level
     return ("two_level", *flat)
-
-
-def is_far(topology: Topology) -> bool:
-    """Return whether choices go by an estimate of the delays between hosts."""
-    return topology.round_trip_us > NEAR_US and topology.world_size <= MOST_RANKS
 
 
 def _passes_along(collective: str, nbytes: int, topology: Topology) -> bool:

@@ -21,7 +21,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
-from unisono.schedules.far import NEAR_US, round_trip_class
+from unisono.schedules.far import NEAR_US, far_apart, round_trip_class
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
 from unisono.stores.tcp.handshake import TOKEN_HINT
@@ -104,7 +104,8 @@ def connect(
         transport.round_trip_us = _round_trip_us(transport.hosts, trips)
         if messages is not None:
             near = [other == host for other in hosts]
-            messages.introduce(endpoints, near, crowded=sum(near) > usable_cores())
+            far = far_apart(world_size, transport.round_trip_us)
+            messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
         transport.watch_neighbours()
         if rank == 0 and transport.name == "tcp":
             _show(store, found)

@@ -169,13 +169,17 @@ class NativeMessages(Messages):
             getattr(_log, level)("no shared memory for messages: %s", error)
             return None
 
-    def introduce(self, endpoints: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
+    def introduce(
+        self, endpoints: Sequence[str], near: Sequence[bool], *, crowded: bool, far: bool = False
+    ) -> None:
         """Set how to reach the other ranks; called before the first message.
 
         Args:
             endpoints: The endpoints of all ranks; "" for a rank without C++ messages.
             near: Whether the memory of a rank may be opened.
             crowded: Whether more ranks than cores take part on this host.
+            far: Whether hosts are far apart, equal on all ranks. Larger data then travel with the
+                agreement on a call.
         """
         addresses: list[Address] = []
         theirs = []
@@ -187,7 +191,7 @@ class NativeMessages(Messages):
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._warn_of_channels(theirs)
         self.addresses = addresses
-        self.native.introduce(addresses, crowded)
+        self.native.introduce(addresses, crowded, far)
 
     def _warn_of_channels(self, channels: Sequence[int]) -> None:
         others = [rank for rank, theirs in enumerate(channels) if theirs != self._channels]

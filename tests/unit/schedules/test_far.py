@@ -3,9 +3,9 @@
 import pytest
 
 from unisono.schedules import available, build, select
-from unisono.schedules.far import NEAR_US, fastest, round_trip_class
+from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest, round_trip_class
 from unisono.schedules.ir import ROOTED
-from unisono.schedules.select import MOST_RANKS, Topology
+from unisono.schedules.select import Topology
 from unisono.simulate.evaluate import simulate
 from unisono.simulate.networks import Hosts, LinkSpec
 
@@ -45,7 +45,7 @@ def test_a_choice_takes_few_delays(op, p, local, trip_ms):
             taken_us = times[select(op, nbytes, topology).algorithm]
             lossy = nbytes >= MIB and local * (p - local) > 3
             best_us = min(us for name, us in times.items() if not lossy or name not in AT_ONCE)
-            spared_us = 500 * trip_ms if nbytes <= 64 * KIB else 0
+            spared_us = 500 * trip_ms if nbytes <= MIB else 0
             assert taken_us <= max(2.1 * best_us, best_us + spared_us)
 
 

@@ -130,17 +130,51 @@ def test_ranks_know_the_round_trip_between_their_hosts(network):
     script = (
         "import unisono as d; d.init_process_group(); print(d.group.WORLD.backends['cpu'].shape)"
     )
-    token = {"UNISONO_TOKEN": secrets.token_hex()}
+    assert launched(network, script) == [(0, "native-tcp-2-1-16000us\n")] * 2
+
+
+def launched(network, script):
+    """Run a rank on each host; return their exit codes and what they printed."""
+    env = os.environ | {
+        "UNISONO_TOKEN": secrets.token_hex(), "WORLD_SIZE": str(len(network.hosts)),
+        "MASTER_ADDR": "host1", "MASTER_PORT": "29500",
+    }  # fmt: skip
     ranks = [
         subprocess.Popen(
             host.inside(sys.executable, "-c", script),
-            env=os.environ | token | {
-                "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29500"
-            },
-            stdout=subprocess.PIPE, text=True,
+            env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True,
         )
         for rank, host in enumerate(network.hosts)
     ]  # fmt: skip
-    printed = [process.communicate(timeout=60)[0].strip() for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    assert printed == ["native-tcp-2-1-16000us"] * 2
+    printed = [process.communicate(timeout=60)[0] for process in ranks]
+    return list(zip([process.returncode for process in ranks], printed, strict=True))
+
+
+EARLY = """
+import os, sys
+import numpy as np
+import unisono as dist
+dist.init_process_group(timeout=60)
+rank, size = dist.get_rank(), dist.get_world_size()
+x = np.full(64 << 10, rank + 1.0)  # 512 KiB
+for turn in range(3):
+    try:
+        dist.all_reduce(x, dist.ReduceOp.MAX if rank == turn else dist.ReduceOp.MIN)
+        sys.exit("the ranks did not agree, and no error came")
+    except dist.errors.CollectiveMismatchError:
+        assert (x == rank + 1).all(), x
+    # Each sends to all others at once, before the second round of the agreement.
+    y = x.copy()
+    dist.all_reduce(y, algorithm="one_shot")
+    assert (y == size * (size + 1) / 2).all(), y
+    out = np.empty((size, len(x)))
+    dist.all_gather_into_tensor(out, x)
+    assert (out == np.arange(1, size + 1)[:, None]).all(), out
+dist.destroy_process_group()
+"""
+
+
+def test_data_that_travel_with_a_refused_agreement_reach_no_array():
+    """Hosts far apart send up to 1 MiB before all ranks have agreed."""
+    with Network(3, LINK._replace(gbps=1.0, buffer_bytes=4 << 20)) as network:
+        assert [code for code, _ in launched(network, EARLY)] == [0, 0, 0]
