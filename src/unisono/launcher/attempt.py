@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.config import environ
+from unisono.base.deadline import Deadline
 from unisono.base.stacks import offered_stacks
 from unisono.base.where import place_of
 from unisono.launcher.back_off import BackOff
@@ -35,6 +36,13 @@ from unisono.launcher.workers.worker_group import WorkerGroup
 _POLL_S = 0.05
 _TAIL_WAIT_S = 0.2
 _KILL_TIMEOUT_S = 10.0
+
+_SAME_S = 0.5
+"""How long a further SIGTERM is the same one, which Slurm and systemd send to all processes.
+
+It reaches this process directly and from its guard. If it counted as the second signal, the workers
+would be killed before they could save their state.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +127,7 @@ class Attempt:
         self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
         self._exits = ExitLog(self._error_text)
         self._signum: int | None = None
+        self._same = Deadline(0.0)
         self._oom = OomWatch()
         self._replacements = replacements or Replacements(place)
 
@@ -248,8 +257,9 @@ class Attempt:
             self._group.send_signal(signum)
         elif self._signum is None:
             self._signum = signum
+            self._same = Deadline(_SAME_S)
             self._group.stop(signum)
-        else:
+        elif signum != signal.SIGTERM or self._same.expired():
             # With the second signal the user ends the grace period.
             self._group.kill_now()
 
