@@ -126,8 +126,8 @@ class Attempt:
         self._group = WorkerGroup(resources.spec.grace_s)
         self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
         self._exits = ExitLog(self._error_text)
-        self._signum: int | None = None
-        self._same = Deadline(0.0)
+        # The signal that ends the attempt, and how long a further one is the same.
+        self._signal: tuple[int, Deadline] | None = None
         self._oom = OomWatch()
         self._replacements = replacements or Replacements(place)
 
@@ -150,11 +150,11 @@ class Attempt:
                 self._watch()
             workers = self._group.workers
             return AttemptResult(
-                failures=tuple(self._exits.failures(stopped_by_signal=self._signum is not None)),
+                failures=tuple(self._exits.failures(stopped_by_signal=self._signal is not None)),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
                 places=self._exits.places,
-                signum=self._signum,
+                signum=self._signal[0] if self._signal else None,
                 succeeded=all(worker.exit_code == 0 for worker in workers),
                 idle=not workers,
             )
@@ -255,11 +255,10 @@ class Attempt:
     def _on_signal(self, signum: int) -> None:
         if not self._resources.signals.ends(signum):
             self._group.send_signal(signum)
-        elif self._signum is None:
-            self._signum = signum
-            self._same = Deadline(_SAME_S)
+        elif self._signal is None:
+            self._signal = signum, Deadline(_SAME_S)
             self._group.stop(signum)
-        elif signum != signal.SIGTERM or self._same.expired():
+        elif signum != signal.SIGTERM or self._signal[1].expired():
             # With the second signal the user ends the grace period.
             self._group.kill_now()
 
