@@ -73,7 +73,7 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
                      Arguments* into);
 
 // Return an array with the memory, dtype and shape of another array, which keeps `owner`.
-nanobind::object alias_of(nanobind::handle array, nanobind::object owner);
+nanobind::object alias_of(nanobind::handle given, nanobind::object owner);
 
 // Must run before the first use of an array. Not when the extension is loaded, because
 // the launcher loads it for the store's server and must stay without NumPy.

@@ -12,7 +12,7 @@ namespace unisono {
 
 namespace {
 
-// So many calls, or so many bytes, may be over before their memory is given back. Fewer: the caller
+// As many calls and bytes may be over before their memory is given back. Fewer: the caller
 // looks for them more often, which costs 1 us. More: memory is kept longer.
 constexpr int kKeptCalls = 32;
 constexpr int64_t kKeptBytes = 64 * 1024;

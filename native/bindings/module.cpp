@@ -116,7 +116,7 @@ void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& la
       late();
     } catch (nb::python_error& error) {
       unisono::callback_raised(error, "unisono: asking the other ranks");
-    } catch (const std::bad_alloc&) {
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
       // No rank is asked: an exception would end the call on this rank alone.
     }
   };

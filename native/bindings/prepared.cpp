@@ -26,8 +26,9 @@ QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::ob
   scratch_.resize(what.scratch_bytes());
   job = what.job(arrays_, scratch_.data());
   job.deadline_ns = now_ns() + nanoseconds(time_s);
-  if (recorder_.is_valid() && !recorder_.is_none())
+  if (recorder_.is_valid() && !recorder_.is_none()) {
     job.recorder = nb::inst_ptr<Recorder>(recorder_);
+  }
 }
 
 void QueuedCall::begin(uint64_t seq) {

@@ -82,7 +82,7 @@ class QueuedCall {
   QueuedCall() = default;  // a call that Python runs when it has the turn
 
   QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
-             double timeout_s, nanobind::object recorder);
+             double time_s, nanobind::object recorder);
   // Give the job its number and its record. Called directly before it is queued as `seq`.
   void begin(uint64_t seq);
   QueuedCall(const QueuedCall&) = delete;
