@@ -89,7 +89,8 @@ class Context:
     """The position of an error; the text has only the fields that are known.
 
     `rank` and `peers` are global ranks. `usable` is whether the group accepts further calls after
-    this error.
+    this error. `group` is the group's name in errors; `group_key`, which the text has not, is its
+    own among all groups.
     """
 
     rank: int | None = None
@@ -101,13 +102,14 @@ class Context:
     peers: tuple[int, ...] = ()
     nbytes: int | None = None
     usable: bool | None = None
+    group_key: str | None = None
 
     def __str__(self) -> str:
         """Return space-separated key=value pairs in a fixed order, for grep."""
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None or value == ():
+            if value is None or value == () or field.name == "group_key":
                 continue
             if field.name == "peers":
                 value = ",".join(map(str, value))

@@ -1,11 +1,18 @@
 """The coalescing manager, and calls on several arrays: one message."""
 
+import threading
+
 import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.calls import operations_of
-from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
+from tests.support.calls import fails, operations_of
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+)
 
 SIZES = pytest.mark.ranks(1, 3, kind="both")
 
@@ -180,3 +187,53 @@ def test_several_tensors_in_one_call(rank):
     pg.reduce_scatter_tensor_coalesced(outs, ones, factor, async_op=True).wait()
     assert outs[0].tolist() == [p * (p + 1)]
     assert outs[1].tolist() == [2 * p] * 2
+
+
+@pytest.mark.ranks(3, engine="both")
+def test_an_error_of_another_group_of_the_same_name_refuses_the_call_of_a_block(rank):
+    """Device meshes with equal labels have groups of equal names."""
+    everyone = dist.new_group([0, 1, 2], group_desc="mesh_dp")
+    pair = dist.new_group([0, 1], group_desc="mesh_dp")
+    x = np.full(4, 100.0 + rank)
+    if rank < 2:
+        for _ in range(3):
+            dist.barrier(group=pair)
+    with fails(CollectiveMismatchError, "mesh_dp"), dist._coalescing_manager(group=everyone):
+        dist.all_reduce(np.ones(4), group=everyone)
+        if rank < 2:
+            dist.broadcast(np.zeros(3 + rank), 0, group=pair)
+    with dist._coalescing_manager(group=everyone):
+        dist.all_reduce(x, group=everyone)
+    assert (x == 303).all()
+
+
+@pytest.mark.ranks(2, kind="processes", engine="both")
+def test_calls_after_a_block_do_not_overtake_a_call_that_waits_for_its_stream(rank):
+    a, b = np.full(4, rank + 1.0), np.full(4, rank + 100.0)
+    for _ in range(4):  # C++ makes later ones alone
+        dist.broadcast(np.zeros(4), 0)
+    if rank == 0:
+        stream, is_open = dist.Stream(), threading.Event()
+        with dist._coalescing_manager(), dist.stream(stream):
+            stream.submit(is_open.wait, 60)
+            work = dist.broadcast(a, 0, async_op=True)
+        later = threading.Thread(target=dist.broadcast, args=(b, 0))
+        later.start()
+        later.join(0.2)  # it would end before if it overtook
+        is_open.set()
+        work.wait()
+        later.join()
+    else:
+        dist.broadcast(a, 0)
+        dist.broadcast(b, 0)
+    assert (a == 1).all()
+    assert (b == 100).all()
+
+
+@pytest.mark.ranks(2)
+def test_split_sizes_in_a_block_are_refused_by_name(rank):
+    x, y = np.zeros(4), np.ones(1 + 2 * rank)
+    with pytest.raises(ArgumentTypeError, match="output_split_sizes"), dist._coalescing_manager():
+        dist.all_gather_into_tensor(x, y, output_split_sizes=[1, 3])
+    dist.all_reduce(y[:1])
+    assert y[0] == 2

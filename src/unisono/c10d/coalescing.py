@@ -90,7 +90,9 @@ def coalescing_manager(
             _leave(pg, error, async_ops)
         raise
     finally:
-        pg.calls, pg._block = calls, None
+        pg._block = None
+        if not pg._part.has_missed:
+            pg.calls = calls
     for schema, arguments, how in batches:
         work = pg._call(OPS[schema.coalesced], arguments, {**how, "async_op": async_ops})
         if async_ops:
@@ -127,6 +129,9 @@ class _Recorder:
         bound = signature(schema.check).bind(None, *arguments, **keywords)
         bound.apply_defaults()
         values, how = bound.arguments, dict(bound.arguments["how"])
+        for name in schema.check.__kwdefaults__ or ():
+            if values[name] is not None:
+                how[name] = values[name]
         kind = schema.name
         if self._calls and self._calls[0].schema.name != kind:
             raise InvalidArgumentError(

@@ -50,6 +50,7 @@ class Communicator:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self.name = name
+        self.key = key
         self.made_s = time.monotonic()
         self._pid = os.getpid()
         self._closed = False
@@ -79,7 +80,11 @@ class Communicator:
         """Return the context of an error in this group, with global ranks."""
         transport = self.transport
         return Context(
-            rank=transport.rank, world_size=transport.world_size, group=self.name, **fields
+            rank=transport.rank,
+            world_size=transport.world_size,
+            group=self.name,
+            group_key=self.key,
+            **fields,
         )
 
     def closed(self) -> str | None:

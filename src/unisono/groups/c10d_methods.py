@@ -132,11 +132,6 @@ class C10dNames:
     release_guard: Callable[[int], None]
 
     @property
-    def group_name(self) -> str:
-        """c10d's name of `key`: no other group of the same world has it."""
-        return self._spec.key
-
-    @property
     def group_desc(self) -> str:
         """c10d's name of `name`, the name of the group in errors."""
         return self.name

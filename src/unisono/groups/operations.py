@@ -140,6 +140,11 @@ class Operations:
         return self._spec.size
 
     @property
+    def group_name(self) -> str:
+        """c10d's name of `key`: no other group of the same world has it."""
+        return self._spec.key
+
+    @property
     def timeout_s(self) -> float:
         """Default time-out of a call, in seconds."""
         return self._spec.timeout_s
@@ -544,9 +549,11 @@ class Operations:
         """Make a call that begins when the current stream has done its earlier work."""
         if self.stream_queue is None:
             self.stream_queue = StreamQueue(self)
-            if self.calls is not None:
-                # From now on every call must check the queue, which C++ does not.
-                self.calls.close()
+            # From now on every call must check the queue, which C++ does not. Not `self.calls`: it
+            # is None inside a coalescing block, and comes back after it.
+            for backend in self.backends.values():
+                if backend.calls is not None:
+                    backend.calls.close()
             self.port = None
         begin = partial(kernel, *arguments[:-1])
         call = self.stream_queue.add(op, device, begin, arguments[-1])

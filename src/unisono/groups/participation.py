@@ -133,6 +133,11 @@ class Participation:
             raise
         self._settle(group, error, is_late=is_late)
 
+    @property
+    def has_missed(self) -> bool:
+        """Whether this rank could not even refuse a call. Then C++ must make no call."""
+        return bool(self._missed)
+
     def place(self, group: GroupView) -> Place:
         """Return how many calls of the group this rank has made or refused."""
         return number_of(group.backends), self._late
@@ -142,7 +147,8 @@ class Participation:
         if _is_broken(group):
             return True
         context = error.context if isinstance(error, CommunicationError) else None
-        if context is not None and context.group == group.name:
+        # Two groups may have one name.
+        if context is not None and context.group_key == group.group_name:
             # A message concerns two ranks only.
             is_message = (context.op or "").startswith(_MESSAGES)
             return not is_message and (context.seq is None or context.seq > since[0])

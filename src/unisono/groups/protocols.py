@@ -27,6 +27,9 @@ class GroupView(Protocol):
     def name(self) -> str: ...
 
     @property
+    def group_name(self) -> str: ...
+
+    @property
     def ranks(self) -> tuple[int, ...]: ...
 
     @property

@@ -194,7 +194,8 @@ class StreamQueue:
             waited = f"waited {deadline.timeout_s:g} s for the stream that it was called in"
             if op not in P2P:
                 group.abort(f"{op} {waited}")
-            context = Context(rank=group.ranks[group.rank()], group=group.name, op=op)
+            rank = group.ranks[group.rank()]
+            context = Context(rank=rank, group=group.name, group_key=group.group_name, op=op)
             raise CollectiveTimeoutError(
                 f"{op} in group '{group.name}' did not begin: it waited {deadline.timeout_s:g} s "
                 "for the stream that it was called in",
