@@ -42,20 +42,28 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
   const Inside inside(*this, PyThread_get_thread_ident());
   const nb::object queued_calls = queued_;
   nb::object queued, output;
+  // A collection of garbage below may make calls, and `what` may then be another entry.
+  const nb::object prepared = what.call, name = what.name;
+  const nb::object program = what.native;
   try {
     output = arrays.output.owner();
     auto call =
-      std::make_unique<QueuedCall>(nb::handle_t<Prepared>(what.native.ptr()), arrays.input.owner(),
+      std::make_unique<QueuedCall>(nb::handle_t<Prepared>(program.ptr()), arrays.input.owner(),
                                    output, timeout_s_, recorder_ref_);
     QueuedCall& native = *call;
     queued = made(queued_type_);
     queued.attr("native") = nb::cast(call.release(), nb::rv_policy::take_ownership);
     queued.attr("engine") = engine_;
-    queued.attr("prepared") = what.call;
+    queued.attr("prepared") = prepared;
     queued_calls.attr("append")(queued);
     try {
       // Before the push, because the server may begin the job at once.
       native.begin(queue_->last() + 1);
+      // A collection of garbage in `begin` may have run code that closed the group.
+      if (closed_) {
+        queued_calls.attr("pop")();
+        return nb::none();
+      }
       queue_->push(&native.job);
     } catch (const std::bad_alloc&) {
       queued_calls.attr("pop")();
@@ -68,7 +76,7 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
     if (!error.matches(PyExc_Exception)) throw;
     return nb::none();
   }
-  const nb::object arguments = nb::make_tuple(queued, what.name, nb::none(), output);
+  const nb::object arguments = nb::make_tuple(queued, name, nb::none(), output);
   kept_bytes_ += arrays.input.nbytes + arrays.output.nbytes;
   if (++kept_ >= kKeptCalls || kept_bytes_ > kKeptBytes) {
     kept_ = 0;

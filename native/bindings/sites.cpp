@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -84,7 +85,13 @@ void add_own_folder(std::string folder) {
 
 Known find_code(PyObject* code) {
   Known& place = codes().recent[reinterpret_cast<uintptr_t>(code) / 64 % 256];
-  if (place.code != code) place = add_code(codes(), code);
+  if (place.code == code) return place;
+  try {
+    place = add_code(codes(), code);
+  } catch (const std::bad_alloc&) {
+    // The call under way matters more than its site: an exception would end it on this rank alone.
+    return {};
+  }
   return place;
 }
 

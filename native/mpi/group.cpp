@@ -79,6 +79,9 @@ Status MPIGroup::go_on(Idler* idler) {
     } catch (const std::system_error&) {
       stage_ = Stage::idle;
       return {Code::no_memory};
+    } catch (const std::bad_alloc&) {
+      stage_ = Stage::idle;
+      return {Code::no_memory};
     }
     is_begun_ = true;
   }
@@ -179,6 +182,9 @@ Status MPIGroup::begin(const MPICall& call) {
     try {
       thread_.begin([call] { return call.make(); });
     } catch (const std::system_error&) {
+      stage_ = Stage::idle;
+      return {Code::no_memory};
+    } catch (const std::bad_alloc&) {
       stage_ = Stage::idle;
       return {Code::no_memory};
     }

@@ -69,7 +69,7 @@ class Deadline:
     def ending(cls, timeout_s: float, left_s: float) -> Deadline:
         """Return a deadline of this time-out that has only `left_s` left."""
         made = cls(timeout_s)
-        made._at += left_s - timeout_s
+        made._at = time.monotonic() + left_s
         return made
 
     def earlier(self, seconds: float) -> Deadline:

@@ -111,7 +111,8 @@ class QueuedCall:
         native = self.native
         if native is None or not self.is_put:
             return self.is_put
-        return self.engine.turn.is_over(self.seq) and not native.is_handed
+        # Without a number it is not in the queue yet.
+        return self.seq != 0 and self.engine.turn.is_over(self.seq) and not native.is_handed
 
     def poll(self) -> None:
         """Finish the completion if the call is over and no other thread does."""
