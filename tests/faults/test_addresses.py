@@ -267,7 +267,7 @@ def containers():
             stack.callback(inner.close)
             host.ip(f"link add veth0 type veth peer name eth0 netns {inner.pid}")
             host.ip("address add 172.17.0.1/24 dev veth0", "link set veth0 up")
-            network._switch.ip(
+            network._switch._host.ip(
                 f"link add port{inner.index} type veth peer name eth1 netns {inner.pid}",
                 f"link set port{inner.index} master sw up",
             )

@@ -32,7 +32,7 @@ def pair():
     fds = [messages.create(nonce) for messages, nonce in zip(both, nonces, strict=True)]
     known = [(os.getpid(), fd, nonce, 0) for fd, nonce in zip(fds, nonces, strict=True)]
     for messages in both:
-        messages.introduce(known, False)
+        messages.introduce(known, False, False)
     yield both
     for messages in both:
         messages.close(0.0)
