@@ -397,7 +397,7 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            host = host_of(sockets[0])
+            host = host_of(sockets)
             shared = cls(start_server(sockets, ServerOptions(token=token)), host)
             if multi_tenant:
                 cls._by_port[shared.port] = shared
