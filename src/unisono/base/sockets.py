@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.deadline import Deadline
@@ -126,10 +127,17 @@ def is_port_taken(error: StoreConnectionError) -> bool:
     return getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
 
 
-def host_of(listener: socket.socket) -> str:
-    """Return an address at which this machine reaches a server that listens here."""
-    host = str(listener.getsockname()[0])
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+def host_of(listeners: Sequence[socket.socket]) -> str:
+    """Return an address at which this machine reaches a server that listens here.
+
+    IPv4 if possible: where IPv6 is off, "::" can be bound, but "::1" cannot be reached.
+    """
+    chosen = next((sock for sock in listeners if sock.family == socket.AF_INET), listeners[0])
+    host = str(chosen.getsockname()[0])
+    if host == _WILDCARDS[socket.AF_INET6]:
+        v6_only = chosen.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+        return "::1" if v6_only else "127.0.0.1"
+    return "127.0.0.1" if host == _WILDCARDS[socket.AF_INET] else host
 
 
 def _listen_once(

@@ -20,7 +20,7 @@ from tests.support.programs import python, start_python
 from tests.support.silent import unacceptable
 from unisono.base import sockets
 from unisono.base.deadline import Deadline
-from unisono.base.sockets import is_loopback, listen
+from unisono.base.sockets import host_of, is_loopback, listen
 from unisono.errors import (
     HandshakeError,
     InvalidArgumentError,
@@ -705,3 +705,24 @@ def test_a_wait_that_ends_while_it_is_cancelled_has_ended():
         assert link.cancel(20) is True
         server.sendall(encode_reply(Op.GET, b"next"))
         assert link.exchange(20, ((Op.GET, "k"),)) == [b"next"]
+
+
+def test_a_server_is_reached_by_ipv4_where_ipv6_is_off():
+    """There "::" can be bound, but "::1" cannot be reached."""
+
+    def listener(family, host, v6_only=1):
+        sock = socket.socket(family)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, v6_only)
+        sock.bind((host, 0))
+        return sock
+
+    with (
+        listener(socket.AF_INET, "0.0.0.0") as all_4,
+        listener(socket.AF_INET, "127.0.0.1") as loopback,
+        listener(socket.AF_INET6, "::") as all_6,
+        listener(socket.AF_INET6, "::", 0) as both,
+    ):
+        assert host_of([all_6, all_4]) == host_of([all_6, loopback]) == "127.0.0.1"
+        assert host_of([both]) == "127.0.0.1"
+        assert host_of([all_6]) == "::1"

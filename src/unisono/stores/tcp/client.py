@@ -283,12 +283,17 @@ class TCPStore(Store):
 
         It is the first that was refused because the server has no token; "" if there is none.
         """
+        # One of torch's servers closes the connection if the key of GET is missing.
+        if self._call(Op.CHECK, [REFUSED_KEY]) != READY:
+            return ""
         address: bytes = self._call(Op.GET, REFUSED_KEY)
         return "" if address == _FORGOTTEN else address.decode()
 
     def forget_refused(self) -> None:
         """Let `refused_client` return "" from now on, because all clients have come."""
-        self._call(Op.SET, REFUSED_KEY, _FORGOTTEN)
+        # Torch's server refuses no client, and its users count its keys.
+        if self._server is not None or self.refused_client():
+            self._call(Op.SET, REFUSED_KEY, _FORGOTTEN)
 
     def close(self) -> None:
         """Close the connections, and the server if it runs here; blocked threads wake up."""
@@ -397,7 +402,7 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            host = host_of(sockets[0])
+            host = host_of(sockets)
             shared = cls(start_server(sockets, ServerOptions(token=token)), host)
             if multi_tenant:
                 cls._by_port[shared.port] = shared
