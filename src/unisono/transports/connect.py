@@ -24,6 +24,7 @@ from unisono.errors import (
 from unisono.schedules.far import NEAR_US, far_apart, round_trip_class
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
+from unisono.stores.tcp.client import REFUSAL_GRACE_S
 from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import forget_refused, may_refuse, refused_client
 from unisono.transports.api import Transport
@@ -288,12 +289,15 @@ def _wait(store: Store, keys: list[str], deadline: Deadline) -> None:
         StoreTimeoutError: The deadline has passed, or the store has refused a host.
     """
     limit_s = 0.0 if may_refuse(store) else deadline.remaining()
+    grace: Deadline | None = None
     while True:
         try:
             return store.wait(keys, limit_s)
         except StoreTimeoutError:
-            if deadline.expired() or refused_client(store):
+            if deadline.expired() or (grace is not None and grace.expired()):
                 raise
+            if grace is None and refused_client(store):
+                grace = Deadline(REFUSAL_GRACE_S)
         limit_s = min(_LOOK_S, deadline.remaining())
 
 

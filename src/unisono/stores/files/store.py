@@ -32,6 +32,8 @@ _CLOSE_TIMEOUT_S = 5.0
 # A file from this size on is made anew if most of it has no effect any more. Larger: a process
 # that opens the file reads more. Smaller: a small job makes its file anew without a gain.
 _COMPACT_BYTES = 4 << 20
+# Of a record, before its key.
+_HEAD_BYTES = 13
 _LOG = get_logger("stores.file")
 _MAY_DO_NOTHING = {ChangeKind.POP, ChangeKind.DELETE, ChangeKind.WITHDRAW}
 
@@ -223,12 +225,12 @@ class _FileState:
         before = both * (self._joined - len(self._users))
         users = [Change(ChangeKind.JOIN, user) for user in sorted(self._users)]
         changes = [*before, *users, *self.table.changes()]
-        size = sum(len(change.key) + len(change.first) for change in changes)
+        size = sum(len(change.key) + len(change.first) + _HEAD_BYTES for change in changes)
         self._compact_at = max(_COMPACT_BYTES, 2 * self._log.nbytes)
         if 4 * size < self._log.nbytes:
             try:
                 if self._log.compact(changes):
-                    self._compact_at = _COMPACT_BYTES
+                    self._compact_at = max(_COMPACT_BYTES, 2 * self._log.nbytes)
             except OSError as error:
                 _LOG.debug("could not shorten %s: %s", self._log.path, error)
 

@@ -46,6 +46,8 @@ _KEY_PREFIX = "/"
 _INIT_KEY = "init/"
 _FORGOTTEN = b"-"
 _POLL_S = 0.01
+REFUSAL_GRACE_S = 10.0
+"""How long ranks are waited for after a host was refused: it may be of another job."""
 _LOG = get_logger("stores.tcp")
 _MAX_PORT = 65535
 # Torch's C++ takes these words for true. Its Python, as also the launcher, writes "True".
@@ -334,8 +336,12 @@ class TCPStore(Store):
 
     def _wait_for_workers(self, world_size: int, deadline: Deadline) -> None:
         joined = int(self._call(Op.ADD, _INIT_KEY, 1))
+        grace: Deadline | None = None
         while self._server is not None and joined < world_size:
-            if client := self.refused_client():
+            client = self.refused_client()
+            if client and grace is None:
+                grace = Deadline(REFUSAL_GRACE_S)
+            if grace is not None and grace.expired():
                 raise StoreConnectionError(
                     f"{self!r} waits no longer for clients ({joined} of {world_size} joined): it "
                     f"refused {client}, which is on another machine, because there is no token",
