@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <ctime>
+#include <exception>
 #include <new>
-#include <system_error>
 
 #include <sched.h>
 
@@ -76,10 +76,7 @@ Status MPIGroup::go_on(Idler* idler) {
         status_ = advance(nullptr);
         return 0;
       });
-    } catch (const std::system_error&) {
-      stage_ = Stage::idle;
-      return {Code::no_memory};
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {  // no thread, or no memory for it
       stage_ = Stage::idle;
       return {Code::no_memory};
     }
@@ -181,10 +178,7 @@ Status MPIGroup::begin(const MPICall& call) {
   if (blocks_ && shared_) {
     try {
       thread_.begin([call] { return call.make(); });
-    } catch (const std::system_error&) {
-      stage_ = Stage::idle;
-      return {Code::no_memory};
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {  // no thread, or no memory for it
       stage_ = Stage::idle;
       return {Code::no_memory};
     }

@@ -6,6 +6,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -24,8 +25,8 @@ from unisono.errors import (
 from unisono.schedules.far import NEAR_US, far_apart, round_trip_class
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
-from unisono.stores.tcp.client import REFUSAL_GRACE_S
-from unisono.stores.tcp.handshake import TOKEN_HINT
+from unisono.stores.tcp.client import RefusalGrace
+from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
 from unisono.stores.tcp.refusals import forget_refused, may_refuse, refused_client
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
@@ -257,8 +258,8 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
                 time.sleep(_LATE_S)
             absent = name_ranks(missing) if missing else "other ranks"
             raise RendezvousError(
-                f"rank {rank} of {world_size} waits no longer for {absent}: the store refused "
-                f"{client}, which is on another machine, because there is no token",
+                f"rank {rank} of {world_size} waits no longer for {absent}: the store "
+                f"{refused_text(client)}",
                 context=context,
                 hint=TOKEN_HINT,
             ) from None
@@ -289,15 +290,13 @@ def _wait(store: Store, keys: list[str], deadline: Deadline) -> None:
         StoreTimeoutError: The deadline has passed, or the store has refused a host.
     """
     limit_s = 0.0 if may_refuse(store) else deadline.remaining()
-    grace: Deadline | None = None
+    grace = RefusalGrace()
     while True:
         try:
             return store.wait(keys, limit_s)
         except StoreTimeoutError:
-            if deadline.expired() or (grace is not None and grace.expired()):
+            if deadline.expired() or grace.is_over(partial(refused_client, store)):
                 raise
-            if grace is None and refused_client(store):
-                grace = Deadline(REFUSAL_GRACE_S)
         limit_s = min(_LOOK_S, deadline.remaining())
 
 

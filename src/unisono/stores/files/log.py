@@ -325,17 +325,16 @@ class RecordLog:
                 raise
         self._position += len(data)
 
-    def compact(self, changes: Sequence[Change]) -> bool:
+    def compact(self, changes: Sequence[Change]) -> None:
         """Replace the file by one with these changes only; the lock must be held.
 
-        Returns:
-            False if the file has several names, of which only one would lead to the new file.
+        A file with several names stays: only one of them would lead to the new file.
 
         Raises:
             OSError: The file is as before.
         """
         if os.stat(self.path).st_nlink > 1:
-            return False
+            return
         header = _header(self._run, self.label, self._number + 1)
         data = header + (_record(changes) if changes else b"")
         draft = os.path.join(os.path.dirname(self.path) or ".", f".{uuid.uuid4().hex}.new")
@@ -350,7 +349,6 @@ class RecordLog:
             raise
         self.begin(header)
         self._position = len(data)
-        return True
 
     def rewind(self) -> None:
         """Make the next `read` begin at the first record."""
@@ -394,6 +392,11 @@ def _header(run: str, label: str, number: int = 0) -> bytes:
 def _record(changes: Sequence[Change]) -> bytes:
     data = b"".join(map(_pack, changes))
     return _FRAME.pack(zlib.crc32(data), len(data)) + data
+
+
+def packed_bytes(change: Change) -> int:
+    """Return about how many bytes a change takes in the file."""
+    return _CHANGE.size + len(change.key) + len(change.first) + len(change.second)
 
 
 def _pack(change: Change) -> bytes:

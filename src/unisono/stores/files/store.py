@@ -21,7 +21,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.stores.api import DEFAULT_TIMEOUT, check_integer, check_path, require_outside
-from unisono.stores.files.log import Compacted, RecordLog
+from unisono.stores.files.log import Compacted, RecordLog, packed_bytes
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
 
@@ -32,8 +32,6 @@ _CLOSE_TIMEOUT_S = 5.0
 # A file from this size on is made anew if most of it has no effect any more. Larger: a process
 # that opens the file reads more. Smaller: a small job makes its file anew without a gain.
 _COMPACT_BYTES = 4 << 20
-# Of a record, before its key.
-_HEAD_BYTES = 13
 _LOG = get_logger("stores.file")
 _MAY_DO_NOTHING = {ChangeKind.POP, ChangeKind.DELETE, ChangeKind.WITHDRAW}
 
@@ -225,14 +223,12 @@ class _FileState:
         before = both * (self._joined - len(self._users))
         users = [Change(ChangeKind.JOIN, user) for user in sorted(self._users)]
         changes = [*before, *users, *self.table.changes()]
-        size = sum(len(change.key) + len(change.first) + _HEAD_BYTES for change in changes)
-        self._compact_at = max(_COMPACT_BYTES, 2 * self._log.nbytes)
-        if 4 * size < self._log.nbytes:
+        if 4 * sum(map(packed_bytes, changes)) < self._log.nbytes:
             try:
-                if self._log.compact(changes):
-                    self._compact_at = max(_COMPACT_BYTES, 2 * self._log.nbytes)
+                self._log.compact(changes)
             except OSError as error:
                 _LOG.debug("could not shorten %s: %s", self._log.path, error)
+        self._compact_at = max(_COMPACT_BYTES, 2 * self._log.nbytes)
 
     @contextmanager
     def _thread_lock(self, deadline: Deadline) -> Iterator[None]:

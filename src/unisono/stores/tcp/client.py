@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.base import config
@@ -35,7 +35,7 @@ from unisono.stores.api import (
 )
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp.connection import ConnectionPool
-from unisono.stores.tcp.handshake import TOKEN_HINT
+from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
 from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.start import StoreServer, start_server
 from unisono.stores.tcp.token import REFUSED_KEY
@@ -46,12 +46,25 @@ _KEY_PREFIX = "/"
 _INIT_KEY = "init/"
 _FORGOTTEN = b"-"
 _POLL_S = 0.01
-REFUSAL_GRACE_S = 10.0
-"""How long ranks are waited for after a host was refused: it may be of another job."""
+# How long ranks are waited for after a host was refused: it may be of another job.
+_REFUSAL_GRACE_S = 10.0
 _LOG = get_logger("stores.tcp")
 _MAX_PORT = 65535
 # Torch's C++ takes these words for true. Its Python, as also the launcher, writes "True".
 _TRUE = ("1", "t", "true", "y", "yes")
+
+
+class RefusalGrace:
+    """The time that ranks still have to come after the server has refused a host."""
+
+    def __init__(self) -> None:
+        self._limit: Deadline | None = None
+
+    def is_over(self, refused_client: Callable[[], str]) -> bool:
+        """Return whether it is over; it begins when `refused_client` first has an address."""
+        if self._limit is None and refused_client():
+            self._limit = Deadline(_REFUSAL_GRACE_S)
+        return self._limit is not None and self._limit.expired()
 
 
 class TCPStore(Store):
@@ -336,15 +349,12 @@ class TCPStore(Store):
 
     def _wait_for_workers(self, world_size: int, deadline: Deadline) -> None:
         joined = int(self._call(Op.ADD, _INIT_KEY, 1))
-        grace: Deadline | None = None
+        grace = RefusalGrace()
         while self._server is not None and joined < world_size:
-            client = self.refused_client()
-            if client and grace is None:
-                grace = Deadline(REFUSAL_GRACE_S)
-            if grace is not None and grace.expired():
+            if grace.is_over(self.refused_client):
                 raise StoreConnectionError(
                     f"{self!r} waits no longer for clients ({joined} of {world_size} joined): it "
-                    f"refused {client}, which is on another machine, because there is no token",
+                    f"{refused_text(self.refused_client())}",
                     hint=TOKEN_HINT,
                 )
             if deadline.expired():
