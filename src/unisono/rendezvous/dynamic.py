@@ -49,7 +49,7 @@ from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, report_gone
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 from unisono.stores.api import DEFAULT_TIMEOUT, changed_too_often
-from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import forget_refused, refused_client
 
 _LOG = get_logger("rendezvous")
@@ -340,7 +340,8 @@ class DynamicRendezvous:
         """Wait no longer for further nodes if the store has refused one for lack of a token."""
         came, needed = len(self._state.members), self._member.limits.min_nodes
         if came < needed and (client := refused_client(store)):
-            text = f"the rendezvous store {refused_text(client)}: {came} of {needed} nodes came"
+            text = f"the rendezvous store refused {client}, which is on another machine, because "
+            text += f"there is no token: {came} of {needed} nodes came"
             self._apply(store, Left(self._member.node.id, text))
             self._put_order(End(False, f"{text} ({TOKEN_HINT})"))
             self._leaving = True

@@ -26,7 +26,7 @@ from unisono.schedules.far import NEAR_US, far_apart, round_trip_class
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often
 from unisono.stores.tcp.client import RefusalGrace
-from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import forget_refused, may_refuse, refused_client
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
@@ -258,8 +258,8 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
                 time.sleep(_LATE_S)
             absent = name_ranks(missing) if missing else "other ranks"
             raise RendezvousError(
-                f"rank {rank} of {world_size} waits no longer for {absent}: the store "
-                f"{refused_text(client)}",
+                f"rank {rank} of {world_size} waits no longer for {absent}: the store refused "
+                f"{client}, which is on another machine, because there is no token",
                 context=context,
                 hint=TOKEN_HINT,
             ) from None

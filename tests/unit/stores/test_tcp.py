@@ -482,6 +482,17 @@ print("ready", flush=True)
 """
 
 
+def test_refused_client_ends_the_wait_for_clients(monkeypatch):
+    monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.0)
+    monkeypatch.setattr(TCPStore, "refused_client", lambda self: "10.0.0.9:4242")
+    line = (
+        r"waits no longer for clients \(1 of 2 joined\): it refused 10\.0\.0\.9:4242, which is on "
+        "another machine, because there is no token"
+    )
+    with pytest.raises(StoreConnectionError, match=line):
+        TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=20, token="")
+
+
 def test_killed_clients_do_no_harm(master):
     """SIGKILL in the middle of whatever they do; the others neither block nor see half a write."""
     states = [["get"], ["barrier"], ["queue_pop"], ["set"], ["add"], ["set", "add", "barrier"]]

@@ -21,7 +21,7 @@ from unisono.launcher.spec import Meeting
 from unisono.rendezvous.endpoint import is_host_of
 from unisono.rendezvous.state import Limits
 from unisono.stores import PrefixStore, Store
-from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import refused_client
 
 _POLL_S = 0.05
@@ -149,7 +149,8 @@ class Examiner:
                 raise RendezvousError("the examination of the hosts was canceled")
             if here < limits.min_nodes and (client := refused_client(store)):
                 raise RendezvousError(
-                    f"the store {refused_text(client)}",
+                    f"the store refused {client}, which is on another machine, because there is "
+                    "no token",
                     hint=TOKEN_HINT,
                 )
             if patience.expired():

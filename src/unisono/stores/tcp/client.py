@@ -35,7 +35,7 @@ from unisono.stores.api import (
 )
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp.connection import ConnectionPool
-from unisono.stores.tcp.handshake import TOKEN_HINT, refused_text
+from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.start import StoreServer, start_server
 from unisono.stores.tcp.token import REFUSED_KEY
@@ -352,9 +352,10 @@ class TCPStore(Store):
         grace = RefusalGrace()
         while self._server is not None and joined < world_size:
             if grace.is_over(self.refused_client):
+                client = self.refused_client()
                 raise StoreConnectionError(
                     f"{self!r} waits no longer for clients ({joined} of {world_size} joined): it "
-                    f"{refused_text(self.refused_client())}",
+                    f"refused {client}, which is on another machine, because there is no token",
                     hint=TOKEN_HINT,
                 )
             if deadline.expired():

@@ -41,11 +41,6 @@ _REASONS = {
 }
 
 
-def refused_text(client: str) -> str:
-    """Return what a server without a token did to a client, as the end of a sentence."""
-    return f"refused {client}, which is on another machine, because there is no token"
-
-
 def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadline) -> None:
     """Introduce this client and make sure that a TCPStore server answers.
 
