@@ -10,6 +10,8 @@ STUB := src/unisono/_engine.pyi
 SITE := .venv/.unisono-extra-docs
 RELEASE := .venv/.unisono-extra-release
 TORCH := torch==2.13.0
+# Kept between builds, so that after an edit only the changed C++ files are compiled.
+export SKBUILD_BUILD_DIR := build/{wheel_tag}
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal

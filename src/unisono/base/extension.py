@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from importlib import import_module
 from typing import Any
@@ -22,7 +23,7 @@ def _load() -> tuple[Any, str]:
         if error.name == _NAME:
             return (
                 None,
-                "the extension module was not built: there was no C++ compiler, or it failed",
+                f"the extension module was not built: {_why_not_built()}",
             )
         return None, f"the extension module cannot be loaded: {error}"
     except ImportError as error:
@@ -30,6 +31,17 @@ def _load() -> tuple[Any, str]:
     if not _fits(module):
         return None, _STALE
     return module, ""
+
+
+def _why_not_built() -> str:
+    """Return the error that pip's build left in the package; native/build_backend.py writes it."""
+    # Only here, because it takes 20 ms to import.
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if why := metadata.distribution("unisono").read_text("why_no_engine.txt"):
+            return why
+    return "there was no C++ compiler, or it failed"
 
 
 def _fits(module: Any) -> bool:

@@ -1,0 +1,118 @@
+"""`pip install` of a checkout: each build has a folder of its own, and a failed one says why."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("scikit_build_core", reason="pip would fetch it from an index")
+ROOT = Path(__file__).resolve().parents[2]
+# Instead of an engine it installs the name of its build folder, after both builds have begun.
+BOTH = """
+cmake_minimum_required(VERSION 3.18)
+project(unisono LANGUAGES NONE)
+file(TOUCH $ENV{MET}/$ENV{ME})
+file(WRITE ${CMAKE_BINARY_DIR}/_engine.so ${CMAKE_BINARY_DIR})
+while(NOT EXISTS $ENV{MET}/0 OR NOT EXISTS $ENV{MET}/1)
+  execute_process(COMMAND ${CMAKE_COMMAND} -E sleep 0.02)
+endwhile()
+install(FILES ${CMAKE_BINARY_DIR}/_engine.so DESTINATION unisono)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What a build needs, without the sources of the engine."""
+    copy = tmp_path / "checkout"
+    for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
+        copy.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, copy)
+    (copy / "native").mkdir()
+    shutil.copy(ROOT / "native/build_backend.py", copy / "native")
+    (copy / "src/unisono/base").mkdir(parents=True)
+    for name in ("__init__.py", "base/__init__.py", "base/extension.py"):
+        shutil.copy(ROOT / "src/unisono" / name, copy / "src/unisono" / name)
+    return copy
+
+
+def pip(*arguments, **variables):
+    names = ("SKBUILD_BUILD_DIR", "UNISONO_REQUIRE_NATIVE", "CXX", "CMAKE_CXX_COMPILER_LAUNCHER")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-m", "pip", *arguments, "--no-build-isolation", "--no-deps", "-q"]
+    return subprocess.Popen(
+        [*command, "--disable-pip-version-check"],
+        env=env | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_two_builds_of_one_checkout_at_once(tmp_path, checkout):
+    (checkout / "CMakeLists.txt").write_text(BOTH)
+    builds = [
+        pip("wheel", "-w", tmp_path / str(me), checkout, MET=str(tmp_path), ME=str(me))
+        for me in range(2)
+    ]
+    outputs = [build.communicate(timeout=60)[0] for build in builds]
+    assert [build.returncode for build in builds] == [0, 0], outputs
+    folders = set()
+    for me in range(2):
+        (wheel,) = (tmp_path / str(me)).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            folders.add(archive.read("unisono/_engine.so"))
+    assert len(folders) == 2
+
+
+def why(target):
+    program = "import unisono.base.extension as e; print(e.why_absent)"
+    # -S: else the finder of the developer's own editable installation finds it first.
+    command = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(target)}, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.strip() or done.stderr
+
+
+BROKEN = "#include <no_such_header.h>\nint main() { return undeclared; }\n"
+ABSENT = "the extension module was not built: "
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("c++", "fatal error: no_such_header.h: No such file"), ("no-such-compiler", "no-such-comp")],
+)
+def test_failed_build_leaves_its_first_error_in_the_package(tmp_path, checkout, compiler, reason):
+    if shutil.which(compiler) is None and compiler == "c++":
+        pytest.skip("there is no C++ compiler")
+    for name in ("kernels/kernels_isa.cpp", "core/a.cpp", "bindings/interface.cpp"):
+        (checkout / "native" / name).parent.mkdir()
+        (checkout / "native" / name).write_text(BROKEN)
+    shutil.copy(ROOT / "src/unisono/_engine.pyi", checkout / "src/unisono")
+    target = tmp_path / "target"
+    build = pip("install", "--target", target, checkout, CXX=compiler)
+    output = build.communicate(timeout=100)[0]
+    assert build.returncode == 0, output
+    told = why(target)
+    assert told.startswith(ABSENT), told
+    assert reason in told, told
+    # pip accepts what the list of the files says.
+    record = next(target.glob("unisono-*.dist-info/RECORD")).read_text()
+    assert "/why_no_engine.txt,sha256=" in record
+
+
+def test_build_that_must_have_the_engine_fails(tmp_path, checkout):
+    build = pip(
+        "install",
+        "--target",
+        tmp_path / "target",
+        checkout,
+        CXX="no-such-compiler",
+        UNISONO_REQUIRE_NATIVE="1",
+    )
+    assert "no-such-compiler" in build.communicate(timeout=100)[0]
+    assert build.returncode != 0
