@@ -1,4 +1,4 @@
-"""Build unisono for pip with scikit-build-core; a wheel without the C++ engine says why.
+"""Build unisono for pip with scikit-build-core; a wheel without the C++ engine has the reason.
 
 If the engine cannot be built, scikit-build-core makes a wheel of the Python part alone: see
 pyproject.toml. The first error in its output then goes into the wheel, beside the metadata,

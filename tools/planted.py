@@ -56,6 +56,7 @@ NEAREST = {
     "messages": "unit/engines unit/transports worlds faults",
     "mpi": "unit/engines worlds",
     "parallel": "unit/parallel torch faults",
+    "platform": "unit/platform unit/stores unit/transports launcher",
     "schedules": "unit/schedules worlds",
     "shared": "unit/engines worlds faults",
     "steps": "unit/engines worlds faults",

@@ -34,8 +34,8 @@ import numpy as np
 
 import unisono as dist
 from unisono import errors
-from unisono.base.host import stat_fields
 from unisono.groups import membership, membership_store
+from unisono.platform.processes import stat_fields
 from unisono.stores import PrefixStore, TCPStore
 from unisono.testing.hosts import Host, Network, why_no_hosts
 

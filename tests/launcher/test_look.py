@@ -25,8 +25,9 @@ from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import Job, jobs_of, verdict_of
 from unisono.cli.main import main
 from unisono.errors import LaunchError, UnisonoError
+from unisono.platform.network import listeners
+from unisono.platform.peer_user import user_of_peer
 from unisono.stores import HashStore, TCPStore
-from unisono.stores.tcp.peer_uid import user_of_peer
 from unisono.transports.connect import VIEWERS, connect
 from unisono.transports.tcp import status
 from unisono.transports.tcp.address import (
@@ -320,9 +321,9 @@ def test_stranger_on_the_port_of_an_ended_rank_cannot_answer():
 def test_listener_of_another_user_is_not_asked(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert ask._listeners(os.getpid())[port] == "127.0.0.1"
+        assert listeners(os.getpid())[port] == "127.0.0.1"
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        assert port not in ask._listeners(os.getpid())
+        assert port not in listeners(os.getpid())
 
 
 def test_answer_is_for_one_question():

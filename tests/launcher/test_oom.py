@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.cgroups import small_cgroup
 from tests.support.launches import RUN
-from unisono.base import host
 from unisono.launcher.workers import oom
+from unisono.platform import machine, memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -41,13 +41,14 @@ def kernel(monkeypatch, tmp_path):
     for name in ("memory.events", "vmstat"):
         (tmp_path / name).write_text("low 0\noom_kill 3\n")
     (tmp_path / "memory.max").write_text("1048576\n")
-    real = oom.read_text
+    real = memory.read_text
+    counts = str(tmp_path / "vmstat")
     monkeypatch.setattr(
-        oom, "read_text", lambda path: real(path.replace("/proc/vmstat", str(tmp_path / "vmstat")))
+        memory, "read_text", lambda path: real(path.replace("/proc/vmstat", counts))
     )
     files = str(tmp_path / "memory.events"), str(tmp_path / "memory.max")
-    monkeypatch.setattr(oom, "_cgroup_files", lambda: files)
-    monkeypatch.setattr(oom, "_open_end_of_kernel_log", lambda: None)
+    monkeypatch.setattr(memory, "_cgroup_files", lambda: files)
+    monkeypatch.setattr(oom, "open_end_of_kernel_log", lambda: None)
     return tmp_path
 
 
@@ -76,7 +77,7 @@ def test_a_count_that_did_not_rise_excludes_the_cause(kernel, unreadable, expect
 
 
 def test_worker_that_another_process_kills(launches):
-    if oom._field("/proc/vmstat", "oom_kill") is None:
+    if memory.kills().on_host is None:
         pytest.skip("the kernel does not count its kills")
     _, _, err = launches.run(script="import os\nos.kill(os.getpid(), 9)\n")
     assert err.splitlines()[-1].endswith(" was killed by SIGKILL")
@@ -85,7 +86,7 @@ def test_worker_that_another_process_kills(launches):
 def test_what_the_log_says(kernel, monkeypatch):
     log, kernel_end = os.pipe()
     os.set_blocking(log, False)
-    monkeypatch.setattr(oom, "_open_end_of_kernel_log", lambda: log)
+    monkeypatch.setattr(oom, "open_end_of_kernel_log", lambda: log)
     with oom.OomWatch() as watch, open(kernel_end, "wb", buffering=0) as writer:
         writer.write(b"6,1,2,-;Memory cgroup out of memory: Killed process 123 (python) total-vm\n")
         for _ in range(2):
@@ -106,5 +107,5 @@ def test_what_the_log_says(kernel, monkeypatch):
     ],
 )
 def test_files_of_the_cgroup(monkeypatch, text, expected):
-    monkeypatch.setattr(host, "read_text", lambda path: text)
-    assert oom._cgroup_files() == tuple(f"/sys/fs/cgroup/{name}" for name in expected)
+    monkeypatch.setattr(machine, "read_text", lambda path: text)
+    assert memory._cgroup_files() == tuple(f"/sys/fs/cgroup/{name}" for name in expected)

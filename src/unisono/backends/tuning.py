@@ -16,10 +16,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from unisono.base import config
-from unisono.base.host import cpu_model, reason_of
+from unisono.base.host import reason_of
 from unisono.base.log import get_logger, log_once
 from unisono.engines import Communicator, Engine
 from unisono.errors import InvalidArgumentError
+from unisono.platform.machine import cpu_model
 from unisono.schedules.tables import Shape, Table
 
 _log = get_logger("tuning")

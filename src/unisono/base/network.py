@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import ipaddress
 import logging
 import socket
-import struct
 
 from unisono.base import config
 from unisono.base.log import get_logger, log_once
 from unisono.base.sockets import is_loopback
 from unisono.errors import InvalidArgumentError
-
-# Linux's request for the IPv4 address of an interface; other systems answer with an error.
-_SIOCGIFADDR = 0x8915
+from unisono.platform.network import interfaces
 
 _LOG = get_logger("network")
 
@@ -41,23 +36,6 @@ def served_host(host: str) -> str:
     its name elsewhere. Without a sign of other hosts, a server at localhost is for this host.
     """
     return "::" if is_loopback(host) and spans_hosts() else host
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each network interface, as far as Linux lists them."""
-    found: dict[str, list[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
-        for digits, _, _, scope, _, name in map(str.split, table):
-            if scope in ("00", "10"):  # global or the host's; others are useless alone
-                address = str(ipaddress.ip_address(bytes.fromhex(digits)))
-                found.setdefault(name, []).append(address)
-    return found
 
 
 def named_hosts() -> list[str]:

@@ -11,7 +11,8 @@ import os
 import platform
 import uuid
 
-from unisono.base.host import stat_fields
+from unisono.platform.machine import boot_and_processes
+from unisono.platform.processes import stat_fields
 
 _FIELDS = 5
 # Joins the fields of a name. It must be valid in file names, because a name is part of them.
@@ -67,12 +68,9 @@ def describe(user: str) -> str:
 @functools.cache
 def _machine() -> str:
     """Return the id of this boot and of the process id namespace, which differs per container."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return platform.node().replace("/", "_").replace(_JOINT, "_")
+    if known := boot_and_processes():
+        return "{}-{}".format(*known)
+    return platform.node().replace("/", "_").replace(_JOINT, "_")
 
 
 @functools.cache

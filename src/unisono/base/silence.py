@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-import struct
-from typing import NamedTuple
 
 from unisono.base import config
 from unisono.base.sockets import is_local
 from unisono.errors import InvalidArgumentError
+from unisono.platform.network import tcp_info
 
 LOOK_S = 1.0
 """Pause between two looks at a connection; a longer one delays the error of a lost host."""
@@ -30,40 +29,6 @@ HOST_FAILED = "so the host or the network has failed"
 
 # Probes of an idle connection begin after this part of the limit.
 _IDLE_PART = 0.3
-
-# Retransmissions, unanswered probes, packets without an acknowledgement. Milliseconds since data
-# were sent, data came, and an acknowledgement came. Bytes that were not sent yet. The shortest
-# round trip in microseconds.
-_TCP_INFO = struct.Struct("=2xBB 20x I 16x I 4x II 84x II")
-
-
-class _Info(NamedTuple):
-    retransmits: int
-    probes: int
-    unacknowledged: int
-    sent_ms: int
-    received_ms: int
-    acknowledged_ms: int
-    unsent_bytes: int
-    round_trip_us: int
-
-    @property
-    def heard_s(self) -> float:
-        """Seconds since the last packet came."""
-        return min(self.received_ms, self.acknowledged_ms) / 1000
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether the host has not answered the last packet.
-
-        If the receive buffer of a stopped process is full, its host answers each packet without
-        acknowledging data. The kernel then sends one at intervals of up to 2 minutes.
-        """
-        if self.unacknowledged:
-            return self.acknowledged_ms >= self.sent_ms
-        # An idle connection is probed all the time. A probe that this host cannot send, because its
-        # network is down, does not count as unanswered.
-        return self.probes > 0 or not self.unsent_bytes
 
 
 def host_timeout_s() -> float:
@@ -119,7 +84,7 @@ def silent_s(sock: socket.socket) -> float:
 
     One look may come just after a probe, before its answer can be here; two in a row may not.
     """
-    state = _state_of(sock)
+    state = tcp_info(sock)
     return state.heard_s if state is not None and state.is_owed else 0.0
 
 
@@ -130,7 +95,7 @@ def round_trip_us(sock: socket.socket) -> int | None:
     """
     if is_local(sock):
         return 0
-    state = _state_of(sock)
+    state = tcp_info(sock)
     return state.round_trip_us if state is not None else None
 
 
@@ -143,7 +108,7 @@ def silence_on(sock: socket.socket) -> str:
         host = sock.getpeername()[0]
     except OSError:
         return ""
-    state = _state_of(sock)
+    state = tcp_info(sock)
     if state is None or (state.unacknowledged and not state.retransmits):
         return ""  # unknown, or too early to know
     if state.unacknowledged:
@@ -155,11 +120,3 @@ def has_vanished(host: str, silent_s: float) -> str:
     """Return the text about a host that acknowledges nothing."""
     silent = f"host {host} has acknowledged nothing for {silent_s:.1f} s"
     return f"{silent}, {HOST_FAILED}"
-
-
-def _state_of(sock: socket.socket) -> _Info | None:
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        return _Info(*_TCP_INFO.unpack(info))
-    except (AttributeError, OSError, struct.error):
-        return None

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from unisono.base.host import is_of_this_user, read_text
 from unisono.base.where import Row, is_of_user
+from unisono.platform.files import lock
+from unisono.platform.memory import new_memory_file
+from unisono.platform.processes import (
+    IS_LINUX,
+    catches,
+    is_of_this_user,
+    open_file_of,
+    open_files,
+)
 
 _NAME = "unisono-stack"
 _LONGEST_NAME = 200
@@ -38,7 +44,7 @@ def offer_stack() -> None:
     signal itself.
     """
     # The launcher makes each rank the leader of a session. The children have its variables, too.
-    if sys.platform != "linux" or os.getsid(0) != os.getpid():
+    if not IS_LINUX or os.getsid(0) != os.getpid():
         return
     places = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")]
     if not all(places) or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
@@ -47,8 +53,7 @@ def offer_stack() -> None:
     with contextlib.suppress(ValueError, OSError):  # not the main thread; an old kernel
         # At its end the interpreter sets this again. With the default, a signal would then kill it.
         signal.signal(_SIGNAL, signal.SIG_IGN)
-        fd = os.memfd_create(name[:_LONGEST_NAME])
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        fd = new_memory_file(name[:_LONGEST_NAME], os.O_APPEND)
         # The stacks of other threads change while the handler would read them.
         faulthandler.register(_SIGNAL, file=fd, all_threads=False)
 
@@ -73,8 +78,8 @@ def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
                 if not is_of_this_user(pid) or (found := _find(pid)) is None:
                     continue
                 fd, words = found
-                file = opened.enter_context(open(f"/proc/{pid}/fd/{fd}", "rb+", buffering=0))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another client reads
+                file = opened.enter_context(open_file_of(pid, fd))
+                lock(file)  # another client reads
                 file.truncate(0)
                 os.kill(pid, _SIGNAL)
                 asked.append((file, pid, words))
@@ -92,24 +97,16 @@ def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
     ]
 
 
-def _find(pid: int) -> tuple[str, list[str]] | None:
+def _find(pid: int) -> tuple[int, list[str]] | None:
     """Return the descriptor and (rank, world size, run id); None if the process offers no stack."""
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)")
-            name, _, rest = target.partition(":")[2].partition(":")
-            owner, *words = rest.split(":", 3)
-            # A child of the process has the file, too. The program may have changed the variables.
-            is_rank = len(words) == 3 and words[0].isdecimal() and words[1].isdecimal()
-            if name == _NAME and owner == str(pid) and is_rank and _catches(pid):
-                return fd, words
+    for fd, target in open_files(pid).items():
+        name, _, rest = target.removesuffix(" (deleted)").partition(":")[2].partition(":")
+        owner, *words = rest.split(":", 3)
+        # A child of the process has the file, too. The program may have changed the variables.
+        is_rank = len(words) == 3 and words[0].isdecimal() and words[1].isdecimal()
+        if name == _NAME and owner == str(pid) and is_rank and catches(pid, _SIGNAL):
+            return fd, words
     return None
-
-
-def _catches(pid: int) -> bool:
-    """Whether the process handles the signal."""
-    caught = re.search(r"^SigCgt:\s*(\w+)", read_text(f"/proc/{pid}/status"), re.M)
-    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
 
 
 def _rows(text: str) -> list[Row]:

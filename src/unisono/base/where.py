@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from types import FrameType
 
-from unisono.base.host import read_text, stat_fields
+from unisono.platform.processes import stat_fields, wait_channel
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
@@ -25,7 +25,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 # the interpreter, and so the rank, for a second.
 _MOST_FRAMES = 1000
 
-# Number of the field in /proc/PID/stat, counted from the state.
+# Number of the field of `stat_fields`, counted from the state.
 _MAJOR_FAULTS = 9
 
 # For how long page faults are counted, and how many of them make a process slow. A process that
@@ -90,8 +90,7 @@ def _state(pid: int, before: list[str]) -> str:
     faults = int(fields[_MAJOR_FAULTS]) - int(before[_MAJOR_FAULTS])
     if faults >= _FAULTS:
         return f"reads its memory from disk ({faults / _FAULTS_S:.0f} page faults a second)"
-    channel = read_text(f"/proc/{pid}/wchan").strip("0 \n")
-    wait = f" ({channel})" if channel else ""
+    wait = f" ({channel})" if (channel := wait_channel(pid)) else ""
     return _STATES.get(fields[0], "does not answer").format(wait=wait)
 
 

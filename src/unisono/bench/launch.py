@@ -26,7 +26,7 @@ from unisono.errors import (
 )
 from unisono.launcher.environment import LOOPBACK
 from unisono.launcher.spawn import SpawnContext
-from unisono.launcher.workers.worker import parent_death_hook
+from unisono.platform.processes import parent_death_hook
 from unisono.stores import TCPStore
 from unisono.testing.hosts import Host, Network, why_no_hosts
 

@@ -12,8 +12,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.base.host import cpu_model, usable_cores
 from unisono.bench.plan import OPS, BenchPlan
+from unisono.platform.machine import cpu_model, load_average, usable_cores
 
 Row = dict[str, Any]
 
@@ -70,7 +70,7 @@ def document(plan: BenchPlan, table: Table, arguments: Sequence[str]) -> dict[st
     return {
         "command": ["unisono", *arguments],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {**table.machine, "load_after": round(os.getloadavg()[0], 2)},
+        "machine": {**table.machine, "load_after": round(load_average(), 2)},
         "group": table.group,
         "plan": plan.fields(),
         "notes": table.notes,
@@ -88,7 +88,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_before": round(load_average(), 2),
     }
 
 

@@ -30,7 +30,7 @@ from unisono.bench.data import Data, GPUData
 from unisono.bench.libraries import Library, TimedCall, mpi_rank, open_library
 from unisono.bench.plan import OPS, BenchPlan, Case, cases
 from unisono.launcher.environment import LOOPBACK
-from unisono.launcher.workers.worker import parent_death_hook
+from unisono.platform.processes import parent_death_hook
 from unisono.stores import TCPStore
 
 QUEUE = "bench/messages"

@@ -23,7 +23,7 @@ import numpy as np
 from unisono.backends import GroupSpec
 from unisono.base import config
 from unisono.base.deadline import Timeout
-from unisono.base.host import available_memory_bytes, reason_of
+from unisono.base.host import reason_of
 from unisono.base.log import get_logger, log_once
 from unisono.base.streams import on_host
 from unisono.base.types import dtype_of_numpy
@@ -38,12 +38,16 @@ from unisono.errors import (
 )
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import require_group
+from unisono.platform.memory import (
+    available_memory_bytes,
+    has_memory_files,
+    new_memory_file,
+    open_memory_of,
+    reserve,
+)
 from unisono.stores import PrefixStore
 
 _log = get_logger("c10d.shared_arrays")
-
-_PART_BYTES = 4 << 20
-"""The kernel makes this much memory at once."""
 
 _APART = (
     "cannot open the shared array of another rank of this host (%s): this rank has its own copy"
@@ -250,7 +254,7 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
         raise InvalidArgumentError(
             f"an array cannot have shape={shape!r}, dtype={dtype!r}: {error}"
         ) from None
-    if not hasattr(os, "memfd_create"):
+    if not has_memory_files():
         raise UnsupportedError("shared_array needs memfd_create, which this system does not have")
     return sizes, kind
 
@@ -293,20 +297,14 @@ def _made(nbytes: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
         # The kernel would grant the memory, and later kill a process.
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}, {free} bytes are available")
     name = f"unisono-array-{uuid.uuid4().hex}"
-    fd = os.memfd_create(name)
+    fd = new_memory_file(name)
     stack.callback(os.close, fd)
-    # Otherwise a later write ends in SIGBUS if no memory is left then.
-    # A signal, such as Ctrl-C, is handled between two parts. On older kernels a signal that comes
-    # while memory is made undoes the part, so a large part would never end under a timer.
-    for start in range(0, nbytes, _PART_BYTES):
-        os.posix_fallocate(fd, start, min(_PART_BYTES, nbytes - start))
+    reserve(fd, nbytes)
     return os.getpid(), fd, name
 
 
 def _opened(made: tuple[int, int, str], stack: contextlib.ExitStack) -> int:
     pid, fd, name = made
-    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    opened = open_memory_of(pid, fd, name)
     stack.callback(os.close, opened)
-    if os.readlink(f"/proc/self/fd/{opened}") != f"/memfd:{name} (deleted)":
-        raise OSError(errno.EXDEV, "it is not the same")
     return opened

@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.base.host import usable_cores
 from unisono.cli.flags import add_flag, non_negative, seconds
 from unisono.errors import InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import Meeting
+from unisono.platform.machine import usable_cores
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits

@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from unisono.base import config
-from unisono.base.host import usable_cores
 from unisono.bench.plan import OPS, Sizes, parse_nbytes
 from unisono.cli.flags import add_parser, checked, positive, seconds
 from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError
+from unisono.platform.machine import load_average, usable_cores
 
 if TYPE_CHECKING:
     from unisono.bench.tuning import TuningPlan
@@ -112,7 +112,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
     from unisono.schedules.tables import Table
     from unisono.schedules.tuning import rules_of, topology_of
 
-    start_s, load = time.perf_counter(), os.getloadavg()[0]
+    start_s, load = time.perf_counter(), load_average()
     # The file may not exist yet, and the measurement must not depend on an older table.
     named = config.get("UNISONO_TUNING")
     os.environ["UNISONO_TUNING"] = "0"

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from unisono.base import config
 from unisono.base.extension import extension as native
 from unisono.base.extension import why_absent
-from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.mpi_engine import MPIEngine
@@ -18,8 +17,10 @@ from unisono.engines.mpi_library import library
 from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
-from unisono.engines.shared_memory import host_id, memory_kind
+from unisono.engines.shared_memory import host_id
 from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.platform.machine import usable_cores
+from unisono.platform.memory import memory_kind
 
 _log = get_logger("engines")
 

@@ -22,7 +22,6 @@ import numpy as np
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
-from unisono.base.host import usable_cores
 from unisono.base.types import dtype_named
 from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
@@ -34,6 +33,7 @@ from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
 from unisono.engines.shared_memory import share_memory
 from unisono.errors import UnsupportedError
+from unisono.platform.machine import usable_cores
 from unisono.transports.control import Question
 from unisono.transports.messages import Failure, Kind
 

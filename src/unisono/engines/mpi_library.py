@@ -29,6 +29,7 @@ from unisono.base.extension import why_absent as why_no_engine
 from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.errors import UnsupportedError
+from unisono.platform.processes import loaded_files
 from unisono.rendezvous.pmi import PMIServer
 
 _log = get_logger("engines.mpi")
@@ -282,9 +283,7 @@ def unlink_shared_memory() -> None:
 
     All ranks of the host must have it open.
     """
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    for path in {line[line.find("/dev/shm/") :] for line in lines if "/mpich_shm_" in line}:
+    for path in {file for file in loaded_files() if "/mpich_shm_" in file}:
         Path(path).unlink(missing_ok=True)
 
 

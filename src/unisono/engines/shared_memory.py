@@ -12,7 +12,6 @@ import logging
 import os
 import struct
 import uuid
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator
 from unisono.engines.reference import Run
+from unisono.platform.machine import boot_and_processes
 
 _log = get_logger("engines.native")
 
@@ -56,30 +56,13 @@ def memory_host() -> str:
 
     It is unique on a rank that must not share memory.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Memory is opened through a process id. Each container numbers its own processes, so two
-        # containers on one machine count as two hosts.
-        container = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
+    if (known := boot_and_processes()) is None:
         return ""
+    # Memory is opened through a process id. Each container numbers its own processes, so two
+    # containers on one machine count as two hosts.
+    boot, container = known
     alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
     return f"{boot}/{container}{alone}"
-
-
-def memory_kind() -> str:
-    """Return "memfd", or the reason why processes cannot open each other's memory here."""
-    if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create"
-    try:
-        made = os.memfd_create("unisono-probe")
-        try:
-            os.close(os.open(f"/proc/{os.getpid()}/fd/{made}", os.O_RDWR | os.O_CLOEXEC))
-        finally:
-            os.close(made)
-    except OSError as error:
-        return f"{error.strerror}: {error.filename or 'memfd_create'}"
-    return "memfd"
 
 
 def share_memory(comm: Communicator, run: Run) -> tuple[Any, list[int]] | None:

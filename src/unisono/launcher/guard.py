@@ -23,6 +23,7 @@ from unisono.errors import LaunchError
 from unisono.launcher.report import signal_name
 from unisono.launcher.signals import PASSED_ON
 from unisono.launcher.workers.descendants import Descendants
+from unisono.platform.processes import IS_LINUX
 
 _KILL_TIMEOUT_S = 10.0
 _NO_ENDS = {signal.SIGCHLD, signal.SIGTSTP}
@@ -114,7 +115,7 @@ def _guard(launcher: int, descendants: Descendants, awaited: Collection[signal.S
 def _end_with_guard(life: int, descendants: Descendants) -> None:
     """Wait for the end of the guard, which alone has the other end of a pipe, and end too."""
     os.read(life, 1)
-    if sys.platform != "linux":
+    if not IS_LINUX:
         # Descendants cannot be listed there, but the agent can stop its workers.
         os.kill(os.getpid(), signal.SIGTERM)
         return

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
+from unisono.platform.memory import new_memory_file
+
 _ALIGNMENT = 64
 
 
@@ -74,8 +76,8 @@ class Payload:
 
 def _memory_file() -> int:
     try:
-        return os.memfd_create("unisono-payload")
-    except (AttributeError, OSError):
+        return new_memory_file("unisono-payload")
+    except OSError:
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 

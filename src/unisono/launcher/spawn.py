@@ -43,7 +43,7 @@ from unisono.launcher.payload import CallArguments
 from unisono.launcher.report import ExitLog, leavers
 from unisono.launcher.signals import deferred, run_deferred
 from unisono.launcher.spec import GRACE_S
-from unisono.launcher.workers.worker import parent_death_hook
+from unisono.platform.processes import parent_death_hook
 from unisono.stores import TCPStore
 
 R = TypeVar("R", covariant=True)

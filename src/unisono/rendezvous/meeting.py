@@ -18,10 +18,10 @@ from collections.abc import Mapping
 
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
-from unisono.base.host import stat_fields
 from unisono.base.network import chosen_hosts, published_hosts, reachable_hosts
 from unisono.base.ports import allowed_ports
 from unisono.errors import Context, RendezvousError
+from unisono.platform.processes import initial_environment, stat_fields
 from unisono.rendezvous.launchers import LauncherPlace, first_value
 from unisono.rendezvous.pmi import carry
 from unisono.rendezvous.search import ANSWER_S, search, serve_at
@@ -255,17 +255,9 @@ def _launcher_process(marker: str) -> str:
     may be a shell or another wrapper, which has the variable.
     """
     pid, started = _parent(os.getpid())
-    while pid > 1 and marker.encode() in _initial_environment(pid):
+    while pid > 1 and marker in initial_environment(pid):
         pid, started = _parent(pid)
     return f"{pid} {started}"
-
-
-def _initial_environment(pid: int) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []  # a process of another user is no wrapper of a rank
 
 
 def _parent(pid: int) -> tuple[int, str]:

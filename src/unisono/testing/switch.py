@@ -162,7 +162,8 @@ def main(gbps: str, delay_s: str, buffer_bytes: str, *pids: str) -> None:
         [_open_device(pid) for pid in pids], float(gbps), float(delay_s), int(buffer_bytes)
     )
     with contextlib.suppress(OSError):  # busy ranks would delay frames by more than their link
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(5))
+        if sys.platform == "linux":
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(5))
     gc.disable()
     print("ready", flush=True)
     switch.run()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 from collections.abc import Sequence
 from itertools import islice
 
-from unisono.base.host import read_text
+from unisono.platform.machine import clock_name
 from unisono.trace.flight_recorder import GroupRecords, Origin, RankRecords
 from unisono.trace.records import GroupTrace, all_traces, read_clocks
 from unisono.trace.ring import RECORDS
@@ -46,15 +45,3 @@ def live_records(rank: int) -> RankRecords:
     traces = [trace for trace in all_traces() if trace.rank == rank][-_MOST_RECORDS:]
     most = min(RECORDS, _MOST_RECORDS // max(1, len(traces)))
     return records_of(rank, traces, most, runs=True)
-
-
-def clock_name() -> str:
-    """Return a name for the monotonic clock of this process.
-
-    All processes of a host read one clock, unless the host starts again or they are in different
-    time namespaces.
-    """
-    name = read_text("/proc/sys/kernel/random/boot_id").strip() or platform.node()
-    with contextlib.suppress(OSError):
-        name += f" {os.readlink('/proc/self/ns/time')}"
-    return name

@@ -10,7 +10,7 @@ from functools import partial
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.host import GUARD_HINT, is_importing_main, usable_cores
+from unisono.base.host import GUARD_HINT, is_importing_main
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.base.text import name_ranks
 from unisono.errors import (
@@ -22,6 +22,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
+from unisono.platform.machine import usable_cores
 from unisono.schedules.far import NEAR_US, far_apart, round_trip_class
 from unisono.stores import HashStore, PrefixStore, Store
 from unisono.stores.api import changed_too_often

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from unisono.base.extension import extension as engine
-from unisono.base.host import read_text
+from unisono.platform.proc import read_text
 
 pytestmark = pytest.mark.skipif(engine is None, reason="the C++ engine is not built")
 

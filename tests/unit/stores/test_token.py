@@ -20,8 +20,8 @@ from tests.support.ports import reserved_port
 from tests.support.programs import python, start_python
 from unisono.base.sockets import listen
 from unisono.errors import HandshakeError
+from unisono.platform.peer_user import is_foreign
 from unisono.stores import TCPStore, start_server
-from unisono.stores.tcp.peer_uid import is_foreign
 from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
 from unisono.stores.tcp.wire import MAGIC, Op, encode_request

@@ -8,10 +8,9 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
+import math
 import os
 import platform
-import re
-import resource
 import secrets
 import socket
 import subprocess
@@ -23,14 +22,10 @@ from dataclasses import asdict, replace
 from unisono import __version__
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.host import (
-    available_memory_bytes,
-    memory_cgroup,
-    read_text,
-    reason_of,
-    usable_cores,
-)
+from unisono.base.host import reason_of
 from unisono.cli.doctor.facts import Host, Limits, Sharing
+from unisono.platform.machine import cpu_quota, huge_pages, most_descriptors, usable_cores
+from unisono.platform.memory import available_memory_bytes, why_not_readable
 
 _NAME_S = 2.0
 """Seconds for the look-up of all names. A name server that does not answer takes 5 and more."""
@@ -99,32 +94,17 @@ def _version(package: str) -> str:
 
 
 def _limits() -> Limits:
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors, quota = most_descriptors(), cpu_quota()
     return Limits(
         cores=usable_cores(),
-        cpu_quota=_cpu_quota(),
+        cpu_quota=None if quota == math.inf else quota,
         memory_bytes=available_memory_bytes(),
-        descriptors=sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors,
+        descriptors=sys.maxsize if descriptors == math.inf else int(descriptors),
     )
-
-
-def _cpu_quota() -> float | None:
-    """Return the least quota of this process's cgroups (version 2); None without a limit."""
-    root, path = memory_cgroup()
-    least: float | None = None
-    while True:
-        words = read_text(f"{root}{path}/cpu.max").split()
-        if len(words) == 2 and all(map(str.isdecimal, words)):
-            quota = int(words[0]) / int(words[1])
-            least = quota if least is None else min(least, quota)
-        if not path:
-            return least
-        path = path.rpartition("/")[0]
 
 
 def _sharing() -> Sharing:
     """Try in a second process what the ranks of a host do with each other."""
-    pages = re.search(r"\[(\w+)\]", read_text("/sys/kernel/mm/transparent_hugepage/enabled"))
     proof = ctypes.create_string_buffer(secrets.token_bytes(_PROOF_BYTES), _PROOF_BYTES)
     # The child reads its parent, as a rank reads its sibling; a parent may always read its child.
     words = [str(os.getpid()), str(ctypes.addressof(proof)), proof.raw.hex()]
@@ -141,23 +121,7 @@ def _sharing() -> Sharing:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Sharing(engine="", shared_memory=last)
-    return replace(Sharing(**json.loads(done.stdout)), huge_pages=pages[1] if pages else "")
-
-
-def why_not_readable(pid: int, address: int, proof: bytes) -> str:
-    """Return why this process cannot read `proof` in another process; "" if it can."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv"):
-        return "this system does not have it"
-    found = ctypes.create_string_buffer(len(proof))
-    # struct iovec: an address and a length.
-    here = (ctypes.c_size_t * 2)(ctypes.addressof(found), len(proof))
-    there = (ctypes.c_size_t * 2)(address, len(proof))
-    one, no_flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    got = libc.process_vm_readv(pid, here, one, there, one, no_flags)
-    if got == len(proof) and found.raw == proof:
-        return ""
-    return os.strerror(ctypes.get_errno()) if got < 0 else "the process number is another's"
+    return replace(Sharing(**json.loads(done.stdout)), huge_pages=huge_pages())
 
 
 def _report(pid: str, address: str, proof: str) -> None:

@@ -23,6 +23,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
 from unisono.base.sockets import connect_first, format_address, is_loopback
 from unisono.cli.doctor.facts import Link
+from unisono.platform.network import resent
 
 MESSAGE_BYTES = 64 * 1024
 """A message of the measurement of rates. With fewer bytes it would measure Python; with more, a
@@ -216,7 +217,7 @@ class Probe:
                     done += 1
         if done:
             self._facts["rate_bytes_s"] = done * MESSAGE_BYTES / (time.perf_counter() - begin_s)
-        self._facts["resent"] = _resent(sock)
+        self._facts["resent"] = resent(sock)
 
     def close(self) -> None:
         """End the connection."""
@@ -280,20 +281,6 @@ def _receive(sock: socket.socket, nbytes: int) -> bytes:
             raise EOFError("the connection ended")
         view = view[got:]
     return bytes(data)
-
-
-def _resent(sock: socket.socket) -> float | None:
-    """Return the share of packets that the kernel sent again; None if it does not count them.
-
-    Source: struct tcp_info of <linux/tcp.h>, tcpi_total_retrans and tcpi_segs_out.
-    """
-    if not hasattr(socket, "TCP_INFO"):
-        return None
-    with contextlib.suppress(OSError, struct.error):
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 140)
-        again, packets = (struct.unpack_from("=I", info, offset)[0] for offset in (100, 136))
-        return again / packets if packets else None
-    return None
 
 
 def _family(host: str) -> int:

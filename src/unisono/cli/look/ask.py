@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from unisono.base.host import is_of_this_user, read_text, resident_bytes, stat_fields
 from unisono.base.stacks import OfferedStack, offered_stacks
 from unisono.base.where import place_of
+from unisono.platform.network import listeners, network_of
+from unisono.platform.processes import (
+    all_pids,
+    initial_environment,
+    is_of_this_user,
+    resident_bytes,
+    stat_fields,
+    thread_names,
+)
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.stores import TCPStore
 from unisono.transports.connect import VIEWERS
@@ -186,15 +192,14 @@ def _state_of_stack(offered: OfferedStack) -> State:
 
 def _candidates(which: str | None) -> list[int]:
     """Return processes of this user that may be ranks."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    mine = [pid for pid in pids if is_of_this_user(pid)]
+    mine = [pid for pid in all_pids() if is_of_this_user(pid)]
     if which is None:
         return mine
     if which.isdecimal():
         parents = {pid: int(fields[1]) for pid in mine if (fields := stat_fields(pid))}
         return [pid for pid in mine if int(which) in _line_of(pid, parents)]
-    sign = f"\0TORCHELASTIC_RUN_ID={which}\0"
-    return [pid for pid in mine if sign in f"\0{read_text(f'/proc/{pid}/environ')}\0"]
+    sign = f"TORCHELASTIC_RUN_ID={which}"
+    return [pid for pid in mine if sign in initial_environment(pid)]
 
 
 def _line_of(pid: int, parents: dict[int, int]) -> Iterator[int]:
@@ -208,31 +213,10 @@ def _listening(pids: Iterable[int]) -> Iterator[Endpoint]:
     """Return an address of each socket on which these processes listen for ranks."""
     tables: dict[int, dict[int, str]] = {}
     for pid in pids:
-        names = []
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                names.append(read_text(f"/proc/{pid}/task/{thread}/comm").strip())
+        names = thread_names(pid)
         for port in {int(name.removeprefix(THREAD)) for name in names if name.startswith(THREAD)}:
             with contextlib.suppress(OSError, KeyError):
-                network = os.stat(f"/proc/{pid}/ns/net").st_ino
+                network = network_of(pid)
                 if network not in tables:
-                    tables[network] = _listeners(pid)
+                    tables[network] = listeners(pid)
                 yield tables[network][port], port, NO_KEY
-
-
-def _listeners(pid: int) -> dict[int, str]:
-    """Return an address for each port on which this user listens in the network of a process."""
-    found: dict[int, str] = {}
-    for name, family in _TABLES:
-        for line in read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
-            _, local, _, state, _, _, _, user, *_ = line.split(None, 8)
-            digits, _, port = local.partition(":")
-            if state == _LISTENS and int(user) == os.geteuid():
-                found.setdefault(int(port, 16), _address(digits, family))
-    return found
-
-
-def _address(digits: str, family: int) -> str:
-    """Return the address that /proc/net/tcp has in words of the machine's byte order."""
-    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
-    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

@@ -15,10 +15,10 @@ from unisono.cli.look.ask import Endpoint, exchange
 from unisono.cli.look.verdict import Job
 from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError, UnisonoError
+from unisono.platform.machine import clock_name
 from unisono.trace.clocks import Trip
 from unisono.trace.decoding import decode
 from unisono.trace.flight_recorder import RankRecords
-from unisono.trace.snapshot import clock_name
 from unisono.transports.tcp.wire import CLOCK, CLOCK_TIME, RECORDS
 
 # A pickle or JSON of more bytes than these is refused before it is read.

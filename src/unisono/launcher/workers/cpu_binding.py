@@ -6,15 +6,13 @@ Binding cannot divide a cgroup's time limit, so that limit only lowers the numbe
 
 from __future__ import annotations
 
-import glob
 import math
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.base.host import read_text
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.ranges import format_ranges, parse_ranges
+from unisono.platform.machine import CAN_BIND, allowed_cpus, by_core, cpu_quota, numa_nodes
 
 MODES = ("none", "core", "numa", "auto")
 """Values of `--bind`.
@@ -46,45 +44,15 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return the part of this host that the process may use."""
-        allowed = sorted(_allowed_cpus())
+        allowed = sorted(allowed_cpus())
         nodes = []
         placed: set[int] = set()
-        for path in sorted(glob.glob("/sys/devices/system/node/node[0-9]*/cpulist")):
-            cpus = [cpu for cpu in parse_ranges(read_text(path)) if cpu in allowed]
+        for listed in numa_nodes():
+            cpus = [cpu for cpu in parse_ranges(listed) if cpu in allowed]
             placed.update(cpus)
-            nodes.append(_cores(cpus))
-        nodes.append(_cores([cpu for cpu in allowed if cpu not in placed]))
-        return cls([node for node in nodes if node], _quota_cpus())
-
-
-def _allowed_cpus() -> Collection[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)
-
-
-def _cores(cpus: Sequence[int]) -> list[list[int]]:
-    """Group hardware threads by core."""
-    cores: dict[str, list[int]] = {}
-    for cpu in cpus:
-        siblings = read_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.setdefault(siblings or str(cpu), []).append(cpu)
-    return list(cores.values())
-
-
-def _quota_cpus() -> float:
-    """Return the strictest time limit of this process's cgroup and of the cgroups above it."""
-    path = next(
-        (line[3:] for line in read_text("/proc/self/cgroup").splitlines() if line[:3] == "0::"), ""
-    )
-    limits = [math.inf]
-    while True:
-        quota, _, period = read_text(f"/sys/fs/cgroup{path}/cpu.max").strip().partition(" ")
-        if quota.isdecimal() and period.isdecimal():
-            limits.append(int(quota) / int(period))
-        if path in ("", "/"):
-            return min(limits)
-        path = os.path.dirname(path)
+            nodes.append(by_core(cpus))
+        nodes.append(by_core([cpu for cpu in allowed if cpu not in placed]))
+        return cls([node for node in nodes if node], cpu_quota())
 
 
 @dataclass(frozen=True)
@@ -123,7 +91,7 @@ class Binding:
                     hint="use --bind none, or fewer workers",
                 )
             return cls(report=f"bind: none ({short})")
-        if not hasattr(os, "sched_setaffinity"):
+        if not CAN_BIND:
             return cls(report="bind: none (this system cannot bind processes)")
         groups = _whole_nodes(machine, nprocs) if mode == "numa" else _equal(cores, nprocs)
         # Workers that share a NUMA node share its threads.

@@ -10,28 +10,15 @@ Without /proc no process is found.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Collection
-from typing import NamedTuple
 
 from unisono.base.deadline import Deadline
-from unisono.base.host import stat_fields
+from unisono.platform.processes import adopt_orphans, all_pids, children, entry_of, kill
 
-_PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.005
-
-
-class _Entry(NamedTuple):
-    """One line of the process table."""
-
-    parent: int
-    running: bool
-    started: str
 
 
 class Descendants:
@@ -41,7 +28,7 @@ class Descendants:
     """
 
     def __init__(self) -> None:
-        self._excluded = _children()
+        self._excluded = children()
         self._exiting = threading.Event()
 
     def adopt(self) -> None:
@@ -49,8 +36,8 @@ class Descendants:
 
         Do nothing if there are excluded children: their orphans would then be killed, too.
         """
-        if sys.platform == "linux" and not self._excluded:
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if not self._excluded:
+            adopt_orphans()
 
     def reap(self, known: Collection[int]) -> None:
         """Remove adopted processes that have ended from the process table.
@@ -59,7 +46,7 @@ class Descendants:
             known: Children for which other code waits. Only the thread that starts processes
                 has an exact list, so that thread must call this method.
         """
-        for pid in _children() - self._excluded - set(known):
+        for pid in children() - self._excluded - set(known):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
@@ -75,7 +62,7 @@ class Descendants:
             found = self._running(spared)
             empty = 0 if found else empty + 1
             for pid, started in found.items():
-                _kill(pid, started)
+                kill(pid, started)
             if found:
                 time.sleep(_PAUSE_S)
         return empty == 2
@@ -95,62 +82,14 @@ class Descendants:
 
     def _running(self, spared: Collection[int]) -> dict[int, str]:
         """Return the processes to kill, each with its start time."""
-        table = _table()
-        children: dict[int, list[int]] = {}
+        table = {pid: entry for pid in all_pids() if (entry := entry_of(pid)) is not None}
+        families: dict[int, list[int]] = {}
         for pid, entry in table.items():
-            children.setdefault(entry.parent, []).append(pid)
+            families.setdefault(entry.parent, []).append(pid)
         found: dict[int, str] = {}
         ahead = [os.getpid()]
         while ahead:
-            pids = set(children.get(ahead.pop(), ())) - self._excluded - set(spared)
+            pids = set(families.get(ahead.pop(), ())) - self._excluded - set(spared)
             ahead += pids
             found |= {pid: table[pid].started for pid in pids if table[pid].running}
         return found
-
-
-def _children() -> set[int]:
-    """Return the children of this process; cheaper than reading the whole table."""
-    found: set[int] = set()
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/children") as children:
-                found |= set(map(int, children.read().split()))
-    except OSError:
-        # A kernel without these files, or a thread that has just ended.
-        me = os.getpid()
-        found = {pid for pid, entry in _table().items() if entry.parent == me}
-    return found
-
-
-def _table() -> dict[int, _Entry]:
-    table = {}
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir("/proc"):
-            if name.isdecimal() and (entry := _entry(int(name))) is not None:
-                table[int(name)] = entry
-    return table
-
-
-def _entry(pid: int) -> _Entry | None:
-    fields = stat_fields(pid)
-    if not fields:
-        return None
-    # If the main thread ended before other threads, the state is Z but the process runs.
-    running = fields[0] not in "ZX" or int(fields[17]) > 1
-    return _Entry(parent=int(fields[1]), running=running, started=fields[19])
-
-
-def _kill(pid: int, started: str) -> None:
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        # Check again after opening the handle: the kernel may have reused the number.
-        entry = _entry(pid)
-        if entry is not None and entry.started == started:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-    finally:
-        os.close(handle)

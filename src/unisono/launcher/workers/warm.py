@@ -19,17 +19,17 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from unisono.base.deadline import Deadline
-from unisono.base.host import read_text
 from unisono.errors import LaunchError
 from unisono.launcher.workers import warm_site
 from unisono.launcher.workers.worker import Worker
+from unisono.platform.processes import loaded_files
 
 FIRST_LOOK_S = 2.0
 """How long a job runs before the first half-started worker; until then the job needs the CPUs."""
 
 _BETWEEN_S = 1.0
 _LAST_LOOK_S = 60.0
-_TORCH = re.compile(r" (/\S*/torch)/lib/libtorch_cpu\.\S+\n")
+_TORCH = re.compile(r"(/\S*/torch)/lib/libtorch_cpu\.\S+")
 
 
 class WarmWorkers:
@@ -149,5 +149,5 @@ def _discard(worker: Worker) -> None:
 
 def _torch_of(pid: int) -> str:
     """Return the folder of the torch that a process has loaded, or ""."""
-    found = _TORCH.search(read_text(f"/proc/{pid}/maps"))
-    return found[1] if found else ""
+    found = filter(None, map(_TORCH.fullmatch, loaded_files(pid)))
+    return next((each[1] for each in found), "")

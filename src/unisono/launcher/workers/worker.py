@@ -10,16 +10,17 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, AnyStr, Literal
 
 from unisono.base.host import reason_of
 from unisono.errors import LaunchError
+from unisono.platform.files import open_terminal
+from unisono.platform.machine import bind
+from unisono.platform.processes import exit_code_of, open_exit_fd, parent_death_hook
 
 Stdout = Literal["inherited", "pipe", "terminal"]
 
-_PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
 _PREFIX_COLUMNS = 12
 
@@ -30,25 +31,6 @@ def opened(pipe: IO[AnyStr] | None) -> IO[AnyStr]:
     return pipe
 
 
-def parent_death_hook() -> Callable[[], bool]:
-    """Return a function for a new child that makes the kernel kill it when its parent dies.
-
-    The function returns True on success; only Linux can do this. "Parent" means the thread that
-    made the child, so that thread must live as long as the child.
-    """
-    if sys.platform != "linux":
-        return lambda: False
-    import ctypes
-
-    # Load the library in the parent: a child must not do so between fork and exec.
-    prctl = ctypes.CDLL(None).prctl
-
-    def hook() -> bool:
-        return bool(prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0)
-
-    return hook
-
-
 def _before_exec(cpus: Collection[int]) -> Callable[[], None]:
     set_death_signal = parent_death_hook()
     parent = os.getpid()
@@ -56,7 +38,7 @@ def _before_exec(cpus: Collection[int]) -> Callable[[], None]:
     def in_child() -> None:
         set_death_signal()
         if cpus:
-            os.sched_setaffinity(0, cpus)
+            bind(cpus)
         if os.getppid() != parent:
             # The parent died before `set_death_signal`, so the kernel will send no signal.
             os.kill(os.getpid(), signal.SIGKILL)
@@ -104,7 +86,7 @@ class Worker:
             with contextlib.ExitStack() as stack:
                 target: int | None = subprocess.PIPE if stdout == "pipe" else None
                 if stdout == "terminal":
-                    self._terminal, target = _open_terminal()
+                    self._terminal, target = open_terminal(_PREFIX_COLUMNS)
                     stack.callback(os.close, target)
                 self._popen = subprocess.Popen(
                     command,
@@ -125,7 +107,7 @@ class Worker:
         self.pid = self._popen.pid
         self.exit_code: int | None = None
         self.stopped = False
-        self.exit_fd = _open_exit_fd(self.pid)
+        self.exit_fd = open_exit_fd(self.pid)
 
     @property
     def stdout(self) -> IO[bytes] | None:
@@ -140,14 +122,7 @@ class Worker:
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
         if self.exit_code is None:
-            if hasattr(os, "waitid"):
-                flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-                info = os.waitid(os.P_PID, self.pid, flags)
-                if info is not None:
-                    exited = info.si_code == os.CLD_EXITED
-                    self.exit_code = info.si_status if exited else -info.si_status
-            else:
-                self.exit_code = self._popen.poll()
+            self.exit_code = exit_code_of(self._popen)
         return self.exit_code
 
     def send_signal(self, signum: int) -> None:
@@ -186,26 +161,3 @@ class Worker:
                 self.exit_fd = None
         if self.exit_code is None:
             self.exit_code = self._popen.returncode
-
-
-def _open_terminal() -> tuple[IO[bytes], int]:
-    """Open a terminal of the launcher's size; return the end to read, and the worker's end."""
-    import pty
-    import termios
-    import tty
-
-    ours, theirs = pty.openpty()
-    # Otherwise the terminal would change the lines, for example "\n" to "\r\n".
-    tty.setraw(theirs)
-    with contextlib.suppress(OSError):
-        lines, columns = termios.tcgetwinsize(sys.stdout.fileno())
-        # The launcher puts a prefix before each line.
-        termios.tcsetwinsize(theirs, (lines, max(columns - _PREFIX_COLUMNS, 0)))
-    return open(ours, "rb", buffering=0), theirs
-
-
-def _open_exit_fd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None

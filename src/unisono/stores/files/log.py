@@ -14,7 +14,6 @@ A run may replace its file by a shorter one with the same effect. Its number sho
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import struct
@@ -26,6 +25,7 @@ from contextlib import contextmanager, suppress
 
 from unisono.base.deadline import Deadline
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from unisono.platform.files import lock
 from unisono.stores.files.lock import FileLock
 from unisono.stores.table import Change, ChangeKind
 
@@ -146,7 +146,7 @@ class RecordLog:
         """
         while True:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(fd)
                 break
             except BlockingIOError:
                 pass

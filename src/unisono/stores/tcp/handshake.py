@@ -10,7 +10,7 @@ from typing import NoReturn
 from unisono.base.deadline import Deadline
 from unisono.base.sockets import is_local
 from unisono.errors import HandshakeError, StoreConnectionError, StoreTimeoutError
-from unisono.stores.tcp.peer_uid import is_foreign
+from unisono.platform.peer_user import is_foreign
 from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
 from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 

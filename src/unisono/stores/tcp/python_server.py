@@ -23,8 +23,8 @@ from unisono.base.deadline import Deadline
 from unisono.base.log import LogLimit, get_logger
 from unisono.base.sockets import format_address, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
+from unisono.platform.peer_user import is_foreign
 from unisono.stores.table import Table, Watch
-from unisono.stores.tcp.peer_uid import is_foreign
 from unisono.stores.tcp.token import REFUSED_KEY, Gate, Refused
 from unisono.stores.tcp.wire import (
     MAX_REPLY_BYTES,

@@ -8,7 +8,6 @@ process of the same user needs none, because it could read the memory of this pr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -20,10 +19,10 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.base.host import resident_bytes
 from unisono.base.log import get_logger
 from unisono.base.where import place_of_thread, stack_of
-from unisono.stores.tcp.peer_uid import user_of_peer
+from unisono.platform.peer_user import user_of_peer
+from unisono.platform.processes import name_thread, resident_bytes
 from unisono.trace.flight_recorder import encode_short
 from unisono.trace.snapshot import live_records
 from unisono.transports.tcp.io_loop import WRITE, Loop
@@ -47,8 +46,7 @@ _READ_S = 5.0
 
 def show_port(port: int) -> None:
     """Give the calling thread the name by which clients find the port."""
-    with contextlib.suppress(OSError), open("/proc/thread-self/comm", "w") as file:
-        file.write(f"{THREAD}{port}")
+    name_thread(f"{THREAD}{port}")
 
 
 class Client(NamedTuple):

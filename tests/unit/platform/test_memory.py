@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.base import host
+from unisono.platform import machine, memory
 
 MIB = 1 << 20
 MEMINFO = "MemTotal: 9 kB\nMemAvailable: 2097152 kB\nSwapFree: 1024 kB\n"
@@ -42,5 +42,6 @@ STAT = "active_file 1048576\nshmem 7\ninactive_file 2097152\n"
 )
 def test_available_memory(monkeypatch, files, mib):
     files = {"/proc/meminfo": MEMINFO if files else "", **files}
-    monkeypatch.setattr(host, "read_text", lambda path: files.get(path, ""))
-    assert host.available_memory_bytes() == (None if mib is None else mib * MIB)
+    for module in (machine, memory):
+        monkeypatch.setattr(module, "read_text", lambda path: files.get(path, ""))
+    assert memory.available_memory_bytes() == (None if mib is None else mib * MIB)
