@@ -188,7 +188,7 @@ build/native-asan build/native-tsan: FORCE
 	@mkdir -p $(@D)
 	@cmake -S . -B $@ -DUNISONO_TESTS=ON -DUNISONO_STRICT=ON -DUNISONO_SANITIZE=$(SANITIZE) \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo >$@.log 2>&1 || { cat $@.log; exit 1; }
-	@cmake --build $@ --parallel >$@.log 2>&1 || { cat $@.log; exit 1; }
+	@cmake --build $@ --parallel $(WORKERS) >$@.log 2>&1 || { cat $@.log; exit 1; }
 	@ctest --test-dir $@ --output-on-failure >$@.log 2>&1 || { cat $@.log; exit 1; }
 	@echo "$(@F): $$(grep 'tests passed' $@.log)"
 FORCE:
