@@ -12,13 +12,13 @@ second signal, it sends SIGKILL. Then the node leaves, and the other nodes may c
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
+from unisono.base import document
 from unisono.base.config import get
 from unisono.base.deadline import Deadline
 from unisono.errors import LaunchError
@@ -341,10 +341,9 @@ class Agent:
         """Return the failures of all nodes in the last world, the root cause first."""
         rendezvous = self._rendezvous
         found = [replace(failure, node=rendezvous.node_id) for failure in result.failures]
-        text = json.dumps([asdict(failure) for failure in found])
         limit_s = _REPORT_S + self._resources.spec.grace_s
-        texts = rendezvous.exchange(text, limit_s, canceled=self._is_hurried)
-        found = [WorkerFailure(**fields) for text in texts for fields in json.loads(text)]
+        texts = rendezvous.exchange(document.dumps(found), limit_s, canceled=self._is_hurried)
+        found = [each for text in texts for each in document.loads(list[WorkerFailure], text)]
         return tuple(root_cause_first(found, first=rendezvous.blamed))
 
     def _drain(self, output: Output) -> None:
