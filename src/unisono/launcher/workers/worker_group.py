@@ -2,43 +2,73 @@
 
 from __future__ import annotations
 
+import selectors
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
 from unisono.base.deadline import Deadline
 from unisono.launcher.workers.worker import Worker
 
+W = TypeVar("W", bound=Worker)
 
-class WorkerGroup:
-    """The workers of one attempt.
+_POLL_S = 0.05
+"""Pause between two looks at workers whose end wakes no wait."""
+
+
+class WorkerGroup(Generic[W]):
+    """The workers of one attempt, or of one `spawn`.
 
     Args:
         grace_s: Seconds between the signal of `stop` and SIGKILL.
 
     Attributes:
+        grace_s: See above.
         workers: All workers, by local rank.
-        running: Workers whose end the attempt has not handled yet.
+        running: Workers whose end has not been handled yet.
         stopping: Whether `stop` was called.
     """
 
     def __init__(self, grace_s: float) -> None:
-        self.workers: list[Worker] = []
-        self.running: list[Worker] = []
+        self.grace_s = grace_s
+        self.workers: list[W] = []
+        self.running: list[W] = []
         self.stopping = False
-        self._grace_s = grace_s
         self._kill_at: Deadline | None = None
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: W) -> None:
         """Add a worker that was started."""
         self.workers.append(worker)
         self.running.append(worker)
 
-    def replace(self, old: Worker, new: Worker | None) -> None:
+    def replace(self, old: W, new: W | None) -> None:
         """Kill what is left of a worker and release it; `new` takes its place."""
-        old.kill_group()
+        old.kill()
         old.reap()
         if old in self.running:
             self.running.remove(old)
         self.workers.remove(old)
         if new is not None:
             self.add(new)
+
+    def wait(self, limit_s: float, fds: Iterable[int] = ()) -> list[int]:
+        """Wait until a worker may have ended or a descriptor is readable; return the latter."""
+        watched = [*fds]
+        with selectors.DefaultSelector() as selector:
+            for worker in self.running:
+                if worker.exit_fd is None:
+                    limit_s = min(limit_s, _POLL_S)
+                else:
+                    selector.register(worker.exit_fd, selectors.EVENT_READ)
+            for fd in watched:
+                selector.register(fd, selectors.EVENT_READ)
+            ready = selector.select(None if limit_s == float("inf") else limit_s)
+        return [key.fd for key, _ in ready if key.fd in watched]
+
+    def ended(self) -> Iterator[W]:
+        """Yield the running workers that have ended; each is no longer among `running` then."""
+        for worker in [each for each in self.running if each.poll() is not None]:
+            self.running.remove(worker)
+            yield worker
 
     def pids(self) -> list[int]:
         """Return the process numbers of all workers."""
@@ -52,7 +82,7 @@ class WorkerGroup:
     def stop(self, signum: int) -> None:
         """Ask each worker by a signal to end, and begin the grace period."""
         self.stopping = True
-        self._kill_at = Deadline(self._grace_s)
+        self._kill_at = Deadline(self.grace_s)
         for worker in self.workers:
             worker.stop(signum)
 
@@ -73,7 +103,7 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill the workers and their process groups."""
         for worker in self.workers:
-            worker.kill_group()
+            worker.kill()
 
     def reap(self) -> None:
         """Release the process numbers of the workers; see `Worker.reap`."""
