@@ -23,7 +23,7 @@ from unisono.launcher.output.files import Output
 from unisono.launcher.output.reader import WorkerStream
 from unisono.launcher.report import ExitLog, WorkerFailure, error_text
 from unisono.launcher.signals import Signals
-from unisono.launcher.spec import LaunchSpec
+from unisono.launcher.spec import LaunchResult, LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.oom import OomWatch
@@ -63,29 +63,6 @@ class LaunchResources:
     warm: WarmWorkers
     descendants: Descendants
     back_off: BackOff = field(default_factory=BackOff)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptResult:
-    """How an attempt ended.
-
-    Attributes:
-        failures: Workers that failed by themselves; the root cause first.
-        stopped: Ranks that the agent stopped.
-        left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
-        places: Where stopped ranks were when the first failure was known, as far as they answer.
-        signum: The signal that ended the attempt, or None.
-        succeeded: Whether every worker ended with exit code 0, or the others go on without it.
-        idle: Whether no worker was ever taken in by the ranks of the job that it was to join.
-    """
-
-    failures: tuple[WorkerFailure, ...]
-    stopped: tuple[int, ...]
-    left_s: dict[int, float]
-    places: dict[int, str]
-    signum: int | None
-    succeeded: bool
-    idle: bool = False
 
 
 class Attempt:
@@ -129,8 +106,11 @@ class Attempt:
         self._oom = OomWatch()
         self._replacements = replacements or Replacements(place)
 
-    def run(self) -> AttemptResult:
+    def run(self) -> LaunchResult:
         """Start the workers and return when all of them have ended.
+
+        Returns:
+            The failures on this node only, without restarts and reason.
 
         Raises:
             LaunchError: A worker could not be started. The workers started before it have been
@@ -147,13 +127,13 @@ class Attempt:
                 self._show_status()
                 self._watch()
             workers = self._group.workers
-            return AttemptResult(
+            return LaunchResult(
                 failures=tuple(self._exits.failures(stopped_by_signal=self._signal is not None)),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
                 places=self._exits.places,
                 signum=self._signal[0] if self._signal else None,
-                succeeded=all(worker.exit_code == 0 for worker in workers),
+                ended_well=all(worker.exit_code == 0 for worker in workers),
                 idle=not workers,
             )
 

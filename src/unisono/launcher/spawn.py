@@ -230,8 +230,14 @@ class _Child(Worker):
 class SpawnContext:
     """The children of one `spawn`.
 
-    Attributes:
-        processes: The child of each rank.
+    Args:
+        fn: See `spawn`.
+        args: See `spawn`.
+        nprocs: See `spawn`.
+        daemon: See `spawn`.
+        start_method: See `spawn`.
+        joins: Whether the calling thread lives until the children have ended.
+        return_results: Whether `results` is needed.
     """
 
     def __init__(
@@ -242,7 +248,7 @@ class SpawnContext:
         *,
         daemon: bool = False,
         start_method: str,
-        use_death_signal: bool,
+        joins: bool = True,
         return_results: bool = False,
     ) -> None:
         self._group: WorkerGroup[_Child] = WorkerGroup(GRACE_S)
@@ -251,7 +257,12 @@ class SpawnContext:
         call = CallArguments(fn, tuple(args))
         try:
             context: Any = multiprocessing.get_context(start_method)
+            # The fork server lives as long as its children, so its end is not a usable sign.
             parent_pid = 0 if start_method == "forkserver" else os.getpid()
+            # The kernel sends the signal when the *thread* that forked ends. A thread that does not
+            # wait for the children may end before them.
+            is_main = threading.current_thread() is threading.main_thread()
+            use_death_signal = parent_pid > 0 and (joins or is_main)
             with _hidden_main(start_method) as main:
                 starting = _ChildReport()
                 for name in main.values():
@@ -352,9 +363,9 @@ class SpawnContext:
 
     def _wait(self, limit_s: float) -> None:
         """Wait for a report or the end of a child, and handle all that came."""
-        links = {c.link.fileno(): c for c in self._group.running if not c.link.closed}
-        for fd in self._group.wait(limit_s, links):
-            links[fd].read()
+        links = {child.link: child for child in self._group.running if not child.link.closed}
+        for link in self._group.wait(limit_s, links):
+            links[link].read()
         for child in self._group.ended():
             child.read()
             child.reap()
@@ -517,18 +528,7 @@ def spawn(
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
     nprocs = check_start("spawn(fn, args, nprocs), args=(x,)", fn, args, nprocs, start_method)
-    # The kernel sends the signal when the *thread* that forked ends. A thread that does not wait
-    # for the children may end before them. The fork server lives as long as its children, so its
-    # end is not a usable sign.
-    main = threading.current_thread() is threading.main_thread()
-    context = SpawnContext(
-        fn,
-        args,
-        nprocs,
-        daemon=daemon,
-        start_method=start_method,
-        use_death_signal=(join or main) and start_method != "forkserver",
-    )
+    context = SpawnContext(fn, args, nprocs, daemon=daemon, start_method=start_method, joins=join)
     if not join:
         return context
     try:

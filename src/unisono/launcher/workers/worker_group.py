@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import selectors
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from multiprocessing import connection
+from typing import Any, Generic, TypeVar
 
 from unisono.base.deadline import Deadline
 from unisono.launcher.workers.worker import Worker
@@ -50,19 +50,18 @@ class WorkerGroup(Generic[W]):
         if new is not None:
             self.add(new)
 
-    def wait(self, limit_s: float, fds: Iterable[int] = ()) -> list[int]:
-        """Wait until a worker may have ended or a descriptor is readable; return the latter."""
-        watched = [*fds]
-        with selectors.DefaultSelector() as selector:
-            for worker in self.running:
-                if worker.exit_fd is None:
-                    limit_s = min(limit_s, _POLL_S)
-                else:
-                    selector.register(worker.exit_fd, selectors.EVENT_READ)
-            for fd in watched:
-                selector.register(fd, selectors.EVENT_READ)
-            ready = selector.select(None if limit_s == float("inf") else limit_s)
-        return [key.fd for key, _ in ready if key.fd in watched]
+    def wait(self, limit_s: float, others: Iterable[Any] = ()) -> list[Any]:
+        """Wait until a worker may have ended or another can be read; return the latter.
+
+        Args:
+            limit_s: How long to wait at most.
+            others: Descriptors, sockets or connections of multiprocessing.
+        """
+        exits = {worker.exit_fd for worker in self.running}
+        limit_s = min(limit_s, _POLL_S if None in exits else limit_s)
+        watched = [*others, *exits - {None}]
+        ready = connection.wait(watched, None if limit_s == float("inf") else limit_s)
+        return [each for each in ready if each not in exits]
 
     def ended(self) -> Iterator[W]:
         """Yield the running workers that have ended; each is no longer among `running` then."""
