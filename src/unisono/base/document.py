@@ -1,7 +1,7 @@
 """Documents: dataclasses as JSON, and back with each value checked. Nothing here does I/O.
 
-A dataclass is an object of its fields; a sequence is a list. A field is `Any`, a number, a text, an
-enumeration of texts, a sequence, a mapping from texts, another dataclass, or one of these or None.
+A dataclass is an object of its fields, a sequence is a list. A field is a number, a text, a value
+of a `StrEnum`, a sequence, a mapping from texts or a dataclass. It may also be None, or `Any`.
 """
 
 from __future__ import annotations

@@ -404,8 +404,11 @@ class SpawnContext:
                 self._wait(min(group.kill_in_s(), last.remaining()))
         finally:
             self._release()
-        if left := [child.rank for child in group.running]:
-            raise LaunchError(f"ranks {left} did not end within {_KILL_TIMEOUT_S:g} s of SIGKILL")
+        if group.running:
+            raise LaunchError(
+                f"ranks {[child.rank for child in group.running]} did not end within "
+                f"{_KILL_TIMEOUT_S:g} s of SIGKILL"
+            )
 
     def _release(self) -> None:
         for child in self._group.workers:

@@ -70,7 +70,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a host knows of itself, and the `place` of its `Responder`."""
+    """The facts about one host, and the `place` of its `Responder`."""
 
     host: Host
     peer: Sequence[Any]
@@ -78,7 +78,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a host finds out about the others: see `Host.names`, and its links to them."""
+    """The names of all hosts as one host resolves them, and its links to the others."""
 
     names: Mapping[str, Sequence[str] | None]
     links: Sequence[Link]
