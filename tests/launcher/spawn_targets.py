@@ -77,3 +77,16 @@ def fail_or_wait(rank, fifo):
     if rank == 1:
         sys.exit(3)
     wait_for_release(rank, fifo)
+
+
+def fail_or_stay(rank, fifo):
+    """Rank 1 fails when rank 0 does not end at SIGTERM any more."""
+    if rank == 1:
+        with open(fifo) as pipe:
+            pipe.read()
+        sys.exit(3)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with open(fifo, "w"):
+        pass
+    while True:
+        signal.pause()

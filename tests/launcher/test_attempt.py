@@ -55,7 +55,7 @@ def attempt_of():
 def test_order_to_stop_that_came_before_the_start_is_not_missed(attempt_of):
     # No wake-up will follow it, so an attempt that waits first would wait without a limit.
     outcome, failures = attempt_of(FOREVER, lambda: 0.0)
-    assert (outcome.stopped, outcome.failures, outcome.succeeded) == ((0, 1), (), False)
+    assert (outcome.stopped, outcome.failures, outcome.ended_well) == ((0, 1), (), False)
     assert outcome.signum is None
     assert failures == []
 
@@ -83,6 +83,6 @@ def test_end_of_a_worker_is_noticed_without_a_time_limit(attempt_of):
 def test_when_each_worker_left(attempt_of):
     before_s = time.time()
     outcome, _ = attempt_of([sys.executable, "-S", "-c", ""], lambda: float("inf"))
-    assert outcome.succeeded
+    assert outcome.ended_well
     assert set(outcome.left_s) == {0, 1}
     assert all(before_s <= left_s <= time.time() for left_s in outcome.left_s.values())

@@ -8,12 +8,13 @@ import json
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from tests.support import netns
 from tests.support.launches import Launch
+from unisono.base import document
 from unisono.cli.doctor import examine, links, picture
 from unisono.cli.doctor.facts import Examination, Host, Limits, Link, Sharing
 from unisono.cli.doctor.findings import endpoint_fault, findings
@@ -283,16 +284,16 @@ def test_an_endpoint_that_a_host_cannot_find(endpoint, addresses, text):
 
 def test_facts_survive_their_way_through_the_store():
     given = host(1, limits=Limits(cpu_quota=2.5), sharing=Sharing(remote_read="x"))
-    again = Host.from_json(json.loads(json.dumps(asdict(given))))
+    again = document.loads(Host, document.dumps(given))
     assert (again.limits, again.sharing) == (given.limits, given.sharing)
     assert findings(Examination(hosts=[again])) == findings(Examination(hosts=[given]))
 
 
 def test_facts_of_another_version_are_read():
-    values = asdict(host(1, limits=Limits(cores=3)))
+    values = document.plain(host(1, limits=Limits(cores=3)))
     del values["sharing"]["huge_pages"], values["admits"]
     values["limits"]["added"] = values["added"] = 1
-    again = Host.from_json(values)
+    again = document.parse(Host, values)
     assert again.limits == Limits(cores=3)
     assert (again.name, again.admits, again.sharing) == ("h1", "token", Sharing())
 

@@ -136,6 +136,17 @@ def test_others_may_go_on_after_a_failure(fifo):
     assert [process.exitcode for process in context.processes] == [0, 3]
 
 
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_child_that_ignores_sigterm_is_killed_after_the_grace(fifo, method):
+    options = {"nprocs": 2, "join": False, "start_method": method}
+    context = spawn(targets.fail_or_stay, (fifo,), **options)
+    with pytest.raises(WorkerFailedError, match=r"rank 1 .* exited with code 3") as caught:
+        context.join(grace_period=0.1)
+    assert "then" not in caught.value.what  # rank 0 did not fail by itself
+    assert [process.exitcode for process in context.processes] == [-signal.SIGKILL, 3]
+
+
 def test_daemon_flag_is_passed_on(fifo):
     context = spawn(targets.wait_for_release, (fifo,), join=False, daemon=True, start_method="fork")
     assert [process.daemon for process in context.processes] == [True]

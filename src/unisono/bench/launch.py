@@ -143,13 +143,7 @@ class _Spawned:
     """Ranks as children of this process."""
 
     def __init__(self, plan: BenchPlan, port: int) -> None:
-        self._context = SpawnContext(
-            work,
-            (plan, port),
-            plan.nprocs,
-            start_method="spawn",
-            use_death_signal=True,
-        )
+        self._context = SpawnContext(work, (plan, port), plan.nprocs, start_method="spawn")
 
     def wait(self, limit_s: float) -> bool:
         """Wait at most `limit_s`; return whether all ranks have ended."""

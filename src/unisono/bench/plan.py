@@ -8,11 +8,11 @@ Source: nccl-tests 2.19, doc/PERFORMANCE.md and the GetBw functions.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from unisono.base import document
 from unisono.errors import InvalidArgumentError
 
 GPU_PEERS = ("nccl", "nccl4py")
@@ -218,13 +218,11 @@ class BenchPlan:
     @classmethod
     def from_json(cls, text: str) -> BenchPlan:
         """Return the plan that `to_json` wrote."""
-        fields: dict[str, Any] = json.loads(text)
-        fields |= {name: tuple(fields[name]) for name in ("ops", "peers")}
-        return cls(**fields | {"sizes": Sizes(**fields["sizes"]), "loop": Loop(**fields["loop"])})
+        return document.loads(cls, text)
 
     def to_json(self) -> str:
         """Return the plan as text, for a command line."""
-        return json.dumps(asdict(self))
+        return document.dumps(self)
 
     def fields(self) -> dict[str, Any]:
         """Return all settings in one flat dict, for the file of `--json`."""

@@ -12,17 +12,17 @@ second signal, it sends SIGKILL. Then the node leaves, and the other nodes may c
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
+from unisono.base import document
 from unisono.base.config import get
 from unisono.base.deadline import Deadline
 from unisono.errors import LaunchError
-from unisono.launcher.attempt import Attempt, AttemptResult, LaunchResources
+from unisono.launcher.attempt import Attempt, LaunchResources
 from unisono.launcher.environment import LOOPBACK, Place, new_launch_id
 from unisono.launcher.output.files import Output
 from unisono.launcher.report import SETTLE_S, WorkerFailure, root_cause_first, signal_name
@@ -238,7 +238,7 @@ class Agent:
                 self._signum = signum
                 return None
 
-    def _run_world(self, world: WorkerWorld, output: Output) -> AttemptResult:
+    def _run_world(self, world: WorkerWorld, output: Output) -> LaunchResult:
         spec = self._resources.spec
         self._restarts = world.restarts
         failed = False
@@ -284,7 +284,7 @@ class Agent:
             self._rendezvous.leave(f"node {os.uname().nodename}: {error.what}", broken=True)
             raise
         self._made += 1 + replacements.count
-        if result.succeeded:
+        if result.ended_well:
             self._rendezvous.succeeded(world.epoch, idle=result.idle)
         elif self._orders.stop is not None and not failed and result.signum is None:
             self.notify(f"workers were stopped: {self._orders.stop.reason}")
@@ -315,36 +315,32 @@ class Agent:
             self._signum = next(filter(signals.ends, signals.read()), None)
             self._orders.take()
 
-    def _launch_result(self, result: AttemptResult | None) -> LaunchResult:
+    def _launch_result(self, result: LaunchResult | None) -> LaunchResult:
         end = self._orders.end
         failed = end is not None and not end.ok
-        failures: tuple[WorkerFailure, ...] = ()
+        found = result or LaunchResult(failures=(), stopped=(), left_s={}, places={}, signum=None)
+        # A worker may have failed before the signal came, while others were still ending.
+        failures = () if self._signum is None else found.failures
         if result is not None and failed:
             failures = self._all_failures(result)
-        elif result is not None and self._signum is not None:
-            # A worker may have failed before the signal came, while others were still ending.
-            failures = result.failures
         # Clocks of different nodes cannot be compared.
         here = bool(failures) and failures[0].node in ("", self._rendezvous.node_id)
-        return LaunchResult(
+        return replace(
+            found,
             failures=failures,
-            stopped=result.stopped if result is not None else (),
-            left_s=result.left_s if result is not None and here else {},
-            places=result.places if result is not None else {},
+            left_s=found.left_s if here else {},
             signum=self._signum,
-            ended_well=result is not None and result.succeeded,
             restarts=self._restarts + self._rendezvous.replaced,
             reason=end.reason if end is not None and failed else "",
         )
 
-    def _all_failures(self, result: AttemptResult) -> tuple[WorkerFailure, ...]:
+    def _all_failures(self, result: LaunchResult) -> tuple[WorkerFailure, ...]:
         """Return the failures of all nodes in the last world, the root cause first."""
         rendezvous = self._rendezvous
         found = [replace(failure, node=rendezvous.node_id) for failure in result.failures]
-        text = json.dumps([asdict(failure) for failure in found])
         limit_s = _REPORT_S + self._resources.spec.grace_s
-        texts = rendezvous.exchange(text, limit_s, canceled=self._is_hurried)
-        found = [WorkerFailure(**fields) for text in texts for fields in json.loads(text)]
+        texts = rendezvous.exchange(document.dumps(found), limit_s, canceled=self._is_hurried)
+        found = [each for text in texts for each in document.loads(list[WorkerFailure], text)]
         return tuple(root_cause_first(found, first=rendezvous.blamed))
 
     def _drain(self, output: Output) -> None:

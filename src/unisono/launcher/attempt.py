@@ -8,7 +8,6 @@ workers left behind, so that none of them lives on into the next attempt.
 from __future__ import annotations
 
 import contextlib
-import selectors
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +23,15 @@ from unisono.launcher.output.files import Output
 from unisono.launcher.output.reader import WorkerStream
 from unisono.launcher.report import ExitLog, WorkerFailure, error_text
 from unisono.launcher.signals import Signals
-from unisono.launcher.spec import LaunchSpec
+from unisono.launcher.spec import LaunchResult, LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.oom import OomWatch
 from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
-from unisono.launcher.workers.worker import Worker
+from unisono.launcher.workers.worker import CommandWorker, Worker
 from unisono.launcher.workers.worker_group import WorkerGroup
 
-_POLL_S = 0.05
 _TAIL_WAIT_S = 0.2
 _KILL_TIMEOUT_S = 10.0
 
@@ -65,29 +63,6 @@ class LaunchResources:
     warm: WarmWorkers
     descendants: Descendants
     back_off: BackOff = field(default_factory=BackOff)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptResult:
-    """How an attempt ended.
-
-    Attributes:
-        failures: Workers that failed by themselves; the root cause first.
-        stopped: Ranks that the agent stopped.
-        left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
-        places: Where stopped ranks were when the first failure was known, as far as they answer.
-        signum: The signal that ended the attempt, or None.
-        succeeded: Whether every worker ended with exit code 0, or the others go on without it.
-        idle: Whether no worker was ever taken in by the ranks of the job that it was to join.
-    """
-
-    failures: tuple[WorkerFailure, ...]
-    stopped: tuple[int, ...]
-    left_s: dict[int, float]
-    places: dict[int, str]
-    signum: int | None
-    succeeded: bool
-    idle: bool = False
 
 
 class Attempt:
@@ -123,7 +98,7 @@ class Attempt:
         self._number = number
         self._stop_in_s = stop_in_s
         self._on_failure = on_failure
-        self._group = WorkerGroup(resources.spec.grace_s)
+        self._group: WorkerGroup[Worker] = WorkerGroup(resources.spec.grace_s)
         self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
         self._exits = ExitLog(self._error_text)
         # The signal that ends the attempt, and how long a further one is the same.
@@ -131,8 +106,11 @@ class Attempt:
         self._oom = OomWatch()
         self._replacements = replacements or Replacements(place)
 
-    def run(self) -> AttemptResult:
+    def run(self) -> LaunchResult:
         """Start the workers and return when all of them have ended.
+
+        Returns:
+            The failures on this node only, without restarts and reason.
 
         Raises:
             LaunchError: A worker could not be started. The workers started before it have been
@@ -149,13 +127,13 @@ class Attempt:
                 self._show_status()
                 self._watch()
             workers = self._group.workers
-            return AttemptResult(
+            return LaunchResult(
                 failures=tuple(self._exits.failures(stopped_by_signal=self._signal is not None)),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
                 places=self._exits.places,
                 signum=self._signal[0] if self._signal else None,
-                succeeded=all(worker.exit_code == 0 for worker in workers),
+                ended_well=all(worker.exit_code == 0 for worker in workers),
                 idle=not workers,
             )
 
@@ -166,7 +144,7 @@ class Attempt:
             self._place.world.restarts < limits.max_restarts or limits.min_nodes < limits.max_nodes
         )
 
-    def _start(self, local_rank: int, **variables: str) -> Worker:
+    def _start(self, local_rank: int, **variables: str) -> CommandWorker:
         env = self._environment(local_rank) | variables
         worker = self._resources.warm.take(local_rank, env) or self._new_worker(local_rank, env)
         worker.rank = self._place.first_rank + local_rank
@@ -191,8 +169,8 @@ class Attempt:
 
     def _new_worker(
         self, local_rank: int, env: Mapping[str, str], pass_fds: Sequence[int] = ()
-    ) -> Worker:
-        return Worker(
+    ) -> CommandWorker:
+        return CommandWorker(
             self._place.first_rank + local_rank,
             self._resources.spec.commands[local_rank],
             env,
@@ -203,44 +181,36 @@ class Attempt:
 
     def _watch(self) -> None:
         group, resources = self._group, self._resources
-        with selectors.DefaultSelector() as selector:
-            selector.register(resources.signals.fd, selectors.EVENT_READ)
-            for worker in group.running:
-                if worker.exit_fd is not None:
-                    selector.register(worker.exit_fd, selectors.EVENT_READ)
-            while group.running or (self._replacements.asked and not group.stopping):
-                # Before any wait: an order to stop may have come with the order to start, and no
-                # wake-up will follow it.
-                if not group.stopping and self._stop_in_s() == 0.0:
-                    group.stop(signal.SIGTERM)
-                selector.select(self._timeout())
-                for signum in resources.signals.read():
-                    self._on_signal(signum)
-                resources.descendants.reap([*group.pids(), *resources.warm.pids()])
-                for worker in [w for w in group.running if w.poll() is not None]:
-                    group.running.remove(worker)
-                    if worker.exit_fd is not None:
-                        selector.unregister(worker.exit_fd)
-                    resources.descendants.wait_if_exiting(2 * _KILL_TIMEOUT_S)
-                    self._on_exit(worker)
-                    self._show_status()
-                self._on_answers(selector)
-                self._on_clock(selector)
-                if not group.stopping:
-                    first_rank = self._place.first_rank
-                    running = {worker.rank - first_rank: worker for worker in group.workers}
-                    resources.warm.look(running, self._environment, self._new_worker)
-            for worker, failure in self._replacements.asked:
-                self._exits.add(worker.rank, worker.pid, failure.exit_code, failure.hint)
-            # All workers have ended, so no further failure will explain the known failure.
-            if not group.stopping and self._exits.known_in_s() < float("inf"):
-                self._fail()
+        while group.running or (self._replacements.asked and not group.stopping):
+            # Before any wait: an order to stop may have come with the order to start, and no
+            # wake-up will follow it.
+            if not group.stopping and self._stop_in_s() == 0.0:
+                group.stop(signal.SIGTERM)
+            group.wait(self._timeout(), [resources.signals.fd])
+            for signum in resources.signals.read():
+                self._on_signal(signum)
+            resources.descendants.reap([*group.pids(), *resources.warm.pids()])
+            for worker in group.ended():
+                resources.descendants.wait_if_exiting(2 * _KILL_TIMEOUT_S)
+                self._on_exit(worker)
+                self._show_status()
+            self._on_answers()
+            self._on_clock()
+            if not group.stopping:
+                first_rank = self._place.first_rank
+                running = {worker.rank - first_rank: worker for worker in group.workers}
+                resources.warm.look(running, self._environment, self._new_worker)
+        for worker, failure in self._replacements.asked:
+            self._exits.add(worker.rank, worker.pid, failure.exit_code, failure.hint)
+        # All workers have ended, so no further failure will explain the known failure.
+        if not group.stopping and self._exits.known_in_s() < float("inf"):
+            self._fail()
 
     def _show_status(self) -> None:
         restarts = self._place.world.restarts + self._replacements.count
         self._output.status(len(self._group.running), restarts)
 
-    def _timeout(self) -> float | None:
+    def _timeout(self) -> float:
         waits = [self._group.kill_in_s()]
         if not self._group.stopping:
             waits += [self._exits.known_in_s(), self._stop_in_s()]
@@ -248,9 +218,7 @@ class Attempt:
             waits.append(self._replacements.answer_in_s())
             if (due_s := self._resources.warm.due_s()) is not None:
                 waits.append(due_s)
-        if any(worker.exit_fd is None for worker in self._group.running):
-            waits.append(_POLL_S)
-        return None if min(waits) == float("inf") else min(waits)
+        return min(waits)
 
     def _on_signal(self, signum: int) -> None:
         if not self._resources.signals.ends(signum):
@@ -279,7 +247,7 @@ class Attempt:
                 return
         self._exits.add(worker.rank, worker.pid, worker.exit_code, hint)
 
-    def _on_answers(self, selector: selectors.BaseSelector) -> None:
+    def _on_answers(self) -> None:
         """Replace the workers for which the job has a restart left."""
         while not self._group.stopping and (found := self._replacements.answered()) is not None:
             worker, failure, answer = found
@@ -288,14 +256,12 @@ class Attempt:
                     f"{failure.line_with_reason()}; "
                     f"replacement {answer.used} of {self._place.max_restarts}"
                 )
-                new = self._replace(worker, failure)
-                if new.exit_fd is not None:
-                    selector.register(new.exit_fd, selectors.EVENT_READ)
+                self._replace(worker, failure)
             elif not self._does_without(worker, failure):
                 self._exits.add(worker.rank, worker.pid, failure.exit_code, failure.hint)
             self._show_status()
 
-    def _replace(self, worker: Worker, failure: WorkerFailure) -> Worker:
+    def _replace(self, worker: Worker, failure: WorkerFailure) -> None:
         """Start a replacement, which waits until the other ranks take it in, if they have met."""
         self._exits.replaced(failure)
         joins = self._replacements.has_met(worker.rank)
@@ -304,7 +270,6 @@ class Attempt:
         if joins:
             self._replacements.newcomers.add(new)
         self._group.replace(worker, new)
-        return new
 
     def _does_without(self, worker: Worker, failure: WorkerFailure) -> bool:
         """Go on without a worker that failed, if enough others are left."""
@@ -319,10 +284,8 @@ class Attempt:
         )
         return True
 
-    def _on_clock(self, selector: selectors.BaseSelector) -> None:
+    def _on_clock(self) -> None:
         for worker in self._replacements.unneeded(self._group.running):
-            if worker.exit_fd is not None:
-                selector.unregister(worker.exit_fd)
             self._group.replace(worker, None)
         if not self._group.stopping and self._exits.known_in_s() == 0.0:
             self._fail()

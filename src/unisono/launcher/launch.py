@@ -77,8 +77,6 @@ def launch(
         (payload,),
         nprocs,
         start_method=start_method,
-        # The fork server lives as long as its children, so its end is not a usable sign.
-        use_death_signal=start_method != "forkserver",
         return_results=True,
     )
     del payload  # The children have opened it.

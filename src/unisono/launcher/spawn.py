@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.spawn
 import os
 import pickle
@@ -43,14 +42,16 @@ from unisono.launcher.payload import CallArguments
 from unisono.launcher.report import ExitLog, leavers
 from unisono.launcher.signals import deferred, run_deferred
 from unisono.launcher.spec import GRACE_S
-from unisono.platform.processes import parent_death_hook
+from unisono.launcher.workers.worker import Worker
+from unisono.launcher.workers.worker_group import WorkerGroup
+from unisono.platform.processes import open_exit_fd, parent_death_hook
 from unisono.stores import TCPStore
 
 R = TypeVar("R", covariant=True)
 Ts = TypeVarTuple("Ts")
 
 _START_METHODS = ("spawn", "fork", "forkserver")
-_POLL_S = 0.5
+_PARENT_POLL_S = 0.5
 _KILL_TIMEOUT_S = 10.0
 _MAIN_LOCK = threading.Lock()
 _STARTING_FILES = (__file__, multiprocessing.spawn.__file__, "<frozen runpy>", runpy.__file__)
@@ -82,7 +83,7 @@ def _watch_parent(parent_pid: int, use_death_signal: bool) -> None:
 
     def die_with_parent() -> None:
         while parent.is_alive() and not is_orphan():
-            parent.join(_POLL_S)
+            parent.join(_PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=die_with_parent, name="unisono-parent", daemon=True).start()
@@ -146,7 +147,7 @@ class _ChildReport(NamedTuple):
         missing: Text that replaces the traceback if the child leaves none.
     """
 
-    result: bytes | None = None
+    result: Any = None
     text: str = ""
     error: bytes = b""
     hint: str | None = None
@@ -189,13 +190,55 @@ def _hidden_main(start_method: str) -> Iterator[dict[str, str]]:
             module.__spec__ = spec
 
 
+class _Child(Worker):
+    """A child that calls the function, and what it has reported.
+
+    It stays in the process group of its parent, so that Ctrl-C reaches it, too.
+    """
+
+    def __init__(
+        self, rank: int, process: Any, link: Connection, report: _ChildReport, is_own: bool
+    ) -> None:
+        # The fork server writes the exit code into the pipe behind `sentinel`. Without the server
+        # it is no sure sign, because a forked grandchild keeps the pipe open.
+        pid = process.pid
+        super().__init__(rank, pid, open_exit_fd(pid) if is_own else os.dup(process.sentinel))
+        self.process: BaseProcess = process
+        self.link = link
+        self.report = report
+
+    def read(self) -> None:
+        """Read the reports that have come."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.link.poll(0):
+                self.report = self.link.recv()
+            return
+        self.link.close()
+
+    def _status(self) -> int | None:
+        return self.process.exitcode
+
+    def _kill(self) -> None:
+        if self.exit_code is None:
+            self.process.kill()
+
+    def _wait(self, timeout_s: float) -> int | None:
+        # Otherwise multiprocessing keeps the object and its descriptors in a list.
+        self.process.join(timeout_s)
+        return self.process.exitcode
+
+
 class SpawnContext:
     """The children of one `spawn`.
 
-    Attributes:
-        processes: The child of each rank.
-        results: Results of `fn` by rank, for ranks that ended without an exception (with
-            `return_results`).
+    Args:
+        fn: See `spawn`.
+        args: See `spawn`.
+        nprocs: See `spawn`.
+        daemon: See `spawn`.
+        start_method: See `spawn`.
+        joins: Whether the calling thread lives until the children have ended.
+        return_results: Whether `results` is needed.
     """
 
     def __init__(
@@ -206,29 +249,28 @@ class SpawnContext:
         *,
         daemon: bool = False,
         start_method: str,
-        use_death_signal: bool,
+        joins: bool = True,
         return_results: bool = False,
     ) -> None:
-        self.processes: list[BaseProcess] = []
-        self.results: dict[int, Any] = {}
-        self._links: dict[int, Connection] = {}
-        self._reports: dict[int, _ChildReport] = {}
-        self._running = set(range(nprocs))
-        self._stopped: set[int] = set()
-        self._exits = ExitLog(lambda rank: self._reports[rank].text)
+        self._group: WorkerGroup[_Child] = WorkerGroup(GRACE_S)
+        self._exits = ExitLog(lambda rank: self._group.workers[rank].report.text)
         self._store: TCPStore | None = None
         call = CallArguments(fn, tuple(args))
         try:
             context: Any = multiprocessing.get_context(start_method)
+            # The fork server lives as long as its children, so its end is not a usable sign.
             parent_pid = 0 if start_method == "forkserver" else os.getpid()
+            # The kernel sends the signal when the *thread* that forked ends. A thread that does not
+            # wait for the children may end before them.
+            is_main = threading.current_thread() is threading.main_thread()
+            use_death_signal = parent_pid > 0 and (joins or is_main)
             with _hidden_main(start_method) as main:
                 starting = _ChildReport()
                 for name in main.values():
                     text = f"it ended while it imported {name}; see its standard error"
                     starting = _ChildReport(hint=GUARD_HINT, missing=text)
-                self._reports = dict.fromkeys(range(nprocs), starting)
                 for rank in range(nprocs):
-                    self._links[rank], link = multiprocessing.Pipe(duplex=True)
+                    ours, link = multiprocessing.Pipe(duplex=True)
                     with link, deferred():
                         process = context.Process(
                             target=_child,
@@ -240,7 +282,7 @@ class SpawnContext:
                             daemon=daemon,
                         )
                         process.start()
-                        self.processes.append(process)
+                        self._group.add(_Child(rank, process, ours, starting, parent_pid > 0))
             token = get("UNISONO_TOKEN") or new_launch_id()
             with deferred():
                 self._store = TCPStore(
@@ -248,21 +290,31 @@ class SpawnContext:
                 )
             self._send_environment(self._store.port, token)
         except BaseException:
-            self._running &= set(range(len(self.processes)))
             self._stop(grace_s=0.0)
             raise
 
     def _send_environment(self, port: int, token: str) -> None:
-        launch_id = new_launch_id()
-        place = Place.alone(len(self.processes), master_port=port, run_id=launch_id, token=token)
-        for rank, link in self._links.items():
-            env = worker_environment(rank, place, inherited=environ())
+        children = self._group.workers
+        place = Place.alone(len(children), master_port=port, run_id=new_launch_id(), token=token)
+        for child in children:
+            env = worker_environment(child.rank, place, inherited=environ())
             with contextlib.suppress(OSError):  # the child has died, which join() will report
-                link.send(env)
+                child.link.send(env)
 
-    def pids(self) -> list[int | None]:
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The child of each rank."""
+        return [child.process for child in self._group.workers]
+
+    @property
+    def results(self) -> dict[int, Any]:
+        """Results of `fn`, by rank that ended without an exception (with `return_results`)."""
+        found = {child.rank: child.report.result for child in self._group.workers}
+        return {rank: result for rank, result in found.items() if result is not None}
+
+    def pids(self) -> list[int]:
         """Return the children's process ids, by rank."""
-        return [process.pid for process in self.processes]
+        return self._group.pids()
 
     def join(
         self,
@@ -287,9 +339,9 @@ class SpawnContext:
         grace_s = Deadline(GRACE_S if grace_period is None else grace_period).timeout_s
         wait_s = self._exits.known_in_s if stop_on_failure else lambda: float("inf")
         try:
-            while self._running and wait_s() > 0.0:
+            while self._group.running and wait_s() > 0.0:
                 self._wait(min(deadline.remaining(), wait_s()))
-                if self._running and deadline.expired():
+                if self._group.running and deadline.expired():
                     return False
         except BaseException:
             self._stop(grace_s)
@@ -305,85 +357,63 @@ class SpawnContext:
     def error_of(self, rank: int) -> Exception | None:
         """Return the exception of a child; None if it raised none, or if it cannot be pickled."""
         try:
-            error = pickle.loads(self._reports[rank].error)
+            error = pickle.loads(self._group.workers[rank].report.error)
         except Exception:
             return None
         return error if isinstance(error, Exception) else None
 
     def _wait(self, limit_s: float) -> None:
-        """Wait for a message or the end of a child, and handle all that came."""
-        links = {self._links[rank]: rank for rank in self._running if rank in self._links}
-        sentinels = [self.processes[rank].sentinel for rank in self._running]
-        # Poll, because a forked grandchild keeps the pipe of the sentinel open: the sentinel may
-        # then not become ready when the child ends.
-        ready = multiprocessing.connection.wait([*links, *sentinels], min(limit_s, _POLL_S))
-        for link in ready:
-            if isinstance(link, Connection):
-                self._read(links[link])
-        for rank in sorted(self._running):
-            process = self.processes[rank]
-            if process.exitcode is not None:
-                self._read(rank)
-                # Otherwise multiprocessing keeps the object and its descriptors in a list.
-                process.join()
-                self._running.discard(rank)
-                if rank not in self._stopped:
-                    self._exits.add(rank, process.pid or 0, process.exitcode)
-
-    def _read(self, rank: int) -> None:
-        link = self._links.get(rank)
-        try:
-            while link is not None and link.poll(0):
-                message = link.recv()
-                self._reports[rank] = message
-                if message.result is not None:
-                    self.results[rank] = message.result
-        except (EOFError, OSError):
-            self._links.pop(rank).close()
+        """Wait for a report or the end of a child, and handle all that came."""
+        links = {child.link: child for child in self._group.running if not child.link.closed}
+        for link in self._group.wait(limit_s, links):
+            links[link].read()
+        for child in self._group.ended():
+            child.read()
+            child.reap()
+            if not child.stopped:
+                self._exits.add(child.rank, child.pid, child.exit_code or 0)
 
     def _raise_failure(self) -> None:
         failures = self._exits.failures()
         if not failures:
             return
         first, *others = failures
-        lines = [f"first failure of {len(self.processes)} processes: {first.line_with_reason()}"]
+        size = len(self._group.workers)
+        lines = [f"first failure of {size} processes: {first.line_with_reason()}"]
         lines += [f"then {other.line_with_reason()}" for other in others]
         if left := leavers(first, self._exits.left_s):
             lines.append(left)
-        report = self._reports[first.rank]
+        report = self._group.workers[first.rank].report
         lines.append(first.text or report.missing)
         # A signal is no error of the child's code. The traceback of an error may end with the hint.
         no_hint = first.exit_code < 0 or (report.hint or "") in first.text
-        context = Context(rank=first.rank, world_size=len(self.processes))
         raise WorkerFailedError(
-            "\n".join(lines), context=context, hint=None if no_hint else report.hint
+            "\n".join(lines),
+            context=Context(rank=first.rank, world_size=size),
+            hint=None if no_hint else report.hint,
         )
 
     def _stop(self, grace_s: float) -> None:
         """Stop the children that still run, and release all resources of this context."""
+        group = self._group
         self._wait(0.0)
-        self._stopped |= self._running
         try:
-            for rank in self._running:
-                self.processes[rank].terminate()
-            grace = Deadline(grace_s)
-            while self._running and not grace.expired():
-                self._wait(grace.remaining())
-            for rank in self._running:
-                self.processes[rank].kill()
-            last = Deadline(_KILL_TIMEOUT_S)
-            while self._running and not last.expired():
-                self._wait(last.remaining())
+            group.grace_s, last = grace_s, Deadline(grace_s + _KILL_TIMEOUT_S)
+            group.stop(signal.SIGTERM)
+            while group.running and not last.expired():
+                group.kill_if_due()
+                self._wait(min(group.kill_in_s(), last.remaining()))
         finally:
             self._release()
-        if self._running:
+        if group.running:
             raise LaunchError(
-                f"ranks {sorted(self._running)} did not end within {_KILL_TIMEOUT_S:g} s of SIGKILL"
+                f"ranks {[child.rank for child in group.running]} did not end within "
+                f"{_KILL_TIMEOUT_S:g} s of SIGKILL"
             )
 
     def _release(self) -> None:
-        while self._links:
-            self._links.popitem()[1].close()
+        for child in self._group.workers:
+            child.link.close()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -502,18 +532,7 @@ def spawn(
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
     nprocs = check_start("spawn(fn, args, nprocs), args=(x,)", fn, args, nprocs, start_method)
-    # The kernel sends the signal when the *thread* that forked ends. A thread that does not wait
-    # for the children may end before them. The fork server lives as long as its children, so its
-    # end is not a usable sign.
-    main = threading.current_thread() is threading.main_thread()
-    context = SpawnContext(
-        fn,
-        args,
-        nprocs,
-        daemon=daemon,
-        start_method=start_method,
-        use_death_signal=(join or main) and start_method != "forkserver",
-    )
+    context = SpawnContext(fn, args, nprocs, daemon=daemon, start_method=start_method, joins=join)
     if not join:
         return context
     try:

@@ -108,9 +108,11 @@ class LaunchResult:
             0. Empty if the root cause is on another node, whose clock may differ.
         places: Where stopped ranks of this node were, as far as they answered.
         signum: The signal that ended the launch, or None.
-        ended_well: Whether each worker of this node ended with exit code 0.
+        ended_well: Whether each worker of this node ended with exit code 0. A worker without
+            which the others go on does not count.
         restarts: Number of restarts of the job.
         reason: Why the nodes could not continue together, or "".
+        idle: Whether no worker of this node was ever taken in by the ranks that it was to join.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -121,6 +123,7 @@ class LaunchResult:
     ended_well: bool = False
     restarts: int = 0
     reason: str = ""
+    idle: bool = False
 
     @property
     def exit_code(self) -> int:

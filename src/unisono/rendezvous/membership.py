@@ -17,11 +17,10 @@ Nothing here reads a clock or does I/O. Times are of each rank's own monotonic c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
+from unisono.base import document
 from unisono.errors import RendezvousError
 
 SILENT_S = 1.0
@@ -344,19 +343,9 @@ def loads(text: bytes) -> State:
     Raises:
         RendezvousError: The text was not written by this version of unisono.
     """
-    if not text:
-        return State()
     try:
-        fields: dict[str, Any] = json.loads(text)
-        fields["members"] = tuple(Member(**each) for each in fields["members"])
-        for name in ("came", "waiting"):
-            fields[name] = tuple(
-                Arrival(**each | {"member": Member(**each["member"])}) for each in fields[name]
-            )
-        for name in ("agreed", "lost", "silent"):
-            fields[name] = tuple(fields[name])
-        return State(**fields)
-    except (ValueError, KeyError, TypeError) as error:
+        return document.loads(State, text, exact=True) if text else State()
+    except ValueError as error:
         raise RendezvousError(
             f"the membership document is not one of this version of unisono: {error!r}",
             hint="another program uses the same store",

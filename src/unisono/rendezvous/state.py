@@ -6,11 +6,10 @@ does I/O.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
+from unisono.base import document
 from unisono.errors import RendezvousError
 
 
@@ -247,9 +246,9 @@ def rank_taken(node: Node, rival: Node) -> RendezvousError:
     )
 
 
-def dumps(state: Any) -> bytes:
+def dumps(state: object) -> bytes:
     """Return the text of a document for the store: of this `State`, or that of `membership`."""
-    return json.dumps(asdict(state), separators=(",", ":"), sort_keys=True).encode()
+    return document.dumps(state, separators=(",", ":"), sort_keys=True).encode()
 
 
 def loads(text: bytes) -> State:
@@ -258,20 +257,9 @@ def loads(text: bytes) -> State:
     Raises:
         RendezvousError: The text was not written by this version of unisono.
     """
-    if not text:
-        return State()
     try:
-        fields: dict[str, Any] = json.loads(text)
-        for name in ("members", "waiting", "order"):
-            fields[name] = tuple(Node(**node) for node in fields[name])
-        for name in ("expected", "succeeded", "left", "idle"):
-            fields[name] = tuple(fields[name])
-        limits = fields["limits"]
-        fields["limits"] = None if limits is None else Limits(**limits)
-        fields["phase"] = Phase(fields["phase"])
-        fields["cause"] = Cause(fields["cause"])
-        return State(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return document.loads(State, text, exact=True) if text else State()
+    except ValueError as error:
         raise RendezvousError(
             f"the rendezvous document is not one of this version of unisono: {error!r}",
             hint="another program uses the same store and --rdzv-id",

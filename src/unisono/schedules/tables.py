@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from unisono.base import document
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import COLLECTIVES
 from unisono.schedules.registry import available
@@ -122,16 +123,14 @@ class Table:
                 collective or algorithm, or ranges overlap.
         """
         try:
-            fields = json.loads(text)
-            if fields["format"] != FORMAT:
-                raise ValueError(f"format {fields['format']!r}, expected {FORMAT}")
+            fields = document.loads(dict[str, Any], text, version=FORMAT)
             shape = Shape(*(fields[key] for key in Shape._fields))
             rules = tuple(Rule(*row) for row in fields["rules"])
             _check(rules, shape)
             measured = _measured(fields["measured"])
             machine, version = str(fields["machine"]), str(fields["unisono"])
             return cls(shape, machine, version, rules, measured, dict(fields["about"]))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             # A KeyError's text is the missing key alone.
             why = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidArgumentError(

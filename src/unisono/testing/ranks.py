@@ -173,7 +173,6 @@ def _run_processes(call: _Call, world_size: int, dead: Collection[int]) -> _Ende
         (Modules(call.fn, *call.args), call, _settings()),
         world_size,
         start_method="forkserver",
-        use_death_signal=False,
         return_results=True,
     )
     end: UnisonoError | None = None

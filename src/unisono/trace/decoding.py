@@ -11,17 +11,11 @@ import math
 import pickle
 import re
 import zlib
-from dataclasses import fields
 from typing import Any
 
+from unisono.base import document
 from unisono.errors import InvalidArgumentError
-from unisono.trace.flight_recorder import (
-    COLUMNS,
-    TORCH_DTYPES,
-    GroupRecords,
-    Origin,
-    RankRecords,
-)
+from unisono.trace.flight_recorder import TORCH_DTYPES, GroupRecords, RankRecords
 from unisono.trace.records import MESSAGES, TraceRecord
 
 DEFAULT_KEY, DEFAULT_NAME = "0", "default_pg"
@@ -33,8 +27,6 @@ _OUTCOMES = {"scheduled": "queued", "started": "running"}
 _NO_NAMES = ("", "undefined")
 # The folder of torch in the name of a file.
 _TORCH = re.compile(r"(.*[/\\]torch[/\\])distributed[/\\]|(.*-packages[/\\]torch[/\\])")
-
-_TYPES: dict[str, Any] = {"bool": bool, "int": int, "str": str, "int | None": int | None}
 
 
 class _Plain(pickle.Unpickler):
@@ -57,34 +49,12 @@ def decode(content: bytes) -> RankRecords:
     try:
         is_json = content[:1] == b"{"
         dump = json.loads(content) if is_json else _Plain(io.BytesIO(content)).load()
-        found = _foreign(dump) if "unisono" not in dump else _own(dump["unisono"])
-        _check(found)
-        return found
+        found = dump["unisono"] if "unisono" in dump else document.plain(_foreign(dump))
+        return document.parse(RankRecords, found)
     except InvalidArgumentError:
         raise
     except Exception as error:
         raise InvalidArgumentError(f"this is no file of a flight recorder: {error!r}") from error
-
-
-def _check(found: RankRecords) -> None:
-    """Raise TypeError if a value has another type than its attribute, as in a damaged file."""
-    parts: list[Any] = [found, *([found.origin] if found.origin else []), *found.groups]
-    for part in [*parts, *(record for group in found.groups for record in group.records)]:
-        for each in fields(part):
-            value = getattr(part, each.name)
-            if not isinstance(value, _TYPES.get(str(each.type), object)):
-                raise TypeError(f"{each.name} is {value!r:.50}, expected {each.type}")
-
-
-def _own(found: dict[str, Any]) -> RankRecords:
-    groups = [
-        GroupRecords(
-            *(group["key"], group["name"], tuple(map(int, group["ranks"]))),
-            [TraceRecord(**{name: each[name] for name in COLUMNS}) for each in group["records"]],
-        )
-        for group in found["groups"]
-    ]
-    return RankRecords(found["rank"], groups, found["origin"] and Origin(**found["origin"]))
 
 
 def _foreign(dump: dict[str, Any]) -> RankRecords:

@@ -5,14 +5,14 @@ Source: torch.distributed.flight_recorder and _dump_fr_trace of torch 2.13 (form
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.base import document
 from unisono.trace.records import TraceRecord
 
 _VERSION = "2.10"
@@ -48,8 +48,6 @@ TORCH_DTYPES = {
     **{"complex64": "ComplexFloat", "complex128": "ComplexDouble"},
 }
 _STATES = {"queued": "scheduled", "completed": "completed"}
-
-COLUMNS = tuple(each.name for each in fields(TraceRecord))
 
 # A ring that has lost records begins at a number of the call that differs by rank. So the first
 # entry is the first whose number is a multiple of this, which is mostly the same on all ranks.
@@ -135,27 +133,14 @@ def encode(mine: RankRecords) -> bytes:
         "pg_status": {each.key: _status(each) for each in mine.groups},
         "comm_lib_version": "",
         "entries": entries,
-        "unisono": _to_plain(mine),
+        "unisono": document.plain(mine),
     }
     return pickle.dumps(content, protocol=2)
 
 
 def encode_short(mine: RankRecords) -> bytes:
     """Return the records of one rank without torch's part, as JSON for `decode`."""
-    return json.dumps({"unisono": _to_plain(mine)}).encode()
-
-
-def _to_plain(mine: RankRecords) -> dict[str, Any]:
-    # Not asdict() of the whole, which copies each value and takes 10 times as long.
-    groups = [
-        {
-            **{"key": group.key, "name": group.name, "ranks": list(group.ranks)},
-            "records": [{name: getattr(each, name) for name in COLUMNS} for each in group.records],
-        }
-        for group in mine.groups
-    ]
-    origin = None if mine.origin is None else asdict(mine.origin)
-    return {"rank": mine.rank, "groups": groups, "origin": origin}
+    return document.dumps({"unisono": mine}).encode()
 
 
 def _config(key: str, name: str, ranks: Iterable[int]) -> dict[str, str]:

@@ -341,7 +341,7 @@ def damaged(**values):
         (damaged(peer=1.5), "peer is 1.5, expected int | None"),
         (
             damaged().replace(b'"ranks": [0, 1]', b'"ranks": [0, {}]'),
-            "int() argument must be a string",
+            "ranks is {}, expected int",
         ),
         (damaged().replace(b'"rank": 0', b'"rank": "0"'), "rank is '0', expected int | None"),
         (damaged().replace(b'"pid": 1', b'"pid": []'), "pid is [], expected int"),

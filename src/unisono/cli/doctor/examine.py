@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from unisono.base import document
 from unisono.base.deadline import Deadline
-from unisono.cli.doctor.facts import Examination, Host, Link, known
+from unisono.cli.doctor.facts import Examination, Host, Link
 from unisono.cli.doctor.host import examine_host, resolve
 from unisono.cli.doctor.links import Peer, Probe, Responder
 from unisono.errors import RendezvousError, StoreError, StoreTimeoutError
@@ -38,6 +38,8 @@ _PIECE_BYTES = 400
 
 _LATE_S = 2.0
 """Time for each further step if hosts have missed one."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,22 @@ class Plan:
         endpoint = self.meeting.endpoint
         is_alone = self.limits.max_nodes == 1
         return "" if is_alone or isinstance(endpoint, str) else endpoint[0]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The facts about one host, and the `place` of its `Responder`."""
+
+    host: Host
+    peer: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The names of all hosts as one host resolves them, and its links to the others."""
+
+    names: Mapping[str, Sequence[str] | None]
+    links: Sequence[Link]
 
 
 class Examiner:
@@ -115,8 +133,7 @@ class Examiner:
         responder = Responder(self.host.addresses)
         try:
             self._number = store.add("came", 1) - 1
-            facts = {"host": asdict(self.host), "peer": responder.place}
-            _publish(store, f"host/{self._number}", facts)
+            _publish(store, f"host/{self._number}", _Facts(self.host, responder.place))
             store.add("here", 1)
             members = self._members(store, canceled)
             if self._number not in members:
@@ -160,19 +177,18 @@ class Examiner:
                     "--rdzv-id",
                 )
             time.sleep(_POLL_S)
-        members: list[int] = _published(store, "members")
-        return members
+        return _published(store, "members", list[int])
 
     def _probe_all(self, store: Store, members: Sequence[int]) -> Examination:
         """Probe the other members in steps that all hosts take together."""
-        published = {number: _published(store, f"host/{number}") for number in members}
+        published = {n: _published(store, f"host/{n}", _Facts) for n in members}
         # By name and its number: host2 comes before host10.
-        order = sorted(members, key=lambda number: _natural(published[number]["host"]["name"]))
-        names = _unique([published[number]["host"]["name"] for number in order])
+        order = sorted(members, key=lambda number: _natural(published[number].host.name))
+        names = _unique([published[number].host.name for number in order])
         hosts, peers = [], []
         for number, name in zip(order, names, strict=True):
-            hosts.append(Host.from_json(published[number]["host"] | {"name": name}))
-            peers.append(Peer(name, *published[number]["peer"]))
+            hosts.append(replace(published[number].host, name=name))
+            peers.append(Peer(name, *published[number].peer))
         me = order.index(self._number)
         self._plan.show(f"probing {', '.join(names)}")
         found = resolve(host.name.partition("#")[0] for host in hosts)
@@ -194,7 +210,7 @@ class Examiner:
             pool.shutdown()
             for probe in probes:
                 probe.close()
-        mine = {"names": found, "links": [asdict(probe.link) for probe in probes]}
+        mine = _Found(found, [probe.link for probe in probes])
         _publish(store, f"found/{self._number}", mine)
         return self._collected(store, order, hosts)
 
@@ -204,12 +220,13 @@ class Examiner:
         """Return the facts of all hosts; without the links of hosts that do not publish them."""
         self._end_step(store, "found", len(hosts))
         keys = [f"found/{number}" for number in numbers]
-        complete, links = [], []
+        complete: list[Host] = []
+        links: list[Link] = []
         for key, host in zip(keys, hosts, strict=True):
             if store.check([key]):
-                found = _published(store, key)
-                host = replace(host, names={**found["names"], **host.names})
-                links += [known(Link, link) for link in found["links"]]
+                found = _published(store, key, _Found)
+                host = replace(host, names={**found.names, **host.names})
+                links += found.links
             complete.append(host)
         return replace(
             self.alone(),
@@ -239,21 +256,23 @@ class Examiner:
             self._step_s = _LATE_S
 
 
-def _publish(store: Store, key: str, content: Any) -> None:
-    """Store a JSON value in pieces that fit into the smallest packets.
+def _publish(store: Store, key: str, content: object) -> None:
+    """Store a document in pieces that fit into the smallest packets.
 
     A path that drops full packets would also stop the exchange of facts about it.
     """
-    data = zlib.compress(json.dumps(content).encode())
+    data = zlib.compress(document.dumps(content).encode())
     pieces = range(0, len(data), _PIECE_BYTES)
     for number, start in enumerate(pieces):
         store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
     store.set(key, f"{len(pieces)}")
 
 
-def _published(store: Store, key: str) -> Any:
+def _published(store: Store, key: str, kind: type[T]) -> T:
     pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
-    return json.loads(zlib.decompress(b"".join(pieces)))
+    # Of another host, so a few bytes may stand for gigabytes.
+    most = document.MOST_BYTES + 1
+    return document.loads(kind, zlib.decompressobj().decompress(b"".join(pieces), most))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 ERROR, WARNING, OK = "error", "warning", "ok"
 _SHOWN = 4
-
-
-_T = TypeVar("_T")
-
-
-def known(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """Return an object of a dataclass; without fields that only another version has."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +71,6 @@ class Host:
     admits: str = "token"
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing = field(default_factory=Sharing)
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> Host:
-        """Return the host whose `dataclasses.asdict`, maybe of another version, is `values`."""
-        limits = known(Limits, values.get("limits", {}))
-        sharing = known(Sharing, values.get("sharing", {}))
-        return known(Host, values | {"limits": limits, "sharing": sharing})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -17,10 +16,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from unisono import __version__
-from unisono.base import config
+from unisono.base import config, document
 from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
 from unisono.cli.doctor.facts import Host, Limits, Sharing
@@ -121,7 +120,7 @@ def _sharing() -> Sharing:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Sharing(engine="", shared_memory=last)
-    return replace(Sharing(**json.loads(done.stdout)), huge_pages=huge_pages())
+    return replace(document.loads(Sharing, done.stdout), huge_pages=huge_pages())
 
 
 def _report(pid: str, address: str, proof: str) -> None:
@@ -135,7 +134,7 @@ def _report(pid: str, address: str, proof: str) -> None:
         shared_memory="" if info.shared_memory == "memfd" else info.shared_memory,
         remote_read=why_not_readable(int(pid), int(address), bytes.fromhex(proof)),
     )
-    print(json.dumps(asdict(found)))
+    print(document.dumps(found))
 
 
 if __name__ == "__main__":

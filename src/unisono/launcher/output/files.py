@@ -24,7 +24,7 @@ from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.output.console import Console, WorkerName, check_prefix
 from unisono.launcher.output.reader import OutputReader, Sink, WorkerStream
-from unisono.launcher.workers.worker import Stdout, Worker
+from unisono.launcher.workers.worker import CommandWorker, Stdout
 
 DEFAULT_PREFIX = "[rank {rank}] "
 
@@ -211,7 +211,7 @@ class Output:
             return ""
         return os.path.join(folder, "error.json")
 
-    def attach(self, worker: Worker, name: WorkerName) -> WorkerStream:
+    def attach(self, worker: CommandWorker, name: WorkerName) -> WorkerStream:
         """Begin to pass on a worker's output; return the stream of its standard error."""
         if worker.stdout is not None:
             self._add(Std.OUT, worker.stdout, name)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from unisono.base.deadline import Deadline
 from unisono.errors import LaunchError
 from unisono.launcher.workers import warm_site
-from unisono.launcher.workers.worker import Worker
+from unisono.launcher.workers.worker import CommandWorker, Worker
 from unisono.platform.processes import loaded_files
 
 FIRST_LOOK_S = 2.0
@@ -43,7 +43,7 @@ class WarmWorkers:
     def __init__(self, commands: Sequence[Sequence[str]], count: int) -> None:
         self._commands = commands[:count]
         self._candidates = list(range(len(self._commands)))
-        self._waiting: dict[int, tuple[Worker, socket.socket]] = {}
+        self._waiting: dict[int, tuple[CommandWorker, socket.socket]] = {}
         self._pause_s = FIRST_LOOK_S
         self._next: Deadline | None = None
 
@@ -61,7 +61,7 @@ class WarmWorkers:
         self,
         running: Mapping[int, Worker],
         environment: Callable[[int], dict[str, str]],
-        start: Callable[[int, Mapping[str, str], Sequence[int]], Worker],
+        start: Callable[[int, Mapping[str, str], Sequence[int]], CommandWorker],
     ) -> None:
         """Start the next half-started worker if it is time and if the running worker uses torch.
 
@@ -88,7 +88,7 @@ class WarmWorkers:
         self._pause_s *= 2
         self._next = Deadline(self._pause_s) if self._pause_s <= _LAST_LOOK_S else None
 
-    def take(self, local_rank: int, env: Mapping[str, str]) -> Worker | None:
+    def take(self, local_rank: int, env: Mapping[str, str]) -> CommandWorker | None:
         """Send the environment to a half-started worker and return it; None if none is ready."""
         if local_rank not in self._waiting:
             return None
@@ -118,7 +118,7 @@ class WarmWorkers:
         local_rank: int,
         env: dict[str, str],
         torch_folder: str,
-        start: Callable[[int, Mapping[str, str], Sequence[int]], Worker],
+        start: Callable[[int, Mapping[str, str], Sequence[int]], CommandWorker],
     ) -> None:
         ours, theirs = socket.socketpair()
         # Otherwise the agent would wait for a worker that is not ready, or for one that does not
@@ -138,8 +138,8 @@ class WarmWorkers:
                 self._candidates.remove(local_rank)
 
 
-def _discard(worker: Worker) -> None:
-    worker.kill_group()
+def _discard(worker: CommandWorker) -> None:
+    worker.kill()
     with contextlib.suppress(LaunchError):
         worker.reap()
     for stream in (worker.stdout, worker.stderr):

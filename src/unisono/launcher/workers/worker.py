@@ -1,6 +1,6 @@
-"""One worker process.
+"""One worker process: of a command line here, of a function in `unisono.launcher.spawn`.
 
-A worker leads its own session and process group. Ctrl-C on the terminal thus reaches the launcher
+A command leads its own session and process group. Ctrl-C on the terminal thus reaches the launcher
 only, and the launcher can kill a worker with its children.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, AnyStr, Literal
 
@@ -46,8 +47,88 @@ def _before_exec(cpus: Collection[int]) -> Callable[[], None]:
     return in_child
 
 
-class Worker:
-    """One worker process, which stays in the process table until `reap`.
+class Worker(ABC):
+    """One worker process.
+
+    Args:
+        rank: Rank of the worker.
+        pid: Its process number.
+        exit_fd: See below; the worker closes it.
+
+    Attributes:
+        rank: Rank of the worker.
+        pid: Its process number.
+        exit_fd: Descriptor that becomes readable when the process ends, or None if the system has
+            no such descriptors.
+        exit_code: None while the process runs; minus the signal's number if a signal killed it.
+        stopped: Whether the launcher stopped the worker before it ended by itself.
+    """
+
+    def __init__(self, rank: int, pid: int, exit_fd: int | None) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.exit_code: int | None = None
+        self.stopped = False
+        self.exit_fd = exit_fd
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        if self.exit_code is None:
+            self.exit_code = self._status()
+        return self.exit_code
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to the worker, not to its children; do nothing if it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def stop(self, signum: int) -> None:
+        """Ask the worker by a signal to end; do nothing if it has ended."""
+        self.stopped = self.stopped or self.poll() is None
+        self.send_signal(signum)
+
+    def kill(self) -> None:
+        """Kill the worker, and its process group if it leads one."""
+        self.stopped = self.stopped or self.poll() is None
+        self._kill()
+
+    def reap(self) -> None:
+        """Wait for a worker that ended or was killed, and release its process number.
+
+        Raises:
+            LaunchError: The process did not end in time: it is in uninterruptible I/O.
+        """
+        try:
+            code = self._wait(_REAP_TIMEOUT_S)
+        finally:
+            if self.exit_fd is not None:
+                os.close(self.exit_fd)
+                self.exit_fd = None
+        if code is None:
+            raise LaunchError(
+                f"rank {self.rank} (pid {self.pid}) did not end within {_REAP_TIMEOUT_S:g} s "
+                "of SIGKILL",
+                hint="it probably hangs in the kernel; see /proc/<pid>/stack",
+            )
+        if self.exit_code is None:
+            self.exit_code = code
+
+    @abstractmethod
+    def _status(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """Kill the process."""
+
+    @abstractmethod
+    def _wait(self, timeout_s: float) -> int | None:
+        """Wait for the end, release the process number and return the exit code, or None."""
+
+
+class CommandWorker(Worker):
+    """A worker that runs a program; it stays in the process table until `reap`.
 
     Until then the kernel gives its process number and its group's number to no other process, so
     signals to these numbers cannot reach another process.
@@ -61,14 +142,6 @@ class Worker:
             the standard output of the launcher.
         cpus: CPUs on which the worker may run; if empty, those of the launcher.
         pass_fds: Descriptors that the worker inherits.
-
-    Attributes:
-        rank: Rank of the worker.
-        pid: Its process number.
-        exit_fd: Descriptor that becomes readable when the process ends, or None if the system has
-            no such descriptors.
-        exit_code: None while the process runs; minus the signal's number if a signal killed it.
-        stopped: Whether the launcher stopped the worker before it ended by itself.
     """
 
     def __init__(
@@ -103,11 +176,7 @@ class Worker:
             raise LaunchError(
                 f"cannot start rank {rank} ({command[0]}): {reason_of(error)}"
             ) from error
-        self.rank = rank
-        self.pid = self._popen.pid
-        self.exit_code: int | None = None
-        self.stopped = False
-        self.exit_fd = open_exit_fd(self.pid)
+        super().__init__(rank, self._popen.pid, open_exit_fd(self._popen.pid))
 
     @property
     def stdout(self) -> IO[bytes] | None:
@@ -119,45 +188,14 @@ class Worker:
         """The worker's standard error."""
         return opened(self._popen.stderr)
 
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-        if self.exit_code is None:
-            self.exit_code = exit_code_of(self._popen)
-        return self.exit_code
+    def _status(self) -> int | None:
+        return exit_code_of(self._popen)
 
-    def send_signal(self, signum: int) -> None:
-        """Send a signal to the worker, not to its children; do nothing if it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def stop(self, signum: int) -> None:
-        """Ask the worker by a signal to end; do nothing if it has ended."""
-        self.stopped = self.stopped or self.poll() is None
-        self.send_signal(signum)
-
-    def kill_group(self) -> None:
-        """Kill the worker and its process group."""
-        self.stopped = self.stopped or self.poll() is None
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def reap(self) -> None:
-        """Wait for a worker that ended or was killed, and release its process number.
-
-        Raises:
-            LaunchError: The process did not end in time: it is in uninterruptible I/O.
-        """
-        try:
-            self._popen.wait(_REAP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"rank {self.rank} (pid {self.pid}) did not end within {_REAP_TIMEOUT_S:g} s "
-                "of SIGKILL",
-                hint="it probably hangs in the kernel; see /proc/<pid>/stack",
-            ) from None
-        finally:
-            if self.exit_fd is not None:
-                os.close(self.exit_fd)
-                self.exit_fd = None
-        if self.exit_code is None:
-            self.exit_code = self._popen.returncode
+    def _wait(self, timeout_s: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(timeout_s)
+        return None

@@ -2,43 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from multiprocessing import connection
+from typing import Any, Generic, TypeVar
+
 from unisono.base.deadline import Deadline
 from unisono.launcher.workers.worker import Worker
 
+W = TypeVar("W", bound=Worker)
 
-class WorkerGroup:
-    """The workers of one attempt.
+_POLL_S = 0.05
+"""Pause between two looks at workers whose end wakes no wait."""
+
+
+class WorkerGroup(Generic[W]):
+    """The workers of one attempt, or of one `spawn`.
 
     Args:
         grace_s: Seconds between the signal of `stop` and SIGKILL.
 
     Attributes:
+        grace_s: See above.
         workers: All workers, by local rank.
-        running: Workers whose end the attempt has not handled yet.
+        running: Workers whose end has not been handled yet.
         stopping: Whether `stop` was called.
     """
 
     def __init__(self, grace_s: float) -> None:
-        self.workers: list[Worker] = []
-        self.running: list[Worker] = []
+        self.grace_s = grace_s
+        self.workers: list[W] = []
+        self.running: list[W] = []
         self.stopping = False
-        self._grace_s = grace_s
         self._kill_at: Deadline | None = None
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: W) -> None:
         """Add a worker that was started."""
         self.workers.append(worker)
         self.running.append(worker)
 
-    def replace(self, old: Worker, new: Worker | None) -> None:
+    def replace(self, old: W, new: W | None) -> None:
         """Kill what is left of a worker and release it; `new` takes its place."""
-        old.kill_group()
+        old.kill()
         old.reap()
         if old in self.running:
             self.running.remove(old)
         self.workers.remove(old)
         if new is not None:
             self.add(new)
+
+    def wait(self, limit_s: float, others: Iterable[Any] = ()) -> list[Any]:
+        """Wait until a worker may have ended or another can be read; return the latter.
+
+        Args:
+            limit_s: How long to wait at most.
+            others: Descriptors, sockets or connections of multiprocessing.
+        """
+        exits = {worker.exit_fd for worker in self.running}
+        limit_s = min(limit_s, _POLL_S if None in exits else limit_s)
+        watched = [*others, *exits - {None}]
+        ready = connection.wait(watched, None if limit_s == float("inf") else limit_s)
+        return [each for each in ready if each not in exits]
+
+    def ended(self) -> Iterator[W]:
+        """Yield the running workers that have ended; each is no longer among `running` then."""
+        for worker in [each for each in self.running if each.poll() is not None]:
+            self.running.remove(worker)
+            yield worker
 
     def pids(self) -> list[int]:
         """Return the process numbers of all workers."""
@@ -52,7 +81,7 @@ class WorkerGroup:
     def stop(self, signum: int) -> None:
         """Ask each worker by a signal to end, and begin the grace period."""
         self.stopping = True
-        self._kill_at = Deadline(self._grace_s)
+        self._kill_at = Deadline(self.grace_s)
         for worker in self.workers:
             worker.stop(signum)
 
@@ -73,7 +102,7 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill the workers and their process groups."""
         for worker in self.workers:
-            worker.kill_group()
+            worker.kill()
 
     def reap(self) -> None:
         """Release the process numbers of the workers; see `Worker.reap`."""
