@@ -349,13 +349,13 @@ def test_a_receive_that_timed_out_leaves_the_message_to_the_next(engine, monkeyp
 def test_a_receive_that_ends_as_it_is_cancelled_has_its_message(monkeypatch):
     """The thread that ends the transfer has not come to the end of the call yet."""
     ending, goes_on, held = threading.Event(), threading.Event(), []
-    receive, wait = p2p._Message._receive, Completion.wait_until
+    receive, wait = p2p.Message._take_unknown, Completion.wait_until
 
-    def held_up(message, transfer):
+    def held_up(message):
         held.append(message)
         ending.set()
         assert goes_on.wait(60)
-        receive(message, transfer)
+        receive(message)
 
     def waits(completion, deadline):
         if completion in held:
@@ -378,7 +378,7 @@ def test_a_receive_that_ends_as_it_is_cancelled_has_its_message(monkeypatch):
             dist.send(np.arange(3.0), 1, tag=1)
         dist.barrier()
 
-    monkeypatch.setattr(p2p._Message, "_receive", held_up)
+    monkeypatch.setattr(p2p.Message, "_take_unknown", held_up)
     monkeypatch.setattr(Completion, "wait_until", waits)
     run(body, 2, engine="reference", transport="tcp")
 
