@@ -197,7 +197,8 @@ bool overlaps_itself(PyArrayObject* array) {
 nb::object packed(nb::handle given, bool writes) {
   import_numpy();
   auto* array = reinterpret_cast<PyArrayObject*>(given.ptr());
-  if (!PyArray_CheckExact(given.ptr()) || PyArray_TYPE(array) >= NPY_OBJECT ||
+  if (!PyArray_CheckExact(given.ptr()) ||
+      (PyArray_TYPE(array) >= NPY_OBJECT && PyArray_TYPE(array) != NPY_HALF) ||
       PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISNOTSWAPPED(array) ||
       (writes && (!PyArray_ISWRITEABLE(array) || overlaps_itself(array)))) {
     return {};

@@ -221,7 +221,8 @@ class Port:
     """
 
     def __init__(self, comm: Communicator, messenger: Any) -> None:
-        self._comm, self._messages = comm, comm.transport.messages
+        self._comm = comm
+        self._messages: Any = comm.transport.messages
         self._among = frozenset(comm.others)
         self._messenger = messenger
         if comm.trace is not None:

@@ -202,6 +202,17 @@ class NativeMessages(Messages):
     def start(
         self, transfer: Any, memory: Any, start: Callable[[], tuple[Outcome, int | None] | None]
     ) -> bool:
+        """Begin a receive with a function that starts it in C++.
+
+        Args:
+            transfer: The receive; it keeps its memory, and gets the number of the record.
+            memory: This memory, as C++ gets it.
+            start: Returns what is known of the end, and this number if there is a record. None if
+                C++ does not take the receive.
+
+        Returns:
+            Whether C++ has taken it.
+        """
         transfer._move_in_cpp(self, receives=True)
         self._held[id(transfer)] = transfer
         before = self.native.last_number()
@@ -264,6 +275,7 @@ class NativeMessages(Messages):
             self._wait_for_other(transfer, Deadline(_COPY_S))
 
     def status_of(self, outcome: Outcome, context: int) -> BaseException | None:
+        """Return the status that an outcome stands for; None: success."""
         _, code, source, nbytes, info, _, _ = outcome
         if code == _engine.OK:
             return None

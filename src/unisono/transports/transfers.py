@@ -51,7 +51,7 @@ class Transfer(Pending):
         nbytes: Size of the message of a receive that has ended.
         among: For a receive from any source: the ranks that may send.
         _messages: The messages in C++ that move it; None: Python moves it.
-        _receives: 0: it is a send; 1: a receive; 2: a receive that ends without a waiting thread.
+        _receives: 0 for a send, 1 for a receive, 2 for one that ends without a waiting thread.
         _number: Number in C++; 0: it has ended at once.
         _outcomes: Holds the outcome in C++ as soon as it is known.
         _cause: The error of a cancelled one; None: `Cancelled`.
@@ -232,26 +232,6 @@ class Messages(Protocol):
             ranks: Global ranks of its members.
             codes: The `info` of a message, by the buffer format of the array.
         """
-        return None
-
-    def start(
-        self, transfer: Any, memory: Any, start: Callable[[], tuple[Outcome, int | None] | None]
-    ) -> bool:
-        """Begin a receive with a function that starts it in C++.
-
-        Args:
-            transfer: The receive; it keeps its memory, and gets the number of the record.
-            memory: This memory, as C++ gets it.
-            start: Returns what is known of the end, and this number if there is a record.
-                None if C++ does not take the receive.
-
-        Returns:
-            Whether C++ has taken it.
-        """
-        return False
-
-    def status_of(self, outcome: Outcome, context: int) -> BaseException | None:
-        """Return the status that an outcome stands for; None: success."""
         return None
 
     def claim(self, source: int, key: Key) -> Transfer | None:
