@@ -170,7 +170,7 @@ std::vector<int> end_all(Messages& messages, double timeout_s) {
 // Return a function that calls one of Python; `where`: for the log.
 template <class... Given>
 std::function<void(Given...)> in_python(std::function<void(Given...)> function, const char* where) {
-  return [function = std::move(function), where](Given... given) {
+  return [function = std::move(function), where](const Given&... given) {
     nb::gil_scoped_acquire locked;
     try {
       function(given...);
