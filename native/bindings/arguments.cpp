@@ -4,6 +4,8 @@
 #include <numpy/arrayobject.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -156,8 +158,11 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
     switch (f.kinds[i]) {
       case kSent:
       case kReceived:
+      case kSentSoon:
+      case kReceivedSoon:
         message.array = value;
-        message.is_sent = f.kinds[i] == kSent;
+        message.is_sent = f.kinds[i] == kSent || f.kinds[i] == kSentSoon;
+        message.is_started = f.kinds[i] == kSentSoon || f.kinds[i] == kReceivedSoon;
         break;
       case kPeer: message.peer = value; break;
       case kTag: message.tag = value; break;
@@ -172,7 +177,44 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
   return message.array != nullptr;
 }
 
+// Whether two elements may share memory, as base/buffers.py decides it.
+bool overlaps_itself(PyArrayObject* array) {
+  std::vector<std::pair<npy_intp, npy_intp>> axes;
+  for (int i = 0; i < PyArray_NDIM(array); ++i) {
+    axes.emplace_back(std::abs(PyArray_STRIDE(array, i)), PyArray_DIM(array, i));
+  }
+  std::sort(axes.begin(), axes.end());
+  npy_intp end = PyArray_ITEMSIZE(array);
+  for (const auto& [stride, count] : axes) {
+    if (count > 1 && stride < end) return true;
+    end += stride * (count - 1);
+  }
+  return false;
+}
+
 }  // namespace
+
+nb::object packed(nb::handle given, bool writes) {
+  import_numpy();
+  auto* array = reinterpret_cast<PyArrayObject*>(given.ptr());
+  if (!PyArray_CheckExact(given.ptr()) ||
+      (PyArray_TYPE(array) >= NPY_OBJECT && PyArray_TYPE(array) != NPY_HALF) ||
+      PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISNOTSWAPPED(array) ||
+      (writes && (!PyArray_ISWRITEABLE(array) || overlaps_itself(array)))) {
+    return {};
+  }
+  const nb::object made = nb::steal(writes ? PyArray_NewLikeArray(array, NPY_CORDER, nullptr, 0)
+                                           : PyArray_NewCopy(array, NPY_CORDER));
+  if (!made.is_valid()) throw nb::python_error();
+  return made;
+}
+
+void unpack(nb::handle from, nb::handle into) {
+  if (PyArray_CopyInto(reinterpret_cast<PyArrayObject*>(into.ptr()),
+                       reinterpret_cast<PyArrayObject*>(from.ptr())) != 0) {
+    throw nb::python_error();
+  }
+}
 
 Argument argument_of(nb::handle given) {
   import_numpy();
@@ -208,7 +250,13 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
   PyObject** const places = into->places;
   if (!place_arguments(f, args, count, keywords, places)) return false;
   if (!value_of(global.stream).is_none() || !take_group(places[f.group], into)) return false;
-  if (f.kinds[0] == kSent || f.kinds[0] == kReceived) return take_message(f, places, into);
+  switch (f.kinds[0]) {
+    case kSent:
+    case kReceived:
+    case kSentSoon:
+    case kReceivedSoon: return take_message(f, places, into);
+    default: break;
+  }
   into->calls->wake_waiters();
   into->key.add(f.number);
   for (size_t i = 0; i < f.count; ++i) {

@@ -37,6 +37,8 @@ enum Kind : char {
   kTimeout = 'd',
   kSent = 's',      // the array that a message is sent from
   kReceived = 'v',  // the array that a message is received into
+  kSentSoon = 'S',  // as these, of a call that does not wait for the end
+  kReceivedSoon = 'V',
   kPeer = 'p',
   kTag = 't',
   kAbsent = '-',  // only None is handled here
@@ -74,6 +76,12 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
 
 // Return an array with the memory, dtype and shape of another array, which keeps `owner`.
 nanobind::object alias_of(nanobind::handle given, nanobind::object owner);
+
+// Return a contiguous array for a message from or to (`writes`) a NumPy array of another layout; a
+// copy unless it is written. No object: Python handles such an array.
+nanobind::object packed(nanobind::handle given, bool writes);
+// Copy the elements of an array into an array of the same shape.
+void unpack(nanobind::handle from, nanobind::handle into);
 
 // Must run before the first use of an array. Not when the extension is loaded, because
 // the launcher loads it for the store's server and must stay without NumPy.

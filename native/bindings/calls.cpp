@@ -1,5 +1,6 @@
 #include "bindings/calls.hpp"
 
+#include "bindings/arguments.hpp"
 #include "bindings/sites.hpp"
 #include "bindings/waits.hpp"
 
@@ -82,16 +83,19 @@ void Calls::set_timeout(double timeout_s) {
   timeout_ns_ = nanoseconds(timeout_s);
 }
 
-void Calls::set_messenger(nb::object messenger, nb::object failed) {
+void Calls::set_messenger(nb::object messenger, nb::object failed, nb::object receives,
+                          nb::object sent) {
   messenger_ = nb::cast<Messenger*>(messenger);
   messenger_ref_ = std::move(messenger);
   message_failed_ = std::move(failed);
+  receives_ = std::move(receives);
+  sent_ = std::move(sent);
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each :
-       {&queue_ref_, &continues_, &engine_, &queued_type_, &queued_, &discards_, &is_locked_,
-        &last_call_, &runner_, &messenger_ref_, &message_failed_, &recorder_ref_}) {
+  for (const nb::object* each : {&queue_ref_, &continues_, &engine_, &queued_type_, &queued_,
+                                 &discards_, &is_locked_, &last_call_, &runner_, &messenger_ref_,
+                                 &message_failed_, &receives_, &sent_, &recorder_ref_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
@@ -111,9 +115,8 @@ void Calls::clear() {
   runner_.reset();
   messenger_ref_.reset();
   messenger_ = nullptr;
-  message_failed_.reset();
-  continues_.reset();
-  for (nb::object* each : {&queued_, &engine_, &queued_type_, &discards_, &is_locked_}) {
+  for (nb::object* each : {&continues_, &message_failed_, &receives_, &sent_, &queued_, &engine_,
+                           &queued_type_, &discards_, &is_locked_}) {
     each->reset();
   }
 }
@@ -123,11 +126,21 @@ nb::object Calls::last() const {
   return nb::make_tuple(last_seq_, last_call_);
 }
 
-nb::object Calls::run_message(const Message& message) const {
+nb::object Calls::run_message(const Message& message, nb::handle group) const {
   if (closed_ || messenger_ == nullptr) return {};
   const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
   const double limit_s = message.timeout_s < 0 ? timeout_s_ : message.timeout_s;
+  if (message.is_started) {
+    const nb::object array = nb::borrow(message.array);
+    if (message.is_sent) {
+      if (!messenger_->try_send(array, peer, tag)) return {};
+      return nb::borrow(global.work_type)(sent_(nb::make_tuple(array)), "send");
+    }
+    const nb::object end = receives_(array, peer, tag, array, limit_s);
+    if (end.is_none()) return {};
+    return nb::borrow(global.work_type)(end, "recv", group);
+  }
   const nb::object result = message.is_sent ? messenger_->send(message.array, peer, tag, limit_s)
                                             : messenger_->recv(message.array, peer, tag, limit_s);
   if (result.is_none()) return {};

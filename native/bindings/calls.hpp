@@ -42,7 +42,8 @@ struct Message {
   PyObject* peer = nullptr;
   PyObject* tag = nullptr;
   bool is_sent = false;
-  double timeout_s = -1;  // below 0: that of the group
+  bool is_started = false;  // the call does not wait for its end
+  double timeout_s = -1;    // below 0: that of the group
 };
 
 // Sends and receives plain messages of a group; see Port for the results.
@@ -51,6 +52,7 @@ class Messenger {
   virtual ~Messenger() = default;
   virtual nanobind::object send(nanobind::handle array, nanobind::handle to, nanobind::handle tag,
                                 double timeout_s) = 0;
+  virtual bool try_send(nanobind::handle array, nanobind::handle to, nanobind::handle tag) = 0;
   virtual nanobind::object recv(nanobind::handle array, nanobind::handle from, nanobind::handle tag,
                                 double timeout_s) = 0;
 };
@@ -85,8 +87,11 @@ class Calls {
   void open_queue(nanobind::object engine, nanobind::object type, nanobind::object calls,
                   nanobind::object discards, nanobind::object is_locked);
   // Send and receive plain messages through `messenger`. None: Python must. `failed(op, result,
-  // array, peer, tag, timeout_s)` returns the error of a failed message.
-  void set_messenger(nanobind::object messenger, nanobind::object failed);
+  // array, peer, tag, timeout_s)` returns the error of a failed message. `receives(array, peer, tag,
+  // owner, timeout_s)` starts a receive and returns its end, or None. `sent(arrays)` returns the end
+  // of a message that was sent.
+  void set_messenger(nanobind::object messenger, nanobind::object failed, nanobind::object receives,
+                     nanobind::object sent);
 
   // For Python's garbage collector, because the calls refer back to the engine that owns this
   // object.
@@ -102,8 +107,8 @@ class Calls {
     if (runner_.is_valid()) nanobind::inst_ptr<Runner>(runner_)->wake_waiters();
   }
   // Send or receive. Returns the result of the public function, or no object if Python must handle
-  // it.
-  nanobind::object run_message(const Message& message) const;
+  // it. `group`: the group's object.
+  nanobind::object run_message(const Message& message, nanobind::handle group) const;
   // Whether C++ may run calls of this thread.
   bool accepts() const {
     return !closed_ && suspended == 0 && !is_busy() && !fork_guard_.is_forked();
@@ -159,7 +164,7 @@ class Calls {
   int64_t timeout_ns_ = 0;
   nanobind::object messenger_ref_;
   Messenger* messenger_ = nullptr;
-  nanobind::object message_failed_;
+  nanobind::object message_failed_, receives_, sent_;
   nanobind::object recorder_ref_;
   Recorder* recorder_ = nullptr;  // nullptr: calls are not recorded
   nanobind::object runner_;       // of the last call that was kept

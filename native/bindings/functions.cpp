@@ -92,7 +92,7 @@ nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf
   if (parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords,
                       &known)) {
     if (known.message.array != nullptr) {
-      result = known.calls->run_message(known.message);
+      result = known.calls->run_message(known.message, known.group);
     } else if (const CachedCall* what = known.calls->find(known.key)) {
       result = call_prepared(known, *what);
     } else if (known.calls->accepts()) {
@@ -294,7 +294,7 @@ void bind_calls(nb::module_& m) {
     .def("wait_well", &Calls::wait_well, nb::arg("call"),
          "Wait for a queued call; False: it has failed, or Python must wait.")
     .def("set_messenger", &Calls::set_messenger, nb::arg("messenger").none(), nb::arg("failed"),
-         "Send and receive plain messages through a Port.")
+         nb::arg("receives"), nb::arg("sent"), "Send and receive plain messages through a Port.")
     .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),
          nb::arg("output").none(), nb::arg("timeout_s"), nb::arg("seq"),
          "Run a call on this thread, which has the turn; return (code, peer).")

@@ -10,7 +10,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -21,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
 #include "bindings/message_records.hpp"
@@ -29,6 +29,7 @@
 #include "messages/messages.hpp"
 
 namespace nb = nanobind;
+using unisono::Bytes;
 using unisono::Code;
 using unisono::Envelope;
 using unisono::Outcome;
@@ -65,14 +66,6 @@ Outcome unlocked(Function function) {
   nb::gil_scoped_release unlocked;
   return function();
 }
-
-// A `View` of an array that Python has checked.
-class Bytes : public View {
- public:
-  Bytes(nb::handle array, int flags) : View(array, flags) {
-    if (!is_held()) throw nb::python_error();
-  }
-};
 
 unisono::Ranks shared_ranks(std::vector<int> ranks) {
   return std::make_shared<const std::vector<int>>(std::move(ranks));
@@ -166,31 +159,37 @@ void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint
   messages.deliver(source, {context, tag, bytes.nbytes(), info}, bytes.data());
 }
 
-void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool, uint64_t)> stuck) {
-  messages.callbacks().stuck = [stuck = std::move(stuck)](const std::vector<int>& ranks, bool sends,
-                                                          uint64_t context) {
+bool peer_down(Messages& messages, int peer, bool left) {
+  return messages.peer_down(peer, left ? Code::left : Code::lost);
+}
+
+std::vector<int> end_all(Messages& messages, double timeout_s) {
+  return messages.close(nanoseconds(timeout_s));
+}
+
+// Return a function that calls one of Python; `where`: for the log.
+template <class... Given>
+std::function<void(Given...)> in_python(std::function<void(Given...)> function, const char* where) {
+  return [function = std::move(function), where](const Given&... given) {
     nb::gil_scoped_acquire locked;
     try {
-      stuck(ranks, sends, context);
+      function(given...);
     } catch (nb::python_error& error) {
-      unisono::callback_raised(error, "a wait for a message");
+      unisono::callback_raised(error, where);
     }
   };
+}
+
+void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool, uint64_t)> stuck) {
+  messages.callbacks().stuck = in_python(std::move(stuck), "a wait for a message");
 }
 
 void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
-  messages.callbacks().wire = [wire = std::move(wire)](int rank, int channel, bool ended) {
-    nb::gil_scoped_acquire locked;
-    try {
-      wire(rank, channel, ended);
-    } catch (nb::python_error& error) {
-      unisono::callback_raised(error, "a wire to another rank");
-    }
-  };
+  messages.callbacks().wire = in_python(std::move(wire), "a wire to another rank");
 }
 
 // Sends and receives plain messages of one group, without Python code in between. Other messages,
-// for example of memory that is not contiguous, are passed to Python: the result is then None.
+// for example to this rank itself, are passed to Python: the result is then None.
 class Port final : public unisono::Messenger {
  public:
   // `type`: the type of the arrays that are handled here. `words`: from the buffer format of a
@@ -232,12 +231,13 @@ class Port final : public unisono::Messenger {
       return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, timeout_ns);
     });
     records_.end(record, outcome.code, outcome.code == Code::ok ? outcome.source : plain.peer);
-    if (outcome.code == Code::ok) return nb::int_(outcome.source);
-    return nb::cast(to_tuple(std::move(outcome)));
+    if (outcome.code != Code::ok) return nb::cast(to_tuple(std::move(outcome)));
+    if (plain.packed.is_valid()) unisono::unpack(plain.packed, array);
+    return nb::int_(outcome.source);
   }
 
   // Send a message only if that needs no waiting. Returns whether it was sent.
-  bool try_send(nb::handle array, nb::handle to, nb::handle tag) {
+  bool try_send(nb::handle array, nb::handle to, nb::handle tag) override {
     Plain plain;
     if (!understand_send(array, to, tag, &plain)) return false;
     const uint64_t record = begin_record(plain, plain.kinds.first);
@@ -257,6 +257,7 @@ class Port final : public unisono::Messenger {
   // memory alive, and ends the record.
   nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
     Plain plain;
+    plain.packs = false;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     const uint64_t record = begin_record(plain, plain.kinds.second);
     Outcome outcome;
@@ -269,10 +270,11 @@ class Port final : public unisono::Messenger {
   }
 
  private:
-  // A parsed call.
   struct Plain {
     int peer = -1;
     Envelope envelope{};
+    bool packs = true;
+    nb::object packed;  // the array instead of the caller's, if that is not contiguous
     std::optional<View> view;
     std::pair<uint32_t, uint32_t> kinds;
     char* data() const { return view->data(); }
@@ -300,7 +302,12 @@ class Port final : public unisono::Messenger {
     if (!rank.is_none() && !is_member(rank, &plain->peer)) return false;
     const int64_t number = PyLong_AsLongLong(tag.ptr());
     if (flags == PyBUF_SIMPLE && plain->peer >= 0) messages_->wake_waiters(plain->peer);
-    if (number >= 0) plain->view.emplace(array, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
+    const int wanted = flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT;
+    if (number >= 0 && !plain->view.emplace(array, wanted).is_held() && plain->packs) {
+      PyErr_Clear();
+      plain->packed = unisono::packed(array, flags == PyBUF_WRITABLE);
+      if (plain->packed.is_valid()) plain->view.emplace(plain->packed, wanted);
+    }
     if (number < 0 || !plain->view->is_held()) {
       PyErr_Clear();
       return false;
@@ -369,21 +376,14 @@ void bind_p2p(nb::module_& m) {
     .def("serve", &serve, "Return (outcomes, ranks whose rings are full); nothing after close().")
     .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"))
-    .def(
-      "peer_down",
-      [](Messages& messages, int peer, bool left) {
-        return messages.peer_down(peer, left ? Code::left : Code::lost);
-      },
-      nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
+    .def("peer_down", &peer_down, nb::arg("peer"), nb::arg("left"),
+         nb::call_guard<nb::gil_scoped_release>())
     .def("fail_context", &Messages::fail_context, nb::arg("context"), nb::arg("after") = 0,
          nb::call_guard<nb::gil_scoped_release>())
     .def("forget_context", &Messages::forget_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())
-    .def(
-      "close",
-      [](Messages& messages, double timeout_s) { return messages.close(nanoseconds(timeout_s)); },
-      nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
-      nb::call_guard<nb::gil_scoped_release>());
+    .def("close", &end_all, nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
+         nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<unisono::Messenger>(m, "Messenger");
   nb::class_<Port, unisono::Messenger>(m, "Port")

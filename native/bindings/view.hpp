@@ -35,6 +35,14 @@ class View {
   bool held_;
 };
 
+// The memory of an array that Python has checked.
+class Bytes : public View {
+ public:
+  Bytes(nanobind::handle array, int flags) : View(array, flags) {
+    if (!is_held()) throw nanobind::python_error();
+  }
+};
+
 // The words of a buffer format. 0: Python handles such messages.
 struct Format {
   uint32_t word = 0;                    // in the `info` of a message

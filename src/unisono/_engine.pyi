@@ -283,7 +283,9 @@ class Calls:
     def wait_well(self, call: QueuedCall) -> bool:
         """Wait for a queued call; False: it has failed, or Python must wait."""
 
-    def set_messenger(self, messenger: object | None, failed: object) -> None:
+    def set_messenger(
+        self, messenger: object | None, failed: object, receives: object, sent: object
+    ) -> None:
         """Send and receive plain messages through a Port."""
 
     def run(

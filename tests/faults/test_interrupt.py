@@ -110,7 +110,7 @@ def test_interrupt_at_the_start_of_a_message_frees_nothing(rank):
 
     Each message has its memory still, or needs none: a receive that ended.
     """
-    begin, kept, ended = NativeMessages.begun, [], []
+    begin, kept, ended = NativeMessages._begun, [], []
     native = dist.group.WORLD.backends["cpu"]._comm.transport.messages.native
 
     def press(self, transfer, told):
@@ -120,13 +120,13 @@ def test_interrupt_at_the_start_of_a_message_frees_nothing(rank):
     for call in (dist.irecv, dist.isend):
         for kind in (np.ndarray, np.matrix):
             if rank == 1:
-                NativeMessages.begun = press
+                NativeMessages._begun = press
                 memory = np.ones(4_000_000)
                 kept.append(weakref.ref(memory))
                 try:
                     call(memory.view(kind), 0)
                 except KeyboardInterrupt:
-                    NativeMessages.begun = begin
+                    NativeMessages._begun = begin
                 ended.append(call is dist.irecv and native.number_of(memory) == 0)
                 del memory
     gc.collect()

@@ -57,6 +57,78 @@ def test_a_batch_with_a_mistake_leaves_no_receive_behind(rank):
         assert (lost == 0).all()
 
 
+LAYOUTS = {
+    "every second": lambda x: x[::2],
+    "backwards": lambda x: x[::-1],
+    "transposed": lambda x: x.reshape(4, -1).T,
+    "a column": lambda x: x.reshape(-1, 2)[:, 1],
+    "part of each axis": lambda x: x.reshape(4, 2, -1)[::2, :, 1:],
+    "Fortran": lambda x: np.asfortranarray(x.reshape(8, -1)),
+    "other byte order": lambda x: x.view(x.dtype.newbyteorder()),
+}
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("starts", [False, True], ids=["waits", "starts"])
+@pytest.mark.parametrize("count", [16, 1 << 16])
+@pytest.mark.parametrize("dtype", [np.float64, np.int8, np.complex64, np.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.ranks(2, kind="both")
+def test_messages_of_any_layout(rank, layout, dtype, count, starts):
+    """Elements are sent in C order, and those between the elements of a view stay as they are."""
+    base = (np.arange(count) % 100).astype(dtype)
+    x = LAYOUTS[layout](base.copy())
+    memory = np.full(count, 3).astype(dtype)
+    into = LAYOUTS[layout](memory)
+    if rank == 0:
+        for sent in (x, np.ascontiguousarray(x), x):
+            if starts:
+                work = dist.isend(sent, 1, tag=3)
+                work.wait()
+                assert work.result()[0] is sent
+            else:
+                dist.send(sent, 1, tag=3)
+        return
+    got = np.zeros(x.shape, dtype)
+    for array in (into, into, got):
+        if starts:
+            work = dist.irecv(array, 0, tag=3)
+            work.wait()
+            assert (work.source_rank(), work.tag()) == (0, 3)
+        else:
+            assert dist.recv(array, 0, tag=3) == 0
+        assert array.tolist() == x.tolist()
+    if np.may_share_memory(into, memory):
+        untouched = np.ones(count, bool)
+        LAYOUTS[layout](untouched.view(np.int8))[...] = 0
+        assert (memory[untouched] == 3).all()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_strided_array_gets_its_values_if_its_receive_succeeds(rank):
+    x = np.zeros(8)
+    twice = np.lib.stride_tricks.as_strided(np.zeros(9), (8, 2), (8, 8))
+    if rank == 1:
+        with pytest.raises(CollectiveTimeoutError, match=r"float64\[4\]"):
+            dist.recv(x[::2], 0, timeout=0.05)
+        with pytest.raises(InvalidArgumentError, match="overlaps itself"):
+            dist.recv(twice, 0)
+        frozen = x[::2]
+        frozen.flags.writeable = False
+        with pytest.raises(InvalidArgumentError, match="read-only"):
+            dist.recv(frozen, 0)
+    dist.barrier()
+    if rank == 0:
+        dist.send(np.ones(3), 1)
+        dist.send(np.full(8, 5.0)[::2], 1)
+        return
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 sent float64\[3\]"):
+        dist.recv(x[::2], 0)
+    assert not x.any()
+    dist.recv(x.reshape(4, 2)[:, 1], 0)
+    assert x.tolist() == [0, 5] * 4
+
+
 def halo_by_messages(x, halos, peers):
     for halo, (peer, other) in zip(halos, (peers, peers[::-1]), strict=True):
         assert dist.sendrecv(x, other, halo, peer) == peer

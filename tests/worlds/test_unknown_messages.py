@@ -349,13 +349,13 @@ def test_a_receive_that_timed_out_leaves_the_message_to_the_next(engine, monkeyp
 def test_a_receive_that_ends_as_it_is_cancelled_has_its_message(monkeypatch):
     """The thread that ends the transfer has not come to the end of the call yet."""
     ending, goes_on, held = threading.Event(), threading.Event(), []
-    receive, wait = p2p._Message._receive, Completion.wait_until
+    receive, wait = p2p.Message._take_unknown, Completion.wait_until
 
-    def held_up(message, transfer):
+    def held_up(message):
         held.append(message)
         ending.set()
         assert goes_on.wait(60)
-        receive(message, transfer)
+        receive(message)
 
     def waits(completion, deadline):
         if completion in held:
@@ -378,9 +378,50 @@ def test_a_receive_that_ends_as_it_is_cancelled_has_its_message(monkeypatch):
             dist.send(np.arange(3.0), 1, tag=1)
         dist.barrier()
 
-    monkeypatch.setattr(p2p._Message, "_receive", held_up)
+    monkeypatch.setattr(p2p.Message, "_take_unknown", held_up)
     monkeypatch.setattr(Completion, "wait_until", waits)
     run(body, 2, engine="reference", transport="tcp")
+
+
+@pytest.mark.parametrize("engine", [pytest.param("native", marks=pytest.mark.native), "reference"])
+def test_one_thread_ends_a_message(monkeypatch, engine):
+    """A second end would write to an array that its owner has changed since."""
+    ending, goes_on, ends = threading.Event(), threading.Event(), []
+    conclude = p2p.Message._conclude
+
+    def held_up(message, error):
+        if message._words[0] == "recv":
+            ends.append(error)
+            if len(ends) == 1:
+                ending.set()
+                assert goes_on.wait(60)
+        return conclude(message, error)
+
+    def body(rank):
+        memory = np.zeros(4)
+        if rank == 1:
+            work = dist.irecv(memory[::2], 0)
+            with ThreadPoolExecutor(1) as pool:
+                waits = pool.submit(work.wait)
+                dist.barrier()
+                assert ending.wait(60)
+                try:
+                    assert not work.is_completed()
+                    with pytest.raises(CollectiveTimeoutError, match="it goes on"):
+                        work.wait(0.05)
+                finally:
+                    goes_on.set()
+                assert waits.result(60)
+            assert work.wait()
+            assert memory.tolist() == [1, 0, 1, 0]
+            assert ends == [None]
+        else:
+            dist.barrier()
+            dist.send(np.ones(2), 1)
+        dist.barrier()
+
+    monkeypatch.setattr(p2p.Message, "_conclude", held_up)
+    run(body, 2, engine=engine)
 
 
 def probe_of_the_dead(rank, how):

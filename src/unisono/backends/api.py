@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from unisono.base.completion import Completion
+from unisono.base.completion import Pending as Pending
 from unisono.base.deadline import Deadline
-from unisono.errors import UsageError
 from unisono.stores import Store
 from unisono.trace import GroupTrace
 
@@ -76,88 +75,6 @@ class CallOptions(NamedTuple):
     split_sizes: Sequence[int] | None = None
     partial: bool = False
     prepare: bool = False
-
-
-class Pending(Completion):
-    """The end of one call, and its result.
-
-    Attributes:
-        outputs: The arrays that hold the result.
-        source: Global rank that sent the message of a receive or probe; None before its end, and
-            for other calls.
-        tag: Tag of that message; None as for `source`.
-        count: Elements that a receive got; None as for `source`.
-        deadline: When a waiting thread must call `expire`; None if the backend watches the time.
-        prepared: Result of `Engine.prepare`, if the options ask for it.
-    """
-
-    __slots__ = ("_runs_here", "count", "deadline", "outputs", "prepared", "source", "tag")
-
-    def __init__(
-        self,
-        outputs: Sequence[Any] = (),
-        deadline: Deadline | None = None,
-        runs_here: Callable[[], bool] = lambda: False,
-        *,
-        done: bool = False,
-    ) -> None:
-        """Make the end of a call.
-
-        Args:
-            outputs: The arrays that hold the result.
-            deadline: See the class.
-            runs_here: Returns whether the calling thread runs the call.
-            done: Whether the call has ended.
-        """
-        super().__init__(done=done)
-        self.outputs = list(outputs)
-        self.deadline = deadline
-        self.source: int | None = None
-        self.tag: int | None = None
-        self.count: int | None = None
-        self.prepared: Any = None
-        self._runs_here = runs_here
-
-    def expire(self) -> None:
-        """End the call with an error because its deadline has passed."""
-
-    def enqueue_wait(self) -> bool:
-        """Make the current stream of the device wait for the end, not the host.
-
-        Returns:
-            False if there is no such stream: the caller must wait.
-        """
-        return False
-
-    def wait_or_expire(self, limit: Deadline | None) -> bool:
-        """Wait until done, at most until its own deadline; return False if `limit` comes first.
-
-        Raises:
-            UsageError: The calling thread runs the call, and would wait for itself for ever.
-        """
-        if self._done:
-            return True
-        self.require_other_thread()
-        own = self.deadline
-        if own is not None and (limit is None or own.remaining() <= limit.remaining()):
-            if not self.wait_until(own):
-                self.expire()
-            return True
-        return self.wait_until(limit)
-
-    def require_other_thread(self) -> None:
-        """Check that the calling thread does not run the call.
-
-        Raises:
-            UsageError: It runs the call, and would wait for itself for ever.
-        """
-        if self._runs_here():
-            raise UsageError(
-                "wait() in a callback, on the thread that runs the operations of this group, "
-                "would wait for itself",
-                hint="in a callback, chain with then() instead of waiting; in a signal handler, "
-                "set a flag",
-            )
 
 
 class DeviceBackend(ABC):

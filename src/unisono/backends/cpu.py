@@ -11,11 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unisono.backends import p2p, tuning
+from unisono.backends import tuning
 from unisono.backends.agreement import agree, refuse
 from unisono.backends.api import CallOptions, CPUOptions, GroupSpec, Pending
 from unisono.backends.collectives import ArrayBackend, Operands
 from unisono.backends.flat import Flat
+from unisono.backends.p2p import MessageBackend, Port
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -80,7 +81,7 @@ class _Elsewhere:
         return self._engine.lower(schedule, layout, itemsize)
 
 
-class CPUBackend(ArrayBackend):
+class CPUBackend(MessageBackend, ArrayBackend):
     """All operations on CPU memory, through an engine.
 
     Args:
@@ -121,31 +122,12 @@ class CPUBackend(ArrayBackend):
         self.shape = tuning.shape_of(self._engine)
         self._table = tuning.agreed(self._tables, self.shape, comm)
         self._prepared_calls = PreparedCalls(comm, self._engine, self._table)
-        self.port = p2p.Port(comm)
-        if self.calls is not None:
-            self.port.attach(self.calls)
+        self.port = Port.of(comm, self.calls)
 
     # ---- calls without arrays ------------------------------------------------------------
 
     def barrier(self, options: CallOptions) -> Pending:
         return self._submit(CallSpec("barrier", "barrier", 0), Operands(None), options)
-
-    # ---- point to point -------------------------------------------------------------------
-
-    def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
-        return p2p.send(self._comm, tensor, peer, tag, options)
-
-    def recv(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
-        return p2p.recv(self._comm, tensor, peer, tag, options)
-
-    def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
-        return p2p.recv(self._comm, tensor, None, tag, options)
-
-    def recv_array(self, peer: int | None, tag: int, options: CallOptions) -> Pending:
-        return p2p.recv_array(self._comm, peer, tag, options)
-
-    def probe(self, peer: int | None, tag: int, options: CallOptions) -> Pending:
-        return p2p.probe(self._comm, peer, tag, options)
 
     def agree(self, text: str, options: CallOptions) -> Pending:
         return agree(self._engine, text, options.deadline, inline=not options.async_op)

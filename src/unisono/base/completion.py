@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import TIMEOUT_MAX, Lock
 from typing import Any, Protocol, Self
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger, log_raised, must_pass
-from unisono.errors import ClosedError
+from unisono.errors import ClosedError, UsageError
 
 _log = get_logger("base.completion")
 
@@ -169,3 +169,86 @@ class Completion:
                 return error
             log_raised(_log, "a callback raised")
         return None
+
+
+class Pending(Completion):
+    """The end of one call, and its result.
+
+    Attributes:
+        outputs: The arrays that hold the result.
+        source: Global rank that sent the message of a receive or probe; None before its end, and
+            for other calls.
+        tag: Tag of that message; None as for `source`.
+        count: Elements that a receive got; None as for `source`.
+        deadline: When a waiting thread must call `expire`; None if the backend watches the time.
+        prepared: Result of `Engine.prepare`, if the options ask for it.
+    """
+
+    __slots__ = ("_runs_here", "count", "deadline", "outputs", "prepared", "source", "tag")
+
+    def __init__(
+        self,
+        outputs: Sequence[Any] = (),
+        deadline: Deadline | None = None,
+        runs_here: Callable[[], bool] = lambda: False,
+        *,
+        done: bool = False,
+    ) -> None:
+        """Make the end of a call.
+
+        Args:
+            outputs: The arrays that hold the result.
+            deadline: See the class.
+            runs_here: Returns whether the calling thread runs the call.
+            done: Whether the call has ended.
+        """
+        super().__init__(done=done)
+        self.outputs = list(outputs)
+        self.deadline = deadline
+        self.source: int | None = None
+        # Of a `Transfer`, which is a Pending as well: kind and tag.
+        self.tag: Any = None
+        self.count: int | None = None
+        self.prepared: Any = None
+        self._runs_here = runs_here
+
+    def expire(self) -> None:
+        """End the call with an error because its deadline has passed."""
+
+    def enqueue_wait(self) -> bool:
+        """Make the current stream of the device wait for the end, not the host.
+
+        Returns:
+            False if there is no such stream: the caller must wait.
+        """
+        return False
+
+    def wait_or_expire(self, limit: Deadline | None) -> bool:
+        """Wait until done, at most until its own deadline; return False if `limit` comes first.
+
+        Raises:
+            UsageError: The calling thread runs the call, and would wait for itself for ever.
+        """
+        if self._done:
+            return True
+        self.require_other_thread()
+        own = self.deadline
+        if own is not None and (limit is None or own.remaining() <= limit.remaining()):
+            if not self.wait_until(own):
+                self.expire()
+            return True
+        return self.wait_until(limit)
+
+    def require_other_thread(self) -> None:
+        """Check that the calling thread does not run the call.
+
+        Raises:
+            UsageError: It runs the call, and would wait for itself for ever.
+        """
+        if self._runs_here():
+            raise UsageError(
+                "wait() in a callback, on the thread that runs the operations of this group, "
+                "would wait for itself",
+                hint="in a callback, chain with then() instead of waiting; in a signal handler, "
+                "set a flag",
+            )

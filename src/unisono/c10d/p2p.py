@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from unisono.backends import Pending
 from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array
@@ -37,6 +36,7 @@ def sender_of(group: ProcessGroup, call: str, src: int | None, group_src: int | 
     return None if src is None and group_src is None else peer_of(group, call, src, group_src)
 
 
+@in_cpp
 def isend(
     tensor: Array,
     dst: int | None = None,
@@ -64,14 +64,12 @@ def isend(
     """
     if (pg := member_group(group, "isend")) is None:
         return None
-    port = pg.plain_port
-    if port is not None and group_dst is None and not how and port.try_send(tensor, dst, tag):
-        return Work(Pending((tensor,), done=True), "send")
     check_keywords("send", "isend", how)
     peer = peer_of(pg, "isend", dst, group_dst)
     return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
 
 
+@in_cpp
 def irecv(
     tensor: Array,
     src: int | None = None,
@@ -90,11 +88,6 @@ def irecv(
     """
     if (pg := member_group(group, "irecv")) is None:
         return None
-    port = pg.plain_port
-    if port is not None and group_src is None and not how:
-        started = port.irecv(tensor, src, tag, tensor, pg.timeout_s)
-        if started is not None:
-            return Work(started, "recv", pg)
     peer = sender_of(pg, "irecv", src, group_src)
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from unisono.base.buffers import BufferView
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.silence import HOST_FAILED
@@ -365,13 +364,13 @@ class MessageCall(NamedTuple):
 
     Attributes:
         op: "send", "recv", "recv_array" or "probe".
-        data: The array; None for the last two.
+        data: The array, as NumPy's or viewed; None for the last two.
         peer: Global rank; None for any source.
         tag: Of the message.
     """
 
     op: str
-    data: BufferView | None
+    data: Any
     peer: int | None
     tag: int
 

@@ -35,6 +35,8 @@ _KINDS = {
     "async_op": "f",
     "sent": "s",
     "received": "v",
+    "sent_soon": "S",
+    "received_soon": "V",
     "peer": "p",
     "tag": "t",
     "algorithm": "a",
@@ -52,7 +54,8 @@ def run_in_cpp(function: F, kinds: dict[str, str]) -> F:
         kinds: The kind of each parameter that C++ understands. For an array "reads" or "writes",
             for a list of arrays of one shape "reads_list" or "writes_list", otherwise "op",
             "root", "group", "async_op" or "timeout". For a message: "sent" or "received" for the
-            array, "peer", "tag" and "group". A call that gives another parameter runs in Python.
+            array, with "_soon" if the call does not wait for its end, "peer", "tag" and "group". A
+            call that gives another parameter runs in Python.
     """
     if native is None:
         return function
@@ -66,7 +69,7 @@ def run_in_cpp(function: F, kinds: dict[str, str]) -> F:
     shared = ("algorithm", "deterministic", "timeout") if "async_op" in kinds else ("timeout",)
     names += [name for name in shared if name not in names]
     kinds = kinds | {name: name for name in shared}
-    letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
+    letters = "".join([_KINDS.get(kinds.get(name, ""), "-") for name in names])
     made: Any = native.make_function(function, names, letters, positional)
     functools.update_wrapper(made, function)
     return cast(F, made)

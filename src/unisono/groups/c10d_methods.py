@@ -27,14 +27,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.groups.participation import Place, number_of
 from unisono.groups.stream_queue import P2P
 from unisono.groups.table import OpSchema
 from unisono.groups.work import Work
-from unisono.stores import Store
 
 GROUP_DEFAULT = timedelta(milliseconds=-1)
 """The time-out in an options object that stands for the group's time-out."""
@@ -116,45 +113,6 @@ class BarrierOptions(_Options):
 
     device_ids: list[int] = field(default_factory=list)
     device: Any = None
-
-
-class C10dNames:
-    """Members of c10d's ProcessGroup that are not operations, under c10d's names."""
-
-    _spec: GroupSpec
-    name: str
-    backends: dict[str, DeviceBackend]
-    close: Callable[[], None]
-    refuse: Callable[..., None]
-    place: Callable[[], Place]
-    is_known_to_all: Callable[[BaseException, Place], bool]
-    take_guard: Callable[[str], int]
-    release_guard: Callable[[int], None]
-
-    @property
-    def group_desc(self) -> str:
-        """c10d's name of `name`, the name of the group in errors."""
-        return self.name
-
-    @property
-    def bound_device_id(self) -> None:
-        """The device that c10d binds a group to; always None here."""
-        return None
-
-    def get_group_store(self) -> Store:
-        """Return the store that the members share."""
-        return self._spec.store
-
-    def shutdown(self) -> None:
-        """c10d's name of `close`."""
-        self.close()
-
-    def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collective calls that this rank has made; torch's tools read it."""
-        return number_of(self.backends)
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the numbers of all ranks start at 0."""
 
 
 _FIELDS = {"root": "rootRank", "op": "reduceOp"}
@@ -277,7 +235,7 @@ def call_c10d_form(
 
 
 @contextlib.contextmanager
-def refusing(group: C10dNames, schema: OpSchema, arguments: Sequence[Any]) -> Iterator[None]:
+def refusing(group: Any, schema: OpSchema, arguments: Sequence[Any]) -> Iterator[None]:
     """Report an error of the arguments to the other ranks if the call is a collective."""
     since = group.place()
     try:

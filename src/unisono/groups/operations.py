@@ -660,11 +660,15 @@ def _nothing(output: Any) -> Pending:
 
 
 def in_cpp(function: F) -> F:
-    """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it."""
-    code = function.__code__
+    """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it.
+
+    `isend` and `irecv` are `send` and `recv` without a wait.
+    """
+    code, op = function.__code__, function.__name__
+    soon = "_soon" if op in ("isend", "irecv") else ""
     names = code.co_varnames[: code.co_argcount]
     kinds = {name: name for name in names if name in ("group", "async_op", "tag", "timeout")}
-    for name, kind in zip(names, OPS[function.__name__].parameters.values(), strict=False):
+    for name, kind in zip(names, OPS[op[bool(soon) :]].parameters.values(), strict=False):
         if not kind.endswith("split_sizes"):
-            kinds[name] = kind
+            kinds[name] = kind + soon * (kind in ("sent", "received"))
     return run_in_cpp(function, kinds)

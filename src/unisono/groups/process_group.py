@@ -26,7 +26,6 @@ from unisono.errors import (
     InvalidArgumentError,
     UsageError,
 )
-from unisono.groups.c10d_methods import C10dNames
 from unisono.groups.ending import (
     AT_EXIT,
     IN_CALL,
@@ -36,11 +35,11 @@ from unisono.groups.ending import (
     waits_here,
 )
 from unisono.groups.operations import Operations
-from unisono.groups.participation import Participation, Place
+from unisono.groups.participation import Participation, Place, number_of
 from unisono.stores import PrefixStore, Store
 
 
-class ProcessGroup(Operations, C10dNames):
+class ProcessGroup(Operations):
     """Ranks that communicate; has every operation as a method.
 
     Each method returns a `Work`, which is done unless `async_op` is set. A synchronous call raises
@@ -187,6 +186,33 @@ class ProcessGroup(Operations, C10dNames):
             raise InvalidArgumentError(
                 f"global rank {number} is not in group '{self.name}' (ranks {list(self.ranks)})"
             ) from None
+
+    # ---- c10d's other names ---------------------------------------------------------------
+
+    @property
+    def group_desc(self) -> str:
+        """c10d's name of `name`, the name of the group in errors."""
+        return self.name
+
+    @property
+    def bound_device_id(self) -> None:
+        """The device that c10d binds a group to; always None here."""
+        return None
+
+    def get_group_store(self) -> Store:
+        """Return the store that the members share."""
+        return self._spec.store
+
+    def shutdown(self) -> None:
+        """c10d's name of `close`."""
+        self.close()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collective calls that this rank has made; torch's tools read it."""
+        return number_of(self.backends)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers of all ranks start at 0."""
 
     # ---- life -----------------------------------------------------------------------------
 

@@ -131,7 +131,9 @@ class Work:
 
     def tag(self) -> int:
         """Return the tag of the message of a receive, -1 if not known."""
-        return -1 if self._pending.tag is None else self._pending.tag
+        pending = self._pending
+        tag = None if pending.source is None else pending.tag
+        return -1 if tag is None else tag[1] if isinstance(tag, tuple) else tag
 
     def _received(self) -> int:
         """Return the number of elements that a receive got, -1 if not known."""

@@ -89,7 +89,9 @@ class Transport(ABC):
             info: A number that the receiver compares with its own, such as a dtype code.
         """
         _require_bytes(data)
-        return self.messages.send(peer, key, data, info)
+        transfer = Transfer(peer, key.context, key[1:], data, info)
+        self.messages.send(transfer)
+        return transfer
 
     def recv(
         self,
@@ -121,7 +123,9 @@ class Transport(ABC):
         sources: frozenset[int] = frozenset()
         if peer is None:
             sources = frozenset(range(self.world_size) if among is None else among) - {self.rank}
-        return self.messages.recv(peer, key, into, info, sources)
+        transfer = Transfer(peer, key.context, key[1:], into, info, sources)
+        self.messages.recv(transfer)
+        return transfer
 
     def cancel(self, transfer: Transfer) -> None:
         """End a transfer with `Cancelled` if it is not done.

@@ -64,13 +64,13 @@ class MailboxMessages(Messages):
         self.matching = threading.RLock()
         self._entries: dict[int, _Entry] = {}
 
-    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
-        links = self._links
-        transfer = Transfer(peer, key.context, key[1:], data, info)
+    def send(self, transfer: Transfer) -> None:
+        links, peer, key = self._links, transfer.peer, Key(transfer.context, *transfer.tag)
+        assert peer is not None
         if (error := self._end_of(transfer)) is not None:
             transfer.finish(error)
         elif peer == links.rank:
-            deliver_copy(self, key, Arrival(peer, data, info))
+            deliver_copy(self, key, Arrival(peer, transfer.into, transfer.info))
             transfer.finish()
         else:
             links.transmit(peer, key, transfer)
@@ -78,17 +78,13 @@ class MailboxMessages(Messages):
             failure = self._failure_of(transfer)
             if failure is not None and not transfer.done():
                 links.cancel_frames(lambda other: other is transfer, failure)
-        return transfer
 
-    def recv(
-        self, peer: int | None, key: Key, into: memoryview, info: int, among: frozenset[int]
-    ) -> Transfer:
-        transfer = Transfer(peer, key.context, key[1:], into, info, among)
+    def recv(self, transfer: Transfer) -> None:
+        peer = transfer.peer
         self._post(transfer)
-        for source in among if peer is None else (peer,):
+        for source in transfer.among if peer is None else (peer,):
             if not transfer.done():
                 self._links.notice_end(source)
-        return transfer
 
     def cancel(self, transfer: Transfer) -> None:
         with self.matching:

@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,13 @@ from unisono.transports.messages import (
     LinkDown,
     MessageMismatch,
 )
-from unisono.transports.native_transfer import NativeTransfer, Outcome, Started
 from unisono.transports.transfers import (
     ANYTHING,
     NOTHING,
     Address,
     Links,
     Messages,
-    PlainMessages,
+    Outcome,
     Transfer,
 )
 
@@ -78,45 +77,6 @@ def tag_of(kind: Kind, tag: int) -> int:
     return tag if kind is Kind.P2P and tag != ANY_TAG else tag - (1 << 62)
 
 
-class NativePlain(PlainMessages):
-    """Plain messages in C++.
-
-    Args:
-        messages: The messages.
-        context: Number of the group's context.
-        ranks: Global ranks of the members.
-        codes: The `info` of a message, by the buffer format of the array.
-    """
-
-    def __init__(
-        self, messages: NativeMessages, context: int, ranks: Sequence[int], codes: Mapping[str, int]
-    ) -> None:
-        self._messages = messages
-        self._context = context
-        self.messenger = _engine.Port(messages.native, context, list(ranks), np.ndarray, codes)
-        self.try_send = self.messenger.try_send
-
-    def start_recv(self, receive: Any, array: Any, tag: int) -> bool:
-        messages = self._messages
-        messages.hold(array)
-        before = messages.native.last_number()
-        try:
-            started = self.messenger.start_recv(array, receive.peer, tag)
-            if started is not None:
-                outcome, receive.record = started
-                receive.begin(messages, receives=True)
-                messages.begun(receive, outcome)
-            return started is not None
-        except BaseException:
-            messages.cancel_interrupted(array, before)
-            raise
-        finally:
-            messages.release(array)
-
-    def status_of(self, outcome: Any) -> BaseException | None:
-        return self._messages.status_of(outcome, self._context)
-
-
 class NativeMessages(Messages):
     """One rank's end of the messages in C++.
 
@@ -139,7 +99,7 @@ class NativeMessages(Messages):
             links.wires.take = self._add_wire
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.RLock()
-        self._open: dict[int, Started] = {}
+        self._open: dict[int, Transfer] = {}
         self._early: dict[int, Outcome] = {}
         # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.
         self._held: dict[int, object] = {}
@@ -207,87 +167,110 @@ class NativeMessages(Messages):
 
     # ---- messages -------------------------------------------------------------------------
 
-    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
-        transfer = NativeTransfer(peer, key.context, key[1:], data, info)
-        transfer.begin(self, receives=False)
-        self.hold(transfer)
-        outcome = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
+    def send(self, transfer: Transfer) -> None:
+        assert transfer.peer is not None
+        transfer._move_in_cpp(self, receives=False)
+        self._held[id(transfer)] = transfer
+        outcome = self.native.start_send(
+            transfer.peer, transfer.context, tag_of(*transfer.tag), transfer.info, transfer.into
+        )
         if outcome[1] == _engine.UNREACHABLE:
-            self.release(transfer)
-            return self._mailbox.send(peer, key, data, info)
-        self.begun(transfer, outcome)
-        self.release(transfer)
+            del self._held[id(transfer)]
+            transfer._messages = None
+            self._mailbox.send(transfer)
+            return
+        self._begun(transfer, outcome)
+        del self._held[id(transfer)]
         if not transfer.done():
-            self._links.notice_end(peer)
-        return transfer
+            self._links.notice_end(transfer.peer)
 
-    def recv(
-        self, peer: int | None, key: Key, into: memoryview, info: int, among: frozenset[int]
-    ) -> Transfer:
+    def recv(self, transfer: Transfer) -> None:
         """Start receiving.
 
         Its bytes may not be moved, nor its end be detected, before a thread waits for it or calls
         `watch`. A server thread that ran for every message would cost more than the message.
         """
-        transfer = NativeTransfer(peer, key.context, key[1:], into, info, among)
-        transfer.begin(self, receives=True)
+        peer, into = transfer.peer, transfer.into
         takes = 2 if into is NOTHING else int(into is ANYTHING)
         # An address of its own, for `cancel_interrupted`.
         into = memoryview(bytearray(1)) if takes else into
-        source, sources = (-1, list(among)) if peer is None else (peer, [])
-        tag = tag_of(key.kind, key.tag)
-        self.hold(transfer)
+        source, sources = (-1, list(transfer.among)) if peer is None else (peer, [])
+        to = source, transfer.context, tag_of(*transfer.tag), transfer.info
+        words = *to, into, sources, takes
+        self.start(transfer, into, lambda: (self.native.start_recv(*words), None))
+
+    def start(
+        self, transfer: Any, memory: Any, start: Callable[[], tuple[Outcome, int | None] | None]
+    ) -> bool:
+        """Begin a receive with a function that starts it in C++.
+
+        Args:
+            transfer: The receive; it keeps its memory, and gets the number of the record.
+            memory: This memory, as C++ gets it.
+            start: Returns what is known of the end, and this number if there is a record. None if
+                C++ does not take the receive.
+
+        Returns:
+            Whether C++ has taken it.
+        """
+        transfer._move_in_cpp(self, receives=True)
+        self._held[id(transfer)] = transfer
         before = self.native.last_number()
         try:
-            outcome = self.native.start_recv(source, key.context, tag, info, into, sources, takes)
-            self.begun(transfer, outcome)
+            if (started := start()) is None:
+                return False
+            outcome, record = started
+            if record is not None:
+                transfer._record = record
+            self._begun(transfer, outcome)
         except BaseException:
-            self.cancel_interrupted(into, before)
+            self._cancel_interrupted(memory, before)
             raise
         finally:
-            self.release(transfer)
-        return transfer
+            del self._held[id(transfer)]
+        return True
 
     def has_receive(self, peer: int, key: Key) -> bool:
         return bool(self.native.has_receive(peer, key.context, tag_of(key.kind, key.tag)))
 
-    def watch(self, transfer: Started) -> None:
+    def watch(self, transfer: Transfer) -> None:
         """Make the server move the bytes of a receive and detect its end."""
-        self.native.watch(transfer.number)
+        self.native.watch(transfer._number)
         for source in transfer.among if transfer.peer is None else (transfer.peer,):
             if not transfer.done():
                 self._links.notice_end(source)
 
-    def wait(self, transfer: Started, deadline: Deadline | None) -> bool:
+    def wait(self, transfer: Transfer, deadline: Deadline | None) -> bool:
         """Move bytes until this transfer is done; return False at the deadline."""
         limit_s = float("inf") if deadline is None else deadline.remaining()
         try:
-            code = self.native.wait(transfer.number, limit_s, transfer.outcomes)
+            code = self.native.wait(transfer._number, limit_s, transfer._outcomes)
         finally:
             # Also if Ctrl-C came with the end of the message: other threads may wait for the end.
             ended = transfer.done()
-        if code == _engine.UNKNOWN:
-            # Another thread waits for it, or the server is about to end it.
+        if not ended and (code == _engine.UNKNOWN or transfer._outcomes):
+            # Another thread waits for it, or is about to end it.
             return self._wait_for_other(transfer, deadline)
         return ended
 
-    def finish(self, transfer: Started) -> None:
+    def finish(self, transfer: Transfer) -> None:
         """Finish a transfer whose outcome is known; may be called repeatedly, by any thread."""
-        outcome = transfer.outcomes[0]
+        outcome = transfer._outcomes[0]
         self._open.pop(outcome[0], None)
         self._finish(transfer, outcome)
 
-    def cancel(self, transfer: Any, error: BaseException | None = None) -> None:
+    def cancel(self, transfer: Transfer, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
-        if not isinstance(transfer, Started):
+        if transfer._messages is None:
             self._mailbox.cancel(transfer)
             return
         if transfer.done():
             return
         # A thread that waits for the transfer finishes it, with this cause.
-        transfer.cause = error
-        code = self.native.cancel(transfer.number, transfer.outcomes)
-        if not transfer.done() and code == _engine.UNKNOWN and not self.is_server():
+        transfer._cause = error
+        code = self.native.cancel(transfer._number, transfer._outcomes)
+        is_over = code == _engine.UNKNOWN or transfer._outcomes
+        if not transfer.done() and is_over and not self.is_server():
             # Another thread has just ended it, and is about to finish it.
             self._wait_for_other(transfer, Deadline(_COPY_S))
 
@@ -307,18 +290,10 @@ class NativeMessages(Messages):
             return Cancelled()
         return ClosedError("the transport was closed")
 
-    def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> PlainMessages:
-        return NativePlain(self, context, ranks, codes)
+    def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> Any:
+        return _engine.Port(self.native, context, list(ranks), np.ndarray, codes)
 
-    def hold(self, owner: object) -> None:
-        """Keep memory alive until `release`; for good if an exception comes before."""
-        self._held[id(owner)] = owner
-
-    def release(self, owner: object) -> None:
-        """Undo one `hold`; another object keeps the memory alive now."""
-        self._held.pop(id(owner), None)
-
-    def cancel_interrupted(self, into: Any, before: int) -> None:
+    def _cancel_interrupted(self, into: Any, before: int) -> None:
         """Cancel a receive that Ctrl-C interrupted while it was started, if it was started.
 
         Args:
@@ -331,7 +306,7 @@ class NativeMessages(Messages):
             return  # C++ takes no such memory
         if number:
             transfer = self._open.get(number)
-            self.native.cancel(number, [] if transfer is None else transfer.outcomes)
+            self.native.cancel(number, [] if transfer is None else transfer._outcomes)
             if transfer is not None:
                 transfer.done()
 
@@ -352,12 +327,12 @@ class NativeMessages(Messages):
     def fail(self, context: int, failure: Failure) -> None:
         self.native.fail_context(context, failure.after)
         for transfer in self._of_context(context):
-            if transfer.is_ended_by(failure):
+            if failure.ends(*transfer.tag):
                 self.cancel(transfer)
 
     def forget(self, context: int, error: BaseException) -> None:
         for transfer in self._of_context(context):
-            if transfer.receives:
+            if transfer._receives:
                 self.cancel(transfer, error)
         self.native.forget_context(context)
 
@@ -395,7 +370,7 @@ class NativeMessages(Messages):
 
     # ---- beginning and ending -------------------------------------------------------------
 
-    def _wait_for_other(self, transfer: Started, deadline: Deadline | None) -> bool:
+    def _wait_for_other(self, transfer: Transfer, deadline: Deadline | None) -> bool:
         """Wait until another thread finishes it; finish it here if Ctrl-C stopped that thread."""
         while not transfer.done():
             left_s = math.inf if deadline is None else deadline.remaining()
@@ -404,14 +379,14 @@ class NativeMessages(Messages):
             Completion.wait_until(transfer, Deadline(min(left_s, _LOOK_S)))
         return True
 
-    def _of_context(self, context: int) -> list[Started]:
+    def _of_context(self, context: int) -> list[Transfer]:
         with self._lock:
             # `finish` removes transfers without the lock, so iterate over a copy.
             return [t for t in list(self._open.values()) if t.context == context]
 
-    def begun(self, transfer: Started, outcome: Outcome) -> None:
+    def _begun(self, transfer: Transfer, outcome: Outcome) -> None:
         """Finish a transfer that C++ has started with this outcome, now or when it ends."""
-        transfer.number = number = outcome[0]
+        transfer._number = number = outcome[0]
         if not number:
             self._finish(transfer, outcome)
             return
@@ -428,7 +403,7 @@ class NativeMessages(Messages):
         if transfer is not None:
             self._finish(transfer, outcome)
 
-    def _remove(self, number: int, outcome: Outcome) -> Started | None:
+    def _remove(self, number: int, outcome: Outcome) -> Transfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
             if transfer is None:
@@ -436,13 +411,17 @@ class NativeMessages(Messages):
                 self._early[number] = outcome
             return transfer
 
-    def _finish(self, transfer: Started, outcome: Outcome) -> None:
+    def _finish(self, transfer: Transfer, outcome: Outcome) -> None:
         status = None
         if outcome[1] != _engine.OK:
             status = self.status_of(outcome, transfer.context)
             if isinstance(status, Cancelled):
-                status = transfer.cause or status
-        transfer.end(outcome, status)
+                status = transfer._cause or status
+        elif transfer._receives:
+            _, _, transfer.peer, transfer.nbytes, transfer.info, tag, memory = outcome
+            transfer.tag = (transfer.tag[0], tag)
+            transfer.into = transfer.into if memory is None else memory.data
+        transfer.finish(status)
 
     # ---- threads --------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from unisono.base.completion import Completion
+from unisono.base.completion import Pending
+from unisono.base.deadline import Deadline
 from unisono.base.types import PARTIAL
 from unisono.transports.messages import ANY_TAG, Arrival, Failure, Key, Kind, LinkDown
 
@@ -33,8 +34,15 @@ def is_of_user(tag: Tag) -> bool:
     return tag[0] == Kind.P2P and tag[1] < _FIRST_INNER_TAG
 
 
-class Transfer(Completion):
+Outcome = tuple[int, int, int, int, int, int, Any]
+"""(number, code, source, nbytes, info, tag, message or None) of a send or receive in C++."""
+
+
+class Transfer(Pending):
     """One send or receive under way.
+
+    If C++ moves it, a thread that waits for it moves its bytes, and another thread does only after
+    `watch`.
 
     Attributes:
         peer: The other rank. None for a receive from any source until a message matches.
@@ -42,9 +50,19 @@ class Transfer(Completion):
         into: The memory; see `ANYTHING` and `NOTHING`, too.
         nbytes: Size of the message of a receive that has ended.
         among: For a receive from any source: the ranks that may send.
+        _messages: The messages in C++ that move it; None: Python moves it.
+        _receives: 0 for a send, 1 for a receive, 2 for one that ends without a waiting thread.
+        _number: Number in C++; 0: it has ended at once.
+        _outcomes: Holds the outcome in C++ as soon as it is known.
+        _cause: The error of a cancelled one; None: `Cancelled`.
     """
 
-    __slots__ = ("among", "context", "info", "into", "nbytes", "peer", "tag")
+    __slots__ = (
+        *("_cause", "_messages", "_number", "_outcomes", "_receives"),
+        *("among", "context", "info", "into", "nbytes", "peer"),
+    )
+
+    _cause: BaseException | None
 
     def __init__(
         self,
@@ -62,6 +80,26 @@ class Transfer(Completion):
         self.into = into
         self.info = info
         self.among = among
+        self._messages: Any = None
+
+    def _move_in_cpp(self, messages: Any, *, receives: bool) -> None:
+        """Belong to these messages, which start it now."""
+        self._messages, self._receives = messages, int(receives)
+        self._number, self._cause = 0, None
+        self._outcomes: list[Outcome] = []
+
+    def done(self) -> bool:
+        """Return whether it is done, with or without an error."""
+        # A thread that took the outcome may have been interrupted before it called `finish`.
+        if not self._done and self._messages is not None and self._outcomes:
+            self._messages.finish(self)
+        return self._done
+
+    def wait_until(self, deadline: Deadline | None) -> bool:
+        """Block until done or expired; return whether it is done."""
+        if self._messages is None:
+            return super().wait_until(deadline)
+        return Transfer.done(self) or bool(self._messages.wait(self, deadline))
 
     def matches(self, source: int, tag: Tag) -> bool:
         """Whether this receive is for a message from `source` with this tag."""
@@ -85,6 +123,9 @@ class Transfer(Completion):
 
     def watch(self) -> None:
         """Make sure that the transfer ends without a waiting thread."""
+        if self._messages is not None and self._receives == 1 and not Transfer.done(self):
+            self._receives = 2
+            self._messages.watch(self)
 
 
 class Links(Protocol):
@@ -133,38 +174,6 @@ class Wires(Protocol):
         """Read a socket that is closed for writing until its peer closes it, too."""
 
 
-class PlainMessages:
-    """Messages of one group that are contiguous NumPy arrays, with little Python code on their way.
-
-    With this class no message is plain, and all take the other way. Messages in C++ have a class
-    of their own.
-
-    Attributes:
-        messenger: An object that public functions call in C++, or None.
-        try_send: Send (array, peer, tag) if the array is plain and that needs no wait; returns
-            whether it was sent.
-    """
-
-    def __init__(self) -> None:
-        self.messenger: Any = None
-        self.try_send: Callable[[Any, int | None, int], bool] = lambda *_: False
-
-    def start_recv(self, receive: Any, array: Any, tag: int) -> bool:
-        """Start receiving; return False if the array is not plain.
-
-        Args:
-            receive: A `Started`, which ends with the message; its `peer` is the source. It
-                gets the number of its record as `record`.
-            array: The memory.
-            tag: Of the message.
-        """
-        return False
-
-    def status_of(self, outcome: Any) -> BaseException | None:
-        """Return the status of a call of `messenger` with this result; None: success."""
-        return None
-
-
 class Messages(Protocol):
     """Carries the messages of one rank, and matches them to receives.
 
@@ -181,12 +190,10 @@ class Messages(Protocol):
 
     addresses: Sequence[Address] = ()
 
-    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
+    def send(self, transfer: Transfer) -> None:
         """Start sending."""
 
-    def recv(
-        self, peer: int | None, key: Key, into: memoryview, info: int, among: frozenset[int]
-    ) -> Transfer:
+    def recv(self, transfer: Transfer) -> None:
         """Start receiving, from `peer` or, if it is None, from any of `among`."""
 
     def cancel(self, transfer: Transfer) -> None:
@@ -215,15 +222,17 @@ class Messages(Protocol):
 
     # Messages in C++ can do more.
 
-    def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> PlainMessages:
-        """Return the plain messages of a group.
+    def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> Any:
+        """Return an object in C++ that carries plain messages of a group, or None.
+
+        Plain messages are contiguous NumPy arrays; see `backends.p2p.Port`.
 
         Args:
             context: Number of the group's context.
             ranks: Global ranks of its members.
             codes: The `info` of a message, by the buffer format of the array.
         """
-        return PlainMessages()
+        return None
 
     def claim(self, source: int, key: Key) -> Transfer | None:
         """Remove and return the receive into which the next message can be read, or None."""

@@ -218,11 +218,11 @@ def test_a_receive_that_was_interrupted_as_it_began_takes_no_message(rank):
         dist.send(np.full(3, 7.0), 1)
         return
     dead, box = np.zeros(3), np.zeros(3)
-    begun = messages.begun
-    messages.begun = _raise
+    begun = messages._begun
+    messages._begun = _raise
     with pytest.raises(Ended):
         dist.irecv(dead, 0)
-    messages.begun = begun
+    messages._begun = begun
     assert messages.native.number_of(dead) == 0
     dist.send(np.zeros(1), 0)
     dist.recv(box, 0)
@@ -251,12 +251,12 @@ class Interrupted:
 @pytest.mark.ranks(2)
 def test_the_interrupt_is_told_whatever_the_receive_was_called_with(rank, memory):
     port = dist.group.WORLD.plain_port
-    plain, real = port._plain, port._plain.messenger
-    plain.messenger = Interrupted(real)
+    real = port._messenger
+    port._messenger = Interrupted(real)
     with pytest.raises(Ended):
         port.irecv(memory, 1 - rank, 0, memory, 1.0)
-    plain.messenger = real
-    assert not plain._messages._held
+    port._messenger = real
+    assert not port._comm.transport.messages._held
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -266,15 +266,15 @@ def test_an_interrupted_receive_leaves_an_older_one_at_the_same_address_alone(ra
         dist.recv(np.zeros(1), 1)
         dist.send(np.full(count, 7.0), 1, tag=1)
         return
-    plain = dist.group.WORLD.plain_port._plain
+    port = dist.group.WORLD.plain_port
     memory = np.zeros(8)
     first = dist.irecv(memory[:count], 0, tag=1)
-    real = plain.messenger
+    real = port._messenger
     for begun in (None, real):
-        plain.messenger = Interrupted(begun)
+        port._messenger = Interrupted(begun)
         with pytest.raises(Ended):
             dist.irecv(memory, 0, tag=2)
-    plain.messenger = real
+    port._messenger = real
     dist.send(np.zeros(1), 0)
     first.wait()
     assert (memory[:count] == 7).all()

@@ -50,7 +50,9 @@ class End:
 
     def post(self, key, nbytes, info=0):
         into = memoryview(bytearray(nbytes))
-        return self.messages.recv(PEER, key, into, info, frozenset())
+        transfer = Transfer(PEER, key.context, key[1:], into, info)
+        self.messages.recv(transfer)
+        return transfer
 
     def feed(self, data):
         """Give the link bytes, and let it read them."""
