@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
@@ -49,6 +50,7 @@ from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, report_gone
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 from unisono.stores.api import DEFAULT_TIMEOUT, changed_too_often
+from unisono.stores.tcp.client import RefusalGrace
 from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import forget_refused, refused_client
 
@@ -113,6 +115,7 @@ class DynamicRendezvous:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._leaving = False
         self._abandoned = False
+        self._grace = RefusalGrace()
         self._thread = threading.Thread(
             target=self._run, args=(open_store, run_id), name="unisono-rendezvous", daemon=True
         )
@@ -337,9 +340,9 @@ class DynamicRendezvous:
             self._leave_if_refused(store)
 
     def _leave_if_refused(self, store: PrefixStore) -> None:
-        """Wait no longer for further nodes if the store has refused one for lack of a token."""
+        """Wait not much longer for nodes if the store has refused one for lack of a token."""
         came, needed = len(self._state.members), self._member.limits.min_nodes
-        if came < needed and (client := refused_client(store)):
+        if came < needed and (client := self._grace.over(partial(refused_client, store))):
             text = f"the rendezvous store refused {client}, which is on another machine, because "
             text += f"there is no token: {came} of {needed} nodes came"
             self._apply(store, Left(self._member.node.id, text))

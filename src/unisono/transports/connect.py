@@ -295,7 +295,7 @@ def _wait(store: Store, keys: list[str], deadline: Deadline) -> None:
         try:
             return store.wait(keys, limit_s)
         except StoreTimeoutError:
-            if deadline.expired() or grace.is_over(partial(refused_client, store)):
+            if deadline.expired() or grace.over(partial(refused_client, store)):
                 raise
         limit_s = min(_LOOK_S, deadline.remaining())
 

@@ -33,6 +33,8 @@ from unisono.rendezvous.state import Join, Limits, Lost, Node, Phase, State, dum
 from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerWorld
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
+from unisono.stores.tcp.token import REFUSED_KEY
+from unisono.stores.tcp.wire import Op
 
 LIMIT_S = 90.0
 
@@ -246,6 +248,36 @@ def beats_of(store, name, count):
     seen = store.add(key, 0)
     while store.add(key, 0) < seen + count:
         pass
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """A store without a token, which notes that it has refused a host."""
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
+        server._call(Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
+        yield server
+
+
+def test_refused_stranger_does_not_end_a_job_whose_nodes_come(refusing):
+    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    open_client = partial(TCPStore, "127.0.0.1", refusing.port)
+    first = Agent(0, limits, open_client)
+    with closing(first.rendezvous):
+        beats_of(refusing, "n0", 3)
+        with closing((second := Agent(1, limits, open_client)).rendezvous):
+            assert [len(agent.world().members) for agent in (first, second)] == [2, 2]
+
+
+def test_refused_node_ends_the_wait_for_it_after_the_grace(refusing, monkeypatch):
+    monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
+    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    agent = Agent(0, limits, partial(TCPStore, "127.0.0.1", refusing.port))
+    with closing(agent.rendezvous):
+        end = agent.order()
+    assert not end.ok
+    assert "the rendezvous store refused 10.0.0.9:4242, which is on another machine" in end.reason
+    assert "1 of 2 nodes came (set UNISONO_TOKEN" in end.reason
 
 
 def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):

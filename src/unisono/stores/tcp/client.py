@@ -60,11 +60,12 @@ class RefusalGrace:
     def __init__(self) -> None:
         self._limit: Deadline | None = None
 
-    def is_over(self, refused_client: Callable[[], str]) -> bool:
-        """Return whether it is over; it begins when `refused_client` first has an address."""
-        if self._limit is None and refused_client():
+    def over(self, refused_client: Callable[[], str]) -> str:
+        """Return the address of the host if the time is over, which begins at its refusal."""
+        client = refused_client()
+        if client and self._limit is None:
             self._limit = Deadline(_REFUSAL_GRACE_S)
-        return self._limit is not None and self._limit.expired()
+        return client if self._limit is not None and self._limit.expired() else ""
 
 
 class TCPStore(Store):
@@ -351,8 +352,7 @@ class TCPStore(Store):
         joined = int(self._call(Op.ADD, _INIT_KEY, 1))
         grace = RefusalGrace()
         while self._server is not None and joined < world_size:
-            if grace.is_over(self.refused_client):
-                client = self.refused_client()
+            if client := grace.over(self.refused_client):
                 raise StoreConnectionError(
                     f"{self!r} waits no longer for clients ({joined} of {world_size} joined): it "
                     f"refused {client}, which is on another machine, because there is no token",
