@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import os
 import select
@@ -200,12 +201,25 @@ def _finalize_at_exit(fd: int, pid: int) -> None:
     """Report the end to the launcher. Intel MPI's otherwise kills all ranks when the first ends."""
 
     def finalize() -> None:
-        mpi = sys.modules.get("mpi4py.MPI")
-        if pid == os.getpid() and not (mpi and mpi.Is_initialized()):
+        # After an uncaught exception the launcher must not believe that this rank ended well.
+        if pid == os.getpid() and not (hasattr(sys, "last_value") or _is_mpi_initialized()):
             with contextlib.suppress(OSError):
                 os.write(fd, b"cmd=finalize\n")
 
     atexit.register(finalize)
+
+
+def _is_mpi_initialized() -> bool:
+    """Return whether an MPI library of this process, whoever loaded it, reports the end itself."""
+    paths, flag = set(), ctypes.c_int()
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        paths = {line[line.find("/") :].strip() for line in maps if "mpi" in line.lower()}
+    for path in paths:
+        with contextlib.suppress(OSError, AttributeError):  # no library, or none of MPI
+            ctypes.CDLL(path, os.RTLD_NOLOAD).MPI_Initialized(ctypes.byref(flag))
+        if flag.value:
+            return True
+    return False
 
 
 class PMIServer:
