@@ -35,6 +35,8 @@ _IDLE_PART = 0.3
 # were sent, data came, and an acknowledgement came. Bytes that were not sent yet. The shortest
 # round trip in microseconds.
 _TCP_INFO = struct.Struct("=2xBB 20x I 16x I 4x II 84x II")
+# The shortest round trip before the first one was measured.
+_UNMEASURED_US = 0xFFFFFFFF
 
 
 class _Info(NamedTuple):
@@ -131,7 +133,9 @@ def round_trip_us(sock: socket.socket) -> int | None:
     if is_local(sock):
         return 0
     state = _state_of(sock)
-    return state.round_trip_us if state is not None else None
+    if state is None or state.round_trip_us == _UNMEASURED_US:
+        return None
+    return state.round_trip_us
 
 
 def silence_on(sock: socket.socket) -> str:

@@ -103,10 +103,11 @@ def connect(
         transport.world_number = number
         transport.hosts = _placed(hosts)
         transport.words = tuple(words)
-        transport.round_trip_us = _round_trip_us(transport.hosts, trips)
+        transport.trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
         if messages is not None:
             near = [other == host for other in hosts]
-            far = far_apart(world_size, transport.round_trip_us)
+            trip_us = round_trip_us(transport.hosts, transport.trips_us)
+            far = far_apart(world_size, trip_us)
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
         transport.watch_neighbours()
         if rank == 0 and transport.name == "tcp":
@@ -155,17 +156,26 @@ def _publish(
     return number, [list(column) for column in columns]
 
 
-def _round_trip_us(hosts: Sequence[str], trips: Sequence[str]) -> int:
-    """Return the class of the longest round trip between hosts; 0 if there is one host.
+def round_trip_us(hosts: Sequence[str], trips_us: Sequence[int | None]) -> int:
+    """Return the class of the longest round trip between the hosts of ranks; 0 if there is one.
 
-    The ranks know their round trips to the store. They are those between hosts if the store is on
-    one of these hosts.
+    The ranks know their round trips to the store, whose differences are a lower bound, and exact
+    if the store is on one of these hosts.
+
+    Args:
+        hosts: Host id of each rank.
+        trips_us: Round trip to the store of each rank; None if it is unknown.
     """
-    if len(set(hosts)) == 1 or set(trips) == {"0"}:
+    if len(set(hosts)) <= 1 or set(trips_us) == {0}:
         return 0
-    if _UNKNOWN in trips or "0" not in trips:
+    # The shortest of a host: a rank may have been busy when it was measured.
+    known: dict[str, int] = {}
+    for host, trip_us in zip(hosts, trips_us, strict=True):
+        if trip_us is not None:
+            known[host] = min(trip_us, known.get(host, trip_us))
+    if len(known) < len(set(hosts)):
         return NEAR_US
-    return round_trip_class(max(map(int, trips)))
+    return round_trip_class(max(known.values()) - min(known.values()))
 
 
 def _show(store: Store, addresses: list[str]) -> None:
