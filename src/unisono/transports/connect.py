@@ -11,6 +11,7 @@ from functools import partial
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.host import GUARD_HINT, is_importing_main, usable_cores
+from unisono.base.log import get_logger
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.base.text import name_ranks
 from unisono.errors import (
@@ -34,6 +35,7 @@ from unisono.transports.native_messages import NativeMessages
 from unisono.transports.tcp.address import TCPAddress, own_hosts
 from unisono.transports.tcp.transport import TCPTransport
 
+_LOG = get_logger("transports")
 _UNKNOWN = "-"
 
 VIEWERS = "viewers"
@@ -82,9 +84,10 @@ def connect(
     try:
         transport = _transport(store, rank, world_size, addresses, kind)
     except UnisonoError as error:
-        # The other ranks need not wait for this rank.
+        # The other ranks need not wait for this rank, which waits until they know.
+        line = error.what.partition("\n")[0]
+        _LOG.error("rank %d cannot meet the other ranks: %s", rank, line)
         with contextlib.suppress(UnisonoError):
-            line = error.what.partition("\n")[0]
             _publish(store, rank, world_size, deadline, f"{_FAILED}{line}")
         raise
     try:

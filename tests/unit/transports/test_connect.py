@@ -102,7 +102,7 @@ def test_refused_client_ends_the_first_meeting_only(monkeypatch):
         assert "UNISONO_TOKEN" in caught.value.hint
 
 
-def test_rank_that_cannot_listen_is_told_to_all(monkeypatch):
+def test_rank_that_cannot_listen_is_told_to_all(caplog):
     with HashStore() as store:
 
         def join(rank):
@@ -114,6 +114,8 @@ def test_rank_that_cannot_listen_is_told_to_all(monkeypatch):
     assert mine.what == "unknown transport 'no such' (known: auto, inproc, tcp)"
     assert other.what == f"rank 1 of 2 cannot meet rank 0: {mine.what}"
     assert other.context.peers == (0,)
+    # It logs the reason before it waits for the others.
+    assert caplog.messages == [f"rank 0 cannot meet the other ranks: {mine.what}"]
 
 
 def test_rank_that_hosts_the_store_gives_up_first(monkeypatch):
