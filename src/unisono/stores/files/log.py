@@ -51,7 +51,7 @@ _NAMES_HINT = "all ranks must use one name; a symbolic link to it is as good"
 
 
 class Compacted(Exception):
-    """The run has another file now, with this header; it must be read from its begin."""
+    """The run has a new file, perhaps with this header, which must be read from its begin."""
 
     def __init__(self, header: bytes) -> None:
         super().__init__(header)
@@ -250,6 +250,11 @@ class RecordLog:
                     hint="give every run that lives at the same time a file of its own",
                 )
             yield fd
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            # On NFS another host has replaced the file since it was opened.
+            raise Compacted(self._header) from None
         finally:
             os.close(fd)
 
@@ -337,18 +342,27 @@ class RecordLog:
             return
         header = _header(self._run, self.label, self._number + 1)
         data = header + (_record(changes) if changes else b"")
-        draft = os.path.join(os.path.dirname(self.path) or ".", f".{uuid.uuid4().hex}.new")
         try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._remove_draft()
+            fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
-            os.replace(draft, self.path)
+            os.replace(self._draft, self.path)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(draft)
+            self._remove_draft()
             raise
         self.begin(header)
         self._position = len(data)
+
+    @property
+    def _draft(self) -> str:
+        """The path of this run's next file, which only the holder of the lock writes."""
+        return os.path.join(os.path.dirname(self.path) or ".", f".new.{self._run}")
+
+    def _remove_draft(self) -> None:
+        """Remove the draft, which may be of a process that was killed."""
+        with suppress(OSError):
+            os.unlink(self._draft)
 
     def rewind(self) -> None:
         """Make the next `read` begin at the first record."""
@@ -356,6 +370,7 @@ class RecordLog:
 
     def replace(self, label: str) -> None:
         """Replace the file by that of a new run; the lock must be held, and stays so."""
+        self._remove_draft()
         header, lock = self._put(label, os.replace, hold=True)
         self._lock.discard()
         self._lock = lock
@@ -364,6 +379,7 @@ class RecordLog:
     def remove(self) -> None:
         """Delete the file and its lock, which must be held."""
         os.unlink(self.path)
+        self._remove_draft()
         self._lock.discard()
 
     def forget(self) -> None:
