@@ -28,6 +28,7 @@ from unisono.rendezvous.member import (
     decide,
     observe,
     stopped,
+    without_lost,
 )
 from unisono.rendezvous.state import (
     Event,
@@ -439,11 +440,9 @@ class DynamicRendezvous:
                 deadline = Deadline(self._member.timing.close_s)
             if not others or (deadline is not None and deadline.expired()):
                 return
-            member, events, _ = decide(replace(self._member, ended=False), state, time.monotonic())
-            self._member = replace(self._member, beats=member.beats)
-            for event in events:
-                if isinstance(event, Lost):
-                    self._apply(store, event)
+            self._member, lost = without_lost(self._member, state)
+            for event in lost:
+                self._apply(store, event)
             try:
                 self._inbox.get(timeout=_IDLE_POLL_S)
             except queue.Empty:

@@ -181,6 +181,23 @@ def test_reports_are_exchanged_after_the_end(agents):
     assert [sorted(each) for each in texts] == [["one", "zero"]] * 2
 
 
+@pytest.mark.sweep(1)
+def test_reports_are_not_awaited_of_a_node_that_is_lost_after_the_end(agents):
+    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    living, dying = both = agents(2, limits, timing=Timing(dead_after_s=2.0, last_call_s=0.1))
+    for agent in both:
+        agent.world()
+    dying.rendezvous.failed(1, original=True, reason="boom")
+    for agent in both:
+        assert isinstance(agent.order(), Stop)
+        agent.rendezvous.stopped()
+        assert agent.order() == End(False, "boom")
+    # It ends without a word.
+    dying.rendezvous._leaving = True
+    assert living.rendezvous.exchange("text", 20.0) == ["text"]
+    assert dying.name not in living.rendezvous._state.present
+
+
 def test_single_node_restarts_without_pause(agents):
     [agent] = agents(1, Limits(min_nodes=1, max_nodes=1, max_restarts=3))
     for epoch in (1, 2, 3, 4):
