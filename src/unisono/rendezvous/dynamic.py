@@ -48,7 +48,7 @@ from unisono.rendezvous.state import (
     loads,
 )
 from unisono.rendezvous.transitions import apply
-from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, report_gone
+from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 from unisono.stores.api import DEFAULT_TIMEOUT, changed_too_often
 from unisono.stores.tcp.client import RefusalGrace
@@ -328,8 +328,7 @@ class DynamicRendezvous:
             state = self._state
             if state.phase is Phase.RUNNING and _others_changed(before, state):
                 self._put_order(Changed(state.reason))
-                if self._worker_store.served is not None:
-                    report_gone(self._worker_store.served, state)
+                self._worker_store.report_gone(store, state)
             self._member, events, actions = decide(self._member, state, time.monotonic())
             changed = [self._apply(store, event) for event in events]
             for action in actions:

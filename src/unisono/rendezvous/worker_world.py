@@ -54,8 +54,8 @@ def workers_url(service: str, run_id: str) -> str:
     return f"{service}{joint}run_id={quote(f'{job_prefix(run_id)}/workers', safe='/')}"
 
 
-def report_gone(store: Store, state: State) -> None:
-    """Write into the workers' store which ranks and hosts have left the running world.
+def report_gone(keys: Store, state: State) -> None:
+    """Write into the part of the store that the workers use which ranks and hosts have left the running world.
 
     Workers that lost their links to these need not wait for them in `reconfigure`.
     """
@@ -65,7 +65,6 @@ def report_gone(store: Store, state: State) -> None:
         ranks += range(count, count + node.nprocs) if node in state.gone else ()
         count += node.nprocs
     hosts = {node.host for node in state.order} - {node.host for node in state.members}
-    keys = PrefixStore(attempt_keys(state.restarts), store)
     with contextlib.suppress(StoreError):
         keys.set("unisono/membership/gone", json.dumps([ranks, sorted(hosts)]))
 
@@ -116,6 +115,13 @@ class WorkerStore:
             raise RendezvousError(f"cannot open the workers' store: {error.what}") from error
         self.served = self._server
         return address, self._server.port
+
+    def report_gone(self, rendezvous_store: Store, state: State) -> None:
+        """Call `report_gone` if this process can reach the workers' store."""
+        if self._service:
+            report_gone(PrefixStore(f"workers/{state.epoch}", rendezvous_store), state)
+        elif self.served is not None:
+            report_gone(PrefixStore(attempt_keys(state.restarts), self.served), state)
 
     def seen_here(self, address: str) -> str:
         """Return the address of the store for the workers of this node.
