@@ -12,7 +12,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.log import get_logger
-from unisono.base.sockets import format_address, host_of, listen, listen_on_fd
+from unisono.base.sockets import format_address, listen, listen_on_fd, listening_host
 from unisono.errors import (
     InvalidArgumentError,
     QueueEmptyError,
@@ -419,7 +419,7 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            host = host_of(sockets)
+            host = listening_host(sockets)
             shared = cls(start_server(sockets, ServerOptions(token=token)), host)
             if multi_tenant:
                 cls._by_port[shared.port] = shared
