@@ -69,7 +69,8 @@ class Communicator:
     @property
     def round_trip_us(self) -> int:
         """The round trip between the members' hosts; 0 on one host. See `Topology`."""
-        hosts, trips_us = self.transport.hosts, self.transport.trips_us
+        hosts = self.transport.hosts
+        trips_us = self.transport.trips_us or (0,) * len(hosts)
         return round_trip_us([hosts[r] for r in self.ranks], [trips_us[r] for r in self.ranks])
 
     @property

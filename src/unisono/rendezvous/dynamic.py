@@ -116,7 +116,6 @@ class DynamicRendezvous:
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._leaving = False
         self._abandoned = False
-        self._grace = RefusalGrace()
         self._thread = threading.Thread(
             target=self._run, args=(open_store, run_id), name="unisono-rendezvous", daemon=True
         )
@@ -271,8 +270,12 @@ class DynamicRendezvous:
             node = replace(self._member.node, address=address, serves=is_host_of(base))
             self._member = replace(self._member, node=node)
             store.compare_set(_STATE, b"", dumps(State()))
+            grace = RefusalGrace()
             while not self._leaving:
+                is_due = self._beat(store)
                 self._follow_state(store)
+                if is_due and self._state.phase is Phase.JOINING:
+                    self._leave_if_refused(store, grace)
                 self._handle_event(store, self._pause_s())
             self._serve_others(store)
             self._clean_up(store)
@@ -322,7 +325,6 @@ class DynamicRendezvous:
 
     def _follow_state(self, store: PrefixStore) -> None:
         """Read the state and act on it, until no event of this node changes it."""
-        is_due = self._beat(store)
         while True:
             before, self._state = self._state, loads(store.get(_STATE))
             state = self._state
@@ -336,13 +338,11 @@ class DynamicRendezvous:
             if not any(changed):
                 break
         self._start_pending(store)
-        if is_due and self._state.phase is Phase.JOINING:
-            self._leave_if_refused(store)
 
-    def _leave_if_refused(self, store: PrefixStore) -> None:
+    def _leave_if_refused(self, store: PrefixStore, grace: RefusalGrace) -> None:
         """Wait not much longer for nodes if the store has refused one for lack of a token."""
         came, needed = len(self._state.members), self._member.limits.min_nodes
-        if came < needed and (client := self._grace.over(partial(refused_client, store))):
+        if came < needed and (client := grace.over(partial(refused_client, store))):
             text = f"the rendezvous store refused {client}, which is on another machine, because "
             text += f"there is no token: {came} of {needed} nodes came"
             self._apply(store, Left(self._member.node.id, text))

@@ -166,7 +166,7 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
     events. It may return an event again until the state has it; `apply` ignores a repeated event.
     """
     if member.ended:
-        # The reports of the nodes are still exchanged, but not with lost ones.
+        # The reports of the nodes are still exchanged, but not with lost nodes.
         member, lost = without_lost(member, state)
         return member, [*lost], []
     nodes = (state.epoch, tuple(node.id for node in state.members))

@@ -210,7 +210,7 @@ def _finalize_at_exit(fd: int, pid: int) -> None:
 
 
 def _is_mpi_initialized() -> bool:
-    """Return whether an MPI library of this process, whoever loaded it, reports the end itself."""
+    """Return whether an MPI library of this process, loaded in any way, reports the end itself."""
     paths, flag = set(), ctypes.c_int()
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         paths = {line[line.find("/") :].strip() for line in maps if "mpi" in line.lower()}

@@ -55,7 +55,7 @@ def workers_url(service: str, run_id: str) -> str:
 
 
 def report_gone(keys: Store, state: State) -> None:
-    """Write into the part of the store that the workers use which ranks and hosts have left the running world.
+    """Write which ranks and hosts have left the running world, where its workers look.
 
     Workers that lost their links to these need not wait for them in `reconfigure`.
     """

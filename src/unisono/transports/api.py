@@ -54,7 +54,7 @@ class Transport(ABC):
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
-        trips_us: The round trip from each rank to the store; None if it is unknown.
+        trips_us: The round trip from each rank to the store, None if unknown; empty on one host.
         words: The word that each rank published beside its address.
         world_number: Number of this world among the worlds that have used the same store.
     """
@@ -63,12 +63,12 @@ class Transport(ABC):
     wires: Wires | None = None
     world_number = 1
     words = tuple[str, ...]()
+    trips_us = tuple[int | None, ...]()
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.hosts: tuple[str, ...] = ("",) * world_size
-        self.trips_us: tuple[int | None, ...] = (0,) * world_size
         self.messages: Messages = MailboxMessages(self)
         self.closed = False
         self._lock = threading.RLock()

@@ -162,8 +162,8 @@ def _publish(
 def round_trip_us(hosts: Sequence[str], trips_us: Sequence[int | None]) -> int:
     """Return the class of the longest round trip between the hosts of ranks; 0 if there is one.
 
-    The ranks know their round trips to the store, whose differences are a lower bound, and exact
-    if the store is on one of these hosts.
+    The ranks know their round trips to the store. The difference of two of them is a lower bound,
+    and exact if the store is on one of the two hosts.
 
     Args:
         hosts: Host id of each rank.
