@@ -54,6 +54,7 @@ class Transport(ABC):
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
+        round_trip_us: Between hosts, equal on all ranks; a `round_trip_class`, 0 on one host.
         trips_us: The round trip from each rank to the store, None if unknown; empty on one host.
         words: The word that each rank published beside its address.
         world_number: Number of this world among the worlds that have used the same store.
@@ -63,6 +64,7 @@ class Transport(ABC):
     wires: Wires | None = None
     world_number = 1
     words = tuple[str, ...]()
+    round_trip_us = 0
     trips_us = tuple[int | None, ...]()
 
     def __init__(self, rank: int, world_size: int) -> None:

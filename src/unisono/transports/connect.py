@@ -107,10 +107,10 @@ def connect(
         transport.hosts = _placed(hosts)
         transport.words = tuple(words)
         transport.trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
+        transport.round_trip_us = round_trip_us(transport.hosts, transport.trips_us)
         if messages is not None:
             near = [other == host for other in hosts]
-            trip_us = round_trip_us(transport.hosts, transport.trips_us)
-            far = far_apart(world_size, trip_us)
+            far = far_apart(world_size, transport.round_trip_us)
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
         transport.watch_neighbours()
         if rank == 0 and transport.name == "tcp":
