@@ -74,9 +74,9 @@ class Signals:
         """Whether a signal ends the launch; otherwise it is only passed on to the workers."""
         return signum in self._ending
 
-    def any_ends(self) -> bool:
-        """Read all signals; return whether one of them ends the launch."""
-        return any(map(self.ends, self.read()))
+    def ending(self) -> int | None:
+        """Read all signals; return the first that ends the launch, or None."""
+        return next(filter(self.ends, self.read()), None)
 
     def wake(self) -> None:
         """Make `fd` readable, from any thread."""
