@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 
 from unisono.base.deadline import Deadline
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from unisono.stores.files.lock import FileLock
+from unisono.stores.files.lock import DRAFT, FileLock
 from unisono.stores.table import Change, ChangeKind
 
 _MAGIC = b"unisono store 3\n"
@@ -179,30 +179,38 @@ class RecordLog:
         """Make a new store and `place` it at the path; `lost` means that a store exists there."""
         run = uuid.uuid4().hex
         header = _header(run, label)
-        draft = os.path.join(os.path.dirname(self.path) or ".", f".{run}.new")
         placed = False
         try:
             lock = FileLock(self.path, run, held=True)
         except OSError as error:
             raise self._failed("open", error) from error
         try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(header)
-            place(draft, self.path)
+            self._write(run, header, place)
             placed = True
         except lost:
             pass
         except OSError as error:
             raise self._failed("open", error) from error
         finally:
-            with suppress(OSError):
-                os.unlink(draft)
             if not placed:
                 lock.discard()
             elif not hold:
                 lock.release()
         return header, lock
+
+    def _write(self, run: str, data: bytes, place: Callable[[str, str], None]) -> None:
+        """Write a file of a run, whose lock must be held, and `place` it at the path."""
+        draft = os.path.join(os.path.dirname(self.path) or ".", f".{run}.{DRAFT}")
+        with suppress(FileNotFoundError):
+            os.unlink(draft)  # of a process that was killed
+        try:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            place(draft, self.path)
+        finally:
+            with suppress(OSError):
+                os.unlink(draft)
 
     def _failed(self, what: str, error: OSError, hint: str = "") -> StoreError:
         return StoreError(
@@ -342,27 +350,9 @@ class RecordLog:
             return
         header = _header(self._run, self.label, self._number + 1)
         data = header + (_record(changes) if changes else b"")
-        try:
-            self._remove_draft()
-            fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-            os.replace(self._draft, self.path)
-        except BaseException:
-            self._remove_draft()
-            raise
+        self._write(self._run, data, os.replace)
         self.begin(header)
         self._position = len(data)
-
-    @property
-    def _draft(self) -> str:
-        """The path of this run's next file, which only the holder of the lock writes."""
-        return os.path.join(os.path.dirname(self.path) or ".", f".new.{self._run}")
-
-    def _remove_draft(self) -> None:
-        """Remove the draft, which may be of a process that was killed."""
-        with suppress(OSError):
-            os.unlink(self._draft)
 
     def rewind(self) -> None:
         """Make the next `read` begin at the first record."""
@@ -370,7 +360,6 @@ class RecordLog:
 
     def replace(self, label: str) -> None:
         """Replace the file by that of a new run; the lock must be held, and stays so."""
-        self._remove_draft()
         header, lock = self._put(label, os.replace, hold=True)
         self._lock.discard()
         self._lock = lock
@@ -379,7 +368,6 @@ class RecordLog:
     def remove(self) -> None:
         """Delete the file and its lock, which must be held."""
         os.unlink(self.path)
-        self._remove_draft()
         self._lock.discard()
 
     def forget(self) -> None:
