@@ -12,6 +12,7 @@ from tests.faults.scripts import started
 from tests.faults.test_hosts import PORT, ask, tell
 from tests.support import netns
 from unisono.engines import is_native_built, mpi_library
+from unisono.rendezvous.membership import AWAY_S, VANISHED_S
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -199,6 +200,34 @@ def test_short_cut_is_a_delay(engine):
         told = ask(processes)
     for caught in told:
         assert (caught["kind"], caught["text"]) == ("", ""), caught
+
+
+# Goes on with the ranks that are left.
+REGROUPS = STEPS.replace(
+    "tell(attempt(work))",
+    """
+def regroup():
+    try:
+        work()
+    except dist.errors.PeerLostError:
+        dist.reconfigure(timeout=300)
+tell(attempt(regroup))
+""",
+)
+
+
+@pytest.mark.whole("12 s of waiting")
+def test_host_that_is_cut_from_the_quorum_does_not_wait_for_the_others():
+    with netns.Network(3) as network, start(network.hosts, REGROUPS) as processes:
+        begin(processes)
+        network.cut(network.hosts[0])
+        cut_s = time.monotonic()
+        told = ask(processes)
+    assert told[0]["kind"] == "RendezvousError", told
+    assert "rank 0 cannot go on after generation 1 of 3 ranks" in told[0]["text"]
+    assert told[0]["ended_s"] - cut_s < LIMIT_S + 2 + VANISHED_S + NOTICE_S + BUSY_S < AWAY_S
+    # The store is on the first host.
+    assert [each["kind"] for each in told[1:]] == ["StoreConnectionError"] * 2, told
 
 
 WAITS_FOR_A_KEY = """

@@ -40,7 +40,7 @@ from unisono.rendezvous.joining import open_for_newcomer
 from unisono.rendezvous.membership import Arrival, Come, Member
 from unisono.rendezvous.state import Node, Phase
 from unisono.rendezvous.state import State as Nodes
-from unisono.rendezvous.worker_world import report_gone
+from unisono.rendezvous.worker_world import WorkerStore
 from unisono.stores import FileStore, HashStore
 from unisono.testing import run
 from unisono.transports import LinkDown, has_ended
@@ -317,7 +317,9 @@ if me:
     state = Nodes(phase=Phase.RUNNING, order=nodes, members=nodes[:1])
     # Each rank is a host of its own, so that it cannot know whether the others have ended.
     with ranks_of(body, 3, Forked, UNISONO_RANKS_PER_HOST="1") as (processes, store):
-        report_gone(store, state)
+        serving = WorkerStore()
+        serving.served = store
+        serving.report_gone(store, state)
         told, code, err = outcome(processes[0])
     assert code == 0, err
     assert "rank 0 cannot go on after generation 1 of 3 ranks: ranks 1, 2 are lost" in told["error"]

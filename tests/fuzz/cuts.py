@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unisono.rendezvous.membership import AWAY_S
 from unisono.testing.hosts import Host, Network, why_no_hosts
 
 LIMIT_S = 20.0
@@ -235,14 +234,10 @@ class Round:
         return seen
 
     def limit_s(self) -> float:
-        """Return how long a wait may last. docs/explanation/membership.md has the exceptions."""
-        if MODES[self.mode][1] == "elastic":
-            if self.what == "link":
-                # The generations are formed in the store, and connected when the link is back.
-                return LIMIT_S + min(self.span_s, WATCH_S)
-            if self.mode == "alone" and self.victims == [0] and self.count > 2:
-                # The host with the store waits for its quorum. A launcher would know of the loss.
-                return LIMIT_S + AWAY_S
+        """Return how long a wait may last. docs/explanation/membership.md has the exception."""
+        if MODES[self.mode][1] == "elastic" and self.what == "link":
+            # The generations are formed in the store, and connected when the link is back.
+            return LIMIT_S + min(self.span_s, WATCH_S)
         return LIMIT_S
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -27,7 +28,10 @@ from unisono.errors import HandshakeError, InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import Meeting
 from unisono.rendezvous import state
 from unisono.rendezvous.member import Timing
-from unisono.stores import HashStore, PrefixStore
+from unisono.stores import HashStore, PrefixStore, TCPStore
+from unisono.stores.tcp.refusals import refused_client
+from unisono.stores.tcp.token import REFUSED_KEY
+from unisono.stores.tcp.wire import Op
 
 needs_hosts = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -396,6 +400,29 @@ def examiners(monkeypatch):
 
     monkeypatch.setattr(examine, "examine_host", lambda *_: host(1, addresses=("127.0.0.1",)))
     return make
+
+
+def test_refused_stranger_does_not_end_an_examination_whose_hosts_come(examiners, monkeypatch):
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    looks = threading.Semaphore(0)
+
+    def look(store):
+        looks.release()
+        return refused_client(store)
+
+    monkeypatch.setattr(examine, "refused_client", look)
+    first, second = examiners(2)
+    with TCPStore("127.0.0.1", 0, is_master=True) as server, ThreadPoolExecutor(2) as pool:
+        server._call(Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
+        jobs = [pool.submit(first.examine, PrefixStore("x", server), lambda: False)]
+        for _ in range(3):
+            assert looks.acquire(timeout=20)
+        jobs.append(pool.submit(second.examine, PrefixStore("x", server), lambda: False))
+        assert [len(job.result(60).hosts) for job in jobs] == [2, 2]
+        monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
+        line = r"the store refused 10\.0\.0\.9:4242, which is on another machine"
+        with pytest.raises(RendezvousError, match=line):
+            examiners(2)[0].examine(PrefixStore("y", server), lambda: False)
 
 
 def test_three_hosts_probe_each_other_and_a_late_host_is_examined_alone(examiners):

@@ -276,7 +276,8 @@ def test_second_ctrl_c_ends_even_the_host_of_the_store(job):
     first, second, _, _ = job.pair(nnodes="1:2")
     first.send_signal(signal.SIGINT)
     first.told("a second signal ends that")
-    first.send_signal(signal.SIGINT)
+    # Of another kind: two equal ones in a row may be one that went to all processes.
+    first.send_signal(signal.SIGTERM)
     assert first.ended() == 130
     assert second.ended() == 1
     assert "the rendezvous store is gone" in second.err

@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from tests.support.programs import python
+from unisono.base.deadline import Deadline
 from unisono.launcher import back_off
 from unisono.launcher.agent import Agent
 from unisono.launcher.back_off import BackOff
+from unisono.launcher.signals import ENDING, Signals
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="adopts orphans")
 
@@ -32,6 +34,23 @@ def test_signal_before_the_agent_can_handle_it_is_not_lost(launches):
     code, out, err = launches.run("-n1", script="input()\nprint('ended')", patches=patches)
     assert (code, out) == (130, ""), err
     assert err == "unisono run: stopped by SIGINT\n"
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_signal_that_also_the_guard_forwards_counts_once(monkeypatch, name):
+    """Slurm sends it to all processes, so the launcher gets it twice."""
+    signum = getattr(signal, name)
+    another = signal.SIGTERM if name == "SIGINT" else signal.SIGINT
+    with Signals() as signals:
+        counts = []
+        for each in (signum, signum, another, signal.SIGUSR1, signal.SIGUSR1, signum):
+            signal.raise_signal(each)
+            counts.append(signals.read())
+        assert counts == [[signum], [], [another], [signal.SIGUSR1], [signal.SIGUSR1], []]
+        # Later it is the second one, by which the user ends the grace period.
+        monkeypatch.setattr(Deadline, "expired", lambda self: True)
+        signal.raise_signal(signum)
+        assert signals.ending() == signum
 
 
 def signal_in_report(result):

@@ -30,6 +30,9 @@ HOST_FAILED = "so the host or the network has failed"
 # Probes of an idle connection begin after this part of the limit.
 _IDLE_PART = 0.3
 
+# The shortest round trip before the first one was measured.
+_UNMEASURED_US = 0xFFFFFFFF
+
 
 def host_timeout_s() -> float:
     """Return how long a host may be silent; infinity: for ever.
@@ -96,7 +99,9 @@ def round_trip_us(sock: socket.socket) -> int | None:
     if is_local(sock):
         return 0
     state = tcp_info(sock)
-    return state.round_trip_us if state is not None else None
+    if state is None or state.round_trip_us == _UNMEASURED_US:
+        return None
+    return state.round_trip_us
 
 
 def silence_on(sock: socket.socket) -> str:

@@ -127,7 +127,7 @@ def is_port_taken(error: StoreConnectionError) -> bool:
     return getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
 
 
-def host_of(listeners: Sequence[socket.socket]) -> str:
+def listening_host(listeners: Sequence[socket.socket]) -> str:
     """Return an address at which this machine reaches a server that listens here.
 
     IPv4 if possible: where IPv6 is off, "::" can be bound, but "::1" cannot be reached.

@@ -21,6 +21,7 @@ from unisono.rendezvous.launchers import local_rank
 from unisono.schedules import Buf, Layout, Program, Schedule, lower
 from unisono.trace import make_trace, number_of_kind
 from unisono.transports import Transport
+from unisono.transports.connect import round_trip_us
 from unisono.transports.messages import Failure
 
 Array = np.ndarray[Any, Any]
@@ -68,8 +69,9 @@ class Communicator:
     @property
     def round_trip_us(self) -> int:
         """The round trip between the members' hosts; 0 on one host. See `Topology`."""
-        hosts = {self.transport.hosts[rank] for rank in self.ranks}
-        return self.transport.round_trip_us if len(hosts) > 1 else 0
+        hosts = self.transport.hosts
+        trips_us = self.transport.trips_us or (0,) * len(hosts)
+        return round_trip_us([hosts[r] for r in self.ranks], [trips_us[r] for r in self.ranks])
 
     @property
     def here(self) -> str:

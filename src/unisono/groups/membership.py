@@ -10,14 +10,15 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.backends import GroupSpec
+from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger, log_once
 from unisono.base.process_identity import describe, host_of, is_dead, new_user
+from unisono.base.silence import HOST_FAILED
 from unisono.errors import (
     Context,
     RendezvousError,
@@ -235,16 +236,17 @@ class Membership:
                 return state
             if self.generation and moved:
                 raise self._succeeded_by(state)
-            away = [ids[rank] for rank in _unreachable(linked)]
+            reasons = {ids[rank]: reason for rank, reason in _unreachable(linked).items()}
             event = next_event(
                 mine,
                 state,
                 time.monotonic(),
                 ended=[
                     *_ended(state, linked, ids),
-                    *self._given_up(state, away, _patience(wishes)),
+                    *self._given_up(state, reasons, _patience(wishes)),
                 ],
-                unreachable=away,
+                unreachable=reasons,
+                vanished=[each for each, reason in reasons.items() if HOST_FAILED in reason],
                 blamed=blamed,
             )
             if event is None and self.generation and not state.is_possible():
@@ -258,7 +260,7 @@ class Membership:
             if isinstance(event, Expired) and not self._takes_part(state):
                 raise self._gave_up(missing, wishes)
 
-    def _given_up(self, state: State, away: Sequence[str], timeout_s: float) -> list[str]:
+    def _given_up(self, state: State, away: Collection[str], timeout_s: float) -> list[str]:
         """Return those of `away` whose node the launcher gave up: they cannot come any more."""
         came = {each.id for each in state.came}
         if not (missing := [each for each in away if each not in came]):
@@ -388,7 +390,7 @@ def _users(state: State) -> list[tuple[str, str]]:
 def _ended(state: State, group: ProcessGroup | None, ids: Sequence[str]) -> list[str]:
     """Return the ids of processes that have certainly ended; `ids` are those of the group."""
     came = {each.id for each in state.came}
-    gone = {ids[rank] for rank in _unreachable(group, certain=True)}
+    gone = {ids[rank] for rank, backend in _links(group) if backend.has_ended(rank)}
     return [*(gone - came)] + [each for each, user in _users(state) if is_dead(user)]
 
 
@@ -406,15 +408,21 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"
 
 
-def _unreachable(group: ProcessGroup | None, *, certain: bool = False) -> list[int]:
-    """Return the ranks to which a backend has no link any more; `certain`: that have ended."""
+def _unreachable(group: ProcessGroup | None) -> dict[int, str]:
+    """Return the ranks to which a backend has no link any more, and why."""
+    return {
+        rank: reason
+        for rank, backend in _links(group)
+        if (reason := backend.lost(rank)) is not None
+    }
+
+
+def _links(group: ProcessGroup | None) -> list[tuple[int, DeviceBackend]]:
+    """Return each other rank with each backend."""
     if group is None:
         return []
-    backends = group.backends.values()
     ranks = [rank for rank in range(group.size()) if rank != group.rank()]
-    if certain:
-        return [rank for rank in ranks if any(each.has_ended(rank) for each in backends)]
-    return [rank for rank in ranks if any(each.lost(rank) is not None for each in backends)]
+    return [(rank, backend) for rank in ranks for backend in group.backends.values()]
 
 
 def _broken(group: ProcessGroup) -> bool:

@@ -234,7 +234,7 @@ class Agent:
             if not select.select([signals.fd], [], [], patience_s)[0]:
                 self.notify(f"waiting for other nodes: {self._rendezvous.progress()}")
                 patience_s = None
-            if (signum := next(filter(signals.ends, signals.read()), None)) is not None:
+            if (signum := signals.ending()) is not None:
                 self._signum = signum
                 return None
 
@@ -312,7 +312,7 @@ class Agent:
         signals, back_off = self._resources.signals, self._resources.back_off
         while self._signum is None and self._orders.end is None and not back_off.over():
             select.select([signals.fd], [], [], back_off.in_s())
-            self._signum = next(filter(signals.ends, signals.read()), None)
+            self._signum = signals.ending()
             self._orders.take()
 
     def _launch_result(self, result: LaunchResult | None) -> LaunchResult:
@@ -350,7 +350,7 @@ class Agent:
 
     def _is_hurried(self) -> bool:
         """Whether a signal has come since the last worker ended."""
-        self._hurried = self._hurried or self._resources.signals.any_ends()
+        self._hurried = self._hurried or self._resources.signals.ending() is not None
         return self._hurried
 
     def _leave(self) -> None:

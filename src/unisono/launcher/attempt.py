@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.config import environ
-from unisono.base.deadline import Deadline
 from unisono.base.stacks import offered_stacks
 from unisono.base.where import place_of
 from unisono.launcher.back_off import BackOff
@@ -34,13 +33,6 @@ from unisono.launcher.workers.worker_group import WorkerGroup
 
 _TAIL_WAIT_S = 0.2
 _KILL_TIMEOUT_S = 10.0
-
-_SAME_S = 0.5
-"""How long a further SIGTERM is the same one, which Slurm and systemd send to all processes.
-
-It reaches this process directly and from its guard. If it counted as the second signal, the workers
-would be killed before they could save their state.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +93,8 @@ class Attempt:
         self._group: WorkerGroup[Worker] = WorkerGroup(resources.spec.grace_s)
         self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
         self._exits = ExitLog(self._error_text)
-        # The signal that ends the attempt, and how long a further one is the same.
-        self._signal: tuple[int, Deadline] | None = None
+        # The signal that ends the attempt.
+        self._signum: int | None = None
         self._oom = OomWatch()
         self._replacements = replacements or Replacements(place)
 
@@ -128,11 +120,11 @@ class Attempt:
                 self._watch()
             workers = self._group.workers
             return LaunchResult(
-                failures=tuple(self._exits.failures(stopped_by_signal=self._signal is not None)),
+                failures=tuple(self._exits.failures(stopped_by_signal=self._signum is not None)),
                 stopped=tuple(worker.rank for worker in workers if worker.stopped),
                 left_s=self._exits.left_s,
                 places=self._exits.places,
-                signum=self._signal[0] if self._signal else None,
+                signum=self._signum,
                 ended_well=all(worker.exit_code == 0 for worker in workers),
                 idle=not workers,
             )
@@ -223,10 +215,10 @@ class Attempt:
     def _on_signal(self, signum: int) -> None:
         if not self._resources.signals.ends(signum):
             self._group.send_signal(signum)
-        elif self._signal is None:
-            self._signal = signum, Deadline(_SAME_S)
+        elif self._signum is None:
+            self._signum = signum
             self._group.stop(signum)
-        elif signum != signal.SIGTERM or self._signal[1].expired():
+        else:
             # With the second signal the user ends the grace period.
             self._group.kill_now()
 

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Self
 
+from unisono.base.deadline import Deadline
+
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that end the launch, unless the user names others."""
 
@@ -16,6 +18,12 @@ PASSED_ON = ("SIGUSR1", "SIGUSR2")
 """Signals that the agent forwards to the workers, unless they end the launch."""
 
 _WAKE = b"\0"
+
+_SAME_S = 0.5
+"""How long a further ending signal of one kind is the same one. Slurm and systemd send it to all
+processes, so that it comes directly and from the guard. If it counted as the second signal, the
+workers would be killed before they could save their state.
+"""
 
 
 class Signals:
@@ -37,6 +45,8 @@ class Signals:
         self._ending = {getattr(signal, name) for name in ending}
         self._previous: dict[int, object] = {}
         self._wakeup = -1
+        # How long a further signal of an ending kind is the same one.
+        self._same: dict[int, Deadline] = {}
 
     def __enter__(self) -> Self:
         self.fd, self._sender = os.pipe()
@@ -64,9 +74,9 @@ class Signals:
         """Whether a signal ends the launch; otherwise it is only passed on to the workers."""
         return signum in self._ending
 
-    def any_ends(self) -> bool:
-        """Read all signals; return whether one of them ends the launch."""
-        return any(map(self.ends, self.read()))
+    def ending(self) -> int | None:
+        """Read all signals; return the first that ends the launch, or None."""
+        return next(filter(self.ends, self.read()), None)
 
     def wake(self) -> None:
         """Make `fd` readable, from any thread."""
@@ -75,11 +85,22 @@ class Signals:
             os.write(self._sender, _WAKE)
 
     def read(self) -> list[int]:
-        """Return the signals that came, oldest first, without SIGCHLD and wake-ups."""
+        """Return the signals that came, oldest first, without SIGCHLD, wake-ups and repeats."""
         try:
-            return [n for n in os.read(self.fd, 4096) if n not in (_WAKE[0], signal.SIGCHLD)]
+            came = os.read(self.fd, 4096)
         except BlockingIOError:
             return []
+        return [n for n in came if n not in (_WAKE[0], signal.SIGCHLD) and not self._repeats(n)]
+
+    def _repeats(self, signum: int) -> bool:
+        """Return whether an ending signal is one that came just now."""
+        if not self.ends(signum):
+            return False
+        same = self._same.get(signum)
+        if same is not None and not same.expired():
+            return True
+        self._same[signum] = Deadline(_SAME_S)
+        return False
 
 
 def _do_nothing(signum: int, frame: object) -> None:

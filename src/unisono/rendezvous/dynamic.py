@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
@@ -27,6 +28,7 @@ from unisono.rendezvous.member import (
     decide,
     observe,
     stopped,
+    without_lost,
 )
 from unisono.rendezvous.state import (
     Event,
@@ -46,9 +48,10 @@ from unisono.rendezvous.state import (
     loads,
 )
 from unisono.rendezvous.transitions import apply
-from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, report_gone
+from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 from unisono.stores.api import DEFAULT_TIMEOUT, changed_too_often
+from unisono.stores.tcp.client import RefusalGrace
 from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import forget_refused, refused_client
 
@@ -267,8 +270,12 @@ class DynamicRendezvous:
             node = replace(self._member.node, address=address, serves=is_host_of(base))
             self._member = replace(self._member, node=node)
             store.compare_set(_STATE, b"", dumps(State()))
+            grace = RefusalGrace()
             while not self._leaving:
+                is_due = self._beat(store)
                 self._follow_state(store)
+                if is_due and self._state.phase is Phase.JOINING:
+                    self._leave_if_refused(store, grace)
                 self._handle_event(store, self._pause_s())
             self._serve_others(store)
             self._clean_up(store)
@@ -318,14 +325,12 @@ class DynamicRendezvous:
 
     def _follow_state(self, store: PrefixStore) -> None:
         """Read the state and act on it, until no event of this node changes it."""
-        is_due = self._beat(store)
         while True:
             before, self._state = self._state, loads(store.get(_STATE))
             state = self._state
             if state.phase is Phase.RUNNING and _others_changed(before, state):
                 self._put_order(Changed(state.reason))
-                if self._worker_store.served is not None:
-                    report_gone(self._worker_store.served, state)
+                self._worker_store.report_gone(store, state)
             self._member, events, actions = decide(self._member, state, time.monotonic())
             changed = [self._apply(store, event) for event in events]
             for action in actions:
@@ -333,13 +338,11 @@ class DynamicRendezvous:
             if not any(changed):
                 break
         self._start_pending(store)
-        if is_due and self._state.phase is Phase.JOINING:
-            self._leave_if_refused(store)
 
-    def _leave_if_refused(self, store: PrefixStore) -> None:
-        """Wait no longer for further nodes if the store has refused one for lack of a token."""
+    def _leave_if_refused(self, store: PrefixStore, grace: RefusalGrace) -> None:
+        """Wait not much longer for nodes if the store has refused one for lack of a token."""
         came, needed = len(self._state.members), self._member.limits.min_nodes
-        if came < needed and (client := refused_client(store)):
+        if came < needed and (client := grace.over(partial(refused_client, store))):
             text = f"the rendezvous store refused {client}, which is on another machine, because "
             text += f"there is no token: {came} of {needed} nodes came"
             self._apply(store, Left(self._member.node.id, text))
@@ -436,11 +439,9 @@ class DynamicRendezvous:
                 deadline = Deadline(self._member.timing.close_s)
             if not others or (deadline is not None and deadline.expired()):
                 return
-            member, events, _ = decide(replace(self._member, ended=False), state, time.monotonic())
-            self._member = replace(self._member, beats=member.beats)
-            for event in events:
-                if isinstance(event, Lost):
-                    self._apply(store, event)
+            self._member, lost = without_lost(self._member, state)
+            for event in lost:
+                self._apply(store, event)
             try:
                 self._inbox.get(timeout=_IDLE_POLL_S)
             except queue.Empty:

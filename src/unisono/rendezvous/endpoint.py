@@ -49,8 +49,8 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
 def is_local(host: str, port: int = 0) -> bool:
     """Return whether a name or address belongs to this host, also by UNISONO_PUBLISH.
 
-    Containers of one machine may publish its address. A port outside of UNISONO_PORTS then belongs
-    to another container.
+    Several machines or containers may publish one address. It belongs to this host with the ports
+    of UNISONO_PORTS only.
 
     A name may not resolve here, as in a pod that is not ready. It then belongs to this host if it
     begins with this host's name or vice versa.
@@ -60,8 +60,7 @@ def is_local(host: str, port: int = 0) -> bool:
     except OSError:
         names = (host, socket.gethostname())
         return any(f"{one}.".startswith(f"{other}.") for one, other in (names, names[::-1]))
-    allowed = allowed_ports()
-    outside = published_hosts() if not (port and allowed) or port in allowed else []
+    outside = published_hosts() if port in allowed_ports() else []
     return any(str(address[0]) in outside for *_, address in found) or _is_assigned(found)
 
 
@@ -162,7 +161,8 @@ def open_endpoint(
             if canceled() or deadline.expired():
                 raise RendezvousError(
                     f"no rendezvous at {host}:{port} within {timeout_s:g} s: {error.what}",
-                    hint="is the agent of that host running, and is the port open?",
+                    hint="is the agent of that host running, and is the port open? behind NAT set "
+                    "UNISONO_PORTS there",
                 ) from error
             if quiet.expired() and not logged:
                 logged = True

@@ -99,7 +99,9 @@ def _store_by_pmi(
         except OSError as error:
             errors.append(f"{host} ({error.strerror or error})")
             continue
-        return TCPStore(host, int(text), timeout=limit.remaining(), wait_for_workers=False)
+        store = TCPStore(host, int(text), timeout=limit.remaining(), wait_for_workers=False)
+        store.set_timeout(timeout)
+        return store
     tried = ", ".join(errors) or "any host"
     raise RendezvousError(
         f"rank {place.rank} cannot reach rank 0 at port {text} of {tried}",

@@ -166,13 +166,15 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
     events. It may return an event again until the state has it; `apply` ignores a repeated event.
     """
     if member.ended:
-        return member, [], []
+        # The reports of the nodes are still exchanged, but not with lost nodes.
+        member, lost = without_lost(member, state)
+        return member, [*lost], []
     nodes = (state.epoch, tuple(node.id for node in state.members))
     if nodes != member.seen_nodes:
         member = replace(member, seen_nodes=nodes, changed_s=now)
     here = {node.id: node.host for node in (*state.members, *state.waiting)}
     member = replace(member, hosts=MappingProxyType({**member.hosts, **here}))
-    member, lost = _without_lost(member, state)
+    member, lost = without_lost(member, state)
     events: list[Event] = [*lost]
     if member.running:
         member, actions = _while_running(member, state)
@@ -181,7 +183,7 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
     return member, events + more, actions
 
 
-def _without_lost(member: Member, state: State) -> tuple[Member, list[Lost]]:
+def without_lost(member: Member, state: State) -> tuple[Member, list[Lost]]:
     """Return the events of lost nodes, and the member without what it has read of them.
 
     Such a node may join again before its next heartbeat is read.

@@ -42,6 +42,12 @@ The links to them broke, but they may be alive. A larger value delays the error 
 hosts ended. A smaller value ends a job whose links broke while ranks were computing.
 """
 
+VANISHED_S = 5.0
+"""AWAY_S if there is no quorum without ranks on hosts that have acknowledged nothing for long.
+
+A smaller value ends a job whose network failed, because its ranks detect that at different times.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -302,6 +308,7 @@ def next_event(
     *,
     ended: Collection[str] = (),
     unreachable: Collection[str] = (),
+    vanished: Collection[str] = (),
     blamed: Collection[str] = (),
 ) -> Event | None:
     """Return the event that a waiting rank has to report now, or None.
@@ -314,6 +321,8 @@ def next_event(
         unreachable: Ids of members to which the rank has no link any more. A member that has come
             is alive nevertheless. The others may be alive, too. So the rank waits BROKEN_S, or
             SILENT_S if it has no link at all, or AWAY_S if the quorum needs them.
+        vanished: Those of `unreachable` whose hosts acknowledge nothing. If the quorum needs them,
+            the rank waits VANISHED_S.
         blamed: Ids of members that a time-out blames.
     """
     came, members = _ids(state.came), set(state.ids)
@@ -322,8 +331,9 @@ def next_event(
     linked = members - {mine.id, *ended, *unreachable}
     # If this rank has no link any more, its own host may be the cause.
     patience_s = BROKEN_S if linked else SILENT_S
-    if not state.has_quorum(members - lost - away - set(state.lost)):
-        patience_s = AWAY_S
+    there = members - lost - set(state.lost)
+    if not state.has_quorum(there - away):
+        patience_s = AWAY_S if state.has_quorum(there - (away & set(vanished))) else VANISHED_S
     if now_s - mine.began_s >= patience_s:
         lost |= away
     if mine.generation and (new := lost - set(state.lost)):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import os
 import select
@@ -28,6 +29,7 @@ from typing import Literal, NamedTuple
 from unisono.base.host import reason_of
 from unisono.base.worker import Worker
 from unisono.errors import RendezvousError, UnisonoError
+from unisono.platform.processes import loaded_files
 from unisono.stores import Store
 
 _VARIABLES = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT", "MPIR_CVAR_PMI_VERSION")
@@ -200,12 +202,23 @@ def _finalize_at_exit(fd: int, pid: int) -> None:
     """Report the end to the launcher. Intel MPI's otherwise kills all ranks when the first ends."""
 
     def finalize() -> None:
-        mpi = sys.modules.get("mpi4py.MPI")
-        if pid == os.getpid() and not (mpi and mpi.Is_initialized()):
+        # After an uncaught exception the launcher must not believe that this rank ended well.
+        if pid == os.getpid() and not (hasattr(sys, "last_value") or _is_mpi_initialized()):
             with contextlib.suppress(OSError):
                 os.write(fd, b"cmd=finalize\n")
 
     atexit.register(finalize)
+
+
+def _is_mpi_initialized() -> bool:
+    """Return whether an MPI library of this process, loaded in any way, reports the end itself."""
+    flag = ctypes.c_int()
+    for path in {file for file in loaded_files() if "mpi" in file.lower()}:
+        with contextlib.suppress(OSError, AttributeError):  # no library, or none of MPI
+            ctypes.CDLL(path, os.RTLD_NOLOAD).MPI_Initialized(ctypes.byref(flag))
+        if flag.value:
+            return True
+    return False
 
 
 class PMIServer:

@@ -26,6 +26,7 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import PrefixStore, TCPStore
+from unisono.stores.tcp.client import RefusalGrace
 
 ANSWER_S = 3.0
 """How long an address of rank 0 may take to answer. Longer: an unreachable one delays the start."""
@@ -72,19 +73,28 @@ def search(
 
     Raises:
         RendezvousError: It was not found before the time-out; the text has a line for each place.
-        HandshakeError: A store refuses this rank, which has no token.
+        HandshakeError: A store refuses this rank, which has no token, and rank 0 is at no other
+            place.
     """
     deadline, quiet, pause_s = Deadline(timeout), Deadline(_QUIET_S), _FIRST_PAUSE_S
     reasons: dict[str, str] = {}
+    grace = RefusalGrace()
     while True:
+        refusal: HandshakeError | None = None
         for port, host in itertools.product(ports, hosts):
-            limit_s = min(ANSWER_S, deadline.remaining())
-            store = _look_at(host, port, job, limit_s, reasons)
+            place, limit_s = format_address(host, port), min(ANSWER_S, deadline.remaining())
+            try:
+                store = _look_at(host, port, job, limit_s, reasons)
+            except HandshakeError as error:
+                # The store may be another job's.
+                store, reasons[place], refusal = None, reason_of(error), error
             if store is not None:
                 store.set_timeout(timeout)
                 return store
             if deadline.expired():
                 break
+        if refusal is not None and grace.over(lambda: "this rank"):
+            raise refusal
         table = [f"{place}: {reason}" for place, reason in reasons.items()]
         if deadline.expired():
             text = "\n    ".join(["places:", *table])
@@ -103,7 +113,11 @@ def search(
 def _look_at(
     host: str, port: int, job: str, limit_s: float, reasons: dict[str, str]
 ) -> TCPStore | None:
-    """Return the store of the job if it is there; else add the reason."""
+    """Return the store of the job if it is there; else add the reason.
+
+    Raises:
+        HandshakeError: A store refuses this rank, which has no token.
+    """
     place = format_address(host, port)
     try:
         # A TCPStore would wait for a server that is not up yet.

@@ -54,22 +54,6 @@ def workers_url(service: str, run_id: str) -> str:
     return f"{service}{joint}run_id={quote(f'{job_prefix(run_id)}/workers', safe='/')}"
 
 
-def report_gone(store: Store, state: State) -> None:
-    """Write into the workers' store which ranks and hosts have left the running world.
-
-    Workers that lost their links to these need not wait for them in `reconfigure`.
-    """
-    ranks: list[int] = []
-    count = 0
-    for node in (node for node in state.order if not node.joined):
-        ranks += range(count, count + node.nprocs) if node in state.gone else ()
-        count += node.nprocs
-    hosts = {node.host for node in state.order} - {node.host for node in state.members}
-    keys = PrefixStore(attempt_keys(state.restarts), store)
-    with contextlib.suppress(StoreError):
-        keys.set("unisono/membership/gone", json.dumps([ranks, sorted(hosts)]))
-
-
 class WorkerStore:
     """The store of the workers, which is empty at the start of every world.
 
@@ -116,6 +100,27 @@ class WorkerStore:
             raise RendezvousError(f"cannot open the workers' store: {error.what}") from error
         self.served = self._server
         return address, self._server.port
+
+    def report_gone(self, rendezvous_store: Store, state: State) -> None:
+        """Write which ranks and hosts have left the running world, where its workers look.
+
+        Workers that lost their links to these need not wait for them in `reconfigure`. Nothing
+        happens if another process serves the store.
+        """
+        if self._service:
+            keys = PrefixStore(f"workers/{state.epoch}", rendezvous_store)
+        elif self.served is not None:
+            keys = PrefixStore(attempt_keys(state.restarts), self.served)
+        else:
+            return
+        ranks: list[int] = []
+        count = 0
+        for node in (node for node in state.order if not node.joined):
+            ranks += range(count, count + node.nprocs) if node in state.gone else ()
+            count += node.nprocs
+        hosts = {node.host for node in state.order} - {node.host for node in state.members}
+        with contextlib.suppress(StoreError):
+            keys.set("unisono/membership/gone", json.dumps([ranks, sorted(hosts)]))
 
     def seen_here(self, address: str) -> str:
         """Return the address of the store for the workers of this node.

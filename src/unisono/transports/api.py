@@ -55,6 +55,7 @@ class Transport(ABC):
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
         round_trip_us: Between hosts, equal on all ranks; a `round_trip_class`, 0 on one host.
+        trips_us: The round trip from each rank to the store, None if unknown; empty on one host.
         words: The word that each rank published beside its address.
         world_number: Number of this world among the worlds that have used the same store.
     """
@@ -62,8 +63,9 @@ class Transport(ABC):
     address: str
     wires: Wires | None = None
     world_number = 1
-    round_trip_us = 0
     words = tuple[str, ...]()
+    round_trip_us = 0
+    trips_us = tuple[int | None, ...]()
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

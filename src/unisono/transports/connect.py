@@ -11,6 +11,7 @@ from functools import partial
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.host import GUARD_HINT, is_importing_main
+from unisono.base.log import get_logger
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.base.text import name_ranks
 from unisono.errors import (
@@ -35,6 +36,7 @@ from unisono.transports.native_messages import NativeMessages
 from unisono.transports.tcp.address import TCPAddress, own_hosts
 from unisono.transports.tcp.transport import TCPTransport
 
+_LOG = get_logger("transports")
 _UNKNOWN = "-"
 
 VIEWERS = "viewers"
@@ -83,9 +85,10 @@ def connect(
     try:
         transport = _transport(store, rank, world_size, addresses, kind)
     except UnisonoError as error:
-        # The other ranks need not wait for this rank.
+        # The other ranks need not wait for this rank, which waits until they know.
+        line = error.what.partition("\n")[0]
+        _LOG.error("rank %d cannot meet the other ranks: %s", rank, line)
         with contextlib.suppress(UnisonoError):
-            line = error.what.partition("\n")[0]
             _publish(store, rank, world_size, deadline, f"{_FAILED}{line}")
         raise
     try:
@@ -104,7 +107,8 @@ def connect(
         transport.world_number = number
         transport.hosts = _placed(hosts)
         transport.words = tuple(words)
-        transport.round_trip_us = _round_trip_us(transport.hosts, trips)
+        transport.trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
+        transport.round_trip_us = round_trip_us(transport.hosts, transport.trips_us)
         if messages is not None:
             near = [other == host for other in hosts]
             far = far_apart(world_size, transport.round_trip_us)
@@ -156,17 +160,26 @@ def _publish(
     return number, [list(column) for column in columns]
 
 
-def _round_trip_us(hosts: Sequence[str], trips: Sequence[str]) -> int:
-    """Return the class of the longest round trip between hosts; 0 if there is one host.
+def round_trip_us(hosts: Sequence[str], trips_us: Sequence[int | None]) -> int:
+    """Return the class of the longest round trip between the hosts of ranks; 0 if there is one.
 
-    The ranks know their round trips to the store. They are those between hosts if the store is on
-    one of these hosts.
+    The ranks know their round trips to the store. The difference of two of them is a lower bound,
+    and exact if the store is on one of the two hosts.
+
+    Args:
+        hosts: Host id of each rank.
+        trips_us: Round trip to the store of each rank; None if it is unknown.
     """
-    if len(set(hosts)) == 1 or set(trips) == {"0"}:
+    if len(set(hosts)) <= 1 or set(trips_us) == {0}:
         return 0
-    if _UNKNOWN in trips or "0" not in trips:
+    # The shortest of a host: a rank may have been busy when it was measured.
+    known: dict[str, int] = {}
+    for host, trip_us in zip(hosts, trips_us, strict=True):
+        if trip_us is not None:
+            known[host] = min(trip_us, known.get(host, trip_us))
+    if len(known) < len(set(hosts)):
         return NEAR_US
-    return round_trip_class(max(map(int, trips)))
+    return round_trip_class(max(known.values()) - min(known.values()))
 
 
 def _show(store: Store, addresses: list[str]) -> None:
@@ -296,7 +309,7 @@ def _wait(store: Store, keys: list[str], deadline: Deadline) -> None:
         try:
             return store.wait(keys, limit_s)
         except StoreTimeoutError:
-            if deadline.expired() or grace.is_over(partial(refused_client, store)):
+            if deadline.expired() or grace.over(partial(refused_client, store)):
                 raise
         limit_s = min(_LOOK_S, deadline.remaining())
 

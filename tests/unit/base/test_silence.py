@@ -1,8 +1,10 @@
 import math
+import socket
 
 import pytest
 
-from unisono.base.silence import host_timeout_s
+from unisono.base import silence
+from unisono.base.silence import host_timeout_s, round_trip_us
 from unisono.errors import InvalidArgumentError
 
 
@@ -17,3 +19,10 @@ def test_host_timeout_that_is_none(monkeypatch, text):
     monkeypatch.setenv("UNISONO_HOST_TIMEOUT", text)
     with pytest.raises(InvalidArgumentError, match="UNISONO_HOST_TIMEOUT="):
         host_timeout_s()
+
+
+def test_round_trip_that_was_not_measured_yet_is_unknown(monkeypatch):
+    # As the kernel says it of a connection without a sample.
+    monkeypatch.setattr(silence, "is_local", lambda sock: False)
+    with socket.socket() as unconnected:
+        assert round_trip_us(unconnected) is None

@@ -33,6 +33,8 @@ from unisono.rendezvous.state import Join, Limits, Lost, Node, Phase, State, dum
 from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerWorld
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
+from unisono.stores.tcp.token import REFUSED_KEY
+from unisono.stores.tcp.wire import Op
 
 LIMIT_S = 90.0
 
@@ -179,6 +181,23 @@ def test_reports_are_exchanged_after_the_end(agents):
     assert [sorted(each) for each in texts] == [["one", "zero"]] * 2
 
 
+@pytest.mark.sweep(1)
+def test_reports_are_not_awaited_of_a_node_that_is_lost_after_the_end(agents):
+    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    living, dying = both = agents(2, limits, timing=Timing(dead_after_s=2.0, last_call_s=0.1))
+    for agent in both:
+        agent.world()
+    dying.rendezvous.failed(1, original=True, reason="boom")
+    for agent in both:
+        assert isinstance(agent.order(), Stop)
+        agent.rendezvous.stopped()
+        assert agent.order() == End(False, "boom")
+    # It ends without a word.
+    dying.rendezvous._leaving = True
+    assert living.rendezvous.exchange("text", 20.0) == ["text"]
+    assert dying.name not in living.rendezvous._state.present
+
+
 def test_single_node_restarts_without_pause(agents):
     [agent] = agents(1, Limits(min_nodes=1, max_nodes=1, max_restarts=3))
     for epoch in (1, 2, 3, 4):
@@ -246,6 +265,36 @@ def beats_of(store, name, count):
     seen = store.add(key, 0)
     while store.add(key, 0) < seen + count:
         pass
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """A store without a token, which notes that it has refused a host."""
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
+        server._call(Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
+        yield server
+
+
+def test_refused_stranger_does_not_end_a_job_whose_nodes_come(refusing):
+    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    open_client = partial(TCPStore, "127.0.0.1", refusing.port)
+    first = Agent(0, limits, open_client)
+    with closing(first.rendezvous):
+        beats_of(refusing, "n0", 3)
+        with closing((second := Agent(1, limits, open_client)).rendezvous):
+            assert [len(agent.world().members) for agent in (first, second)] == [2, 2]
+
+
+def test_refused_node_ends_the_wait_for_it_after_the_grace(refusing, monkeypatch):
+    monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
+    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    agent = Agent(0, limits, partial(TCPStore, "127.0.0.1", refusing.port))
+    with closing(agent.rendezvous):
+        end = agent.order()
+    assert not end.ok
+    assert "the rendezvous store refused 10.0.0.9:4242, which is on another machine" in end.reason
+    assert "1 of 2 nodes came (set UNISONO_TOKEN" in end.reason
 
 
 def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):
@@ -326,12 +375,12 @@ def test_endpoints_that_are_none(text):
 
 def test_published_address_belongs_to_this_host_by_its_ports(monkeypatch):
     monkeypatch.setenv("UNISONO_PUBLISH", "192.0.2.7")
-    assert is_local("192.0.2.7", 7000)
-    assert not is_local("192.0.2.8", 7000)
+    assert not is_local("192.0.2.7", 7000)  # perhaps another machine's behind the same router
     assert address_here("192.0.2.7") == "localhost"
     assert address_here("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("UNISONO_PORTS", "7000-7003")
     assert is_local("192.0.2.7", 7003)
+    assert not is_local("192.0.2.8", 7003)
     assert not is_local("192.0.2.7", 7004)  # another container's
     assert own_address("192.0.2.8") == "192.0.2.7"
 

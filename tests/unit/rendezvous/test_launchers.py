@@ -1,6 +1,7 @@
 """The table of launchers, with the environments that they make."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -315,6 +316,15 @@ def test_ranks_of_several_hosts_meet_at_the_derived_place(environment, monkeypat
     assert stores[0].prefix == "4711/0//0"
     stores[1].close()
     stores[0].close()
+
+
+def test_time_out_of_a_store_that_mpiexec_names_is_that_of_the_user(monkeypatch):
+    monkeypatch.setattr(meeting, "Deadline", lambda limit: SimpleNamespace(remaining=lambda: 13.0))
+    env = HYDRA | {"MPI_LOCALNRANKS": "1", "PMI_FD": "0"}
+    with TCPStore("127.0.0.1", 0, is_master=True) as server:
+        monkeypatch.setattr(meeting, "carry", lambda *_: f"{server.port},127.0.0.1")
+        with meeting.open_store(find_place(env), env, 20) as store:
+            assert store.timeout.total_seconds() == 20
 
 
 def test_addresses_of_rank_0_that_do_not_answer(monkeypatch):

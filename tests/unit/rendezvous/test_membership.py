@@ -10,6 +10,7 @@ from unisono.rendezvous.membership import (
     AWAY_S,
     BROKEN_S,
     SILENT_S,
+    VANISHED_S,
     Arrival,
     Attendance,
     Come,
@@ -254,6 +255,10 @@ def test_a_rank_without_links_waits_for_ranks_that_may_be_alive():
     # Without them there is no quorum.
     assert reports(alone, AWAY_S - 0.1) is None
     assert reports(alone, AWAY_S) == Lost(all_others, 1)
+    # Their hosts acknowledge nothing, so they hardly come.
+    assert reports(alone, VANISHED_S - 0.1, vanished=all_others) is None
+    assert reports(alone, VANISHED_S, vanished=all_others) == Lost(all_others, 1)
+    assert reports(alone, VANISHED_S, vanished=ids(2, 3)) is None
     # Two of four with the lowest rank are a quorum; but the own host may be the cause.
     assert reports(pair, SILENT_S - 0.1) is None
     assert reports(pair, SILENT_S) == Lost(ids(2, 3), 1)

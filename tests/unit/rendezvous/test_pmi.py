@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -215,3 +218,41 @@ def test_a_launcher_whose_descriptor_was_not_inherited(tmp_path):
         carry(file.fileno(), "k", "v", 30)
     with pytest.raises(RendezvousError, match=r"^mpiexec cannot be asked 'init' .*: Bad file des"):
         carry(987_654, "k", "v", 30)
+
+
+ENDS = """
+import ctypes, sys
+from unisono.rendezvous.pmi import carry
+assert carry(int(sys.argv[1]), "k", "v", 30) == "v"
+"""
+LIBRARY = "int MPI_Initialized(int *flag) { *flag = 1; return 0; }"
+HAS_CC = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("end", "reported"),
+    [
+        ("", b"cmd=finalize\n"),
+        ("raise ValueError", b""),
+        pytest.param("ctypes.CDLL(sys.argv[2])", b"", marks=HAS_CC),
+    ],
+    ids=["well", "exception", "MPI without mpi4py"],
+)
+def test_end_is_reported_once_and_not_after_an_exception(tmp_path, end, reported):
+    mpi = tmp_path / "libmpi.so"
+    if "CDLL" in end:
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(mpi)]
+        subprocess.run(command, input=LIBRARY, text=True, check=True)
+    replies = "pmi_version=1", "kvsname=k", "cmd=put_result", "cmd=barrier_out", "cmd=x value=v"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", ENDS + end, str(theirs.fileno()), str(mpi)]
+        fds = (theirs.fileno(),)
+        with subprocess.Popen(command, pass_fds=fds, stderr=subprocess.DEVNULL) as process:
+            theirs.close()
+            with ours.makefile("rb") as requests:
+                for reply in replies:
+                    assert requests.readline()
+                    ours.sendall(f"{reply}\n".encode())
+                assert requests.read() == reported
+    assert process.returncode == ("raise" in end)

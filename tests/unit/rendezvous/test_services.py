@@ -17,6 +17,10 @@ from unisono.groups.membership_store import Document
 from unisono.groups.world import current
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
+from unisono.rendezvous.services import open_launched, open_service
+from unisono.rendezvous.state import Node, Phase, State
+from unisono.rendezvous.worker_world import WorkerStore, job_prefix, workers_url
+from unisono.stores import PrefixStore
 from unisono.testing import run
 
 
@@ -57,6 +61,18 @@ def place(request, tmp_path_factory):
         # Of etcd nobody is at the first place: the second answers.
         others = "127.0.0.1:1," if request.param == "etcd" else ""
         yield f"{request.param}://{others}127.0.0.1:{server.port}"
+
+
+def test_workers_in_a_service_are_told_which_nodes_the_launcher_gave_up(place):
+    """Where agents of `--restart worker` meet in a service, their workers do so, too."""
+    nodes = tuple(Node(id=n, host=n, address="", nprocs=2) for n in ("a", "b"))
+    state = State(epoch=3, phase=Phase.RUNNING, order=nodes, members=nodes[:1])
+    store = WorkerStore(service=workers_url(f"{place}/gone", "a job"))
+    agents = open_service(f"{place}/gone", "", timeout=30)
+    with agents, open_launched(store.url(3), 30) as workers:
+        assert Document(workers).gone(30) == ([], [])
+        store.report_gone(PrefixStore(job_prefix("a job"), agents), state)
+        assert Document(workers).gone(30) == ([2, 3], ["b"])
 
 
 @pytest.fixture(autouse=True)

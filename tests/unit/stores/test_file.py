@@ -538,3 +538,48 @@ def test_a_file_with_two_names_or_on_a_full_disk_is_not_made_anew(path, monkeypa
             store.set("number", str(number))
         assert other.get("number") == b"1999"
         assert os.stat(path).st_size < 100_000
+
+
+def test_a_file_that_another_host_replaces_during_a_read_is_read_again(path, monkeypatch):
+    """As NFS says it, of a file that was opened before."""
+    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    reads, real = itertools.count(), os.pread
+
+    def pread(fd, *rest):
+        if next(reads) in (1, 2):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd, *rest)
+
+    with FileStore(path) as store, FileStore(path) as other:
+        store.multi_set(["kept", "number"], ["value", "0"])
+        assert other.get("kept") == b"value"
+        for number in range(200):
+            store.set("number", str(number))
+        monkeypatch.setattr(os, "pread", pread)
+        assert other.multi_get(["kept", "number"]) == [b"value", b"199"]
+        assert next(reads) > 3
+
+
+DIES_WITH_A_DRAFT = """
+import os, signal, sys
+from unisono.stores import FileStore
+from unisono.stores.files import store
+store._COMPACT_BYTES = 1_000
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+own = FileStore(sys.argv[1])
+while True:
+    own.set("number", "1")
+"""
+
+
+def test_a_process_killed_while_it_makes_the_file_anew_leaves_nothing(path, monkeypatch):
+    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    with FileStore(path, 2) as store:
+        store.set("kept", "value")
+        assert run(DIES_WITH_A_DRAFT, path).wait(60) == -signal.SIGKILL
+        assert len(os.listdir(os.path.dirname(path))) == 3
+        for number in range(200):
+            store.set("number", str(number))
+        assert store.get("kept") == b"value"
+        left = os.listdir(os.path.dirname(path))
+        assert [name for name in left if not name.endswith(".free")] == ["store"]

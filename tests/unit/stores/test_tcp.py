@@ -20,7 +20,7 @@ from tests.support.programs import python, start_python
 from tests.support.silent import unacceptable
 from unisono.base import sockets
 from unisono.base.deadline import Deadline
-from unisono.base.sockets import host_of, is_loopback, listen
+from unisono.base.sockets import is_loopback, listen, listening_host
 from unisono.errors import (
     HandshakeError,
     InvalidArgumentError,
@@ -734,6 +734,6 @@ def test_a_server_is_reached_by_ipv4_where_ipv6_is_off():
         listener(socket.AF_INET6, "::") as all_6,
         listener(socket.AF_INET6, "::", 0) as both,
     ):
-        assert host_of([all_6, all_4]) == host_of([all_6, loopback]) == "127.0.0.1"
-        assert host_of([both]) == "127.0.0.1"
-        assert host_of([all_6]) == "::1"
+        assert listening_host([all_6, all_4]) == listening_host([all_6, loopback]) == "127.0.0.1"
+        assert listening_host([both]) == "127.0.0.1"
+        assert listening_host([all_6]) == "::1"

@@ -11,6 +11,7 @@ import pytest
 from tests.support.together import on_threads
 from unisono.base.deadline import Deadline
 from unisono.base.process_identity import new_user
+from unisono.engines.api import Communicator
 from unisono.errors import RendezvousError, TransportError, UnisonoError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore, TCPStore
@@ -18,7 +19,7 @@ from unisono.stores.tcp.refusals import refused_client
 from unisono.stores.tcp.token import REFUSED_KEY
 from unisono.stores.tcp.wire import Op
 from unisono.transports import InprocTransport, Key, connect
-from unisono.transports.connect import _round_trip_us
+from unisono.transports.connect import round_trip_us
 from unisono.transports.messages import Kind
 from unisono.transports.tcp import address
 from unisono.transports.tcp.address import TCPAddress, listen
@@ -101,7 +102,7 @@ def test_refused_client_ends_the_first_meeting_only(monkeypatch):
         assert "UNISONO_TOKEN" in caught.value.hint
 
 
-def test_rank_that_cannot_listen_is_told_to_all(monkeypatch):
+def test_rank_that_cannot_listen_is_told_to_all(caplog):
     with HashStore() as store:
 
         def join(rank):
@@ -113,6 +114,8 @@ def test_rank_that_cannot_listen_is_told_to_all(monkeypatch):
     assert mine.what == "unknown transport 'no such' (known: auto, inproc, tcp)"
     assert other.what == f"rank 1 of 2 cannot meet rank 0: {mine.what}"
     assert other.context.peers == (0,)
+    # It logs the reason before it waits for the others.
+    assert caplog.messages == [f"rank 0 cannot meet the other ranks: {mine.what}"]
 
 
 def test_rank_that_hosts_the_store_gives_up_first(monkeypatch):
@@ -304,16 +307,29 @@ def test_a_thread_is_answered_by_one_that_does_not_know_its_address_yet():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "trips", "expected"),
+    ("hosts", "trips_us", "expected"),
     [
-        ("ab", ["0", "9000"], 16_000),
-        ("ab", ["0", "90"], 250),
-        ("aabb", ["0", "0", "900", "4100"], 4000),  # of the slowest rank
-        ("aa", ["0", "9000"], 0),  # one host, by two addresses
-        ("ab", ["0", "0"], 0),  # one host without shared memory
-        ("ab", ["0", "-"], 250),  # a store without round trips
-        ("ab", ["9000", "9100"], 250),  # a store on a third host tells nothing of these two
+        ("ab", [0, 9000], 16_000),
+        ("ab", [0, 90], 250),
+        ("aabbc", [0, 0, 900, 950, 4100], 4000),  # of the farthest host
+        ("aabb", [0, 0, 90, 4100], 250),  # of the rank that was not busy
+        ("aabb", [0, 0, None, 4100], 4000),
+        ("aa", [0, 9000], 0),  # one host, by two addresses
+        ("ab", [0, 0], 0),  # one host without shared memory
+        ("ab", [0, None], 250),  # a store without round trips
+        ("ab", [9000, 9100], 250),  # a store on a third host tells nothing of these two
+        ("ab", [100, 9100], 16_000),  # or that they are far apart
     ],
 )
-def test_round_trip_between_hosts(hosts, trips, expected):
-    assert _round_trip_us(hosts, trips) == expected
+def test_round_trip_between_hosts(hosts, trips_us, expected):
+    assert round_trip_us(hosts, trips_us) == expected
+
+
+def test_round_trip_of_a_sub_group_is_that_of_its_hosts():
+    with contextlib.closing(InprocTransport(0, 4, [].__getitem__)) as transport:
+        transport.hosts, transport.trips_us = tuple("aabc"), (0, 0, 200, 9000)
+        found = [
+            Communicator(transport, ranks, "group").round_trip_us
+            for ranks in [(0, 1), (0, 2), (0, 1, 2, 3)]
+        ]
+    assert found == [0, 250, 16_000]

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from unisono.base import document
@@ -21,6 +22,7 @@ from unisono.launcher.spec import Meeting
 from unisono.rendezvous.endpoint import is_host_of
 from unisono.rendezvous.state import Limits
 from unisono.stores import PrefixStore, Store
+from unisono.stores.tcp.client import RefusalGrace
 from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import refused_client
 
@@ -154,6 +156,7 @@ class Examiner:
         limits, timing = self._plan.limits, self._plan.meeting.timing
         deadline, last_call, shown = Deadline(timing.join_timeout_s), Deadline(0.0), 0
         patience = Deadline(timing.join_timeout_s + _STEP_S)
+        grace = RefusalGrace()
         while not store.check(["members"]):
             if (here := store.add("here", 0)) != shown:
                 shown, last_call = here, Deadline(timing.last_call_s)
@@ -164,7 +167,8 @@ class Examiner:
                 _publish(store, "members", [n for n in came if store.check([f"host/{n}"])])
             if canceled():
                 raise RendezvousError("the examination of the hosts was canceled")
-            if here < limits.min_nodes and (client := refused_client(store)):
+            client = grace.over(partial(refused_client, store))
+            if client and here < limits.min_nodes:
                 raise RendezvousError(
                     f"the store refused {client}, which is on another machine, because there is "
                     "no token",

@@ -22,6 +22,10 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
 _LOOK_AFTER_S = 0.004
 
 
+DRAFT = "new"
+"""The end of the name of a file that the holder of the lock writes."""
+
+
 class FileLock:
     """One process's handle of the lock of a store file.
 
@@ -79,6 +83,8 @@ class FileLock:
     def discard(self) -> None:
         """Delete the lock, which this process must hold: the run is over."""
         os.unlink(self._mine)
+        with suppress(OSError):
+            os.unlink(self._name(DRAFT))  # of a process that was killed
 
     def discard_free(self) -> None:
         """Delete the lock if it is free: its store is gone."""
@@ -101,10 +107,9 @@ class FileLock:
     def _holder(self) -> str:
         """Return the holder of the lock, or "" if it is free or being renamed."""
         for entry in os.listdir(self._folder):
-            if entry.startswith(self._prefix) and self._name(entry) != self._free:
-                holder = entry.removeprefix(self._prefix)
-                if holder != "free":
-                    return holder
+            holder = entry.removeprefix(self._prefix)
+            if holder not in (entry, "free", DRAFT):
+                return holder
         return ""
 
     def _timeout(self, holder: str, timeout_s: float) -> StoreTimeoutError:

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from unisono.base.deadline import Deadline
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from unisono.platform.files import lock
-from unisono.stores.files.lock import FileLock
+from unisono.stores.files.lock import DRAFT, FileLock
 from unisono.stores.table import Change, ChangeKind
 
 _MAGIC = b"unisono store 3\n"
@@ -51,7 +51,7 @@ _NAMES_HINT = "all ranks must use one name; a symbolic link to it is as good"
 
 
 class Compacted(Exception):
-    """The run has another file now, with this header; it must be read from its begin."""
+    """The run has a new file, perhaps with this header, which must be read from its begin."""
 
     def __init__(self, header: bytes) -> None:
         super().__init__(header)
@@ -179,30 +179,38 @@ class RecordLog:
         """Make a new store and `place` it at the path; `lost` means that a store exists there."""
         run = uuid.uuid4().hex
         header = _header(run, label)
-        draft = os.path.join(os.path.dirname(self.path) or ".", f".{run}.new")
         placed = False
         try:
             lock = FileLock(self.path, run, held=True)
         except OSError as error:
             raise self._failed("open", error) from error
         try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(header)
-            place(draft, self.path)
+            self._write(run, header, place)
             placed = True
         except lost:
             pass
         except OSError as error:
             raise self._failed("open", error) from error
         finally:
-            with suppress(OSError):
-                os.unlink(draft)
             if not placed:
                 lock.discard()
             elif not hold:
                 lock.release()
         return header, lock
+
+    def _write(self, run: str, data: bytes, place: Callable[[str, str], None]) -> None:
+        """Write a file of a run, whose lock must be held, and `place` it at the path."""
+        draft = os.path.join(os.path.dirname(self.path) or ".", f".{run}.{DRAFT}")
+        with suppress(FileNotFoundError):
+            os.unlink(draft)  # of a process that was killed
+        try:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            place(draft, self.path)
+        finally:
+            with suppress(OSError):
+                os.unlink(draft)
 
     def _failed(self, what: str, error: OSError, hint: str = "") -> StoreError:
         return StoreError(
@@ -250,6 +258,11 @@ class RecordLog:
                     hint="give every run that lives at the same time a file of its own",
                 )
             yield fd
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            # On NFS another host has replaced the file since it was opened.
+            raise Compacted(self._header) from None
         finally:
             os.close(fd)
 
@@ -337,16 +350,7 @@ class RecordLog:
             return
         header = _header(self._run, self.label, self._number + 1)
         data = header + (_record(changes) if changes else b"")
-        draft = os.path.join(os.path.dirname(self.path) or ".", f".{uuid.uuid4().hex}.new")
-        try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-            os.replace(draft, self.path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(draft)
-            raise
+        self._write(self._run, data, os.replace)
         self.begin(header)
         self._position = len(data)
 

@@ -12,7 +12,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.log import get_logger
-from unisono.base.sockets import format_address, host_of, listen, listen_on_fd
+from unisono.base.sockets import format_address, listen, listen_on_fd, listening_host
 from unisono.errors import (
     InvalidArgumentError,
     QueueEmptyError,
@@ -60,11 +60,12 @@ class RefusalGrace:
     def __init__(self) -> None:
         self._limit: Deadline | None = None
 
-    def is_over(self, refused_client: Callable[[], str]) -> bool:
-        """Return whether it is over; it begins when `refused_client` first has an address."""
-        if self._limit is None and refused_client():
+    def over(self, refused_client: Callable[[], str]) -> str:
+        """Return the address of the host if the time is over, which begins at its refusal."""
+        client = refused_client()
+        if client and self._limit is None:
             self._limit = Deadline(_REFUSAL_GRACE_S)
-        return self._limit is not None and self._limit.expired()
+        return client if self._limit is not None and self._limit.expired() else ""
 
 
 class TCPStore(Store):
@@ -351,8 +352,7 @@ class TCPStore(Store):
         joined = int(self._call(Op.ADD, _INIT_KEY, 1))
         grace = RefusalGrace()
         while self._server is not None and joined < world_size:
-            if grace.is_over(self.refused_client):
-                client = self.refused_client()
+            if client := grace.over(self.refused_client):
                 raise StoreConnectionError(
                     f"{self!r} waits no longer for clients ({joined} of {world_size} joined): it "
                     f"refused {client}, which is on another machine, because there is no token",
@@ -419,7 +419,7 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            host = host_of(sockets)
+            host = listening_host(sockets)
             shared = cls(start_server(sockets, ServerOptions(token=token)), host)
             if multi_tenant:
                 cls._by_port[shared.port] = shared
