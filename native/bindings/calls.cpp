@@ -234,7 +234,7 @@ void Calls::continue_in_python(const nb::object& call, uint64_t record, Status s
   continues_(call, nb::make_tuple(last_seq_, record),
              nb::make_tuple(static_cast<int>(status.code), status.peer),
              raised.is_valid() ? raised : nb::none(),
-             nb::make_tuple(arrays.input.owner(), arrays.output.owner()), timeout_s);
+             nb::make_tuple(arrays.input.memory(), arrays.output.memory()), timeout_s);
 }
 
 }  // namespace unisono

@@ -6,7 +6,7 @@ Each is one method with a decorator, which makes its row in `OPS`. Other code us
     groups/c10d_methods.py    c10d's forms of the methods
     in_cpp                    calls that C++ runs
     c10d/coalescing.py        calls that a block records
-    torch/operations.py       methods of torch's process group; torch/plain.py: their short way
+    torch/operations.py       methods of torch's process group
 
 A new operation needs:
 
@@ -19,6 +19,7 @@ A new operation needs:
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast
@@ -661,8 +662,7 @@ def _nothing(output: Any) -> Pending:
 
 def in_cpp(function: F) -> F:
     """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it."""
-    code = function.__code__
-    names = code.co_varnames[: code.co_argcount]
+    names = inspect.signature(function).parameters
     kinds = {name: name for name in names if name in ("group", "async_op", "tag", "timeout")}
     for name, kind in zip(names, OPS[function.__name__].parameters.values(), strict=False):
         if not kind.endswith("split_sizes"):
