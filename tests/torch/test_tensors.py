@@ -1,6 +1,7 @@
 """Tensors that C++ reads as it reads NumPy's arrays, and those that Python must handle."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,8 +128,14 @@ def repeats():
     return 0 if last is None else last[0]
 
 
+ROOT = str(Path(dist.__file__).parent)
+
+
 class Python:
-    """Counts the calls of Python functions in a block."""
+    """Counts the calls of Python functions of the files in a folder in a block."""
+
+    def __init__(self, folder=""):
+        self.folder = folder
 
     def __enter__(self):
         self.count = 0
@@ -137,10 +144,10 @@ class Python:
 
     def __exit__(self, *_):
         sys.setprofile(None)
-        self.count -= 1  # of this method
+        self.count -= not self.folder  # this method
 
     def __call__(self, frame, event, argument):
-        self.count += event == "call"
+        self.count += event == "call" and frame.f_code.co_filename.startswith(self.folder)
 
 
 def made(dtype, rank, n=5):
@@ -313,3 +320,27 @@ def test_messages_of_tensors_run_no_python(rank):
         assert pairs.tolist() == [[0.0, 7.0]] * 4
     else:
         dist.send(torch.full((4,), 7.0, dtype=torch.bfloat16), 0)
+
+
+@pytest.mark.usefixtures("forked_with_torch")
+@pytest.mark.ranks(2, kind="processes")
+def test_python_calls_of_the_plugin(rank, tmp_path):
+    with torch_world("unisono", tmp_path):
+        small, large, counts = torch.zeros(2), torch.zeros(8192), {}
+        calls = {
+            "all_reduce": (lambda: torch_dist.all_reduce(small), 10),
+            "send": (lambda: torch_dist.send(small, 1), 20),
+            "send of 32 KiB": (lambda: torch_dist.send(large, 1), 20),
+        }
+        for name, (call, most) in calls.items():
+            for _ in range(4):
+                with Python(ROOT) as python:
+                    if rank == 0 or name == "all_reduce":
+                        call()
+                    else:
+                        torch_dist.recv(large if "32" in name else small, 0)
+                # The ring has no room for more than a few such messages.
+                torch_dist.barrier()
+            counts[name] = (python.count, most)
+    over = {name: count for name, count in counts.items() if count[0] > count[1]}
+    assert over == {} or rank == 1, counts

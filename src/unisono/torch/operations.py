@@ -134,7 +134,7 @@ def _short(function: Method, read: Method) -> Method:
     def short(self: Operations, args: Any, kwargs: Any) -> Any:
         if kwargs:
             args = (*args, kwargs.get("opts"))
-        opts = args[-1] if args and len(kwargs) < 2 else None
+        opts: Any = args[-1] if args and len(kwargs) < 2 else None
         if type(opts) not in _OPTIONS or opts.timeout != GROUP_DEFAULT:
             return NotImplemented
         group = self.unisono
