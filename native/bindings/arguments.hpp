@@ -73,8 +73,8 @@ struct Arguments {
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into);
 
-// Return an array over the memory of a tensor, which it keeps; None if C++ cannot use the elements
-// in place, or NumPy lacks their dtype.
+// Return an array over the memory of a tensor, which it keeps. None: C++ cannot use the elements in
+// place, or NumPy lacks their dtype.
 nanobind::object array_of(nanobind::handle tensor);
 
 // Must run before the first use of an array. Not when the extension is loaded, because

@@ -55,7 +55,7 @@ constexpr std::array<DType, 19> kDTypes{{
   {"complex128", NPY_COMPLEX128},
 }};
 
-// What is needed of torch. Guarded by the interpreter lock; kept until the process ends.
+// Objects of torch. Guarded by the interpreter lock; kept until the process ends.
 struct Torch {
   PyTypeObject *tensor = nullptr, *parameter = nullptr;
   PyObject *is_neg = nullptr, *is_conj = nullptr, *storage = nullptr;  // methods of tensors
