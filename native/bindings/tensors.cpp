@@ -66,7 +66,7 @@ struct Torch {
 const ExchangeAPI* api_of(nb::handle type) {
   const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
   const void* const found = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
-  auto* api = static_cast<const ExchangeAPI*>(found);
+  const auto* api = static_cast<const ExchangeAPI*>(found);
   while (api != nullptr && api->major > 1) api = api->previous;
   return api != nullptr && api->major == 1 && api->read != nullptr ? api : nullptr;
 }
@@ -128,7 +128,7 @@ bool read_tensor(PyObject* tensor, Elements* into) {
   static PyObject* const dtype_name = PyUnicode_InternFromString("dtype");
   // Not by DLPack's numbers, which are the same for uint4 and uint8.
   const nb::object dtype = nb::steal(PyObject_GetAttr(tensor, dtype_name));
-  const auto found = std::find(torch.dtypes.begin(), torch.dtypes.end(), dtype.ptr());
+  auto* const found = std::find(torch.dtypes.begin(), torch.dtypes.end(), dtype.ptr());
   // Before the memory is read, because torch may release the interpreter lock in a method.
   const bool plain = found != torch.dtypes.end() && is_false(torch.is_neg, tensor);
   DLTensor read{};
