@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/tensors.hpp"
+
 namespace nb = nanobind;
 
 namespace unisono {
@@ -49,7 +51,53 @@ bool add_kind(PyArrayObject* array, Key* key) {
   return fits;
 }
 
+// As is_tensor(), which is slow if torch is not loaded.
+bool is_torch(PyObject* object) {
+  return object != nullptr && !PyArray_CheckExact(object) && is_tensor(object);
+}
+
+// Add dtype and shape of a tensor to the key, with the numbers that arrays have.
+bool add_kind(const Elements& elements, Key* key) {
+  bool fits = key->add(elements.dtype) && key->add(elements.dimensions);
+  for (int i = 0; i < elements.dimensions && fits; ++i) fits = key->add(elements.shape[i]);
+  return fits;
+}
+
+bool take_tensor(PyObject* object, bool writes, Arguments* into) {
+  Elements elements;
+  if (!read_tensor(object, &elements)) return false;
+  Argument& argument = writes ? into->arrays.output : into->arrays.input;
+  argument.array = object;
+  argument.data = elements.data;
+  argument.nbytes = elements.nbytes;
+  return add_kind(elements, &into->key);
+}
+
+// Take a list of tensors of one dtype and shape.
+bool take_tensors(PyObject* list, bool writes, Arguments* into) {
+  Argument& argument = writes ? into->arrays.output : into->arrays.input;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
+  Key first;
+  // Reading a tensor may release the interpreter lock, and the list may change meanwhile.
+  for (Py_ssize_t i = 0; i < count && i < PySequence_Fast_GET_SIZE(list); ++i) {
+    nb::object item = nb::borrow(PySequence_Fast_GET_ITEM(list, i));
+    Elements elements;
+    Key kind;
+    if (!is_tensor(item.ptr()) || !read_tensor(item.ptr(), &elements) ||
+        !add_kind(elements, &kind)) {
+      return false;
+    }
+    if (i == 0) first = kind;
+    if (i == 0 ? !add_kind(elements, &into->key) : !(kind == first)) return false;
+    argument.parts.push_back(elements.data);
+    argument.nbytes += elements.nbytes;
+    argument.listed.push_back(std::move(item));
+  }
+  return static_cast<Py_ssize_t>(argument.listed.size()) == count;
+}
+
 bool take_array(PyObject* object, bool writes, Arguments* into) {
+  if (is_torch(object)) return take_tensor(object, writes, into);
   if (!is_plain(object, writes)) return false;
   auto* array = reinterpret_cast<PyArrayObject*>(object);
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
@@ -66,6 +114,7 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
   PyObject** items = PySequence_Fast_ITEMS(object);
   if (!into->key.add(count)) return false;
+  if (count > 0 && is_torch(items[0])) return take_tensors(object, writes, into);
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!is_plain(items[i], writes)) return false;
@@ -80,6 +129,18 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
     argument.listed.push_back(nb::borrow(items[i]));
   }
   return true;
+}
+
+// Return an array over elements of a tensor, which keeps the tensor's memory.
+nb::object array_over(const Elements& elements, nb::handle tensor) {
+  const nb::object made =
+    nb::steal(PyArray_New(&PyArray_Type, elements.dimensions, elements.shape, elements.numpy_type,
+                          nullptr, elements.data, 0, NPY_ARRAY_CARRAY, nullptr));
+  if (!made.is_valid() || PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(made.ptr()),
+                                                storage_of(tensor.ptr()).release().ptr()) != 0) {
+    throw nb::python_error();
+  }
+  return made;
 }
 
 // Whether memory that is written belongs to another array as well.
@@ -160,9 +221,14 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
       case kReceived:
       case kSentSoon:
       case kReceivedSoon:
-        message.array = value;
+        message.array = message.owner = value;
         message.is_sent = f.kinds[i] == kSent || f.kinds[i] == kSentSoon;
         message.is_started = f.kinds[i] == kSentSoon || f.kinds[i] == kReceivedSoon;
+        if (is_torch(value)) {
+          into->message_array = array_of(value);
+          if (into->message_array.is_none()) return false;
+          message.array = into->message_array.ptr();
+        }
         break;
       case kPeer: message.peer = value; break;
       case kTag: message.tag = value; break;
@@ -325,20 +391,26 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
   return true;
 }
 
-nb::object alias_of(nb::handle given, nb::object owner) {
+nb::object array_of(nb::handle tensor) {
   import_numpy();
-  if (!PyArray_CheckExact(given.ptr())) throw nb::type_error("not an array");
-  auto* array = reinterpret_cast<PyArrayObject*>(given.ptr());
-  PyArray_Descr* const dtype = PyArray_DESCR(array);
-  Py_INCREF(dtype);  // taken by the next line
-  const nb::object made = nb::steal(PyArray_NewFromDescr(
-    &PyArray_Type, dtype, PyArray_NDIM(array), PyArray_DIMS(array), PyArray_STRIDES(array),
-    PyArray_DATA(array), PyArray_FLAGS(array) & NPY_ARRAY_WRITEABLE, nullptr));
-  if (!made.is_valid() || PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(made.ptr()),
-                                                owner.release().ptr()) != 0) {
-    throw nb::python_error();
+  Elements elements;
+  if (!is_tensor(tensor.ptr()) || !read_tensor(tensor.ptr(), &elements) ||
+      elements.numpy_type < 0) {
+    return nb::none();
   }
-  return made;
+  return array_over(elements, tensor);
+}
+
+nb::object Argument::memory() const {
+  const auto of = [](const nb::handle& object, char* bytes, int64_t nbytes) {
+    if (PyArray_CheckExact(object.ptr())) return nb::borrow(object);
+    return array_over({bytes, nbytes, 0, NPY_UINT8, 1, &nbytes}, object);
+  };
+  if (listed.empty()) return array == nullptr ? nb::none() : of(array, data, nbytes);
+  nb::list arrays;
+  const auto count = static_cast<int64_t>(listed.size());
+  for (size_t i = 0; i < listed.size(); ++i) arrays.append(of(listed[i], parts[i], nbytes / count));
+  return arrays;
 }
 
 void import_numpy() {

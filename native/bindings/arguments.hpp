@@ -68,14 +68,16 @@ struct Arguments {
   double timeout_s = -1;  // below 0: that of the group
   Arrays arrays;
   Message message;
+  nanobind::object message_array;  // of the tensor of a message
 };
 
 // Whether C++ can handle the call; `into` is then set to its key and arrays.
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into);
 
-// Return an array with the memory, dtype and shape of another array, which keeps `owner`.
-nanobind::object alias_of(nanobind::handle given, nanobind::object owner);
+// Return an array over the memory of a tensor, which it keeps. None: C++ cannot use the elements in
+// place, or NumPy lacks their dtype.
+nanobind::object array_of(nanobind::handle tensor);
 
 // Return a contiguous array for a message from or to (`writes`) a NumPy array of another layout; a
 // copy unless it is written. No object: Python handles such an array.

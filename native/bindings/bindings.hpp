@@ -18,7 +18,7 @@ void bind_queue(nanobind::module_& m);
 // The function looks in the group's cache (Calls) for its arguments: the same function, dtypes,
 // shapes, root, op and group, by position or by name. If the arguments are new, it asks Python for
 // the prepared call: Python checks the arguments, selects an algorithm and lowers it. Other
-// arguments, such as strided arrays and tensors of torch, are passed to Python.
+// arguments, such as strided arrays, are passed to Python. Tensors of torch are arrays.
 void bind_calls(nanobind::module_& m);
 
 // The records of a group's calls (core/recorder.hpp), and the places where calls were made.

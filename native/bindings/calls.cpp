@@ -132,12 +132,12 @@ nb::object Calls::run_message(const Message& message, nb::handle group) const {
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
   const double limit_s = message.timeout_s < 0 ? timeout_s_ : message.timeout_s;
   if (message.is_started) {
-    const nb::object array = nb::borrow(message.array);
+    const nb::object array = nb::borrow(message.array), owner = nb::borrow(message.owner);
     if (message.is_sent) {
       if (!messenger_->try_send(array, peer, tag)) return {};
-      return nb::borrow(global.work_type)(sent_(nb::make_tuple(array)), "send");
+      return nb::borrow(global.work_type)(sent_(nb::make_tuple(owner)), "send");
     }
-    const nb::object end = receives_(array, peer, tag, array, limit_s);
+    const nb::object end = receives_(array, peer, tag, owner, limit_s);
     if (end.is_none()) return {};
     return nb::borrow(global.work_type)(end, "recv", group);
   }
@@ -247,7 +247,7 @@ void Calls::continue_in_python(const nb::object& call, uint64_t record, Status s
   continues_(call, nb::make_tuple(last_seq_, record),
              nb::make_tuple(static_cast<int>(status.code), status.peer),
              raised.is_valid() ? raised : nb::none(),
-             nb::make_tuple(arrays.input.owner(), arrays.output.owner()), timeout_s);
+             nb::make_tuple(arrays.input.memory(), arrays.output.memory()), timeout_s);
 }
 
 }  // namespace unisono

@@ -39,6 +39,7 @@ struct Key {
 // The arguments of a send or recv. nullptr: the argument is missing.
 struct Message {
   PyObject* array = nullptr;
+  PyObject* owner = nullptr;  // the argument: the array itself, or its tensor
   PyObject* peer = nullptr;
   PyObject* tag = nullptr;
   bool is_sent = false;

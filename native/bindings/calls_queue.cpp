@@ -48,8 +48,9 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
   try {
     output = arrays.output.owner();
     auto call =
-      std::make_unique<QueuedCall>(nb::handle_t<Prepared>(program.ptr()), arrays.input.owner(),
-                                   output, timeout_s_, recorder_ref_);
+      std::make_unique<QueuedCall>(nb::handle_t<Prepared>(program.ptr()), arrays.input.memory(),
+                                   arrays.output.memory(), timeout_s_, recorder_ref_);
+    call->result = output;
     QueuedCall& native = *call;
     queued = made(queued_type_);
     queued.attr("native") = nb::cast(call.release(), nb::rv_policy::take_ownership);

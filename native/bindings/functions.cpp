@@ -310,8 +310,8 @@ void bind_calls(nb::module_& m) {
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
         nb::arg("group_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
-  m.def("alias_of", &unisono::alias_of, nb::arg("array"), nb::arg("owner"),
-        "Return an array over the memory of `array`, which keeps `owner`.");
+  m.def("array_of", &unisono::array_of, nb::arg("tensor"),
+        "Return an array over a plain torch tensor, or None.");
   m.def(
     "mark_worker", [] { unisono::is_worker = true; },
     "Mark the calling thread as one of unisono's own.");

@@ -42,8 +42,7 @@ namespace {
 // (number, code, source, nbytes, info, tag, message or None)
 using OutcomeTuple = std::tuple<uint64_t, int, int, uint64_t, uint32_t, int64_t, nb::object>;
 
-// Up to this size a message is copied with the interpreter lock held, because releasing the lock
-// costs as much as the copy.
+// Up to this size, releasing the interpreter lock costs as much as the copy of a message.
 constexpr uint64_t kSmallBytes = 16 * 1024;
 
 // An array over the memory of a message, which it then owns.
@@ -286,8 +285,9 @@ class Port final : public unisono::Messenger {
   }
 
   bool sends_at_once(const Plain& plain) {
-    return plain.envelope.nbytes <= kSmallBytes &&
-           messages_->try_send(plain.peer, plain.envelope, plain.data());
+    std::optional<nb::gil_scoped_release> unlocked;
+    if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
+    return messages_->try_send(plain.peer, plain.envelope, plain.data());
   }
 
   bool understand_send(nb::handle array, nb::handle to, nb::handle tag, Plain* plain) {

@@ -93,6 +93,7 @@ class QueuedCall {
 
   Job job;
   double timeout_s = 0;
+  nanobind::object result;  // of a call that C++ has queued: its output as the caller gave it
 
  private:
   nanobind::object prepared_, input_, output_;

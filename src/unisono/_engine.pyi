@@ -174,6 +174,10 @@ class QueuedCall:
         """Input and output."""
 
     @property
+    def result(self) -> object:
+        """The output of a call that C++ has queued."""
+
+    @property
     def timeout_s(self) -> float:
         """The whole time-out."""
 
@@ -310,8 +314,8 @@ def make_function(function: object, names: Sequence[str], kinds: str, positional
 
 def set_world(world: object, stream: object, group_type: object, work_type: object) -> None: ...
 def set_default(group: object | None) -> None: ...
-def alias_of(array: object, owner: object) -> object:
-    """Return an array over the memory of `array`, which keeps `owner`."""
+def array_of(tensor: object) -> object:
+    """Return an array over a plain torch tensor, or None."""
 
 def mark_worker() -> None:
     """Mark the calling thread as one of unisono's own."""

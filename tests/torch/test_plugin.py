@@ -17,10 +17,11 @@ torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")
 
 import unisono.torch  # noqa: E402  needs torch
+from unisono.groups.operations import OPS  # noqa: E402
 from unisono.torch.arguments import reduce_op  # noqa: E402
 from unisono.torch.callbacks import CallbackThreads  # noqa: E402
 from unisono.torch.errors import for_torch  # noqa: E402
-from unisono.torch.plain import as_array  # noqa: E402
+from unisono.torch.operations import Operations  # noqa: E402
 
 PATIENCE_S = 60
 
@@ -344,13 +345,9 @@ def test_idle_callback_threads_are_used_again():
     assert len(set(names)) == 1
 
 
-def test_an_asynchronous_call_keeps_the_memory_of_a_tensor_that_gets_other_memory():
-    x = torch.ones(3)
-    memory = x.untyped_storage()._weak_ref()
-    array = as_array(x, keep=True)
-    x.set_(torch.zeros(1))
-    assert not torch.UntypedStorage._expired(memory)
-    assert array.tolist() == [1.0] * 3
-    del array
-    assert torch.UntypedStorage._expired(memory)
-    torch.UntypedStorage._free_weak_ref(memory)
+def test_every_operation_that_torch_calls_is_a_method():
+    names = {name for schema in OPS.values() for name in (schema.name, *schema.c10d_methods)}
+    names = {name for name in names if hasattr(torch_dist.ProcessGroup, name)}
+    assert len(names) > 20
+    assert names <= vars(Operations).keys()
+    assert {name for name in names if getattr(Operations, name).__name__ != name} == set()

@@ -3,10 +3,10 @@
 A small collective takes half a microsecond between two processes. The way through the groups, the
 dispatcher, the backend and the engine takes ten times that. So a function of `run_in_cpp` looks in
 C++ for the prepared call of its arguments: function, group, dtypes, shapes, root, op, algorithm and
-order. A number as time-out is for this call only. The arrays must be contiguous NumPy arrays or
-lists of them. C++ runs the prepared call at once, or queues it for the progress thread. In all
-other cases the Python function runs, as it does without the C++ engine. If the arguments are new,
-C++ learns the prepared call from it.
+order. A number as time-out is for this call only. The arrays must be contiguous NumPy arrays,
+plain tensors of torch, or lists of them. C++ runs the prepared call at once, or queues it for the
+progress thread. In all other cases the Python function runs, as it does without the C++ engine. If
+the arguments are new, C++ learns the prepared call from it.
 
 A wrapper in the dispatcher suspends this, because the meaning of a call then depends on more than
 its arguments. With an explicit stream, Python runs every call.

@@ -153,7 +153,7 @@ class QueuedCall:
 
     def completion(self) -> Any:
         """Return the completion of a call that has not been released."""
-        return self.pending(self.native.memory[1]) if self.made is None else self.made
+        return self.pending(self.native.result) if self.made is None else self.made
 
     def release(self) -> None:
         """Release the arrays."""

@@ -6,7 +6,7 @@ Each is one method with a decorator, which makes its row in `OPS`. Other code us
     groups/c10d_methods.py    c10d's forms of the methods
     in_cpp                    calls that C++ runs
     c10d/coalescing.py        calls that a block records
-    torch/operations.py       methods of torch's process group; torch/plain.py: their short way
+    torch/operations.py       methods of torch's process group
 
 A new operation needs:
 
@@ -19,6 +19,7 @@ A new operation needs:
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast
@@ -664,9 +665,9 @@ def in_cpp(function: F) -> F:
 
     `isend` and `irecv` are `send` and `recv` without a wait.
     """
-    code, op = function.__code__, function.__name__
+    op = function.__name__
     soon = "_soon" if op in ("isend", "irecv") else ""
-    names = code.co_varnames[: code.co_argcount]
+    names = inspect.signature(function).parameters
     kinds = {name: name for name in names if name in ("group", "async_op", "tag", "timeout")}
     for name, kind in zip(names, OPS[op[bool(soon) :]].parameters.values(), strict=False):
         if not kind.endswith("split_sizes"):

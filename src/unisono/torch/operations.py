@@ -1,8 +1,10 @@
 """Make every operation that torch calls on a process group a call of a unisono process group.
 
-The methods are made from the table in `groups/operations.py`, which has c10d's names, argument
-order and option structs. A synchronous call returns None, which torch allows if the operation is
-done. Calls from C++ (DDP, functional collectives) are asynchronous and get a work.
+Most methods have a short way: torch's arguments become those of unisono's function, which C++ runs
+or learns (`engines/functions.py`). C++ reads plain tensors as it reads NumPy's arrays. The general
+way takes every form of the arguments and every kind of tensor. A synchronous call returns None,
+which torch allows if the operation is done. Calls from C++ (DDP, functional collectives) are
+asynchronous and get a work.
 
 Source: torch.distributed.ProcessGroup (2.13).
 """
@@ -14,21 +16,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
+import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
 from unisono.backends import Pending
+from unisono.base.extension import extension
+from unisono.c10d import collectives
 from unisono.c10d.monitored_barrier import monitored_barrier
 from unisono.errors import UnisonoError
-from unisono.groups.c10d_methods import refusing
-from unisono.groups.operations import OPS, OpSchema
+from unisono.groups.c10d_methods import GROUP_DEFAULT, refusing
+from unisono.groups.operations import OPS, OpSchema, in_cpp
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
-from unisono.torch.arguments import read_call
+from unisono.torch.arguments import read_call, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
-from unisono.torch.plain import PLAIN
 from unisono.torch.special import make_special
 from unisono.torch.values import are_fake, dense, done
 from unisono.torch.work import TorchWork
@@ -38,37 +41,55 @@ __all__ = ["Operations"]
 Method = Callable[..., Any]
 
 _profiled = torch._C._autograd._profiler_enabled
+_OPTIONS = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
+_SENT = Work(Pending(done=True), "send")
 
 
-def operation(method: Method) -> Method:
-    """Return a method with the behaviour that all operations have in common.
+class _NotShort(Exception):
+    """The call must go the general way."""
 
-    Tensors of another device go to that device's backend. Plain calls use the fast path (`plain`).
-    torch's profiler shows the name of the call. Errors are translated to torch's classes.
+
+def _operation(short: Method | None = None) -> Callable[[Method], Method]:
+    """Make a method with the behaviour that all operations have in common.
+
+    Tensors of another device go to that device's backend. torch's profiler shows the name of the
+    call. Errors are translated to torch's classes.
+
+    Args:
+        short: The short way. It returns NotImplemented, or raises `_NotShort`, if it has not made
+            the call.
     """
-    name = method.__name__
-    title = f"unisono:{name}"
-    plain = PLAIN.get(name)
 
-    @functools.wraps(method)
-    def call(self: Operations, *args: Any, **kwargs: Any) -> Any:
-        keep_out()
-        data = (*args, *kwargs.values()) if kwargs else args
-        if self.has_devices() and (device := device_of(data)) != "cpu" and not are_fake(data):
-            return getattr(self.on_device(device), name)(*args, **kwargs)
-        try:
-            if _profiled() and not are_fake(data):
-                with torch.profiler.record_function(title):
-                    return method(self, *args, **kwargs)
-            if plain is not None and (result := plain(self, args, kwargs)) is not NotImplemented:
-                return result
-            if are_fake(data):
-                return done(data[0])
-            return method(self, *args, **kwargs)
-        except UnisonoError as error:
-            raise for_torch(error) from error.__cause__
+    def made(general: Method) -> Method:
+        name = general.__name__
 
-    return call
+        @functools.wraps(general)
+        def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
+            keep_out()
+            try:
+                # The first call goes the general way, which checks the names of the backends.
+                if short is not None and self._has_devices is not None and not _profiled():
+                    try:
+                        if (result := short(self, args, kwargs)) is not NotImplemented:
+                            return result
+                    except _NotShort:
+                        pass
+                data = (*args, *kwargs.values())
+                fake = are_fake(data)
+                if self.has_devices() and (device := device_of(data)) != "cpu" and not fake:
+                    return getattr(self.on_device(device), name)(*args, **kwargs)
+                if fake:
+                    return done(data[0])
+                if _profiled():
+                    with torch.profiler.record_function(f"unisono:{name}"):
+                        return general(self, *args, **kwargs)
+                return general(self, *args, **kwargs)
+            except UnisonoError as error:
+                raise for_torch(error) from error.__cause__
+
+        return method
+
+    return made
 
 
 def device_of(args: Sequence[Any]) -> str:
@@ -81,11 +102,129 @@ def device_of(args: Sequence[Any]) -> str:
     return "cpu"
 
 
+def _collective(name: str, function: Method, read: Method | None = None) -> Method:
+    """Return a method that makes a collective call.
+
+    Args:
+        name: Of the method.
+        function: unisono's function or method.
+        read: Returns the arguments of `function` before `group`, given the group and the arguments
+            of the method, with c10d's option struct. None: there is no short way.
+    """
+    schema = OPS[function.__name__]
+
+    def general(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        return self._issue(schema, args, kwargs)
+
+    general.__name__ = name
+    general.__doc__ = f"unisono's `{schema.name}`."
+    return _operation(None if read is None else _short(function, read))(general)
+
+
+def _short(function: Method, read: Method) -> Method:
+    """Return the short way of a collective; see `_collective`."""
+    python = getattr(function, "__wrapped__", function)
+    typed = function.__name__ == "all_reduce"
+
+    @in_cpp
+    @functools.wraps(python)
+    def learned(*arguments: Any, **how: Any) -> Any:
+        return python(*arguments, **how) if "_learn" in how else NotImplemented
+
+    def short(self: Operations, args: Any, kwargs: Any) -> Any:
+        if kwargs:
+            args = (*args, kwargs.get("opts"))
+        opts: Any = args[-1] if args and len(kwargs) < 2 else None
+        if type(opts) not in _OPTIONS or opts.timeout != GROUP_DEFAULT:
+            return NotImplemented
+        group = self.unisono
+        try:
+            given = read(group, *args)
+        except (AttributeError, TypeError):
+            # The general way finds what is wrong, and reports it to the other ranks.
+            return NotImplemented
+        if not opts.asyncOp:
+            return learned(*given, group)
+        work = learned(*given, group, async_op=True)
+        if work is NotImplemented:
+            return work
+        outputs = args[0]
+        if type(outputs) is not list:
+            outputs = [outputs]
+        elif outputs and type(outputs[0]) is list:
+            outputs = outputs[0]
+        return TorchWork(work, outputs, self, typed and outputs[0].dtype is torch.float16)
+
+    return short
+
+
+def _one(values: Any) -> Any:
+    if len(values) != 1:
+        raise _NotShort
+    return values[0]
+
+
+def _on_root(values: Any) -> Any:
+    return _one(values) if values else None
+
+
+def _sizes(sizes: Any) -> Any:
+    # In c10d an empty list means equal parts; the check of the operation knows it, too.
+    return None if type(sizes) is list and not sizes else sizes
+
+
+def _op(opts: Any) -> Any:
+    return reduce_op(opts.reduceOp)
+
+
+def _root(group: ProcessGroup, opts: Any) -> int:
+    if getattr(opts, "rootTensor", 0):
+        raise _NotShort
+    return _rank(group, opts.rootRank)
+
+
+def _rank(group: ProcessGroup, rank: int) -> int:
+    """Return the global rank of a rank in the group."""
+    if not 0 <= rank < len(group.ranks):
+        raise _NotShort
+    return group.ranks[rank]
+
+
+def _send(self: Operations, args: Any, kwargs: Any) -> Any:
+    """Send if the message can go at once."""
+    group = self.unisono
+    if kwargs or (port := group.plain_port) is None:
+        return NotImplemented
+    tensors, peer, tag = args
+    sent = port.try_send(_array(_one(tensors)), _rank(group, peer), tag)
+    return TorchWork(_SENT, tensors, self) if sent else NotImplemented
+
+
+def _recv(self: Operations, args: Any, kwargs: Any) -> Any:
+    """Start receiving, from any rank if the arguments name none."""
+    group = self.unisono
+    if kwargs or (port := group.plain_port) is None:
+        return NotImplemented
+    tensors, *source, tag = args
+    peer, tensor = _rank(group, source[0]) if source else None, _one(tensors)
+    started = port.irecv(_array(tensor), peer, tag, tensor, group.timeout_s)
+    return NotImplemented if started is None else TorchWork(Work(started, "recv"), tensors, self)
+
+
+def _array(tensor: Any) -> Any:
+    """Return a plain tensor as an array."""
+    array = None if extension is None else extension.array_of(tensor)
+    if array is None:
+        raise _NotShort
+    return array
+
+
 class Operations:
     """The operations of torch's process group; a sub-class sets the attributes of `Caller`."""
 
     unisono: ProcessGroup
     callbacks: CallbackThreads
+    _has_devices: bool | None
 
     def has_devices(self) -> bool:
         """Return whether the group has backends of other devices."""
@@ -95,26 +234,94 @@ class Operations:
         """Return the process group for tensors of another device."""
         raise NotImplementedError
 
-    @operation
+    broadcast = _collective(
+        "broadcast", collectives.broadcast, lambda group, x, opts: (_one(x), _root(group, opts))
+    )
+    allreduce = _collective(
+        "allreduce", collectives.all_reduce, lambda group, x, opts: (_one(x), _op(opts))
+    )
+    allreduce_coalesced = _collective("allreduce_coalesced", collectives.all_reduce_coalesced)
+    reduce = _collective(
+        "reduce",
+        collectives.reduce,
+        lambda group, x, opts: (_one(x), _root(group, opts), _op(opts)),
+    )
+    allgather = _collective(
+        "allgather", collectives.all_gather, lambda group, outs, x, opts: (_one(outs), _one(x))
+    )
+    _allgather_base, all_gather_single = (
+        _collective(name, collectives.all_gather_into_tensor, lambda group, out, x, opts: (out, x))
+        for name in ("_allgather_base", "all_gather_single")
+    )
+    allgather_coalesced = _collective("allgather_coalesced", collectives.all_gather_coalesced)
+    allgather_into_tensor_coalesced, all_gather_single_coalesced = (
+        _collective(name, ProcessGroup.all_gather_into_tensor_coalesced)
+        for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced")
+    )
+    gather = _collective(
+        "gather",
+        collectives.gather,
+        lambda group, outs, x, opts: (_one(x), _on_root(outs), _root(group, opts)),
+    )
+    scatter = _collective(
+        "scatter",
+        collectives.scatter,
+        lambda group, out, x, opts: (_one(out), _on_root(x), _root(group, opts)),
+    )
+    reduce_scatter = _collective(
+        "reduce_scatter",
+        collectives.reduce_scatter,
+        lambda group, out, x, opts: (_one(out), _one(x), _op(opts)),
+    )
+    _reduce_scatter_base, reduce_scatter_single = (
+        _collective(
+            name,
+            collectives.reduce_scatter_tensor,
+            lambda group, out, x, opts: (out, x, _op(opts)),
+        )
+        for name in ("_reduce_scatter_base", "reduce_scatter_single")
+    )
+    reduce_scatter_tensor_coalesced, reduce_scatter_single_coalesced = (
+        _collective(name, ProcessGroup.reduce_scatter_tensor_coalesced)
+        for name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
+    )
+    alltoall = _collective(
+        "alltoall", collectives.all_to_all, lambda group, outs, x, opts: (outs, x)
+    )
+    alltoall_base, all_to_all_single = (
+        _collective(
+            name,
+            collectives.all_to_all_single,
+            lambda group, out, x, to, of, opts: (out, x, _sizes(to), _sizes(of)),
+        )
+        for name in ("alltoall_base", "all_to_all_single")
+    )
+    barrier = _collective("barrier", collectives.barrier, lambda group, opts: ())
+
+    @_operation()
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called it, or raise an error that names missing ranks."""
+        monitored_barrier(self.unisono, timeout, wait_all_ranks)
+
+    @_operation(_send)
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Send to a rank; the work is done when the tensor may be changed."""
         work = self.unisono.send(dense(_single(tensors)), dstRank, tag, async_op=True)
         return TorchWork(work, tensors, self)
 
-    @operation
+    @_operation(_recv)
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
         """Receive from a rank."""
         return self._receive(tensors, srcRank, tag)
 
-    @operation
+    @_operation(_recv)
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """Receive from any rank."""
         return self._receive(tensors, None, tag)
 
-    @operation
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have called it, or raise an error that names missing ranks."""
-        monitored_barrier(self.unisono, timeout, wait_all_ranks)
+    def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> Any:
+        work = self.unisono.recv(dense(_single(tensors)), source, tag, async_op=True)
+        return TorchWork(work, tensors, self)
 
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; return its work, or None if it was synchronous."""
@@ -135,26 +342,7 @@ class Operations:
         typed = schema.name == "all_reduce" and outputs[0].dtype is torch.float16
         return TorchWork(work, outputs, self, typed)
 
-    def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> Any:
-        work = self.unisono.recv(dense(_single(tensors)), source, tag, async_op=True)
-        return TorchWork(work, tensors, self)
-
 
 def _single(tensors: list[Tensor]) -> Any:
     """Return the tensor of a list with one tensor; else the list, which unisono refuses."""
     return tensors[0] if len(tensors) == 1 else tensors
-
-
-def _method(schema: OpSchema, name: str) -> Method:
-    def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
-        return self._issue(schema, args, kwargs)
-
-    method.__name__ = name
-    method.__doc__ = f"unisono's `{schema.name}`."
-    return operation(method)
-
-
-for _schema in OPS.values():
-    for _name in {*_schema.c10d_methods, _schema.name}:
-        if hasattr(torch_dist.ProcessGroup, _name) and not hasattr(Operations, _name):
-            setattr(Operations, _name, _method(_schema, _name))
