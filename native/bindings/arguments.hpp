@@ -39,7 +39,8 @@ enum Kind : char {
   kReceived = 'v',  // the array that a message is received into
   kPeer = 'p',
   kTag = 't',
-  kAbsent = '-',  // only None is handled here
+  kShorter = 'h',  // whether a receive takes a shorter message
+  kAbsent = '-',   // only None is handled here
 };
 
 constexpr size_t kMaxParameters = 10;
@@ -49,8 +50,9 @@ struct Signature {
   PyObject* names;  // tuple of interned strings
   int64_t number;   // number of the function
   size_t count;
-  size_t positional;  // how many arguments may come without a name
-  size_t group;       // index of the parameter that is the group
+  size_t positional;     // how many arguments may come without a name
+  size_t group;          // index of the parameter that is the group
+  bool takes_one_array;  // its first argument, and writes it
   char kinds[kMaxParameters];
 };
 

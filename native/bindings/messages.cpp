@@ -10,7 +10,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -189,8 +188,7 @@ void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
   };
 }
 
-// Sends and receives plain messages of one group, without Python code in between. Other messages,
-// for example of memory that is not contiguous, are passed to Python: the result is then None.
+// Sends and receives plain messages of one group. If Python must, the result is None.
 class Port final : public unisono::Messenger {
  public:
   // `type`: the type of the arrays that are handled here. `words`: from the buffer format of a
@@ -222,18 +220,20 @@ class Port final : public unisono::Messenger {
     return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(std::move(outcome)));
   }
 
-  // Returns the source if a message was received, and what `Messages.wait` returns if not.
-  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) override {
+  // Returns the source or the count (`partial`), and what `Messages.wait` returns if none came.
+  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s,
+                  bool partial) override {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
-    const int64_t timeout_ns = nanoseconds(timeout_s);
+    if (partial) plain.envelope.info |= unisono::kPartial;
     const uint64_t record = begin_record(plain, plain.kinds.second);
     Outcome outcome = unlocked([&] {
-      return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, timeout_ns);
+      return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_,
+                             nanoseconds(timeout_s));
     });
     records_.end(record, outcome.code, outcome.code == Code::ok ? outcome.source : plain.peer);
-    if (outcome.code == Code::ok) return nb::int_(outcome.source);
-    return nb::cast(to_tuple(std::move(outcome)));
+    if (outcome.code != Code::ok) return nb::cast(to_tuple(std::move(outcome)));
+    return partial ? nb::int_(outcome.nbytes / plain.view->itemsize()) : nb::int_(outcome.source);
   }
 
   // Send a message only if that needs no waiting. Returns whether it was sent.

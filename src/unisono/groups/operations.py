@@ -661,10 +661,4 @@ def _nothing(output: Any) -> Pending:
 
 def in_cpp(function: F) -> F:
     """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it."""
-    code = function.__code__
-    names = code.co_varnames[: code.co_argcount]
-    kinds = {name: name for name in names if name in ("group", "async_op", "tag", "timeout")}
-    for name, kind in zip(names, OPS[function.__name__].parameters.values(), strict=False):
-        if not kind.endswith("split_sizes"):
-            kinds[name] = kind
-    return run_in_cpp(function, kinds)
+    return run_in_cpp(function, OPS[function.__name__].parameters.values())
