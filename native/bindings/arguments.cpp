@@ -4,7 +4,6 @@
 #include <numpy/arrayobject.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <utility>
 #include <vector>
 
@@ -34,11 +33,45 @@ bool place_arguments(const Signature& f, PyObject* const* args, size_t count, Py
   return true;
 }
 
+// Return a copy in C order that stands for an array; it is not filled yet. nullptr: Python must.
+[[gnu::noinline]] PyObject* copy_of(PyArrayObject* array, bool writes, Argument* into) {
+  Strided layout(PyArray_BYTES(array), PyArray_ITEMSIZE(array));
+  for (int i = 0; i < PyArray_NDIM(array); ++i) {
+    if (!layout.add(PyArray_DIM(array, i), PyArray_STRIDE(array, i))) return nullptr;
+  }
+  if (writes && layout.overlaps_itself()) return nullptr;
+  PyArray_Descr* const dtype = PyArray_DESCR(array);
+  Py_INCREF(dtype);  // taken by the next line
+  const nb::object made = nb::steal(PyArray_NewFromDescr(
+    &PyArray_Type, dtype, PyArray_NDIM(array), PyArray_DIMS(array), nullptr, nullptr, 0, nullptr));
+  if (!made.is_valid()) {
+    PyErr_Clear();  // no memory
+    return nullptr;
+  }
+  char* const packed = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
+  into->copies.push_back({layout, packed, nb::borrow(reinterpret_cast<PyObject*>(array)), made});
+  return made.ptr();
+}
+
 bool is_plain(PyObject* object, bool writes) {
   if (object == nullptr || !PyArray_CheckExact(object)) return false;
   auto* array = reinterpret_cast<PyArrayObject*>(object);
   const int needed = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
   return PyArray_CHKFLAGS(array, needed) && PyArray_ISNOTSWAPPED(array);
+}
+
+// Apart from usable(), because a longer function is slower also for plain arrays.
+[[gnu::noinline]] PyObject* packed(PyObject* object, bool writes, Argument* into) {
+  if (object == nullptr || !PyArray_CheckExact(object)) return nullptr;
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  if (PyArray_ISBYTESWAPPED(array) || (writes && !PyArray_ISWRITEABLE(array))) return nullptr;
+  return copy_of(array, writes, into);
+}
+
+// Return what stands for an array in a call: the array itself, or a copy. nullptr: Python must
+// handle it.
+PyObject* usable(PyObject* object, bool writes, Argument* into) {
+  return is_plain(object, writes) ? object : packed(object, writes, into);
 }
 
 // Add dtype and shape to the key. False: many dtypes share the number of its dtype, for example the
@@ -98,10 +131,10 @@ bool take_tensors(PyObject* list, bool writes, Arguments* into) {
 
 bool take_array(PyObject* object, bool writes, Arguments* into) {
   if (is_torch(object)) return take_tensor(object, writes, into);
-  if (!is_plain(object, writes)) return false;
-  auto* array = reinterpret_cast<PyArrayObject*>(object);
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
-  argument.array = object;
+  argument.array = usable(object, writes, &argument);
+  if (argument.array == nullptr) return false;
+  auto* array = reinterpret_cast<PyArrayObject*>(argument.array);
   argument.data = PyArray_BYTES(array);
   argument.nbytes = PyArray_NBYTES(array);
   return add_kind(array, &into->key);
@@ -117,8 +150,9 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
   if (count > 0 && is_torch(items[0])) return take_tensors(object, writes, into);
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!is_plain(items[i], writes)) return false;
-    auto* array = reinterpret_cast<PyArrayObject*>(items[i]);
+    PyObject* const item = usable(items[i], writes, &argument);
+    if (item == nullptr) return false;
+    auto* array = reinterpret_cast<PyArrayObject*>(item);
     auto* first = reinterpret_cast<PyArrayObject*>(items[0]);
     if (i == 0 ? !add_kind(array, &into->key)
                : PyArray_TYPE(array) != PyArray_TYPE(first) || !PyArray_SAMESHAPE(array, first)) {
@@ -126,7 +160,7 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
     }
     argument.parts.push_back(PyArray_BYTES(array));
     argument.nbytes += PyArray_NBYTES(array);
-    argument.listed.push_back(nb::borrow(items[i]));
+    argument.listed.push_back(nb::borrow(item));
   }
   return true;
 }
@@ -156,6 +190,10 @@ bool overlap(const Argument& input, const Argument& output) {
     const int64_t size =
       from.parts.empty() ? 0 : from.nbytes / static_cast<int64_t>(from.parts.size());
     for (const char* part : from.parts) pieces.push_back({part, part + size, written});
+    if (!written) return;
+    for (const Copy& copy : from.copies) {
+      pieces.push_back({copy.layout.begin(), copy.layout.end(), written});
+    }
   };
   add(input, false);
   add(output, true);
@@ -228,7 +266,14 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
           into->message_array = array_of(value);
           if (into->message_array.is_none()) return false;
           message.array = into->message_array.ptr();
+        } else if (f.kinds[i] != kReceivedSoon && value != nullptr && PyArray_CheckExact(value) &&
+                   !PyArray_IS_C_CONTIGUOUS(reinterpret_cast<PyArrayObject*>(value))) {
+          message.array = usable(value, !message.is_sent, &into->arrays.output);
         }
+        break;
+      case kShorter:
+        message.is_partial = value == Py_True;
+        if (value != nullptr && !PyBool_Check(value)) return false;
         break;
       case kPeer: message.peer = value; break;
       case kTag: message.tag = value; break;
@@ -240,46 +285,29 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
         if (value != nullptr && value != Py_None) return false;
     }
   }
-  return message.array != nullptr;
-}
-
-// Whether two elements may share memory, as base/buffers.py decides it.
-bool overlaps_itself(PyArrayObject* array) {
-  std::vector<std::pair<npy_intp, npy_intp>> axes;
-  for (int i = 0; i < PyArray_NDIM(array); ++i) {
-    axes.emplace_back(std::abs(PyArray_STRIDE(array, i)), PyArray_DIM(array, i));
-  }
-  std::sort(axes.begin(), axes.end());
-  npy_intp end = PyArray_ITEMSIZE(array);
-  for (const auto& [stride, count] : axes) {
-    if (count > 1 && stride < end) return true;
-    end += stride * (count - 1);
-  }
-  return false;
+  return message.array != nullptr && !(message.is_started && message.is_partial);
 }
 
 }  // namespace
 
-nb::object packed(nb::handle given, bool writes) {
-  import_numpy();
-  auto* array = reinterpret_cast<PyArrayObject*>(given.ptr());
-  if (!PyArray_CheckExact(given.ptr()) ||
-      (PyArray_TYPE(array) >= NPY_OBJECT && PyArray_TYPE(array) != NPY_HALF) ||
-      PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISNOTSWAPPED(array) ||
-      (writes && (!PyArray_ISWRITEABLE(array) || overlaps_itself(array)))) {
-    return {};
+bool Argument::make_private() {
+  if (!copies.empty()) return false;
+  const auto replace = [this](PyObject* object) -> PyObject* {
+    const bool is_array = PyArray_Check(object);
+    return is_array ? copy_of(reinterpret_cast<PyArrayObject*>(object), false, this) : nullptr;
+  };
+  if (array != nullptr) {
+    array = replace(array);
+    if (array == nullptr) return false;
+    data = copies.back().packed;
   }
-  const nb::object made = nb::steal(writes ? PyArray_NewLikeArray(array, NPY_CORDER, nullptr, 0)
-                                           : PyArray_NewCopy(array, NPY_CORDER));
-  if (!made.is_valid()) throw nb::python_error();
-  return made;
-}
-
-void unpack(nb::handle from, nb::handle into) {
-  if (PyArray_CopyInto(reinterpret_cast<PyArrayObject*>(into.ptr()),
-                       reinterpret_cast<PyArrayObject*>(from.ptr())) != 0) {
-    throw nb::python_error();
+  for (size_t i = 0; i < listed.size(); ++i) {
+    PyObject* const made = replace(listed[i].ptr());
+    if (made == nullptr) return false;
+    listed[i] = nb::borrow(made);
+    parts[i] = copies.back().packed;
   }
+  return true;
 }
 
 Argument argument_of(nb::handle given) {
@@ -381,14 +409,13 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
   }
   // A queued call has the time-out of the group.
   if (into->is_async && into->timeout_s >= 0) return false;
-  const Argument &in = into->arrays.input, &out = into->arrays.output;
-  if (!in.parts.empty() || !out.parts.empty()) {
-    if (overlap(in, out)) return false;
-  } else if (in.data != nullptr && out.data != nullptr && in.data < out.data + out.nbytes &&
-             out.data < in.data + in.nbytes) {
-    return false;
+  Argument &in = into->arrays.input, &out = into->arrays.output;
+  if (in.parts.empty() && out.parts.empty()) {
+    const bool apart = in.data == nullptr || out.data == nullptr ||
+                       in.data >= out.data + out.nbytes || out.data >= in.data + in.nbytes;
+    return apart || in.make_private();
   }
-  return true;
+  return !overlap(in, out) || (in.make_private() && !overlap(in, out));
 }
 
 nb::object array_of(nb::handle tensor) {

@@ -41,7 +41,8 @@ enum Kind : char {
   kReceivedSoon = 'V',
   kPeer = 'p',
   kTag = 't',
-  kAbsent = '-',  // only None is handled here
+  kShorter = 'h',  // whether a receive takes a shorter message
+  kAbsent = '-',   // only None is handled here
 };
 
 constexpr size_t kMaxParameters = 10;
@@ -51,8 +52,9 @@ struct Signature {
   PyObject* names;  // tuple of interned strings
   int64_t number;   // number of the function
   size_t count;
-  size_t positional;  // how many arguments may come without a name
-  size_t group;       // index of the parameter that is the group
+  size_t positional;     // how many arguments may come without a name
+  size_t group;          // index of the parameter that is the group
+  bool takes_one_array;  // its first argument, and writes it
   char kinds[kMaxParameters];
 };
 
@@ -78,12 +80,6 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
 // Return an array over the memory of a tensor, which it keeps. None: C++ cannot use the elements in
 // place, or NumPy lacks their dtype.
 nanobind::object array_of(nanobind::handle tensor);
-
-// Return a contiguous array for a message from or to (`writes`) a NumPy array of another layout; a
-// copy unless it is written. No object: Python handles such an array.
-nanobind::object packed(nanobind::handle given, bool writes);
-// Copy the elements of an array into an array of the same shape.
-void unpack(nanobind::handle from, nanobind::handle into);
 
 // Must run before the first use of an array. Not when the extension is loaded, because
 // the launcher loads it for the store's server and must stay without NumPy.

@@ -6,7 +6,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/strided.hpp"
+
 namespace unisono {
+
+// Stands for an array in a call. Filled when the call has its turn, because earlier calls may still
+// write the array.
+struct Copy {
+  Strided layout;  // of `array`
+  char* packed;
+  nanobind::object array, made;  // NumPy's arrays: the caller's, and the copy
+};
 
 // The memory of an argument: an array, or a list of arrays of equal size.
 struct Argument {
@@ -17,6 +27,17 @@ struct Argument {
   PyObject* array = nullptr;  // or tensor; borrowed: the caller keeps it alive
   // Owned, because a list can change while the interpreter lock is released.
   std::vector<nanobind::object> listed;
+  std::vector<Copy> copies;  // of the arrays that the call does not use in place
+
+  // Use copies of all arrays. False: Python must make them, or they are copies already.
+  bool make_private();
+  // Copy the caller's values into the copies, and results back.
+  void fill() const {
+    for (const Copy& copy : copies) copy.layout.pack(copy.packed);
+  }
+  void write_back() const {
+    for (const Copy& copy : copies) copy.layout.unpack(copy.packed);
+  }
 
   // Return what the caller gave: an array, a list of arrays, or None.
   nanobind::object owner() const;

@@ -59,6 +59,16 @@ bool Key::operator==(const Key& other) const {
                                              sizeof(int64_t) * static_cast<size_t>(count)) == 0;
 }
 
+Key Key::without_shape() const {
+  Key key;
+  const auto dimensions = static_cast<int>(words[2]);
+  for (int i = 0; i < count; ++i) {
+    if (i < 2 || i > 2 + dimensions) key.add(words[static_cast<size_t>(i)]);
+    if (i == 2) key.add(-1);  // no array has -1 dimensions
+  }
+  return key;
+}
+
 size_t Key::hash() const {
   uint64_t hash = 0;
   for (int i = 0; i < count; ++i) {
@@ -93,9 +103,10 @@ void Calls::set_messenger(nb::object messenger, nb::object failed, nb::object re
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&queue_ref_, &continues_, &engine_, &queued_type_, &queued_,
-                                 &discards_, &is_locked_, &last_call_, &runner_, &messenger_ref_,
-                                 &message_failed_, &receives_, &sent_, &recorder_ref_}) {
+  for (const nb::object* each :
+       {&queue_ref_, &continues_, &resized_, &engine_, &queued_type_, &queued_, &discards_,
+        &is_locked_, &last_call_, &runner_, &messenger_ref_, &message_failed_, &receives_, &sent_,
+        &recorder_ref_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
@@ -115,8 +126,8 @@ void Calls::clear() {
   runner_.reset();
   messenger_ref_.reset();
   messenger_ = nullptr;
-  for (nb::object* each : {&continues_, &message_failed_, &receives_, &sent_, &queued_, &engine_,
-                           &queued_type_, &discards_, &is_locked_}) {
+  for (nb::object* each : {&continues_, &resized_, &message_failed_, &receives_, &sent_, &queued_,
+                           &engine_, &queued_type_, &discards_, &is_locked_}) {
     each->reset();
   }
 }
@@ -126,11 +137,14 @@ nb::object Calls::last() const {
   return nb::make_tuple(last_seq_, last_call_);
 }
 
-nb::object Calls::run_message(const Message& message, nb::handle group) const {
+nb::object Calls::run_message(const Message& message, const Argument& packed,
+                              nb::handle group) const {
   if (closed_ || messenger_ == nullptr) return {};
   const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
   const double limit_s = message.timeout_s < 0 ? timeout_s_ : message.timeout_s;
+  // The elements after a shorter message keep their values.
+  if (message.is_sent || message.is_partial) packed.fill();
   if (message.is_started) {
     const nb::object array = nb::borrow(message.array), owner = nb::borrow(message.owner);
     if (message.is_sent) {
@@ -141,10 +155,14 @@ nb::object Calls::run_message(const Message& message, nb::handle group) const {
     if (end.is_none()) return {};
     return nb::borrow(global.work_type)(end, "recv", group);
   }
-  const nb::object result = message.is_sent ? messenger_->send(message.array, peer, tag, limit_s)
-                                            : messenger_->recv(message.array, peer, tag, limit_s);
+  const nb::object result =
+    message.is_sent ? messenger_->send(message.array, peer, tag, limit_s)
+                    : messenger_->recv(message.array, peer, tag, limit_s, message.is_partial);
   if (result.is_none()) return {};
-  if (!nb::isinstance<nb::tuple>(result)) return message.is_sent ? nb::none() : result;
+  if (!nb::isinstance<nb::tuple>(result)) {
+    if (!message.is_sent) packed.write_back();
+    return message.is_sent ? nb::none() : result;
+  }
   const nb::object error = message_failed_(message.is_sent ? "send" : "recv", result,
                                            nb::borrow(message.array), peer, tag, limit_s);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -174,6 +192,20 @@ void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle
   table_[key.hash() % table_.size()] = std::move(what);
 }
 
+const CachedCall* Calls::find_resized(const Key& key, const CachedCall& like, nb::handle array) {
+  if (like.prepared == nullptr || !resized_.is_valid()) return nullptr;
+  const Inside inside(*this, PyThread_get_thread_ident());
+  const nb::object resized = resized_, op = like.op, algorithm = like.algorithm;
+  try {
+    keep(key, op, algorithm, resized(like.call, array.attr("shape")));
+  } catch (nb::python_error& error) {
+    // Python fails in the same way, and refuses the call on all ranks. Ctrl-C is raised there.
+    if (!error.matches(PyExc_Exception)) callback_raised(error, "a call of a new shape");
+    return nullptr;
+  }
+  return find(key);
+}
+
 bool Calls::is_busy() const { return caller_ != 0 && caller_ != PyThread_get_thread_ident(); }
 
 // Apart from run_now(), because a longer function is slower also for calls without records.
@@ -186,13 +218,18 @@ void Calls::end_record(uint64_t record) {
   recorder_->end(record, Code::ok);
 }
 
-bool Calls::run_now(const CachedCall& what, const Arrays& arrays, double timeout_s) {
+bool Calls::run_now(const CachedCall& what, Arrays& arrays, double timeout_s) {
+  if (what.prepared->copies_output() && arrays.output.copies.empty() &&
+      !arrays.output.make_private()) {
+    return false;
+  }
   const uintptr_t thread = CallQueue::this_thread();
   const uint64_t seq = queue_->take(thread);
   if (seq == 0) return false;
   const TakenTurn taken(*queue_);
   const Inside inside(*this, thread);
   const Prepared& prepared = *what.prepared;
+  const bool keeps = prepared.keeps_output();
   // It keeps the call alive: a signal handler may make other calls, and one may take its place in
   // the cache. None of them runs here before this call has ended.
   last_seq_ = seq;
@@ -204,6 +241,7 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays, double timeout
     if (recorder_ != nullptr) recorder_->write_now();
     continue_in_python(nb::object(last_call_), record, status, arrays,
                        timeout_s < 0 ? timeout_s_ : timeout_s);
+    if (!keeps) arrays.output.write_back();
   } else if (recorder_ != nullptr) {
     end_record(record);
   }
@@ -224,8 +262,14 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
   {
     Unlocker unlocker(recorder_);
     if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
+    arrays.input.fill();
+    arrays.output.fill();
     status = job.runner->run(job.program, job.buffers, job.reduce, job.words.of_call(seq),
                              timeout_ns, &unlocker);
+    if (status.is_ok()) {
+      job.finish();
+      if (!what.keeps_output()) arrays.output.write_back();
+    }
   }
   // Here, because Python would run the handlers before the first line of code that can handle an
   // exception of theirs.

@@ -32,6 +32,9 @@ struct Key {
     words[static_cast<size_t>(count++)] = word;
     return true;
   }
+  // Return the key of the same call on arrays of any shape. The call has one array, so the key
+  // begins with function, dtype and shape.
+  Key without_shape() const;
   bool operator==(const Key& other) const;
   size_t hash() const;
 };
@@ -44,6 +47,7 @@ struct Message {
   PyObject* tag = nullptr;
   bool is_sent = false;
   bool is_started = false;  // the call does not wait for its end
+  bool is_partial = false;  // a receive takes a shorter message, and returns its elements
   double timeout_s = -1;    // below 0: that of the group
 };
 
@@ -55,7 +59,7 @@ class Messenger {
                                 double timeout_s) = 0;
   virtual bool try_send(nanobind::handle array, nanobind::handle to, nanobind::handle tag) = 0;
   virtual nanobind::object recv(nanobind::handle array, nanobind::handle from, nanobind::handle tag,
-                                double timeout_s) = 0;
+                                double timeout_s, bool partial) = 0;
 };
 
 // A place in the cache. Python's table of prepared calls (backends/prepared_calls.py) has the same
@@ -94,6 +98,10 @@ class Calls {
   void set_messenger(nanobind::object messenger, nanobind::object failed, nanobind::object receives,
                      nanobind::object sent);
 
+  // `resized(call, shape)` returns what `Engine.prepare` of Python returns for the call on an array
+  // of this shape.
+  void set_resized(nanobind::object resized) { resized_ = std::move(resized); }
+
   // For Python's garbage collector, because the calls refer back to the engine that owns this
   // object.
   int visit(visitproc visit, void* arg) const;
@@ -108,8 +116,9 @@ class Calls {
     if (runner_.is_valid()) nanobind::inst_ptr<Runner>(runner_)->wake_waiters();
   }
   // Send or receive. Returns the result of the public function, or no object if Python must handle
-  // it. `group`: the group's object.
-  nanobind::object run_message(const Message& message, nanobind::handle group) const;
+  // it. `packed` has the copy if the array of the message is one. `group`: the group's object.
+  nanobind::object run_message(const Message& message, const Argument& packed,
+                               nanobind::handle group) const;
   // Whether C++ may run calls of this thread.
   bool accepts() const {
     return !closed_ && suspended == 0 && !is_busy() && !fork_guard_.is_forked();
@@ -119,9 +128,12 @@ class Calls {
   // Keep what `Engine.prepare` of Python has returned for calls of this key.
   void keep(const Key& key, nanobind::handle op, nanobind::handle algorithm,
             nanobind::handle found);
+  // Have Python make the prepared call for another shape, and keep it. `like`: a call that differs
+  // in the shape only. nullptr: Python must run the call.
+  const CachedCall* find_resized(const Key& key, const CachedCall& like, nanobind::handle array);
   // Run a call on this thread if the group's turn is free. False: Python must run the call.
   // `timeout_s` below 0: that of the group.
-  bool run_now(const CachedCall& what, const Arrays& arrays, double timeout_s);
+  bool run_now(const CachedCall& what, Arrays& arrays, double timeout_s);
   // Queue a call. Returns the arguments for a new Work; None: Python must make the call.
   nanobind::object queue(const CachedCall& what, const Arrays& arrays);
   // Wait for the end of a queued call. False: it has not ended well, or Python must wait.
@@ -153,7 +165,7 @@ class Calls {
 
   nanobind::object queue_ref_;
   CallQueue* queue_;
-  nanobind::object continues_;
+  nanobind::object continues_, resized_;
   // See open_queue(). Not valid: Python queues calls.
   nanobind::object engine_, queued_type_, queued_, discards_, is_locked_;
   int kept_ = 0;  // calls and bytes since the last discards_()

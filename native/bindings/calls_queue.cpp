@@ -38,7 +38,9 @@ void Calls::open_queue(nb::object engine, nb::object type, nb::object calls, nb:
 
 // A deque keeps the call: otherwise its memory could be freed while C++ uses it.
 nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
-  if (!queued_.is_valid()) return nb::none();
+  // A queued call uses its arrays in place.
+  const bool copies = !arrays.input.copies.empty() || !arrays.output.copies.empty();
+  if (!queued_.is_valid() || copies || what.prepared->copies_output()) return nb::none();
   const Inside inside(*this, PyThread_get_thread_ident());
   const nb::object queued_calls = queued_;
   nb::object queued, output;

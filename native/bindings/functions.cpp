@@ -38,16 +38,22 @@ nb::object checked(PyObject* result) {
 // nothing: the traceback of an error may keep it, and must not keep the group.
 struct Learner {
   const Arguments* known;
+  bool takes_one_array;
 
   void learn(nb::handle found) const {
-    if (known != nullptr) known->calls->keep(known->key, known->op, known->algorithm, found);
+    if (known == nullptr) return;
+    known->calls->keep(known->key, known->op, known->algorithm, found);
+    if (takes_one_array) {
+      known->calls->keep(known->key.without_shape(), known->op, known->algorithm, found);
+    }
   }
 };
 
 // Ends the learner of a call in its destructor.
 class Lesson {
  public:
-  explicit Lesson(const Arguments& known) : learner_(nb::cast(Learner{&known})) {}
+  Lesson(const Arguments& known, const Signature& f)
+      : learner_(nb::cast(Learner{&known, f.takes_one_array})) {}
   ~Lesson() { nb::inst_ptr<Learner>(learner_)->known = nullptr; }
   Lesson(const Lesson&) = delete;
   Lesson& operator=(const Lesson&) = delete;
@@ -63,7 +69,7 @@ nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* c
   static PyObject* const name = PyUnicode_InternFromString("_learn");
   const size_t named = keywords == nullptr ? 0 : static_cast<size_t>(PyTuple_GET_SIZE(keywords));
   const size_t count = static_cast<size_t>(PyVectorcall_NARGS(nargsf)) + named;
-  const Lesson lesson(known);
+  const Lesson lesson(known, f.signature);
   std::vector<PyObject*> given(args, args + count);
   given.push_back(lesson.learner());
   const nb::object names = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(named + 1)));
@@ -75,7 +81,7 @@ nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* c
 }
 
 // Run or queue a collective. No object: Python must run it.
-nb::object call_prepared(const Arguments& known, const CachedCall& what) {
+nb::object call_prepared(Arguments& known, const CachedCall& what) {
   if (what.prepared == nullptr) return {};
   if (known.is_async) {
     const nb::object arguments = known.calls->queue(what, known.arrays);
@@ -85,6 +91,14 @@ nb::object call_prepared(const Arguments& known, const CachedCall& what) {
   return known.calls->run_now(what, known.arrays, known.timeout_s) ? nb::none() : nb::object();
 }
 
+// Find the call that a known call on an array of another shape becomes. nullptr: there is none.
+const CachedCall* find_resized(const Signature& f, const Arguments& known) {
+  if (!f.takes_one_array) return nullptr;
+  const CachedCall* like = known.calls->find(known.key.without_shape());
+  return like == nullptr ? nullptr
+                         : known.calls->find_resized(known.key, *like, known.arrays.output.array);
+}
+
 nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf,
                          PyObject* keywords) {
   Arguments known;
@@ -92,11 +106,13 @@ nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf
   if (parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords,
                       &known)) {
     if (known.message.array != nullptr) {
-      result = known.calls->run_message(known.message, known.group);
+      result = known.calls->run_message(known.message, known.arrays.output, known.group);
     } else if (const CachedCall* what = known.calls->find(known.key)) {
       result = call_prepared(known, *what);
     } else if (known.calls->accepts()) {
-      return call_and_learn(f, known, args, nargsf, keywords);
+      what = find_resized(f.signature, known);
+      if (what == nullptr) return call_and_learn(f, known, args, nargsf, keywords);
+      result = call_prepared(known, *what);
     }
   }
   return result.is_valid() ? result
@@ -233,6 +249,8 @@ nb::object make_function(nb::object function, const std::vector<nb::str>& names,
   std::memcpy(f->signature.kinds, kinds.data(), kinds.size());
   f->signature.group = kinds.find(kGroup);
   f->signature.positional = positional;
+  f->signature.takes_one_array =
+    kinds[0] == kWrites && kinds.find_first_of("rwRW", 1) == std::string::npos;
   PyObject_GC_Track(f);
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }
@@ -277,10 +295,11 @@ void bind_calls(nb::module_& m) {
   using unisono::Prepared;
   nb::class_<Prepared>(m, "Prepared")
     .def(nb::init<nb::handle_t<unisono::Runner>, nb::handle_t<unisono::OwnedProgram>, int64_t, int,
-                  int, uint64_t, uint64_t, uint32_t, int64_t>(),
+                  int, uint64_t, uint64_t, uint32_t, int64_t, int, bool>(),
          nb::arg("runner"), nb::arg("program"), nb::arg("itemsize"), nb::arg("dtype"),
          nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"), nb::arg("kind") = 0,
-         nb::arg("count") = 0, "A call without its memory; fingerprint 0: the ranks have agreed.");
+         nb::arg("count") = 0, nb::arg("members") = 1, nb::arg("copies") = false,
+         "A call without its memory; fingerprint 0: the ranks have agreed.");
 
   nb::class_<Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
     .def(nb::init<nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"))
@@ -293,6 +312,8 @@ void bind_calls(nb::module_& m) {
          nb::arg("discards"), nb::arg("is_locked"), "Queue asynchronous calls from now on.")
     .def("wait_well", &Calls::wait_well, nb::arg("call"),
          "Wait for a queued call; False: it has failed, or Python must wait.")
+    .def("set_resized", &Calls::set_resized, nb::arg("resized"),
+         "Have `resized(call, shape)` make the prepared calls of new shapes.")
     .def("set_messenger", &Calls::set_messenger, nb::arg("messenger").none(), nb::arg("failed"),
          nb::arg("receives"), nb::arg("sent"), "Send and receive plain messages through a Port.")
     .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),

@@ -187,8 +187,7 @@ void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
   messages.callbacks().wire = in_python(std::move(wire), "a wire to another rank");
 }
 
-// Sends and receives plain messages of one group, without Python code in between. Other messages,
-// for example to this rank itself, are passed to Python: the result is then None.
+// Sends and receives plain messages of one group. If Python must, the result is None.
 class Port final : public unisono::Messenger {
  public:
   // `type`: the type of the arrays that are handled here. `words`: from the buffer format of a
@@ -220,19 +219,20 @@ class Port final : public unisono::Messenger {
     return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(std::move(outcome)));
   }
 
-  // Returns the source if a message was received, and what `Messages.wait` returns if not.
-  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) override {
+  // Returns the source or the count (`partial`), and what `Messages.wait` returns if none came.
+  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s,
+                  bool partial) override {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
-    const int64_t timeout_ns = nanoseconds(timeout_s);
+    if (partial) plain.envelope.info |= unisono::kPartial;
     const uint64_t record = begin_record(plain, plain.kinds.second);
     Outcome outcome = unlocked([&] {
-      return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, timeout_ns);
+      return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_,
+                             nanoseconds(timeout_s));
     });
     records_.end(record, outcome.code, outcome.code == Code::ok ? outcome.source : plain.peer);
     if (outcome.code != Code::ok) return nb::cast(to_tuple(std::move(outcome)));
-    if (plain.packed.is_valid()) unisono::unpack(plain.packed, array);
-    return nb::int_(outcome.source);
+    return partial ? nb::int_(outcome.nbytes / plain.view->itemsize()) : nb::int_(outcome.source);
   }
 
   // Send a message only if that needs no waiting. Returns whether it was sent.
@@ -256,7 +256,6 @@ class Port final : public unisono::Messenger {
   // memory alive, and ends the record.
   nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
     Plain plain;
-    plain.packs = false;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     const uint64_t record = begin_record(plain, plain.kinds.second);
     Outcome outcome;
@@ -272,8 +271,6 @@ class Port final : public unisono::Messenger {
   struct Plain {
     int peer = -1;
     Envelope envelope{};
-    bool packs = true;
-    nb::object packed;  // the array instead of the caller's, if that is not contiguous
     std::optional<View> view;
     std::pair<uint32_t, uint32_t> kinds;
     char* data() const { return view->data(); }
@@ -303,12 +300,7 @@ class Port final : public unisono::Messenger {
     const int64_t number = PyLong_AsLongLong(tag.ptr());
     if (flags == PyBUF_SIMPLE && plain->peer >= 0) messages_->wake_waiters(plain->peer);
     const int wanted = flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT;
-    if (number >= 0 && !plain->view.emplace(array, wanted).is_held() && plain->packs) {
-      PyErr_Clear();
-      plain->packed = unisono::packed(array, flags == PyBUF_WRITABLE);
-      if (plain->packed.is_valid()) plain->view.emplace(plain->packed, wanted);
-    }
-    if (number < 0 || !plain->view->is_held()) {
+    if (number < 0 || !plain->view.emplace(array, wanted).is_held()) {
       PyErr_Clear();
       return false;
     }

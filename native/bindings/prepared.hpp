@@ -20,21 +20,30 @@ namespace unisono {
 class Prepared {
  public:
   // `dtype`, `op`: codes. `fingerprint`, `even`: see Runner::run(). `kind`, `count`: see Record.
+  // `members`: ranks that contribute to this rank's result; 0: its OUTPUT is no result. `copies`:
+  // the program writes into it nevertheless, so it must be a copy.
   Prepared(nanobind::handle_t<Runner> runner, nanobind::handle_t<OwnedProgram> program,
            int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even, uint32_t kind,
-           int64_t count)
+           int64_t count, int members, bool copies)
       : runner_ref_(nanobind::borrow(runner)),
         program_ref_(nanobind::borrow(program)),
         runner_(nanobind::inst_ptr<Runner>(runner)),
         program_(nanobind::inst_ptr<OwnedProgram>(program)),
         itemsize_(itemsize),
         reduce_(reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op))),
+        divide_(op == static_cast<int>(RedOp::avg) && members > 1
+                  ? divide_fn(static_cast<DType>(dtype))
+                  : nullptr),
+        members_(members),
+        copies_(copies),
         words_{fingerprint, even},
         recorded_{kind, fingerprint, count} {}
 
   const nanobind::object& runner() const { return runner_ref_; }
   bool is_aborted() const { return runner_->is_aborted(); }
   const Recorded& recorded() const { return recorded_; }
+  bool keeps_output() const { return members_ == 0; }
+  bool copies_output() const { return copies_; }
   size_t scratch_bytes() const { return static_cast<size_t>(program_->scratch_count * itemsize_); }
   // Return the job of a call on these arrays. `scratch` has scratch_bytes() bytes.
   Job job(const Arrays& arrays, char* scratch) const {
@@ -46,6 +55,8 @@ class Prepared {
              list_of(output)},
             reduce_,
             words_};
+    job.divide = divide_;
+    job.divisor = members_;
     job.program.is_checked = checked_input_ == job.buffers.input_count &&
                              checked_output_ == job.buffers.output_count && !output.is_readonly;
     return job;
@@ -70,6 +81,9 @@ class Prepared {
   const OwnedProgram* program_;
   int64_t itemsize_;
   ReduceFn reduce_;
+  DivideFn divide_;
+  int members_;
+  bool copies_;
   AgreementWords words_;
   Recorded recorded_;
   // Elements; -1: no run has checked the program. Guarded by the interpreter lock.

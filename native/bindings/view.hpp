@@ -25,9 +25,10 @@ class View {
   bool is_held() const { return held_; }
   char* data() const { return static_cast<char*>(view_.buf); }
   uint64_t nbytes() const { return static_cast<uint64_t>(view_.len); }
-  uint64_t count() const {
-    return nbytes() / static_cast<uint64_t>(std::max<Py_ssize_t>(view_.itemsize, 1));
+  uint64_t itemsize() const {
+    return static_cast<uint64_t>(std::max<Py_ssize_t>(view_.itemsize, 1));
   }
+  uint64_t count() const { return nbytes() / itemsize(); }
   const char* format() const { return view_.format == nullptr ? "B" : view_.format; }
 
  private:

@@ -38,6 +38,7 @@ Status Job::run() const {
   if (recorder != nullptr) recorder->start(record);
   const int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
   const Status status = runner->run(program, buffers, reduce, words, left_ns);
+  if (status.is_ok()) finish();
   // Python continues other calls, and ends their records.
   if (recorder != nullptr && status.is_ok()) recorder->end(record, Code::ok);
   return status;

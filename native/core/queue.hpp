@@ -28,8 +28,16 @@ struct Job {
   bool handed = false;           // the thread that serves reports the end of the job
   Recorder* recorder = nullptr;  // nullptr: the call is not recorded
   uint64_t record = 0;
+  DivideFn divide = nullptr;  // for AVG
+  int divisor = 0;
 
   Status run() const;
+  // Compute the result from what the program has left in OUTPUT.
+  void finish() const {
+    if (divide != nullptr) {
+      divide(buffers.output, static_cast<size_t>(buffers.output_count), divisor);
+    }
+  }
 };
 
 // The right of a call to run: the calls of a group run one after another, in the order of their

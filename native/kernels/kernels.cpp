@@ -18,7 +18,8 @@ namespace unisono {
 
 namespace plain {
 ReduceFn reduce_fn(DType dtype, RedOp op);
-}
+DivideFn divide_fn(DType dtype);
+}  // namespace plain
 #if defined(UNISONO_X86_LEVELS)
 namespace v3 {
 ReduceFn reduce_fn(DType dtype, RedOp op);
@@ -84,6 +85,9 @@ std::atomic<const Isa*>& chosen() {
 ReduceFn reduce_fn(DType dtype, RedOp op) {
   return chosen().load(std::memory_order_relaxed)->reduce_fn(dtype, op);
 }
+
+// In one instruction set: a division takes as long per element in all of them.
+DivideFn divide_fn(DType dtype) { return plain::divide_fn(dtype); }
 
 std::size_t element_nbytes(DType dtype) {
   switch (dtype) {

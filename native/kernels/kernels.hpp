@@ -49,9 +49,15 @@ constexpr int kRedOps = 9;
 using ReduceFn = void (*)(void* into, const void* left, const void* right, std::size_t count);
 
 // Return the loop for this pair in the chosen instruction set. The result is nullptr if the pair
-// has no meaning (MIN of complex numbers) or a code is out of range. AVG and PREMUL_SUM add; Python
-// applies their factors.
+// has no meaning (MIN of complex numbers) or a code is out of range. AVG and PREMUL_SUM add:
+// divide_fn() and Python apply their factors.
 ReduceFn reduce_fn(DType dtype, RedOp op);
+
+// values[i] /= divisor for i < count; integers are rounded toward zero.
+using DivideFn = void (*)(void* values, std::size_t count, int divisor);
+
+// Return the loop for AVG of a dtype; nullptr if there is none.
+DivideFn divide_fn(DType dtype);
 
 std::size_t element_nbytes(DType dtype);
 

@@ -1,7 +1,8 @@
 // The loops, compiled once per instruction set; UNISONO_ISA names the namespace.
 //
 // Without the standard library: the linker could keep an inline function of it that was compiled
-// for AVX-512, and use it for all callers. For the same reason everything but reduce_fn is local.
+// for AVX-512, and use it for all callers. For the same reason everything but the last two functions
+// is local.
 #include "kernels/kernels.hpp"
 
 #if defined(__F16C__)
@@ -234,6 +235,32 @@ void half_loop(void* into, const void* left, const void* right, std::size_t coun
 }
 #endif
 
+template <class T>
+T quotient(T value, int divisor) {
+  if constexpr (!IsFloat<T>::value && sizeof(T) <= 4) {
+    // Vectorised, unlike a division of integers. The conversion rounds toward zero. A quotient of 32
+    // bits by a smaller number is never so close to an integer that a double would reach it.
+    return static_cast<T>(static_cast<double>(value) / divisor);
+  } else {
+    return value / static_cast<T>(divisor);
+  }
+}
+
+// NumPy's formula for complex numbers, whose infinities become NaN.
+template <class T>
+Complex<T> quotient(Complex<T> value, int divisor) {
+  const T scale = T(1) / static_cast<T>(divisor);
+  return {(value.re + value.im * T(0)) * scale, (value.im - value.re * T(0)) * scale};
+}
+
+template <class Element>
+void divide_loop(void* values, std::size_t count, int divisor) {
+  auto* out = static_cast<Stored<typename Element::Memory>*>(values);
+  for (std::size_t i = 0; i < count; i++) {
+    out[i].value = Element::store(quotient(Element::load(out[i].value), divisor));
+  }
+}
+
 // --- tables ----------------------------------------------------------------------------------
 
 template <class Element>
@@ -315,6 +342,27 @@ ReduceFn reduce_fn(DType dtype, RedOp op) {
     case DType::f64: return real<Plain<double>>(op);
     case DType::c64: return complex<float>(op);
     case DType::c128: return complex<double>(op);
+  }
+  return nullptr;
+}
+
+DivideFn divide_fn(DType dtype) {
+  switch (dtype) {
+    case DType::bool8: return nullptr;
+    case DType::i8: return divide_loop<Plain<i8>>;
+    case DType::i16: return divide_loop<Plain<i16>>;
+    case DType::i32: return divide_loop<Plain<i32>>;
+    case DType::i64: return divide_loop<Plain<i64>>;
+    case DType::u8: return divide_loop<Plain<u8>>;
+    case DType::u16: return divide_loop<Plain<u16>>;
+    case DType::u32: return divide_loop<Plain<u32>>;
+    case DType::u64: return divide_loop<Plain<u64>>;
+    case DType::f16: return divide_loop<Float16>;
+    case DType::bf16: return divide_loop<BFloat16>;
+    case DType::f32: return divide_loop<Plain<float>>;
+    case DType::f64: return divide_loop<Plain<double>>;
+    case DType::c64: return divide_loop<Plain<Complex<float>>>;
+    case DType::c128: return divide_loop<Plain<Complex<double>>>;
   }
   return nullptr;
 }

@@ -261,6 +261,8 @@ class Prepared:
         even: int,
         kind: int = 0,
         count: int = 0,
+        members: int = 1,
+        copies: bool = False,
     ) -> None:
         """A call without its memory; fingerprint 0: the ranks have agreed."""
 
@@ -286,6 +288,9 @@ class Calls:
 
     def wait_well(self, call: QueuedCall) -> bool:
         """Wait for a queued call; False: it has failed, or Python must wait."""
+
+    def set_resized(self, resized: object) -> None:
+        """Have `resized(call, shape)` make the prepared calls of new shapes."""
 
     def set_messenger(
         self, messenger: object | None, failed: object, receives: object, sent: object

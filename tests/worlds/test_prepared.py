@@ -324,9 +324,12 @@ def test_plain_messages_run_no_python(rank):
             dist.send(mine, to, **how)
             assert dist.recv(got, source if k % 2 else None, **how) == source
             assert got.tolist() == [10 * source + k] * 5
+        dist.send(np.arange(10.0)[::2], to)
+        assert dist.recv(table := np.zeros((6, 2))[:, 1], source, partial=True) == 5
+        assert table.tolist() == [0, 2, 4, 6, 8, 0]
         for call in (dist.send, dist.recv):
             with pytest.raises(RuntimeError, match="came to Python"):
-                call(np.ones((4, 4))[:, 1], to)
+                call(np.ones(4, ">f8"), to)
     finally:
         del group.send, group.recv
     dist.barrier()

@@ -59,9 +59,6 @@ class ArrayBackend(DeviceBackend):
         spec: CallSpec,
         operands: Operands,
         options: CallOptions,
-        *,
-        result: bool = True,
-        members: int | None = None,
     ) -> Pending:
         """Submit one collective.
 
@@ -69,15 +66,14 @@ class ArrayBackend(DeviceBackend):
             spec: The call without its memory.
             operands: Its memory.
             options: How to run it.
-            result: Whether this rank's output gets a result.
-            members: Number of ranks that contribute to this rank's result, for AVG; None: all.
         """
 
     # ---- collectives ----------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int, options: CallOptions) -> Pending:
-        data = self.memory.one(tensor, write=self.spec.rank != root)
-        spec = CallSpec("broadcast", "broadcast", data.count, root)
+        is_root = self.spec.rank == root
+        data = self.memory.one(tensor, write=not is_root)
+        spec = CallSpec("broadcast", "broadcast", data.count, root, members=0 if is_root else None)
         return self._submit(spec, Operands(data, None, data, [tensor]), options)
 
     def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
@@ -98,8 +94,9 @@ class ArrayBackend(DeviceBackend):
         is_root = self.spec.rank == root
         private = op.op is RedOpType.PREMUL_SUM
         data = self.memory.one(tensor, write=is_root, private=private)
-        spec = CallSpec("reduce", "reduce", data.count, root, op)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options, result=is_root)
+        members = None if is_root else 0
+        spec = CallSpec("reduce", "reduce", data.count, root, op, members=members)
+        return self._submit(spec, Operands(data, None, data, [tensor]), options)
 
     def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
         data = self.memory.one(tensor, write=False)
@@ -256,9 +253,8 @@ class ArrayBackend(DeviceBackend):
     ) -> Pending:
         """Submit a reduction over the first `members` ranks."""
         data = self.memory.one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
-        spec = CallSpec(name, name, data.count, op=op)
-        operands = Operands(data, None, data, [tensor])
-        return self._submit(spec, operands, options, result=members > 0, members=members)
+        spec = CallSpec(name, name, data.count, op=op, members=members)
+        return self._submit(spec, Operands(data, None, data, [tensor]), options)
 
     def _blocks(
         self, whole: Flat, part: Flat, options: CallOptions, whole_name: str, part_name: str

@@ -20,7 +20,7 @@ from unisono.backends.p2p import MessageBackend, Port
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
+from unisono.base.types import DType, ReduceOp, require_reducible
 from unisono.base.worker import Worker
 from unisono.engines import (
     Communicator,
@@ -38,6 +38,9 @@ from unisono.schedules import Layout, Program, Schedule
 from unisono.schedules.tables import Shape, Table
 from unisono.stores import PrefixStore
 from unisono.transports import connect, has_ended
+
+_NOW = Deadline(0.0)
+"""The deadline of a task that does not run."""
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
@@ -123,6 +126,8 @@ class CPUBackend(MessageBackend, ArrayBackend):
         self._table = tuning.agreed(self._tables, self.shape, comm)
         self._prepared_calls = PreparedCalls(comm, self._engine, self._table)
         self.port = Port.of(comm, self.calls)
+        if self.calls is not None:
+            self.calls.set_resized(self._resized)
 
     # ---- calls without arrays ------------------------------------------------------------
 
@@ -219,9 +224,6 @@ class CPUBackend(MessageBackend, ArrayBackend):
         spec: CallSpec,
         operands: Operands,
         options: CallOptions,
-        *,
-        result: bool = True,
-        members: int | None = None,
     ) -> Pending:
         subject, input, output, outputs = operands
         op = spec.op
@@ -230,17 +232,18 @@ class CPUBackend(MessageBackend, ArrayBackend):
         if op is not None:
             require_reducible(dtype, op)
         prepared = self._prepared_calls.get(spec, subject, options)
-        if not result and output is not None and prepared.writes_output:
+        if output is not None and prepared.members == 0 and prepared.writes_output:
             # Many schedules of reduce use the other ranks' tensors as scratch. torch permits
             # this; a private copy keeps the tensors unchanged.
             output.make_private()
-        average = op is not None and op.op is RedOpType.AVG
         copies = [data for data in (input, output) if data is not None and not data.in_place]
+        divisor = 0 if self._engine.divides else prepared.divisor
 
         def finish() -> None:
-            if result and output is not None:
-                if average:
-                    divide(output.array, dtype, members or self.spec.size)
+            assert output is not None
+            if divisor:
+                divide(output.array, dtype, divisor)
+            if prepared.members:
                 output.write_back()
 
         pending = Pending(outputs, runs_here=self._engine.runs_here)
@@ -250,7 +253,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
             output=None if output is None else output.memory,
             deadline=options.deadline,
             begin=partial(_fill, copies, dtype, op) if copies else None,
-            finish=finish if average or output in copies else None,
+            finish=finish if divisor or output in copies else None,
         )
         self._engine.submit(task, pending, inline=not options.async_op)
         if not options.async_op:
@@ -259,6 +262,11 @@ class CPUBackend(MessageBackend, ArrayBackend):
             # Now the ranks are connected, which the first call of a group does.
             pending.prepared = self._engine.prepare(task)
         return pending
+
+    def _resized(self, prepared: Prepared, shape: tuple[int, ...]) -> Prepared | bool | None:
+        """Return what C++ needs for a call on one array, made for an array of another shape."""
+        resized = self._prepared_calls.resized(prepared, shape)
+        return self._engine.prepare(Task(resized, None, None, _NOW))
 
     # ---- the control plane of another backend ---------------------------------------------
 

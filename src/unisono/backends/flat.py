@@ -86,13 +86,6 @@ class Flat:
         for target in self._views:
             target.unpack()
 
-    def __str__(self) -> str:
-        if len(self._views) == 1:
-            return f"{self.dtype}[{', '.join(map(str, self._views[0].shape))}]"
-        if len(set(self.sizes)) == 1:
-            return f"{len(self.sizes)} x {self.dtype}[{self.sizes[0]}]"
-        return f"{self.dtype}[{' + '.join(map(str, self.sizes))}]"
-
 
 def one(tensor: Any, *, write: bool, name: str = "tensor", private: bool = False) -> Flat:
     """Return one array as flat memory; a copy of it if `private`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,7 +33,7 @@ from unisono.backends.blocks import (
 from unisono.backends.flat import Flat
 from unisono.backends.neighbors import Sizes, neighbor_exchange
 from unisono.base import config
-from unisono.base.types import ReduceOp, dtype_named
+from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines import Call, Communicator, Exchange, Prepared
 from unisono.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
@@ -81,6 +82,8 @@ class CallSpec(NamedTuple):
         op: Reduce op.
         splits: Sizes of blocks, or of messages to neighbours, that may differ.
         agreed: Other values that must be equal on all ranks.
+        members: Number of ranks that contribute to this rank's result; None: all, 0: this rank's
+            output is no result. Follows from the others.
     """
 
     collective: str
@@ -90,6 +93,35 @@ class CallSpec(NamedTuple):
     op: ReduceOp | None = None
     splits: Splits | Blocks | Sizes | None = None
     agreed: tuple[object, ...] = ()
+    members: int | None = None
+
+
+class Subject(NamedTuple):
+    """The arrays that describe a call in an error, without their memory.
+
+    Attributes:
+        dtype: Element type of all arrays.
+        shapes: Their shapes.
+    """
+
+    dtype: DType
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        if len(self.shapes) == 1:
+            return f"{self.dtype}[{', '.join(map(str, self.shapes[0]))}]"
+        sizes = list(map(prod, self.shapes))
+        if len(set(sizes)) == 1:
+            return f"{len(sizes)} x {self.dtype}[{sizes[0]}]"
+        return f"{self.dtype}[{' + '.join(map(str, sizes))}]"
+
+
+class _Wishes(NamedTuple):
+    """The settings of a call that are a part of its meaning; see `CallOptions`."""
+
+    algorithm: str | None
+    label: str | None
+    ordered: bool
 
 
 def _compared_only(prepared: Prepared) -> Prepared:
@@ -158,36 +190,47 @@ class PreparedCalls:
             subject: The array that describes the call in an error; None without one.
             options: Algorithm, label and order of reduction.
         """
-        collective, called, count, root, op, splits, agreed = spec
-        wish, label = options.algorithm, options.label
-        ordered = op is not None and (options.deterministic or self.deterministic)
+        ordered = spec.op is not None and (options.deterministic or self.deterministic)
+        wishes = _Wishes(options.algorithm, options.label, ordered)
+        like = None if subject is None else Subject(subject.dtype, subject.shapes)
+        return self._get(spec, like, wishes)
+
+    def resized(self, prepared: Prepared, shape: tuple[int, ...]) -> Prepared:
+        """Return the prepared call on an array of another shape, of a call on one array."""
+        spec, wishes = prepared.source
+        subject = Subject(prepared.dtype, (shape,))
+        return self._get(spec._replace(elements=prod(shape)), subject, wishes)
+
+    def _get(self, spec: CallSpec, subject: Subject | None, wishes: _Wishes) -> Prepared:
+        op, label = spec.op, wishes.label
         # The parts that identify dtype and op: hashing the objects would cost a microsecond.
         reduction = None if op is None else (op.op.value, op.factor)
         like = None if subject is None else (subject.dtype.name, subject.shapes)
-        key = (
-            collective, called, count, root, reduction, splits, agreed, like, wish, label, ordered,
-        )  # fmt: skip
+        key = (*spec[:4], reduction, *spec[5:7], like, wishes)
         prepared = self._prepared.get(key)
         if prepared is None:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
+            called = spec
             if label is not None:
-                spec = spec._replace(called=label, agreed=(*agreed, label))
-            prepared = self._make(spec, subject, wish, ordered=ordered)
+                called = spec._replace(called=label, agreed=(*spec.agreed, label))
+            prepared = self._make(called, subject, wishes.algorithm, ordered=wishes.ordered)
             if not self._moves_data:
                 prepared = _compared_only(prepared)
+            prepared.source = spec, wishes
             self._prepared[key] = prepared
         return prepared
 
     def _make(
-        self, spec: CallSpec, subject: Flat | None, wish: str | None, *, ordered: bool
+        self, spec: CallSpec, subject: Subject | None, wish: str | None, *, ordered: bool
     ) -> Prepared:
         """Return everything about a call that does not depend on its memory."""
-        collective, called, count, root, op, splits, agreed = spec
+        collective, called, count, root, op, splits, agreed, members = spec
         dtype, reduce_op = NO_DTYPE if subject is None else subject.dtype, op or ReduceOp.SUM
         size, itemsize = self._comm.size, dtype.itemsize
         nbytes = count * itemsize
-        text = f"{called}({', '.join(self._words(spec, subject, wish, ordered))})"
+        shown = "" if subject is None else str(subject)
+        text = f"{called}({', '.join(self._words(spec, shown, wish, ordered))})"
         if isinstance(splits, Sizes):
             call = Call.of(called, text, (collective, splits.links.digest, *agreed), nbytes)
             linked = neighbor_exchange(self._comm, splits, dtype)
@@ -218,7 +261,7 @@ class PreparedCalls:
             program = NO_STEPS
             if what is None:
                 program = self._lower(collective, algorithm, count, itemsize, root, pipeline, given)
-            same = str(subject) if collective in _ELEMENTWISE else ""
+            same = shown if collective in _ELEMENTWISE else ""
             agreed = (
                 collective, dtype.name, count, root, op, algorithm, pipeline, ordered, blocks,
                 same, *agreed,
@@ -228,9 +271,11 @@ class PreparedCalls:
         else:
             exchange, program = self._exchange(spec, splits, algorithm, itemsize, what)
             call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
-        return Prepared(
+        prepared = Prepared(
             call, program, dtype, reduce_op, exchange, algorithm, spec.elements, what=what
         )
+        prepared.members = size if members is None else members
+        return prepared
 
     def _lower(
         self,
@@ -247,12 +292,10 @@ class PreparedCalls:
         schedule = build(collective, algorithm, self._comm.size, root, pipeline, local)
         return self._engine.lower(schedule, layout_for(schedule, count, **(splits or {})), itemsize)
 
-    def _words(
-        self, spec: CallSpec, subject: Flat | None, wish: str | None, ordered: bool
-    ) -> list[str]:
+    def _words(self, spec: CallSpec, subject: str, wish: str | None, ordered: bool) -> list[str]:
         """Return the arguments as an error shows them."""
         op, splits = spec.op, spec.splits
-        words = [] if subject is None else [str(subject)]
+        words = [subject] if subject else []
         if splits is not None and not splits.even:
             words.append(
                 f"send {list(splits.sent)}, receive {list(splits.received)}"

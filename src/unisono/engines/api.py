@@ -14,7 +14,7 @@ import numpy as np
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, ReduceOp
+from unisono.base.types import DType, RedOpType, ReduceOp
 from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
 from unisono.rendezvous.launchers import local_rank
@@ -203,6 +203,9 @@ class Prepared:
         native: The same for C++, made by the C++ engine when the call first runs.
         what: The collective to run instead of the programs; None: the engine runs a program.
         writes_output: Whether the program uses this rank's OUTPUT for more than reading.
+        members: Number of ranks that contribute to this rank's result; 0: its OUTPUT is no result,
+            and keeps its values.
+        source: The backend's description of the call, from which it makes others like it.
     """
 
     call: Call
@@ -215,9 +218,16 @@ class Prepared:
     native: Any = None
     what: Collective | None = None
     writes_output: bool = field(init=False)
+    members: int = field(init=False, default=1)
+    source: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.writes_output = bool((self.program.steps[:, 4] == Buf.OUTPUT).any())
+
+    @property
+    def divisor(self) -> int:
+        """The number that AVG divides the result by; 0: by none, as a rank's own values."""
+        return self.members if self.op.op is RedOpType.AVG and self.members > 1 else 0
 
     def kind(self, route: str) -> int:
         """Return the kind of the record of such a call."""
@@ -284,6 +294,9 @@ class Engine(ABC):
     over = "messages"
     """What carries the data of programs ("messages", "shared memory"), as far as it is known."""
 
+    divides = False
+    """Whether the engine divides results by `Prepared.divisor`; if not, `Task.finish` does."""
+
     calls: Any = None
     """Runs calls without Python code, if the engine can; see `engines.functions`."""
 
@@ -336,6 +349,8 @@ class Engine(ABC):
 
     def prepare(self, task: Task) -> Prepared | bool | None:
         """Return what C++ needs to run the kind of call that a task is; run nothing.
+
+        C++ packs and unpacks arrays itself, so `begin` and `finish` of the task do not matter.
 
         Returns:
             The task's prepared call. False if every such call needs Python. None if this call

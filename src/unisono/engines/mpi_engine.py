@@ -104,10 +104,10 @@ class MPIEngine(QueueEngine):
 
     def prepare(self, task: Task) -> Prepared | bool | None:
         prepared, what = task.prepared, task.prepared.what
-        is_plain = task.begin is None and task.finish is None
-        is_plain = is_plain and not isinstance(task.input, list)
+        scales = prepared.divisor or prepared.op.factor is not None
+        in_lists = isinstance(task.input, list) or isinstance(task.output, list)
         # MPI may write the array of the first rank of an exscan, which has no result.
-        if what is None or what.kind == "exscan" or not is_plain or isinstance(task.output, list):
+        if what is None or what.kind == "exscan" or scales or in_lists:
             return False
         if self._native_group is None or not self._knows_op(prepared):
             return None
@@ -264,6 +264,7 @@ class MPIEngine(QueueEngine):
         if agreed is not None:
             even = 1 if agreed.exchange is None else agreed.exchange.even
             words = agreed.call.fingerprint, even, agreed.kind(self.over), agreed.count
+            words = *words, agreed.members
         runner = _engine.MPIRunner(self._native_group, call or self._maker.nothing)
         return _engine.Prepared(runner, _NO_STEPS, 1, 0, 0, *words)
 

@@ -146,6 +146,7 @@ class NativeEngine(QueueEngine):
     """
 
     name = "native"
+    divides = True
 
     def __init__(self, comm: Communicator, *, crowded: bool) -> None:
         super().__init__(comm)
@@ -189,11 +190,15 @@ class NativeEngine(QueueEngine):
     def prepare(self, task: Task) -> Prepared | bool | None:
         if not self._connected:
             return None
-        plain = self.comm.size > 1 and task.begin is None and task.finish is None
-        if not (plain and are_even(task.input) and are_even(task.output)):
+        prepared = task.prepared
+        # Python scales the values of PREMUL_SUM.
+        if self.comm.size == 1 or prepared.op.factor is not None:
             return False
-        self._native(task.prepared)
-        return task.prepared
+        for memory in (task.input, task.output):
+            if isinstance(memory, list) and not are_even(memory):
+                return False
+        self._native(prepared)
+        return prepared
 
     def continue_task(self, task: Task, code: int, peer: int) -> None:
         if code != _engine.UNEVEN:
@@ -246,21 +251,21 @@ class NativeEngine(QueueEngine):
                 program = NO_STEPS
             shares = self._group is not None and isinstance(program, _NativeProgram)
             kind = prepared.kind("shared memory" if shares else "messages")
-            words = prepared.call.fingerprint, even, kind, prepared.count
-            prepared.native = self._in_cpp(program, prepared.dtype, prepared.op, *words)
+            prepared.native = self._in_cpp(
+                program,
+                prepared.dtype,
+                prepared.op,
+                fingerprint=prepared.call.fingerprint,
+                even=even,
+                kind=kind,
+                count=prepared.count,
+                members=prepared.members,
+                copies=prepared.members == 0 and prepared.writes_output,
+            )
         return prepared.native
 
-    def _in_cpp(
-        self,
-        program: Program,
-        dtype: DType,
-        op: ReduceOp,
-        fingerprint: int = 0,
-        even: int = 1,
-        kind: int = 0,
-        count: int = 0,
-    ) -> Any:
-        """Return a call for C++; by default one on which the ranks have agreed already."""
+    def _in_cpp(self, program: Program, dtype: DType, op: ReduceOp, **agreed: int) -> Any:
+        """Return a call for C++; without `agreed` one on which the ranks have agreed already."""
         if self._group is not None and isinstance(program, _NativeProgram):
             runner, steps = self._group, program.native
         else:
@@ -271,10 +276,7 @@ class NativeEngine(QueueEngine):
             dtype.itemsize,
             dtype=_CODES.get(dtype.name, _BYTES),
             op=op.op.value,
-            fingerprint=fingerprint,
-            even=even,
-            kind=kind,
-            count=count,
+            **{"fingerprint": 0, "even": 1, **agreed},
         )
 
     def _execute(self, task: Task, native: Any) -> tuple[int, int]:

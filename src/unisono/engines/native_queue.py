@@ -263,7 +263,8 @@ class QueueEngine(OrderedEngine):
     # ---- order ----------------------------------------------------------------------------
 
     def _put(self, task: Task, completion: Completion) -> int:
-        needs_python = not self.prepare(task)
+        is_plain = task.begin is None and task.finish is None
+        needs_python = not (is_plain and self.prepare(task))
         if needs_python:
             native = _engine.QueuedCall()
         else:

@@ -19,7 +19,6 @@ A new operation needs:
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast
@@ -667,9 +666,5 @@ def in_cpp(function: F) -> F:
     """
     op = function.__name__
     soon = "_soon" if op in ("isend", "irecv") else ""
-    names = inspect.signature(function).parameters
-    kinds = {name: name for name in names if name in ("group", "async_op", "tag", "timeout")}
-    for name, kind in zip(names, OPS[op[bool(soon) :]].parameters.values(), strict=False):
-        if not kind.endswith("split_sizes"):
-            kinds[name] = kind + soon * (kind in ("sent", "received"))
-    return run_in_cpp(function, kinds)
+    kinds = OPS[op[bool(soon) :]].parameters.values()
+    return run_in_cpp(function, [kind + soon * (kind in ("sent", "received")) for kind in kinds])

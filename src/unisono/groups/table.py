@@ -42,8 +42,10 @@ class OpSchema(NamedTuple):
     @property
     def parameters(self) -> dict[str, str]:
         """The parameters in `repeat`: our name -> kind for C++."""
-        words = [word.partition(":") for word in (self.repeat or "").split()]
-        return {name: kind or name for name, _, kind in words}
+        kinds = {}
+        for word in (self.repeat or "").split():
+            kinds[word.partition(":")[0]] = word.rpartition(":")[2]
+        return kinds
 
 
 OPS: dict[str, OpSchema] = {}

@@ -183,7 +183,7 @@ def make_rows(
         if not at[0].size:
             return _NO_ROWS
         columns = tuple(
-            column if np.ndim(column) == 0 else _spread(column, shape)[at] for column in columns
+            [column if np.ndim(column) == 0 else _spread(column, shape)[at] for column in columns]
         )
     # Column by column in memory: rows one after another would take several times as long.
     rows = np.empty((8, *np.broadcast(*columns).shape), np.int64)

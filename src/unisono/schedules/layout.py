@@ -71,11 +71,13 @@ def layout_for(
         if splits is None:
             continue
         _check_splits(schedule, name, key, splits)
-    missing = [k for k in _SPLITS.get(schedule.collective, ()) if given[k] is None]
-    if missing and (in_splits is not None or out_splits is not None):
-        raise InvalidArgumentError(f"{name} needs {missing[0]} as well when splits are given")
     if count < 0:
         raise InvalidArgumentError(f"{name}: count is {count}, expected 0 or more elements")
+    if in_splits is None and out_splits is None:
+        return Layout(int(count))
+    missing = [k for k in _SPLITS.get(schedule.collective, ()) if given[k] is None]
+    if missing:
+        raise InvalidArgumentError(f"{name} needs {missing[0]} as well when splits are given")
     return Layout(
         int(count),
         None if in_splits is None else tuple(int(s) for s in in_splits),
@@ -122,18 +124,18 @@ def buffer_bounds(schedule: Schedule, rank: int, layout: Layout) -> dict[Buf, In
 def buffer_ends(schedule: Schedule, rank: int, layout: Layout) -> IntArray:
     """Return the bounds of INPUT, OUTPUT and SCRATCH in one array, then a -1 for no buffer."""
     if layout.in_splits is None and layout.out_splits is None:
-        return _even_ends(schedule, layout.count)
+        return even_ends(schedule, layout.count)
     return _concatenated(buffer_bounds(schedule, rank, layout))
 
 
 @lru_cache(maxsize=256)
-def _even_ends(schedule: Schedule, count: int) -> IntArray:
+def even_ends(schedule: Schedule, count: int) -> IntArray:
     """Return `buffer_ends` of equal blocks, which are the same on all ranks."""
     return _concatenated(buffer_bounds(schedule, 0, Layout(count)))
 
 
 def _concatenated(bounds: dict[Buf, IntArray]) -> IntArray:
-    joined = np.concatenate([*(bounds[buf] for buf in Buf), [-1]])
+    joined = np.concatenate([bounds[Buf.INPUT], bounds[Buf.OUTPUT], bounds[Buf.SCRATCH], [-1]])
     joined.flags.writeable = False
     return joined
 

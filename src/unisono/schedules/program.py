@@ -10,7 +10,7 @@ import numpy as np
 
 from unisono.errors import ScheduleError
 from unisono.schedules.ir import BoolArray, Buf, IntArray, Schedule
-from unisono.schedules.layout import Layout, buffer_bounds, buffer_ends, layout_for
+from unisono.schedules.layout import Layout, buffer_bounds, buffer_ends
 
 _RANK, _OP, _PEER, _SRC_BUF, _SRC, _DST_BUF, _DST, _N = range(8)
 
@@ -91,8 +91,7 @@ def _all_rows(schedule: Schedule, ranks: IntArray) -> _Rows:
     rows = np.concatenate([schedule.steps(k, ranks) for k in range(schedule.stages)])
     if len(ranks) > 1:
         rows = rows[np.argsort(rows[:, _RANK], kind="stable")]
-    bounds = buffer_bounds(schedule, 0, layout_for(schedule, 0))
-    *bases, none = np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
+    *bases, none = bases_of(schedule)
     steps = np.full((len(rows), 7), -1, np.int64)
     steps[:, [0, 1, 2, 4]] = rows[:, [_OP, _PEER, _SRC_BUF, _DST_BUF]]
     begin, end = np.full((2, 2, len(rows)), none)
@@ -104,6 +103,13 @@ def _all_rows(schedule: Schedule, ranks: IntArray) -> _Rows:
         scratch[side, aside] = end[side, aside]
     local = (rows[:, _SRC_BUF] >= 0) & (rows[:, _DST_BUF] >= 0)
     return _Rows(rows, steps, begin[0], begin[1], end[0], end[1], scratch, local)
+
+
+@lru_cache(maxsize=256)
+def bases_of(schedule: Schedule) -> IntArray:
+    """Return the index in `buffer_ends` of the first bound of each buffer, and of the -1."""
+    bounds = buffer_bounds(schedule, 0, Layout(0))
+    return np.cumsum([0, *map(len, bounds.values())])
 
 
 def _in_elements(schedule: Schedule, rows: _Rows, ends: IntArray) -> tuple[IntArray, BoolArray]:

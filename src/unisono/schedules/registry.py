@@ -39,7 +39,7 @@ class Entry:
     Attributes:
         builder: Function that returns the schedule. Its arguments: the world size, the ranks per
             host (if `two_level`), the root (if there is one), the depth (if `pipelined`).
-        applies: Function that returns whether the algorithm works for a world size.
+        applies: Function that returns whether the algorithm works for a world size; None: for each.
         needs: The condition of `applies` in words, for error messages.
         pipelined: Whether the algorithm can cut the data into a pipeline of chunks.
         uneven: Whether blocks may differ in size; equals `Schedule.uneven_ok`.
@@ -50,7 +50,7 @@ class Entry:
     """
 
     builder: Callable[..., Schedule]
-    applies: Callable[[int], bool] = lambda world_size: True
+    applies: Callable[[int], bool] | None = None
     needs: str = "any world size"
     pipelined: bool = False
     uneven: bool = False
@@ -61,7 +61,8 @@ class Entry:
     def serves(self, world_size: int, local: int) -> bool:
         """Return whether the algorithm works for `world_size` ranks, `local` on each host."""
         levels = 1 < local < world_size and world_size % local == 0
-        return self.applies(world_size) and (levels or not self.two_level)
+        applies = self.applies is None or self.applies(world_size)
+        return applies and (levels or not self.two_level)
 
 
 def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> Entry:
@@ -264,13 +265,12 @@ def available(
 def _available(
     known: tuple[tuple[str, Entry], ...], world_size: int, uneven: bool, ordered: bool, local: int
 ) -> tuple[str, ...]:
-    return tuple(
-        name
-        for name, candidate in known
-        if candidate.serves(world_size, local)
-        and (candidate.uneven or not uneven)
-        and (candidate.ordered or not ordered)
-    )
+    found = []
+    for name, candidate in known:
+        fits = (candidate.uneven or not uneven) and (candidate.ordered or not ordered)
+        if fits and candidate.serves(world_size, local):
+            found.append(name)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule
-from unisono.schedules.layout import buffer_bounds, buffer_ends, layout_for
-from unisono.schedules.program import Program, lower, lower_all
+from unisono.schedules.layout import Layout, buffer_bounds, even_ends
+from unisono.schedules.program import Program, bases_of, lower, lower_all
 
 # Posts begin at multiples of this number of elements, and so at a cache line for any element type.
 ALIGN = 64
@@ -64,7 +64,7 @@ def lower_shared(
 
     All ranks get the same pieces. `count` is as in `layout`.
     """
-    messages = lower(schedule, rank, layout_for(schedule, count))
+    messages = lower(schedule, rank, Layout(count))
     if schedule.collective == "barrier":
         # No rank leaves the agreement on a call before all ranks have entered it.
         nothing, once = np.empty((0, 10), np.int64), np.array([[0, 0, 1, 0, 0]])
@@ -147,7 +147,7 @@ class _Outline:
 @lru_cache(maxsize=32)
 def _outline(schedule: Schedule, units: int) -> _Outline:
     """Return the outline of `units` units; the same on all ranks, so that they agree on places."""
-    steps, ranks = lower_all(schedule, layout_for(schedule, units))
+    steps, ranks = lower_all(schedule, Layout(units))
     begins = np.searchsorted(ranks, np.arange(schedule.world_size + 1))
     gives, takes = (np.isin(steps[:, 0], ops) for ops in (_GIVES, _TAKES))
     posts, reads = np.flatnonzero(gives), np.flatnonzero(takes)
@@ -241,16 +241,16 @@ def _places(
 @lru_cache(maxsize=256)
 def _bases(schedule: Schedule, units: int) -> IntArray:
     """Return the index in `_ends` of the first bound of each buffer, and the index of the -1."""
-    bounds = buffer_bounds(schedule, 0, layout_for(schedule, units))
     if units == schedule.block_chunks:
-        return np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
+        return bases_of(schedule)
+    bounds = buffer_bounds(schedule, 0, Layout(units))
     return np.cumsum([0, *(int(bounds[buf].max(initial=-1)) + 1 for buf in Buf)])
 
 
 def _ends(schedule: Schedule, size: int) -> IntArray:
     """Return the bounds of the units of INPUT, OUTPUT and SCRATCH; then -1."""
     if size >= schedule.block_chunks:
-        return buffer_ends(schedule, 0, layout_for(schedule, size))
+        return even_ends(schedule, size)
     lengths = np.diff(_bases(schedule, size))
     return np.concatenate([*map(np.arange, lengths), [-1]])
 

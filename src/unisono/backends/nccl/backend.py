@@ -103,9 +103,6 @@ class NCCLBackend(ArrayBackend):
         spec: CallSpec,
         operands: Operands,
         options: CallOptions,
-        *,
-        result: bool = True,
-        members: int | None = None,
     ) -> Pending:
         subject = operands.subject
         called = options.label or spec.called
@@ -129,7 +126,7 @@ class NCCLBackend(ArrayBackend):
             given, into = ([] if each is None else each.pieces() for each in (source, target))
             check = partial(self._calls.has_ended, call)
             moved = Memory(dtype, given, into, memory[0].library, check)
-            return kernels.run(spec, moved, members)
+            return kernels.run(spec, moved)
 
         # One lock: calls of several threads must have one order for the comparison and NCCL.
         with self._lock:
@@ -141,7 +138,7 @@ class NCCLBackend(ArrayBackend):
                 return seen
             kernels = self._connected(gpu, options.deadline, called)
             call = GPUCall(prepared.call.text, operands.results, seen, options.deadline, [])
-            self._enqueue(call, memory, target if result else None, run)
+            self._enqueue(call, memory, None if spec.members == 0 else target, run)
         return self._returned(call, options)
 
     def barrier(self, options: CallOptions) -> Pending:

@@ -104,7 +104,7 @@ class Kernels:
             finally:
                 self._nccl.group_end()
 
-    def run(self, spec: CallSpec, memory: Memory, members: int | None) -> list[Any]:
+    def run(self, spec: CallSpec, memory: Memory) -> list[Any]:
         """Enqueue a collective; return what must stay alive until its end."""
         op = spec.op
         if op is None:
@@ -112,7 +112,7 @@ class Kernels:
             return []
         reduction = reduction_of(memory.dtype, op)
         if reduction is None or spec.collective in _SCANS:
-            return self._reduce_here(spec, memory, members)
+            return self._reduce_here(spec, memory)
         dtype, width = reduction.dtype, reduction.width
         number = self.link.op_of(reduction, memory.dtype, op.factor)
         blocks = self._blocks(spec, memory)
@@ -232,7 +232,7 @@ class Kernels:
                 return range(rank)
         return everyone
 
-    def _reduce_here(self, spec: CallSpec, memory: Memory, members: int | None) -> list[Any]:
+    def _reduce_here(self, spec: CallSpec, memory: Memory) -> list[Any]:
         """Gather the contributions, and reduce them in rank order; return the memory used."""
         assert spec.op is not None
         dtype, library, op = memory.dtype, memory.library, spec.op
@@ -267,7 +267,7 @@ class Kernels:
             for row in rows[1:]:
                 library.reduce(op.op, total, library.at(*row, dtype, gpu.index))
             if op.op is RedOpType.AVG:
-                library.divide(total, members or self._size)
+                library.divide(total, spec.members or self._size)
             gpu.copy(target.address, rows[0].address, target.elements * itemsize, stream)
         return kept
 
