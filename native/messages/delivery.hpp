@@ -35,7 +35,7 @@ struct Incoming {
 
 class Delivery {
  public:
-  Delivery(int ranks, Operations& operations, const Ends& ends);
+  Delivery(int ranks, Operations& operations, Ends& ends);
 
   // --- receives ---
   // Let a receive take the oldest message for it, or wait for one. False: it has ended or has begun
@@ -88,13 +88,14 @@ class Delivery {
 
  private:
   void end_waiting_if_down(const Lock& lock, Operation& op);
+  void close_context(const Lock& lock, int source, uint64_t context);
   bool may_keep(const Lock& lock, int source, const Envelope& envelope) const;
   void end_probes(const Lock& lock, int source, const Envelope& envelope);
   void take_arrival(const Lock& lock, Operation& op, std::list<Arrival>::iterator arrival);
 
   Matching matching_;
   Operations& operations_;
-  const Ends& ends_;
+  Ends& ends_;
   std::vector<Incoming> incoming_;  // by rank
 };
 

@@ -204,9 +204,9 @@ Outcome Messages::cancel(uint64_t number) {
   return op->awaited ? Outcome{number, Code::unknown} : parts_.operations.take(lock, number);
 }
 
-std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
+std::vector<Outcome> Messages::serve() {
   Lock lock(lock_);
-  return waiting_.serve(stuck, lock);
+  return waiting_.serve(lock);
 }
 
 // ---- messages from Python's peers ----------------------------------------------------------

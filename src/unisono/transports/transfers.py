@@ -24,7 +24,10 @@ ANYTHING = memoryview(b"")
 NOTHING = memoryview(b"")
 """In place of memory: a probe, which ends when there is such a message, and does not take it."""
 
-_ANY = (Kind.P2P, ANY_TAG)
+ANY = (Kind.P2P, ANY_TAG)
+"""The tag of a receive of any tag. A message with it is the last one: its sender has closed the
+group."""
+
 _FIRST_INNER_TAG = 1 << 62
 
 
@@ -67,7 +70,7 @@ class Transfer(Completion):
         """Whether this receive is for a message from `source` with this tag."""
         if self.peer is not None and self.peer != source:
             return False
-        return self.tag == tag or (self.tag == _ANY and is_of_user(tag))
+        return self.tag == tag or (self.tag == ANY and is_of_user(tag))
 
     def fits(self, nbytes: int, info: int) -> bool:
         """Whether this receive takes such a message; it then has the size of the message."""
