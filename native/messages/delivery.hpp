@@ -15,10 +15,11 @@
 namespace unisono {
 
 // Messages of programs up to this size are received also before their receive is posted. Between
-// hosts that are far apart a second copy costs less than a delay. `far_apart` in schedules/far.py
-// limits the ranks, so that all these messages fit into Matching::kKeptBytes.
+// hosts that are far apart a second copy costs less than a delay. Each rank sends a root at most
+// that much early, and the root has memory for all ranks. schedules/far.py has the same numbers.
 constexpr size_t kEagerBytes = 32 * 1024;
 constexpr size_t kFarEagerBytes = 1024 * 1024;
+constexpr size_t kFarKeptBytes = 32 * 1024 * 1024;
 
 // The frame of which a ring or wire has brought the head. Each rank has at most one.
 struct Incoming {
@@ -83,7 +84,7 @@ class Delivery {
 
   // After a long wait: keep all messages without a receive; see may_keep().
   bool keeps_all = false;
-  // kEagerBytes or kFarEagerBytes, equal on all ranks. Set before the first message.
+  // Equal on all ranks. Set before the first message.
   size_t eager_bytes = kEagerBytes;
 
  private:
