@@ -246,17 +246,6 @@ void test_ends() {
   }
 }
 
-// All that the ranks send a root before it enters a call has a limit.
-void test_early_data_between_far_hosts() {
-  for (const auto& [ranks, expected] : {std::pair(2, 1024), {32, 1024}, {64, 512}, {4096, 32}}) {
-    Messages one(0, ranks);
-    one.introduce({}, false, true);
-    assert(one.programs().eager_bytes() == static_cast<size_t>(expected) * 1024);
-    one.introduce({}, false, false);
-    assert(one.programs().eager_bytes() == kEagerBytes);
-  }
-}
-
 void test_any_source_of_lost_ranks() {
   World world(3);
   char in[8];
@@ -394,7 +383,6 @@ int main() {
     test_time_outs();
     test_messages_of_programs();
     test_ends();
-    test_early_data_between_far_hosts();
     test_any_source_of_lost_ranks();
     test_a_rank_is_lost_in_the_middle_of_a_message();
     test_half_a_message_of_a_rank_that_is_gone();

@@ -146,7 +146,7 @@ def _in_turn(host: IntArray, begin: FloatArray, took: FloatArray, free: FloatArr
     step = 1.0 + 2 * (begin.max(initial=0.0) + took.sum())
     ended = np.maximum.accumulate(begin - before + host * step) - host * step + before + took
     np.maximum.at(free, host, ended)
-    result = np.empty_like(ended)
+    result: FloatArray = np.empty_like(ended)
     result[order] = ended
     return result
 
