@@ -138,17 +138,16 @@ uint64_t number_of(Messages& messages, nb::handle into, uint64_t after) {
   return messages.number_of(bytes.data(), after);
 }
 
-std::pair<std::vector<OutcomeTuple>, std::vector<int>> serve(Messages& messages) {
+std::vector<OutcomeTuple> serve(Messages& messages) {
   std::vector<Outcome> outcomes;
-  std::vector<int> stuck;
   {
     nb::gil_scoped_release unlocked;
-    outcomes = messages.serve(&stuck);
+    outcomes = messages.serve();
   }
   std::vector<OutcomeTuple> all;
   all.reserve(outcomes.size());
   for (Outcome& outcome : outcomes) all.push_back(to_tuple(std::move(outcome)));
-  return {all, stuck};
+  return all;
 }
 
 void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint32_t info,
@@ -365,7 +364,7 @@ void bind_p2p(nb::module_& m) {
     .def("number_of", &number_of, nb::arg("into"), nb::arg("after") = 0,
          "Return the last receive into this memory after that number; 0: none.")
     .def("last_number", &Messages::last_number, "Number of the last started operation.")
-    .def("serve", &serve, "Return (outcomes, ranks whose rings are full); nothing after close().")
+    .def("serve", &serve, "Return outcomes; nothing after close().")
     .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"))
     .def("peer_down", &peer_down, nb::arg("peer"), nb::arg("left"),

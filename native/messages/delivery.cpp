@@ -14,7 +14,7 @@ char* Incoming::address_of(size_t at) const {
   return kept != nullptr ? kept->data.get() + at : nullptr;
 }
 
-Delivery::Delivery(int ranks, Operations& operations, const Ends& ends)
+Delivery::Delivery(int ranks, Operations& operations, Ends& ends)
     : matching_(static_cast<size_t>(ranks)),
       operations_(operations),
       ends_(ends),
@@ -98,6 +98,7 @@ void Delivery::take_arrival(const Lock& lock, Operation& op, std::list<Arrival>:
 // ---- messages -----------------------------------------------------------------------------
 
 void Delivery::accept(const Lock& lock, int source, const Envelope& envelope, const char* data) {
+  if (envelope.tag == kAnyTag) return close_context(lock, source, envelope.context);
   Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
     const bool fits = op->accept(source, envelope);
@@ -114,8 +115,11 @@ void Delivery::accept(const Lock& lock, int source, const Envelope& envelope, co
 
 bool Delivery::open(const Lock& lock, int source, const Envelope& envelope) {
   Incoming& from = incoming(source);
-  Operation* op = matching_.take_posted(source, envelope);
-  if (op != nullptr) {
+  const bool is_end = envelope.tag == kAnyTag;
+  Operation* op = is_end ? nullptr : matching_.take_posted(source, envelope);
+  if (is_end) {
+    close_context(lock, source, envelope.context);
+  } else if (op != nullptr) {
     if (op->accept(source, envelope)) {
       from.into = op;
       op->started = true;
@@ -133,6 +137,15 @@ bool Delivery::open(const Lock& lock, int source, const Envelope& envelope) {
   from.filled = 0;
   from.is_open = true;
   return true;
+}
+
+// A message of any tag is the last one of a rank that has closed its group. All messages before it
+// have come, so no receive that waits for the rank gets one.
+void Delivery::close_context(const Lock& lock, int source, uint64_t context) {
+  ends_.close_context(lock, source, context);
+  for (Operation* const op : std::vector<Operation*>(matching_.posted())) {
+    if (op->envelope.context == context) end_if_down(lock, *op);
+  }
 }
 
 // Whether to keep a message without a receive, so that the messages behind it can be received.

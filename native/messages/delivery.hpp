@@ -15,10 +15,11 @@
 namespace unisono {
 
 // Messages of programs up to this size are received also before their receive is posted. Between
-// hosts that are far apart a second copy costs less than a delay. `far_apart` in schedules/far.py
-// limits the ranks, so that all these messages fit into Matching::kKeptBytes.
+// hosts that are far apart a second copy costs less than a delay. Each rank sends a root at most
+// that much early, and the root has memory for all ranks. schedules/far.py has the same numbers.
 constexpr size_t kEagerBytes = 32 * 1024;
 constexpr size_t kFarEagerBytes = 1024 * 1024;
+constexpr size_t kFarKeptBytes = 32 * 1024 * 1024;
 
 // The frame of which a ring or wire has brought the head. Each rank has at most one.
 struct Incoming {
@@ -35,7 +36,7 @@ struct Incoming {
 
 class Delivery {
  public:
-  Delivery(int ranks, Operations& operations, const Ends& ends);
+  Delivery(int ranks, Operations& operations, Ends& ends);
 
   // --- receives ---
   // Let a receive take the oldest message for it, or wait for one. False: it has ended or has begun
@@ -83,18 +84,19 @@ class Delivery {
 
   // After a long wait: keep all messages without a receive; see may_keep().
   bool keeps_all = false;
-  // kEagerBytes or kFarEagerBytes, equal on all ranks. Set before the first message.
+  // Equal on all ranks. Set before the first message.
   size_t eager_bytes = kEagerBytes;
 
  private:
   void end_waiting_if_down(const Lock& lock, Operation& op);
+  void close_context(const Lock& lock, int source, uint64_t context);
   bool may_keep(const Lock& lock, int source, const Envelope& envelope) const;
   void end_probes(const Lock& lock, int source, const Envelope& envelope);
   void take_arrival(const Lock& lock, Operation& op, std::list<Arrival>::iterator arrival);
 
   Matching matching_;
   Operations& operations_;
-  const Ends& ends_;
+  Ends& ends_;
   std::vector<Incoming> incoming_;  // by rank
 };
 

@@ -24,12 +24,12 @@ void Ends::set_down(const Lock& lock, int rank, Code code) {
 Code Ends::down_for(const Lock& lock, Operation& op) const {
   if (op.peer >= 0) {
     op.source = op.peer;
-    return down(lock, op.peer);
+    return down_in(lock, op.peer, op.envelope.context);
   }
   Code left = Code::left;
   for (int rank : *op.among) {
     if (rank == rank_) continue;
-    const Code code = down(lock, rank);
+    const Code code = down_in(lock, rank, op.envelope.context);
     if (code != Code::ok) op.source = rank;
     if (code == Code::lost) return code;
     if (code == Code::ok) left = Code::ok;
@@ -57,6 +57,7 @@ void Ends::fail(const Lock& /*lock*/, uint64_t context, int64_t after) {
 void Ends::forget(const Lock& /*lock*/, uint64_t context) {
   failed_.erase(context);
   forgotten_.erase(context);
+  closed_.erase(closed_.lower_bound({context, 0}), closed_.lower_bound({context + 1, 0}));
 }
 
 bool Ends::fails(const Envelope& envelope) const {

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "messages/operations.hpp"
@@ -22,8 +24,15 @@ class Ends {
   // Why a rank is down. Code::ok: it is not.
   Code down(const Lock& /*lock*/, int rank) const { return at(rank).down; }
   void set_down(const Lock& lock, int rank, Code code);
-  // The code with which a receive must end because its sender is down. `source` becomes the rank to
-  // blame.
+  // A rank has closed a context: it sends no more there.
+  void close_context(const Lock& /*lock*/, int rank, uint64_t context) {
+    closed_.emplace(context, rank);
+  }
+  bool has_closed(const Lock& /*lock*/, int rank, uint64_t context) const {
+    return !closed_.empty() && closed_.count({context, rank}) != 0;
+  }
+  // The code with which a receive must end because its sender is down, or has closed the context.
+  // `source` becomes the rank to blame.
   Code down_for(const Lock& lock, Operation& op) const;
 
   // Why a rank is parting. Code::ok: it is not.
@@ -55,6 +64,10 @@ class Ends {
     int64_t parting_ends_ns = 0;
   };
   bool fails(const Envelope& envelope) const;
+  Code down_in(const Lock& lock, int rank, uint64_t context) const {
+    const Code code = down(lock, rank);
+    return code == Code::ok && has_closed(lock, rank, context) ? Code::left : code;
+  }
   const State& at(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
 
   const int rank_;
@@ -62,6 +75,7 @@ class Ends {
   int parting_ = 0;                                  // number of parting ranks
   std::unordered_map<uint64_t, int64_t> failed_;     // contexts, and after which run
   std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest negative tag
+  std::set<std::pair<uint64_t, int>> closed_;        // contexts, and a rank that has closed them
   bool is_closed_ = false;
 };
 

@@ -44,7 +44,9 @@ void Messages::introduce(std::vector<Address> addresses, bool is_crowded, bool a
   const auto near = std::count_if(parts_.addresses.begin(), parts_.addresses.end(),
                                   [](const Address& each) { return each.pid != 0; });
   parts_.ring_bytes = near <= kFewRanks ? kWideRingBytes : kRingBytes;
-  parts_.delivery.eager_bytes = are_far ? kFarEagerBytes : kEagerBytes;
+  const size_t share = kFarKeptBytes / parts_.addresses.size();
+  parts_.delivery.eager_bytes =
+    are_far ? std::clamp(share, kEagerBytes, kFarEagerBytes) : kEagerBytes;
   waiting_.set_crowded(lock, is_crowded);
 }
 
@@ -204,9 +206,9 @@ Outcome Messages::cancel(uint64_t number) {
   return op->awaited ? Outcome{number, Code::unknown} : parts_.operations.take(lock, number);
 }
 
-std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
+std::vector<Outcome> Messages::serve() {
   Lock lock(lock_);
-  return waiting_.serve(stuck, lock);
+  return waiting_.serve(lock);
 }
 
 // ---- messages from Python's peers ----------------------------------------------------------

@@ -89,8 +89,8 @@ class Messages {
   uint64_t last_number() const { return parts_.operations.last_number(); }
 
   // Make progress until started operations have ended, and return their outcomes. Returns no
-  // outcome after close(). `stuck` is set to the ranks whose rings are full.
-  std::vector<Outcome> serve(std::vector<int>* stuck);
+  // outcome after close().
+  std::vector<Outcome> serve();
 
   // Accept a message that came over a link of Python.
   void deliver(int source, const Envelope& envelope, const char* data);

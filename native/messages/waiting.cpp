@@ -1,6 +1,8 @@
 #include "messages/waiting.hpp"
 
 #include <algorithm>
+#include <map>
+#include <set>
 #include <utility>
 
 #include <sched.h>
@@ -170,13 +172,11 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
     lock.unlock();
     callbacks.stuck(ranks, op == nullptr || op->is_send, context);
     // Not before the second report, because the rank may only be late.
-    if (op != nullptr && !op->is_send && is_of_program(op->envelope.tag)) {
-      context = op->envelope.context;
-    }
+    if (op != nullptr && !op->is_send) context = op->envelope.context;
   }
 }
 
-std::vector<Outcome> Waiting::serve(std::vector<int>* stuck, Lock& lock) {
+std::vector<Outcome> Waiting::serve(Lock& lock) {
   Operations& operations = parts_.operations;
   while (true) {
     peers_.progress(lock);
@@ -195,12 +195,25 @@ std::vector<Outcome> Waiting::serve(std::vector<int>* stuck, Lock& lock) {
     if (!operations.have_ended(lock) && !parts_.ends.is_closed(lock)) server_sleep(seen, lock);
     server_.sleeps = false;
     bells().server_wants.store(kNothing, std::memory_order_relaxed);
-    if (parts_.queued_sends != 0 && now_ns() - server_.stuck_told_ns > kStuckNs) {
-      server_.stuck_told_ns = now_ns();
-      *stuck = peers_.awaited_ranks(lock, nullptr);
-      return {};
-    }
+    report_stuck(lock);
   }
+}
+
+// Report, once a second, the operations for which no thread waits.
+void Waiting::report_stuck(Lock& lock) {
+  if (now_ns() - server_.stuck_told_ns < kStuckNs || !callbacks.stuck) return;
+  server_.stuck_told_ns = now_ns();
+  std::map<uint64_t, std::set<int>> ranks;  // by context; 0: those of sends
+  for (const int rank : peers_.awaited_ranks(lock, nullptr)) ranks[0].insert(rank);
+  for (const Operation* const op : parts_.delivery.receives(lock)) {
+    if (op->quiet || op->awaited || op->started || op->number == 0) continue;
+    for (const int rank : peers_.awaited_ranks(lock, op)) ranks[op->envelope.context].insert(rank);
+  }
+  lock.unlock();
+  for (const auto& [context, its] : ranks) {
+    callbacks.stuck({its.begin(), its.end()}, context == 0, context);
+  }
+  lock.lock();
 }
 
 // Whether operations go on for which no thread waits.
@@ -212,7 +225,8 @@ bool Waiting::needs_server(const Lock& lock) const {
 void Waiting::server_sleep(uint64_t seen, Lock& lock) {
   const bool unattended = !peers_.wired(lock).empty() && needs_server(lock);
   const bool is_short = parts_.queued_sends != 0 || parts_.ends.are_parting(lock);
-  int64_t limit_ns = is_short ? kSliceNs : 1000 * kSliceNs;
+  const bool reports = parts_.operations.are_watched(lock);
+  int64_t limit_ns = is_short ? kSliceNs : reports ? kStuckNs : 1000 * kSliceNs;
   const bool waits_elsewhere = waiters_ != 0 || now_ns() - last_wait_ns_ < kServerPauseNs;
   if (unattended && !waits_elsewhere && poll_.begin(lock)) {
     server_.sleep_ns = 0;

@@ -19,7 +19,7 @@ namespace unisono {
 // Functions that are called without the lock.
 struct Callbacks {
   // A long wait calls it: (peers waited for, whether a ring is full, context). The context is that
-  // of a run that has waited for a second, else 0.
+  // of a receive that has waited for a second, else 0.
   std::function<void(const std::vector<int>&, bool, uint64_t)> stuck;
   // A wait calls it at intervals; true ends the wait. It detects Ctrl-C.
   std::function<bool()> poll;
@@ -42,7 +42,7 @@ class Waiting {
   // meanwhile.
   Code wait_for(const Operation* op, int64_t timeout_ns, Lock& lock);
   // See Messages::serve().
-  std::vector<Outcome> serve(std::vector<int>* stuck, Lock& lock);
+  std::vector<Outcome> serve(Lock& lock);
 
   // Let the server thread handle the open operations if no other thread does, and wake the threads
   // of this rank whose operations have ended.
@@ -67,7 +67,7 @@ class Waiting {
     bool idles = false;         // it sleeps without open operations
     bool attends = false;       // senders wait, although no thread here does
     int64_t sleep_ns = 0;       // its last sleep, while other threads look at the wires
-    int64_t stuck_told_ns = 0;  // when serve() last returned the ranks with full rings
+    int64_t stuck_told_ns = 0;  // when it last reported that operations are stuck
   };
 
   bool spin(const Operation* op, int64_t ends_ns, const Core* core, Lock& lock);
@@ -76,6 +76,7 @@ class Waiting {
   bool is_over(const Operation* op) const;
   Code sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core, bool* polls);
   bool needs_server(const Lock& lock) const;
+  void report_stuck(Lock& lock);
   void server_sleep(uint64_t seen, Lock& lock);
   void wake_server(const Lock& lock);
   void wake_waiters(const Lock& lock, bool here_polls);

@@ -180,11 +180,23 @@ void test_a_wait_beside_a_lost_rank_sleeps() {
   assert(used_ns() - before_ns < 2 * kMoment);
 }
 
+// All that the ranks send a root before it enters a call has a limit.
+void test_early_data_between_far_hosts() {
+  for (const auto& [ranks, expected] : {std::pair(2, 1024), {32, 1024}, {64, 512}, {4096, 32}}) {
+    Messages one(0, ranks);
+    one.introduce({}, false, true);
+    assert(one.programs().eager_bytes() == static_cast<size_t>(expected) * 1024);
+    one.introduce({}, false, false);
+    assert(one.programs().eager_bytes() == kEagerBytes);
+  }
+}
+
 }  // namespace
 
 int main() {
   ways = kWires;
   test_a_wire_that_is_broken_one_way();
+  test_early_data_between_far_hosts();
   test_late_wire();
   test_wire_that_ends();
   test_peer_down_before_the_last_message();

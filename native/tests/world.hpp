@@ -80,10 +80,7 @@ struct World {
     for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
       bodies.emplace_back([&, rank] { body((*this)[rank], rank); });
       servers.emplace_back([&, rank] {
-        while (true) {
-          std::vector<int> stuck;
-          if ((*this)[rank].serve(&stuck).empty() && stuck.empty()) return;
-        }
+        while (!(*this)[rank].serve().empty()) continue;
       });
     }
     for (auto& each : bodies) each.join();

@@ -401,8 +401,8 @@ class Messages:
     def last_number(self) -> int:
         """Number of the last started operation."""
 
-    def serve(self) -> tuple[list[tuple[int, int, int, int, int, int, object]], list[int]]:
-        """Return (outcomes, ranks whose rings are full); nothing after close()."""
+    def serve(self) -> list[tuple[int, int, int, int, int, int, object]]:
+        """Return outcomes; nothing after close()."""
 
     def deliver(self, source: int, context: int, tag: int, info: int, data: object) -> None: ...
     def peer_down(self, peer: int, left: bool) -> bool: ...

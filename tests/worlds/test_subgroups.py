@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.calls import check_usable, fails
+from tests.support.calls import check_usable, fails, wait_until
 from unisono.backends import registry
 from unisono.errors import (
     ArgumentTypeError,
@@ -439,6 +439,65 @@ def test_a_call_of_a_group_that_another_rank_has_closed_ends_at_once(rank, calls
 def test_a_call_between_hosts_of_a_group_that_another_rank_has_closed_ends(calls, monkeypatch):
     monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "1")
     run(_call_a_group_that_rank_0_has_closed, 3, args=(calls,))
+
+
+def _receive_from_a_rank_that_closed_the_group(rank):
+    """The messages of rank 0 come first, then the end; rank 2 sends when rank 1 has seen that."""
+    group, x = dist.new_group(timeout=60), np.zeros(3)
+    if rank == 0:
+        for tag in (1, 2):
+            dist.send(np.full(100_000, float(tag)), 1, group=group, tag=tag)
+        dist.destroy_process_group(group)
+    elif rank == 1:
+        early, late = dist.irecv(x, 0, group, tag=3), np.zeros(100_000)
+        for receive in (
+            lambda: dist.recv(np.zeros(1), 0, group, tag=4),
+            early.wait,
+            lambda: dist.recv(np.zeros(1), 0, group, tag=5),
+        ):
+            with pytest.raises(PeerLostError, match=r"rank 0 was lost: it left: the group was cl"):
+                receive()
+        for tag in (2, 1):
+            dist.recv(late, 0, group, tag=tag)
+            assert (late == tag).all()
+        assert (x == 0).all()
+        dist.send(x, 2, group=group)
+        dist.recv(x, None, group)
+        assert (x == 7).all()
+    else:
+        dist.recv(x, 1, group)
+        dist.send(np.full(3, 7.0), 1, group=group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 1:
+        for receive in (lambda: dist.recv(x, None, group), lambda: dist.probe(2, group)):
+            with pytest.raises(PeerLostError, match=r"rank [02] was lost: it left: the group was"):
+                receive()
+    check_usable()
+
+
+@pytest.mark.ranks(3, engine="both", kind="both")
+def test_a_receive_from_a_rank_that_closed_the_group_ends_at_once(rank):
+    _receive_from_a_rank_that_closed_the_group(rank)
+
+
+@pytest.mark.native
+def test_a_receive_between_hosts_from_a_rank_that_closed_the_group_ends(monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "1")
+    run(_receive_from_a_rank_that_closed_the_group, 3)
+
+
+@pytest.mark.ranks(2, engine="both", kind="both")
+def test_a_receive_without_a_waiting_thread_learns_that_its_sender_closed_the_group(rank):
+    group = dist.new_group(timeout=60)
+    if rank == 0:
+        dist.destroy_process_group(group)
+    else:
+        work = dist.irecv(np.zeros(3), 0, group)
+        assert wait_until(work.is_completed, 30)
+        with pytest.raises(PeerLostError, match=r"rank 0 was lost: it left: the group was closed"):
+            work.wait()
+    dist.barrier()
 
 
 @pytest.mark.ranks(3, engine="both")

@@ -36,8 +36,6 @@ Array = np.ndarray[Any, Any]
 _AGREEMENT = struct.Struct("<QQ")
 # How long ranks that disagree wait for each other's texts. All of them are in this call.
 _EXPLAIN_S = 1.0
-# How often a call that waits for a rank asks whether that rank has closed the group.
-_LOOK_S = 1.0
 
 
 class ReferenceEngine(OrderedEngine):
@@ -257,11 +255,7 @@ class Run:
             self._wait(transfer)
 
     def _wait(self, transfer: Transfer) -> None:
-        while not transfer.wait_until(self._late.within(_LOOK_S)) and self._late.remaining():
-            if transfer.peer is not None:
-                # It may have closed the group before this call.
-                self._comm.transport.notice_end(transfer.peer, self._comm.context)
-        if not transfer.done():
+        if not transfer.wait_until(self._late):
             if self._asked is None:
                 comm = self._comm
                 self._asked = comm.transport.inquire(comm.context, 0, comm.others, places=True)

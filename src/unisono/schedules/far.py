@@ -1,16 +1,14 @@
-"""Choose for hosts that are far apart: by the delays and bytes of each schedule between them.
+"""Choose for hosts that are far apart: by the time that each schedule takes on their links.
 
-    T = D * delays + B * bytes + R * rounds
-
-D is half of the round trip. `delays` is the largest number of messages between hosts that follow
-from one another. `bytes` are those of the busiest host, summed over the rounds; pipelines overlap
-theirs. Small messages of the first round travel with the agreement on the call and cost no delay.
+A host's interface sends and receives one message after another. A message arrives after half of
+the round trip. A rank sends in a round what it has received in the rounds before.
+Small messages of the first round travel with the agreement on the call and cost no delay.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,24 +25,19 @@ MOST_RANKS = 128
 # TCP's wait for the acknowledgement of lost bytes.
 _LOST_US = 200_000.0
 
-# As in native/messages/delivery.hpp: what a rank sends before the agreement is complete.
-EARLY_BYTES = 1024 * 1024
+# As in native/messages/delivery.hpp: the most that a rank sends before the agreement is complete,
+# and the most that all ranks send a root.
+EARLY_BYTES, _KEPT_BYTES = 1024 * 1024, 32 * 1024 * 1024
 
 # The work on a round: breaks ties, and keeps many ranks from many rounds.
 _ROUND_US = 10.0
 
+# Bytes per us in the memory of a host.
+_MEMORY_RATE = 5000.0
+
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 _SENDS = (Op.SEND, Op.POST)
 _RECEIVES = (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE)
-
-
-class _Passed(NamedTuple):
-    """The chunks between hosts; a `burst` leaves a host in many messages at once."""
-
-    delays: int
-    summed: int
-    most: int
-    burst: int
-    first: int
 
 
 def far_apart(world_size: int, round_trip_us: int) -> bool:
@@ -104,46 +97,61 @@ def _time_us(
     pipelined = entry(collective, name).pipelined
     depth = depth_of(name, nbytes, p, round_trip_us) if pipelined else 1
     schedule = build(collective, name, p, 0 if collective in ROOTED else -1, depth, local)
-    passed = _passed(schedule, local)
-    chunk = nbytes / schedule.work_chunks
-    delays = passed.delays - (0 < passed.first * chunk <= EARLY_BYTES)
-    moved = (passed.most if pipelined else passed.summed) * chunk
-    waits_us = delays * round_trip_us / 2 + schedule.rounds * _ROUND_US
+    chunk, delay_us = nbytes / schedule.work_chunks, round_trip_us / 2
+    end_us, burst = run(schedule, local, chunk, delay_us)
+    if not 0 < first_chunks(schedule, local) * chunk <= min(EARLY_BYTES, _KEPT_BYTES // p):
+        end_us += delay_us  # of the agreement
     # `burst` has more than 3 messages. A pipeline sends it over time.
-    lost_us = _LOST_US if depth == 1 and overflows(4, int(passed.burst * chunk)) else 0.0
-    return waits_us + moved / BYTES_PER_US + lost_us
+    lost_us = _LOST_US if depth == 1 and overflows(4, int(burst * chunk)) else 0.0
+    return end_us + schedule.rounds * _ROUND_US + lost_us
 
 
-def _passed(schedule: Schedule, local: int) -> _Passed:
-    """Count what passes between hosts."""
+def run(schedule: Schedule, local: int, chunk: float, delay_us: float) -> tuple[float, int]:
+    """Return when the last rank ends, and the most chunks that pass an interface at once.
+
+    "At once": in more than 3 messages of one round.
+    """
     p = schedule.world_size
-    summed = burst = 0
-    totals = np.zeros((2, -(-p // local)), np.int64)
-    delays = np.zeros(p, np.int64)
+    ready = np.zeros(p)
+    leave, arrive = np.zeros((2, -(-p // local)))
+    burst = 0
     for k in range(schedule.rounds):
         rows = schedule.steps(k, np.arange(p))
-        both = [_crossing(rows, ops, p, local) for ops in (_SENDS, _RECEIVES)]
-        messages, chunks = np.stack(both, axis=1)
-        totals += chunks
-        summed += int(chunks.max())
-        burst = max(burst, int(chunks[messages > 3].max(initial=0)))
-        # A rank sends before it receives, so the messages of a round do not wait for one another.
-        into, source = rows[np.isin(rows[:, 1], _RECEIVES)][:, [0, 2]].T
-        arrived = delays[source] + (into // local != source // local)
-        np.maximum.at(delays, into, arrived)
-    return _Passed(int(delays.max()), summed, int(totals.max()), burst, _first(schedule, local))
+        into, source, chunks = rows[np.isin(rows[:, 1], _RECEIVES)][:, [0, 2, 7]].T
+        # Each rank sends first to the next rank, and so on.
+        order = np.argsort((into - source) % p, kind="stable")
+        into, source, chunks = into[order], source[order], chunks[order]
+        # A rank sends before it receives: the messages of a round do not wait for one another.
+        there = ready[source] + chunks * chunk / _MEMORY_RATE
+        far = into // local != source // local
+        hosts = source[far] // local, into[far] // local
+        took = chunks[far] * chunk / BYTES_PER_US
+        left = _in_turn(hosts[0], ready[source[far]], took, leave)
+        there[far] = _in_turn(hosts[1], left - took, took, arrive) + delay_us
+        np.maximum.at(ready, into, there)
+        for host in hosts:
+            passed = np.bincount(host, chunks[far], len(leave))
+            burst = max(
+                burst, int(passed[np.bincount(host, minlength=len(leave)) > 3].max(initial=0))
+            )
+    return float(ready.max()), burst
 
 
-def _crossing(rows: IntArray, ops: tuple[Op, ...], p: int, local: int) -> IntArray:
-    """Return the messages and the chunks that pass each host's interface by these steps, [2, H]."""
-    rows = rows[np.isin(rows[:, 1], ops)]
-    host, peer = rows[:, 0] // local, rows[:, 2]
-    messages = np.where(peer < 0, p - local, host != peer // local)
-    counts = [np.bincount(host, n, -(-p // local)) for n in (messages, messages * rows[:, 7])]
-    return np.stack(counts).astype(np.int64)
+def _in_turn(host: IntArray, begin: FloatArray, took: FloatArray, free: FloatArray) -> FloatArray:
+    """Return when each message has passed its host's interface, and update when that is free."""
+    order = np.lexsort((begin, host))
+    host, begin, took = host[order], np.maximum(begin[order], free[host[order]]), took[order]
+    before = np.cumsum(took) - took
+    # The running maximum of a host begins anew, above those of the hosts before it.
+    step = 1.0 + 2 * (begin.max(initial=0.0) + took.sum())
+    ended = np.maximum.accumulate(begin - before + host * step) - host * step + before + took
+    np.maximum.at(free, host, ended)
+    result: FloatArray = np.empty_like(ended)
+    result[order] = ended
+    return result
 
 
-def _first(schedule: Schedule, local: int) -> int:
+def first_chunks(schedule: Schedule, local: int) -> int:
     """Return the most chunks that a rank sends in the first round.
 
     0 if none of them passes between hosts, or they must be copied first.

@@ -34,7 +34,7 @@ from unisono.transports.messages import (
     Unreached,
     failure_of,
 )
-from unisono.transports.transfers import ANYTHING, NOTHING, Messages, Transfer, Wires
+from unisono.transports.transfers import ANY, ANYTHING, NOTHING, Messages, Transfer, Wires
 
 _NO_CONTEXT = -1
 
@@ -143,7 +143,7 @@ class Transport(ABC):
     def notice_end(self, peer: int, context: int = 0) -> None:
         """Make sure that the end of a rank is detected although nothing is sent to it.
 
-        If the rank has closed `context`, this is broken here as well, when the rank has answered.
+        If the rank has closed `context`, it sends a message of any tag: there are no more from it.
         """
         if peer == self.rank:
             return
@@ -316,9 +316,11 @@ class Transport(ABC):
                     peer,
                     context,
                     Kind.ANSWER,
-                    self._answer(context, seq, places) | {"number": number},
+                    self._answer(context, seq, number, places),
                 )
             )
+            if not number and context in self._failures.closed:
+                self.messages.send(peer, Key(context, *ANY), memoryview(b""), 0)
         elif kind is Kind.ANSWER:
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
@@ -482,10 +484,13 @@ class Transport(ABC):
         self.transmit(peer, key, transfer)
         return transfer
 
-    def _answer(self, context: int, seq: int, places: bool) -> dict[str, Any]:
+    def _answer(self, context: int, seq: int, number: int, places: bool) -> dict[str, Any]:
         status = self.calls.find(context, seq)
-        failure = self._failures.get(context) or self._failures.closed.get(context)
+        failure = self._failures.get(context)
+        if failure is None and number:
+            failure = self._failures.closed.get(context)
         return {
+            "number": number,
             "failure": None if failure is None else failure.words,
             "at": status.seq,
             "text": status.text,

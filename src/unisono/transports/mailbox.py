@@ -17,8 +17,16 @@ from typing import TypeVar
 
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError
-from unisono.transports.messages import Arrival, Cancelled, Failure, Key, LinkDown, MessageMismatch
-from unisono.transports.transfers import NOTHING, Links, Messages, Tag, Transfer
+from unisono.transports.messages import (
+    CLOSED,
+    Arrival,
+    Cancelled,
+    Failure,
+    Key,
+    LinkDown,
+    MessageMismatch,
+)
+from unisono.transports.transfers import ANY, NOTHING, Links, Messages, Tag, Transfer
 
 # How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
 # callback, on the thread that copies, cancels the next transfer of that thread.
@@ -44,11 +52,12 @@ class _Entry:
     a signal handler, which may send or receive inside a method of its own thread.
     """
 
-    __slots__ = ("arrivals", "posted")
+    __slots__ = ("arrivals", "closed", "posted")
 
     def __init__(self) -> None:
         self.posted: deque[Transfer] = deque()
         self.arrivals: deque[_Waiting] = deque()
+        self.closed: dict[int, LinkDown] = {}  # by rank that has closed the context
 
 
 class MailboxMessages(Messages):
@@ -81,6 +90,7 @@ class MailboxMessages(Messages):
 
     def recv(self, transfer: Transfer) -> None:
         peer = transfer.peer
+        transfer.follow(self._links)
         self._post(transfer)
         for source in transfer.among if peer is None else (peer,):
             if not transfer.done():
@@ -102,6 +112,9 @@ class MailboxMessages(Messages):
 
     def deliver(self, key: Key, arrival: Arrival) -> None:
         context, tag = key.context, key[1:]
+        if tag == ANY:
+            self._close_context(arrival.source, context)
+            return
         with self.matching:
             transfer = self._claim(arrival.source, key)
             ended = [] if transfer is None else [transfer]
@@ -157,6 +170,15 @@ class MailboxMessages(Messages):
         with self.matching:
             self._entries.clear()
 
+    def _close_context(self, source: int, context: int) -> None:
+        """End the receives that wait for a rank, all of whose messages in a context have come."""
+        error = LinkDown(source, CLOSED, left=True)
+        with self.matching:
+            self._entries.setdefault(context, _Entry()).closed[source] = error
+        self._end_posted(
+            lambda each: each.context == context and self._down_for(each) is not None, error
+        )
+
     def _post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with a message that has arrived already."""
         with self.matching:
@@ -185,15 +207,17 @@ class MailboxMessages(Messages):
         return failure if failure is not None and failure.ends(*transfer.tag) else None
 
     def _down_for(self, transfer: Transfer) -> LinkDown | None:
-        if transfer.peer is not None:
-            return self._links.down(transfer.peer)
-        gone = [down for peer in transfer.among if (down := self._links.down(peer)) is not None]
+        entry = self._entries.get(transfer.context)
+        closed = {} if entry is None else entry.closed
+        among = transfer.among if transfer.peer is None else (transfer.peer,)
+        found = [self._links.down(peer) or closed.get(peer) for peer in among]
+        gone = [down for down in found if down is not None]
         crashed = next((error for error in gone if not error.left), None)
-        return gone[-1] if gone and len(gone) == len(transfer.among) else crashed
+        return gone[-1] if gone and len(gone) == len(among) else crashed
 
     def _claim(self, source: int, key: Key, *, probes: bool = False) -> Transfer | None:
         entry = self._entries.get(key.context)
-        if entry is None:
+        if entry is None or key[1:] == ANY:
             return None
         for transfer in tuple(entry.posted):
             fits = (transfer.into is NOTHING) is probes and transfer.matches(source, key[1:])

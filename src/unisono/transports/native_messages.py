@@ -34,6 +34,7 @@ from unisono.errors import ClosedError
 from unisono.transports.mailbox import MailboxMessages
 from unisono.transports.messages import (
     ANY_TAG,
+    CLOSED,
     Arrival,
     Cancelled,
     Failure,
@@ -283,7 +284,8 @@ class NativeMessages(Messages):
             return MessageMismatch(source, nbytes, info)
         if code in (_engine.LOST, _engine.LEFT):
             left = bool(code == _engine.LEFT)
-            return self._links.down(source) or LinkDown(source, "it is gone", left)
+            reason = CLOSED if left else "it is gone"
+            return self._links.down(source) or LinkDown(source, reason, left)
         if code == _engine.ABORTED and (failure := self._links.failure(context)) is not None:
             return failure
         if code in (_engine.CANCELLED, _engine.TIMEOUT):
@@ -427,12 +429,11 @@ class NativeMessages(Messages):
 
     def _serve(self) -> None:
         while True:
-            outcomes, stuck = self.native.serve()
-            if not outcomes and not stuck:
+            outcomes = self.native.serve()
+            if not outcomes:
                 return
             for outcome in outcomes:
                 self._end(outcome)
-            self._stuck(stuck, True, 0)
 
     def _wire(self, rank: int, channel: int, ended: bool) -> None:
         assert self._links.wires is not None
@@ -444,7 +445,7 @@ class NativeMessages(Messages):
     def _stuck(self, ranks: list[int], sends: bool, context: int) -> None:
         """Make sure that the end of these ranks is detected, and that they receive messages.
 
-        A collective call may have waited for a second; `context` is that of its group then.
+        A receive may have waited for a second; `context` is that of its group then.
         """
         links = self._links
         for rank in ranks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -25,8 +27,13 @@ ANYTHING = memoryview(b"")
 NOTHING = memoryview(b"")
 """In place of memory: a probe, which ends when there is such a message, and does not take it."""
 
-_ANY = (Kind.P2P, ANY_TAG)
+ANY = (Kind.P2P, ANY_TAG)
+"""The tag of a receive of any tag. A message with it is the last one: its sender has closed the
+group."""
+
 _FIRST_INNER_TAG = 1 << 62
+# How often a waiting receive asks whether its sender has closed the group.
+_ASK_S = 1.0
 
 
 def is_of_user(tag: Tag) -> bool:
@@ -50,6 +57,7 @@ class Transfer(Pending):
         into: The memory; see `ANYTHING` and `NOTHING`, too.
         nbytes: Size of the message of a receive that has ended.
         among: For a receive from any source: the ranks that may send.
+        _links: Set if Python moves a receive: where it asks for the end of its sender.
         _messages: The messages in C++ that move it; None: Python moves it.
         _receives: 0 for a send, 1 for a receive, 2 for one that ends without a waiting thread.
         _number: Number in C++; 0: it has ended at once.
@@ -58,7 +66,7 @@ class Transfer(Pending):
     """
 
     __slots__ = (
-        *("_cause", "_messages", "_number", "_outcomes", "_receives"),
+        *("_asked_s", "_cause", "_links", "_messages", "_number", "_outcomes", "_receives"),
         *("among", "context", "info", "into", "nbytes", "peer"),
     )
 
@@ -81,6 +89,11 @@ class Transfer(Pending):
         self.info = info
         self.among = among
         self._messages: Any = None
+        self._links: Links | None = None
+
+    def follow(self, links: Links) -> None:
+        """Ask at intervals, while waited for, whether the sender of this receive has closed."""
+        self._links, self._asked_s = links, time.monotonic()
 
     def _move_in_cpp(self, messages: Any, *, receives: bool) -> None:
         """Belong to these messages, which start it now."""
@@ -97,6 +110,8 @@ class Transfer(Pending):
 
     def wait_until(self, deadline: Deadline | None) -> bool:
         """Block until done or expired; return whether it is done."""
+        if self._links is not None:
+            return self._wait_and_ask(deadline, self._links)
         if self._messages is None:
             return super().wait_until(deadline)
         return Transfer.done(self) or bool(self._messages.wait(self, deadline))
@@ -105,7 +120,7 @@ class Transfer(Pending):
         """Whether this receive is for a message from `source` with this tag."""
         if self.peer is not None and self.peer != source:
             return False
-        return self.tag == tag or (self.tag == _ANY and is_of_user(tag))
+        return self.tag == tag or (self.tag == ANY and is_of_user(tag))
 
     def fits(self, nbytes: int, info: int) -> bool:
         """Whether this receive takes such a message; it then has the size of the message."""
@@ -126,6 +141,22 @@ class Transfer(Pending):
         if self._messages is not None and self._receives == 1 and not Transfer.done(self):
             self._receives = 2
             self._messages.watch(self)
+        elif self._links is not None and not self._done:
+            if time.monotonic() > self._asked_s + _ASK_S:
+                self._ask(self._links)
+
+    def _wait_and_ask(self, deadline: Deadline | None, links: Links) -> bool:
+        limit = Deadline(math.inf) if deadline is None else deadline
+        while not super().wait_until(limit.within(_ASK_S)):
+            if not limit.remaining():
+                return False
+            self._ask(links)
+        return True
+
+    def _ask(self, links: Links) -> None:
+        self._asked_s = time.monotonic()
+        for source in self.among if self.peer is None else (self.peer,):
+            links.notice_end(source, self.context)
 
 
 class Links(Protocol):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.schedules import available, build, select
+from unisono.schedules import available, build, far, select
 from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest, round_trip_class
 from unisono.schedules.ir import ROOTED
 from unisono.schedules.select import Topology
@@ -12,7 +12,6 @@ from unisono.simulate.networks import Hosts, LinkSpec
 KIB, MIB = 1024, 1 << 20
 OPS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather",
        "scatter")  # fmt: skip
-AT_ONCE = ("linear", "one_shot", "two_shot", "recursive_multiplying", "rank_order")
 
 
 @pytest.mark.parametrize(
@@ -24,31 +23,42 @@ def test_round_trips_of_one_network_have_one_class(trip_us, expected):
     assert round_trip_class(expected) == expected
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("p", "local"), [(2, 1), (4, 2), (4, 1), (8, 2), (6, 3), (5, 1)])
-@pytest.mark.parametrize("trip_ms", [2, 10, 40])
-def test_a_choice_takes_few_delays(op, p, local, trip_ms):
-    """It takes at most twice the best simulated time, and a delay that small data may save.
+@pytest.mark.parametrize(("p", "local"), [(2, 1), (4, 2), (4, 1), (8, 2), (6, 3), (5, 1), (8, 4)])
+@pytest.mark.parametrize("trip_ms", [1, 4, 16])
+def test_a_choice_is_fast(op, p, local, trip_ms):
+    """It takes at most 1.3 times the best simulated time at the rate that the choice assumes.
 
-    Small data travel with the agreement on the call, which the simulator does not have. Nor does it
-    lose what many ranks send at once.
+    At 1 and 10 Gb/s it takes at most twice that time. The simulator has no agreement, with which
+    small data travel, and loses nothing of what many ranks send at once.
     """
-    if (op, p, local, trip_ms) == ("all_reduce", 6, 3, 10):
-        pytest.xfail("1 MiB takes `tree`, four times the time of two_level: the estimate is wrong")
     topology = Topology(p, False, local, round_trip_class(1000 * trip_ms))
-    for gbps in (0.125, 1.25):  # GB/s
+    for gbps, most in ((0.125, 2.0), (0.3125, 1.3), (1.25, 2.0)):  # GB/s
         net = Hosts(p, local, LinkSpec(2_000_000, 5.0), LinkSpec(trip_ms * 500_000_000, gbps))
-        for nbytes in (8, 16 * KIB, 64 * KIB, MIB, 16 * MIB):
-            times = {
-                name: simulate(made(op, name, nbytes, topology), nbytes, net).last_us
-                for name in available(op, p, local=local)
-            }
-            taken_us = times[select(op, nbytes, topology).algorithm]
-            lossy = nbytes >= MIB and local * (p - local) > 3
-            best_us = min(us for name, us in times.items() if not lossy or name not in AT_ONCE)
-            spared_us = 500 * trip_ms if nbytes <= MIB else 0
-            assert taken_us <= max(2.1 * best_us, best_us + spared_us)
+        for nbytes in (8, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 16 * MIB):
+            names = available(op, p, local=local)
+            # If all candidates may lose data, the fastest of them counts.
+            names = [each for each in names if not loses(op, each, nbytes, topology)] or names
+            times = {each: simulated_us(op, each, nbytes, topology, net) for each in names}
+            name = select(op, nbytes, topology).algorithm
+            assert times[name] <= most * min(times.values()), (name, nbytes, gbps, times)
+
+
+def loses(op, name, nbytes, topology):
+    """Return whether a switch may lose data of an algorithm."""
+    schedule = made(op, name, nbytes, topology)
+    burst = far.run(schedule, topology.local, 1.0, 1.0)[1] * nbytes / schedule.work_chunks
+    is_pipeline = select(op, nbytes, topology, name).pipeline > 1
+    return not is_pipeline and far.overflows(4, int(burst))
+
+
+def simulated_us(op, name, nbytes, topology, net):
+    """Return the time with the delay of the agreement, unless the data travel with it."""
+    schedule = made(op, name, nbytes, topology)
+    first = far.first_chunks(schedule, topology.local) * nbytes / schedule.work_chunks
+    agreed_us = 0 if 0 < first <= far.EARLY_BYTES else net.groups[2].spec.latency_ps / 1e6
+    return simulate(schedule, nbytes, net).last_us + agreed_us
 
 
 def made(op, name, nbytes, topology):
@@ -65,6 +75,16 @@ def test_a_short_round_trip_and_many_ranks_keep_the_rule():
         assert select("all_reduce", nbytes, far).algorithm == (
             select("all_reduce", nbytes, many).algorithm
         )
+
+
+def test_rounds_of_a_tree_with_one_chunk_do_not_overlap():
+    topology = Topology(6, False, 3, 16_000)
+    net = Hosts(6, 3, LinkSpec(2_000_000, 5.0), LinkSpec(8_000_000_000, 0.125))
+    tree_us, taken_us = (
+        simulated_us("all_reduce", name, MIB, topology, net)
+        for name in ("tree", select("all_reduce", MIB, topology).algorithm)
+    )
+    assert taken_us < tree_us / 2
 
 
 def test_an_estimate_holds_for_all_sizes_between_powers_of_2():
