@@ -311,6 +311,9 @@ def set_default(group: object | None) -> None: ...
 def alias_of(array: object, owner: object) -> object:
     """Return an array over the memory of `array`, which keeps `owner`."""
 
+def track(call: object) -> None:
+    """Have the garbage collector visit a queued call that C++ made."""
+
 def mark_worker() -> None:
     """Mark the calling thread as one of unisono's own."""
 

@@ -32,6 +32,12 @@ class _Queued(Protocol):
     def pending(self, output: Any) -> Pending:
         """Return the end, with the result `output`."""
 
+    def on_end(self, callback: Callable[[], object]) -> bool:
+        """Call `callback()` at the end, on another thread; False: `pending` must have it."""
+
+    def has_ended_well(self) -> bool:
+        """Return whether the call has ended well; False: `pending` knows."""
+
 
 class Work:
     """A submitted operation. Dropping the handle is safe: the operation goes on.
@@ -117,6 +123,8 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """Return the operation's error, or None."""
+        if not isinstance(end := self._end, Pending) and end.has_ended_well():
+            return None
         return self._pending.error if self._pending.done() else None
 
     def result(self) -> list[Any]:
@@ -158,7 +166,8 @@ class Work:
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Call `callback()` on the thread that ends the operation; at once if it has ended."""
-        self._pending.add_callback(lambda _: callback())
+        if isinstance(end := self._end, Pending) or not end.on_end(callback):
+            self._pending.add_callback(lambda _: callback())
 
     def __await__(self) -> Generator[Any, None, bool]:
         # Imported here: asyncio would double the import time of unisono, and few programs await.
