@@ -2,10 +2,10 @@
 
     python benchmarks/asynchronous.py [--calls 4000] [--rounds 9]
 
-Two processes; unisono's own API, the torch plug-in and Gloo take turns. `issue` is the CPU time of
-the issuing thread per call, with `--calls` calls in flight. `and wait` is the time of a call of 8
-bytes and its wait, one after another; the second figure is the CPU time of the calling thread.
-All figures are medians over the rounds on rank 0, in microseconds.
+Two processes make the calls, and unisono's own API, the torch plug-in and Gloo take turns. "issue"
+is the CPU time of the issuing thread per call, with `--calls` calls in flight. "all_reduce and
+wait" is the time of a call of 8 bytes with its wait, then the CPU time of its thread. All figures
+are medians over the rounds on rank 0, in microseconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,18 @@ def issuers(groups: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     }
     for name, group in groups.items():
         title = "plug-in" if name == "unisono" else name
-        ways[title] = lambda group=group: dist.reduce(tensor, 0, group=group, async_op=True)
+        ways[title] = partial(dist.reduce, tensor, 0, group=group, async_op=True)
     return ways
 
 
 def watched(issue: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function that issues one call and returns its future."""
     return lambda: issue().get_future()
+
+
+def waited_for(issue: Callable[[], Any]) -> None:
+    """Make one call and wait for it."""
+    issue().wait()
 
 
 def in_flight(issue: Callable[[], Any], count: int) -> float:
@@ -73,7 +79,8 @@ def waits(groups: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     }
     for name, group in groups.items():
         title = "plug-in" if name == "unisono" else name
-        ways[title] = lambda group=group: dist.all_reduce(tensor, group=group, async_op=True).wait()
+        call = partial(dist.all_reduce, tensor, group=group, async_op=True)
+        ways[title] = partial(waited_for, call)
     return ways
 
 

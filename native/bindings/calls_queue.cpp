@@ -70,17 +70,13 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
     set(queued, names[2], prepared);
     set(queued, names[3], nb::none());
     queued_calls.attr("append")(queued);
+    bool is_pushed = false;
     try {
-      // Before the push, because the server may begin the job at once.
-      native.begin(queue_->last() + 1);
-      // A collection of garbage in `begin` may have run code that closed the group.
-      if (closed_) {
-        queued_calls.attr("pop")();
-        return nb::none();
-      }
-      queue_->push(&native.job);
-    } catch (const std::bad_alloc&) {
-      queued_calls.attr("pop")();
+      is_pushed = native.push(*queue_) != 0;
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
+    }
+    if (!is_pushed) {
+      queued_calls.attr("remove")(queued);
       return nb::none();
     }
   } catch (const std::bad_alloc&) {
@@ -101,7 +97,19 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
   return arguments;
 }
 
-bool Calls::wait_well(const QueuedCall& call) const {
+// Run a call on the thread that waits for it, if it is next and small. No code of Python runs here,
+// so a signal handler that raises still finds the call in the queue, where it goes on.
+static void run_here(CallQueue& queue, QueuedCall& call) {
+  if (!queue.claim(&call.job)) return;
+  Status status;
+  {
+    Unlocker unlocker(nullptr, true);
+    status = call.job.run(&unlocker);
+  }
+  queue.settle(&call.job, status);
+}
+
+bool Calls::wait_well(QueuedCall& call) const {
   const uint64_t seq = call.job.seq;
   while (!queue_->is_over(seq)) {
     // Python raises an error if the group has gone or the calling thread would wait for itself.
@@ -110,7 +118,8 @@ bool Calls::wait_well(const QueuedCall& call) const {
         nb::cast<bool>(nb::object(is_locked_)())) {
       return false;
     }
-    {
+    run_here(*queue_, call);
+    if (!queue_->is_over(seq)) {
       nb::gil_scoped_release unlocked;
       queue_->wait(seq, kSliceNs);
     }

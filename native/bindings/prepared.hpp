@@ -30,10 +30,13 @@ class Prepared {
         itemsize_(itemsize),
         reduce_(reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op))),
         words_{fingerprint, even},
-        recorded_{kind, fingerprint, count} {}
+        recorded_{kind, fingerprint, count},
+        can_move_(fingerprint != 0 && runner_->can_postpone(program_->view())) {}
 
   const nanobind::object& runner() const { return runner_ref_; }
   bool is_aborted() const { return runner_->is_aborted(); }
+  // See Runner::can_postpone().
+  bool can_move() const { return can_move_; }
   const Recorded& recorded() const { return recorded_; }
   size_t scratch_bytes() const { return static_cast<size_t>(program_->scratch_count * itemsize_); }
   // Return the job of a call on these arrays. `scratch` has scratch_bytes() bytes.
@@ -72,6 +75,7 @@ class Prepared {
   ReduceFn reduce_;
   AgreementWords words_;
   Recorded recorded_;
+  bool can_move_;
   // Elements; -1: no run has checked the program. Guarded by the interpreter lock.
   mutable int64_t checked_input_ = -1, checked_output_ = -1;
 };
@@ -83,8 +87,8 @@ class QueuedCall {
 
   QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
              double time_s, nanobind::object recorder);
-  // Give the job its number and its record. Called directly before it is queued as `seq`.
-  void begin(uint64_t seq);
+  // Begin the record and queue the job. Returns its number; 0: the queue is closed.
+  uint64_t push(CallQueue& queue);
   QueuedCall(const QueuedCall&) = delete;
   QueuedCall& operator=(const QueuedCall&) = delete;
 
@@ -95,6 +99,10 @@ class QueuedCall {
   double timeout_s = 0;
 
  private:
+  void begin(uint64_t seq);
+  void drop_record();
+
+  AgreementWords words_{};  // without the number of the call
   nanobind::object prepared_, input_, output_;
   nanobind::object recorder_;
   Arrays arrays_;

@@ -216,7 +216,9 @@ class CallQueue:
         """Whether a call runs."""
 
     def push(self, call: QueuedCall) -> int:
-        """Queue a call, to be kept until it is over; return its number."""
+        """
+        Queue a call, to be kept until it is over; return its number, or 0 after close().
+        """
 
     def serve(self) -> tuple[int, int, int, int]:
         """Run queued calls; return (reason, number, code, peer)."""

@@ -2,7 +2,8 @@
 
 Theory of operation: the progress thread of a group stays in `CallQueue.serve`, in C++ and without
 the interpreter lock. If a call needs no Python before or after its program, it runs and ends there.
-A thread that waits for the call sleeps in C++, too; a thread that polls detects the end.
+A thread that waits for a small call that is next runs it. Otherwise it sleeps in C++. A thread that
+polls detects the end.
 
 `serve` returns if a call needs Python. There are three cases: C++ cannot run the call, the call has
 failed, or the call has succeeded and has callbacks. In the first two cases no other call runs until
@@ -44,8 +45,7 @@ class QueuedCall:
         made: The completion; None before its first use. Read it through `pending`.
         is_put: False if the call has no number yet, and is about to be given to C++.
         is_taken: Whether a thread finishes the completion, or nothing is left to finish.
-        is_handled: Whether the progress thread handles the end, in Python.
-        watcher: What `on_end` was given, until it is called.
+        watcher: The callback of `on_end`, until it is called.
     """
 
     # C++ sets the slots of each call. Few calls need the other attributes and their dictionary.
@@ -55,7 +55,6 @@ class QueuedCall:
     made: Any = None
     is_put = True
     is_taken = False
-    is_handled = False
     _seq = 0
 
     def __init__(self, engine: QueueEngine, task: Task, made: Any, native: Any) -> None:
@@ -90,7 +89,7 @@ class QueuedCall:
             made = vars(self).setdefault("made", new)
             _engine.track(self)
             # Read after the completion was set; `poll` reads in the other order.
-            if made is new and self.is_taken and not self.is_handled:
+            if made is new and self.is_taken:
                 made.finish()
         return made
 
@@ -180,7 +179,6 @@ class QueuedCall:
 
     def take(self) -> Any:
         """Return the completion, for the progress thread to finish, and release the arrays."""
-        self.is_handled = True
         made = self.pending(self.native.memory[1]) if self.made is None else self.made
         self.release()
         if (watcher := self._unwatched()) is not None:
@@ -313,7 +311,9 @@ class QueueEngine(OrderedEngine):
             self._queued.append(queued)
             if not needs_python:
                 completion.ends_with(queued)
-            seq = int(self._turn.push(native))
+            if not (seq := int(self._turn.push(native))):
+                # A collection of garbage has run code that closed the group.
+                self._require_open(task.prepared.call)
             task.record = native.record
             if not self._opened:
                 # Now that the progress thread runs.
