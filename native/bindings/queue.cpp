@@ -103,7 +103,7 @@ void bind_queue(nb::module_& m) {
     .def("runs", &CallQueue::runs, "Whether a call runs.")
     .def(
       "push", [](CallQueue& queue, QueuedCall& call) { return call.push(queue); }, nb::arg("call"),
-      "Queue a call, to be kept until it is over; return its number, or 0 after close().")
+      "Queue a call, to be kept until its end; return its number, or 0.")
     .def("serve", &unisono::serve, "Run queued calls; return (reason, number, code, peer).")
     .def("finish", &CallQueue::finish, nb::arg("seq"), "End the call with which serve() returned.")
     .def("is_over", &CallQueue::is_over, nb::arg("seq"))

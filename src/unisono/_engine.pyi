@@ -216,9 +216,7 @@ class CallQueue:
         """Whether a call runs."""
 
     def push(self, call: QueuedCall) -> int:
-        """
-        Queue a call, to be kept until it is over; return its number, or 0 after close().
-        """
+        """Queue a call, to be kept until its end; return its number, or 0."""
 
     def serve(self) -> tuple[int, int, int, int]:
         """Run queued calls; return (reason, number, code, peer)."""
