@@ -32,7 +32,7 @@ constexpr int64_t kHoldBytes = 16 * 1024;
 class Unlocker final : public Idler {
  public:
   explicit Unlocker(Recorder* recorder, bool postpones = false)
-      : recorder_(recorder), postpones_(postpones) {}
+      : Idler(postpones), recorder_(recorder) {}
   ~Unlocker() {
     if (state_ != nullptr) PyEval_RestoreThread(state_);
   }
@@ -44,11 +44,9 @@ class Unlocker final : public Idler {
     if (recorder_ != nullptr) recorder_->find_site();
     state_ = PyEval_SaveThread();
   }
-  bool postpones() const override { return postpones_; }
 
  private:
   Recorder* recorder_;
-  bool postpones_;
   PyThreadState* state_ = nullptr;
 };
 

@@ -91,10 +91,14 @@ class Idler {
  public:
   virtual void idle() = 0;
   // Whether the run ends with Code::postponed instead of sleeping, if it can be run again.
-  virtual bool postpones() const { return false; }
+  bool postpones() const { return postpones_; }
 
  protected:
+  explicit Idler(bool postpones = false) : postpones_(postpones) {}
   ~Idler() = default;
+
+ private:
+  const bool postpones_;
 };
 
 // One rank's part of a group.

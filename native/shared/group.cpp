@@ -27,7 +27,10 @@ Group::~Group() { leave(); }
 // After a failure the epoch stays, because this rank does not finish it. From the flag of a later
 // epoch other ranks would conclude that this rank has posted everything in the failed epoch.
 void Group::end_epoch(Code code) {
-  if (code == Code::postponed) return;
+  if (code == Code::postponed) {
+    was_postponed_ = true;
+    return;
+  }
   const bool is_over =
     code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;
   if (is_over) {
@@ -203,11 +206,12 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
   const Step* step = first;
   if (status.is_ok()) {
     // A run that was postponed may have entered the epoch, and other ranks may read the slot now.
-    const bool has_entered = has_reached(rank_, epoch() * kStages);
+    const bool has_entered = was_postponed_ && has_reached(rank_, epoch() * kStages);
     // A post writes no buffer of the user, so posts need not wait for the agreement.
     for (; step != end && sends(step->op); ++step) {
       if (!has_entered) post(*step);
     }
+    was_postponed_ = false;
     if (!has_entered) enter_epoch(words, posts_first ? static_cast<uint64_t>(first->stage) : 0);
     // Here, because the other ranks do not wait for it.
     if (recorder_ != nullptr) recorder_->write_now();

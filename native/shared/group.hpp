@@ -137,6 +137,7 @@ class Group final : public Runner {
   int64_t deadline_ns_ = 0;  // 0: not computed yet, because no wait was long
   Idler* idler_ = nullptr;
   bool postpones_ = false;  // until all that the run waits for is there; see Idler
+  bool was_postponed_ = false;
   std::atomic<int> broken_by_{-1};  // the rank that has broken the group; this rank: abort()
   std::vector<std::shared_ptr<const ProcessHandle>> processes_;  // by rank
   std::function<bool()> poll_;

@@ -77,8 +77,8 @@ void test_all_reduce_in_pieces(int ranks, bool is_crowded) {
 
 class Postponer final : public Idler {
  public:
+  Postponer() : Idler(true) {}
   void idle() override {}
-  bool postpones() const override { return true; }
 };
 
 // A run that is postponed has written nothing. Run again, also on another thread, it ends well.

@@ -151,8 +151,8 @@ void test_each_end_is_reported_once() {
 
 class Postponer final : public Idler {
  public:
+  Postponer() : Idler(true) {}
   void idle() override {}
-  bool postpones() const override { return true; }
 };
 
 // Run a job here if it can be had, as a waiting thread does.
