@@ -47,9 +47,7 @@ Status Job::run(Idler* idler) const {
   return status;
 }
 
-bool CallQueue::runs() const {
-  return is_running() || owner_.load(std::memory_order_acquire) != 0;
-}
+bool CallQueue::runs() const { return is_running() || owner_.load(std::memory_order_acquire) != 0; }
 
 uint64_t CallQueue::push(Job* job) {
   {

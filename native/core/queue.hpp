@@ -23,11 +23,11 @@ struct Job {
   ReduceFn reduce = nullptr;
   AgreementWords words{};
   int64_t deadline_ns = 0;
-  uint64_t seq = 0;              // set by push()
-  bool watched = false;          // serve() must report its end, because not only waiters need it
-  bool handed = false;           // the thread that serves reports the end of the job
-  bool can_move = false;         // a waiting thread may run the job; see CallQueue::claim()
-  bool has_run = false;          // a waiting thread has run it, with the end `outcome`
+  uint64_t seq = 0;       // set by push()
+  bool watched = false;   // serve() must report its end, because not only waiters need it
+  bool handed = false;    // the thread that serves reports the end of the job
+  bool can_move = false;  // a waiting thread may run the job; see CallQueue::claim()
+  bool has_run = false;   // a waiting thread has run it, with the end `outcome`
   Status outcome{};
   Recorder* recorder = nullptr;  // nullptr: the call is not recorded
   uint64_t record = 0;
