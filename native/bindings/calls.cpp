@@ -17,29 +17,6 @@ int suspended = 0;
 
 namespace {
 
-// Above this many bytes a call releases the interpreter lock at once, because other threads would
-// wait too long for it. Below, a call releases the lock only if it waits.
-constexpr int64_t kHoldBytes = 16 * 1024;
-
-// Releases the interpreter lock when a run waits; the destructor acquires the lock again.
-class Unlocker final : public Idler {
- public:
-  explicit Unlocker(Recorder* recorder) : recorder_(recorder) {}
-  ~Unlocker() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  void idle() override {
-    if (state_ != nullptr) return;
-    // The site of the call is found with the lock. The record is written when the run waits.
-    if (recorder_ != nullptr) recorder_->find_site();
-    state_ = PyEval_SaveThread();
-  }
-
- private:
-  Recorder* recorder_;
-  PyThreadState* state_ = nullptr;
-};
-
 // Gives the turn back in its destructor.
 class TakenTurn {
  public:

@@ -137,7 +137,7 @@ class Calls {
   // Queue a call. Returns the arguments for a new Work; None: Python must make the call.
   nanobind::object queue(const CachedCall& what, const Arrays& arrays);
   // Wait for the end of a queued call. False: it has not ended well, or Python must wait.
-  bool wait_well(const QueuedCall& call) const;
+  bool wait_well(QueuedCall& call) const;
   // Run a prepared call on this thread, which has the turn. `seq`: its number.
   Status run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns, uint64_t seq);
 

@@ -334,6 +334,12 @@ void bind_calls(nb::module_& m) {
   m.def("array_of", &unisono::array_of, nb::arg("tensor"),
         "Return an array over a plain torch tensor, or None.");
   m.def(
+    "track",
+    [](nb::handle call) {
+      if (PyObject_GC_IsTracked(call.ptr()) == 0) PyObject_GC_Track(call.ptr());
+    },
+    nb::arg("call"), "Have the garbage collector visit a queued call that C++ made.");
+  m.def(
     "mark_worker", [] { unisono::is_worker = true; },
     "Mark the calling thread as one of unisono's own.");
   m.def("suspend_calls", [] { ++unisono::suspended; }, "Pass every call to Python.");

@@ -37,10 +37,13 @@ class Prepared {
         members_(members),
         copies_(copies),
         words_{fingerprint, even},
-        recorded_{kind, fingerprint, count} {}
+        recorded_{kind, fingerprint, count},
+        can_move_(fingerprint != 0 && runner_->can_postpone(program_->view())) {}
 
   const nanobind::object& runner() const { return runner_ref_; }
   bool is_aborted() const { return runner_->is_aborted(); }
+  // See Runner::can_postpone().
+  bool can_move() const { return can_move_; }
   const Recorded& recorded() const { return recorded_; }
   bool keeps_output() const { return members_ == 0; }
   bool copies_output() const { return copies_; }
@@ -86,6 +89,7 @@ class Prepared {
   bool copies_;
   AgreementWords words_;
   Recorded recorded_;
+  bool can_move_;
   // Elements; -1: no run has checked the program. Guarded by the interpreter lock.
   mutable int64_t checked_input_ = -1, checked_output_ = -1;
 };
@@ -97,8 +101,8 @@ class QueuedCall {
 
   QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
              double time_s, nanobind::object recorder);
-  // Give the job its number and its record. Called directly before it is queued as `seq`.
-  void begin(uint64_t seq);
+  // Begin the record and queue the job. Returns its number; 0: the queue is closed.
+  uint64_t push(CallQueue& queue);
   QueuedCall(const QueuedCall&) = delete;
   QueuedCall& operator=(const QueuedCall&) = delete;
 
@@ -110,6 +114,10 @@ class QueuedCall {
   nanobind::object result;  // of a call that C++ has queued: its output as the caller gave it
 
  private:
+  void begin(uint64_t seq);
+  void drop_record();
+
+  AgreementWords words_{};  // without the number of the call
   nanobind::object prepared_, input_, output_;
   nanobind::object recorder_;
   Arrays arrays_;

@@ -19,12 +19,6 @@ namespace unisono {
 
 namespace {
 
-uint64_t push(CallQueue& queue, QueuedCall& call) {
-  // Before the push, because the server may begin the job at once.
-  call.begin(queue.last() + 1);
-  return queue.push(&call.job);
-}
-
 // (reason, number of the job, status code, peer)
 std::tuple<int, uint64_t, int, int> serve(CallQueue& queue) {
   CallQueue::Served served;
@@ -108,8 +102,9 @@ void bind_queue(nb::module_& m) {
     .def("is_free", &CallQueue::is_free)
     .def("is_mine", &CallQueue::is_mine, "Whether the calling thread has the turn.")
     .def("runs", &CallQueue::runs, "Whether a call runs.")
-    .def("push", &unisono::push, nb::arg("call"),
-         "Queue a call, to be kept until it is over; return its number.")
+    .def(
+      "push", [](CallQueue& queue, QueuedCall& call) { return call.push(queue); }, nb::arg("call"),
+      "Queue a call, to be kept until its end; return its number, or 0.")
     .def("serve", &unisono::serve, "Run queued calls; return (reason, number, code, peer).")
     .def("finish", &CallQueue::finish, nb::arg("seq"), "End the call with which serve() returned.")
     .def("is_over", &CallQueue::is_over, nb::arg("seq"))

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "core/program.hpp"
+
 namespace unisono {
 
 int64_t nanoseconds(double seconds);
@@ -20,6 +22,32 @@ class Serving {
   ~Serving();
   Serving(const Serving&) = delete;
   Serving& operator=(const Serving&) = delete;
+};
+
+// Above this many bytes a call releases the interpreter lock at once, because other threads would
+// wait too long for it. Below, a call releases the lock only if it waits.
+constexpr int64_t kHoldBytes = 16 * 1024;
+
+// Releases the interpreter lock when a run waits; the destructor acquires the lock again.
+class Unlocker final : public Idler {
+ public:
+  explicit Unlocker(Recorder* recorder, bool postpones = false)
+      : Idler(postpones), recorder_(recorder) {}
+  ~Unlocker() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  Unlocker(const Unlocker&) = delete;
+  Unlocker& operator=(const Unlocker&) = delete;
+  void idle() override {
+    if (state_ != nullptr) return;
+    // The site of the call is found with the lock. The record is written when the run waits.
+    if (recorder_ != nullptr) recorder_->find_site();
+    state_ = PyEval_SaveThread();
+  }
+
+ private:
+  Recorder* recorder_;
+  PyThreadState* state_ = nullptr;
 };
 
 // Whether the calling thread is one of unisono's own, which may serve what it would wait for.

@@ -1,5 +1,7 @@
 #include "core/program.hpp"
 
+#include <algorithm>
+
 namespace unisono {
 
 bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buffers& buffers,
@@ -20,6 +22,13 @@ bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buff
   if (!sends(step.op) && (readonly || !inside(step.dst_buf, step.dst_off))) return false;
   const bool any_peer = step.peer == -1 && sends(step.op);
   return local || any_peer || (step.peer >= 0 && step.peer < ranks && step.peer != rank);
+}
+
+bool posts_first(const Program& program) {
+  if (program.loop_count != 1 || program.loops[0].repeats != 1) return false;
+  const auto sending = [](const Step& step) { return sends(step.op); };
+  return std::is_partitioned(program.steps + program.loops[0].first,
+                             program.steps + program.loops[0].end, sending);
 }
 
 }  // namespace unisono

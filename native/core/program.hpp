@@ -52,6 +52,9 @@ struct Program {
   bool is_checked = false;  // a run with buffers of these sizes has found that the steps fit
 };
 
+// Whether a rank posts all that it posts before it reads or writes anything.
+bool posts_first(const Program& program);
+
 // A list of arrays of equal size that stands for their concatenation.
 struct ArrayList {
   char* const* at = nullptr;  // the arrays; nullptr: there is no list
@@ -87,9 +90,15 @@ bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buff
 class Idler {
  public:
   virtual void idle() = 0;
+  // Whether the run ends with Code::postponed instead of sleeping, if it can be run again.
+  bool postpones() const { return postpones_; }
 
  protected:
+  explicit Idler(bool postpones = false) : postpones_(postpones) {}
   ~Idler() = default;
+
+ private:
+  const bool postpones_;
 };
 
 // One rank's part of a group.
@@ -103,6 +112,9 @@ class Runner {
   // because the other ranks are in this run.
   virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                      AgreementWords words, int64_t timeout_ns, Idler* idler = nullptr) = 0;
+
+  // Whether a run of this program can be postponed before it writes a buffer, and then run again.
+  virtual bool can_postpone(const Program& /*program*/) const { return false; }
 
   // Wake the threads that sleep for this rank, because this rank begins a call. A thread takes long
   // to wake: the wake-up then overlaps with parsing the arguments here.

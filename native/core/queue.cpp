@@ -1,6 +1,7 @@
 #include "core/queue.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #ifdef __linux__
 #include <sys/prctl.h>
@@ -22,6 +23,9 @@ constexpr int64_t kIdleNs = 10'000'000;
 constexpr int64_t kFirstNapNs = 20'000;
 // Then a push wakes the server.
 constexpr int64_t kLastNapNs = 500'000;
+// The longest nap while waiting threads run the jobs. Longer: a job for which no thread waits
+// begins later. Shorter: the server takes more of the core on which those threads run.
+constexpr int64_t kBesideNapNs = 160'000;
 
 // Have the calling thread wake in time from short sleeps; by default Linux adds 50 us.
 void sleep_exactly() {
@@ -34,24 +38,22 @@ void sleep_exactly() {
 
 }  // namespace
 
-Status Job::run() const {
+Status Job::run(Idler* idler) const {
   if (recorder != nullptr) recorder->start(record);
   const int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
-  const Status status = runner->run(program, buffers, reduce, words, left_ns);
+  const Status status = runner->run(program, buffers, reduce, words, left_ns, idler);
   if (status.is_ok()) finish();
   // Python continues other calls, and ends their records.
   if (recorder != nullptr && status.is_ok()) recorder->end(record, Code::ok);
   return status;
 }
 
-bool CallQueue::runs() const {
-  const std::lock_guard<std::mutex> lock(lock_);
-  return running_ || owner_.load(std::memory_order_acquire) != 0;
-}
+bool CallQueue::runs() const { return is_running() || owner_.load(std::memory_order_acquire) != 0; }
 
 uint64_t CallQueue::push(Job* job) {
   {
     const std::lock_guard<std::mutex> lock(lock_);
+    if (is_closed_) return 0;
     job->seq = seq_ + 1;
     queue_.push_back(job);
     // Not before, because a job that finds no memory must not count.
@@ -82,12 +84,20 @@ uint64_t CallQueue::close() {
 CallQueue::Served CallQueue::serve() {
   bool has_run = false;
   int64_t nap_ns = kLastNapNs + 1;
+  uint64_t seen_before = bell_.load(std::memory_order_relaxed);
   sleep_exactly();
   while (true) {
     const uint64_t seen = bell_.load(std::memory_order_seq_cst);
     Job* const job = next();
     if (job == nullptr) {
-      if (is_closed_) return {kClosed, 0, {}};
+      // A waiting thread may have a job that it gives back.
+      if (is_closed_ && !is_running()) return {kClosed, 0, {}};
+      if (seen != seen_before) {
+        // Jobs have come, and waiting threads run them. A nap costs these threads no wake-up.
+        seen_before = seen;
+        has_run = true;
+        nap_ns = std::min(nap_ns, kBesideNapNs);
+      }
       if (nap_ns <= kLastNapNs) {
         naps_.store(1, std::memory_order_seq_cst);
         if (bell_.load(std::memory_order_seq_cst) == seen) futex_wait(bell_, seen, nap_ns);
@@ -104,7 +114,7 @@ CallQueue::Served CallQueue::serve() {
       continue;
     }
     if (job->runner == nullptr) return {kForeign, job->seq, {}};
-    const Status status = job->run();
+    const Status status = job->has_run ? job->outcome : job->run();
     has_run = true;
     nap_ns = kFirstNapNs;
     const std::lock_guard<std::mutex> lock(lock_);
@@ -124,13 +134,45 @@ CallQueue::Served CallQueue::serve() {
 Job* CallQueue::next() {
   const std::lock_guard<std::mutex> lock(lock_);
   // acquire: pairs with give()
-  if (running_ || queue_.empty() || owner_.load(std::memory_order_acquire) != 0) return nullptr;
+  if (running_ || owner_.load(std::memory_order_acquire) != 0) return nullptr;
+  if (settled_ != nullptr) {
+    running_ = true;
+    return std::exchange(settled_, nullptr);
+  }
+  if (queue_.empty()) return nullptr;
   Job* const job = queue_.front();
   queue_.pop_front();
   running_ = true;
   begun_.store(job->seq, std::memory_order_relaxed);
   if (job->runner == nullptr) job->handed = true;
   return job;
+}
+
+bool CallQueue::claim(const Job* job) {
+  if (!job->can_move) return false;
+  const std::lock_guard<std::mutex> lock(lock_);
+  // acquire: pairs with give()
+  if (running_ || settled_ != nullptr || queue_.empty() || queue_.front() != job ||
+      owner_.load(std::memory_order_acquire) != 0) {
+    return false;
+  }
+  queue_.pop_front();
+  running_ = true;
+  begun_.store(job->seq, std::memory_order_relaxed);
+  return true;
+}
+
+void CallQueue::settle(Job* job, Status status) {
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    if (status.is_ok() && !job->watched) return end(job->seq);
+    job->has_run = status.code != Code::postponed;
+    job->outcome = status;
+    settled_ = job;
+    running_ = false;
+  }
+  ring();
+  end_nap();
 }
 
 void CallQueue::finish(uint64_t seq) {

@@ -23,15 +23,18 @@ struct Job {
   ReduceFn reduce = nullptr;
   AgreementWords words{};
   int64_t deadline_ns = 0;
-  uint64_t seq = 0;              // set by push()
-  bool watched = false;          // serve() must report its end, because not only waiters need it
-  bool handed = false;           // the thread that serves reports the end of the job
+  uint64_t seq = 0;       // set by push()
+  bool watched = false;   // serve() must report its end, because not only waiters need it
+  bool handed = false;    // the thread that serves reports the end of the job
+  bool can_move = false;  // a waiting thread may run the job; see CallQueue::claim()
+  bool has_run = false;   // a waiting thread has run it, with the end `outcome`
+  Status outcome{};
   Recorder* recorder = nullptr;  // nullptr: the call is not recorded
   uint64_t record = 0;
   DivideFn divide = nullptr;  // for AVG
   int divisor = 0;
 
-  Status run() const;
+  Status run(Idler* idler = nullptr) const;
   // Compute the result from what the program has left in OUTPUT.
   void finish() const {
     if (divide != nullptr) {
@@ -73,10 +76,10 @@ class CallQueue {
     return owner_.load(std::memory_order_relaxed) == 0 &&
            pending_.load(std::memory_order_acquire) == 0;
   }
-  // Whether a call runs, on a caller's thread or on the server.
+  // Whether a call runs, on a caller's thread or for the queue.
   bool runs() const;
 
-  // Queue a job, set its number and return the number.
+  // Queue a job, set its number and return the number; 0 if the queue is closed.
   uint64_t push(Job* job);
   // Drop the jobs that have not begun, and end the server. Returns the number of the first dropped
   // job, or 0 if there was none.
@@ -98,6 +101,13 @@ class CallQueue {
   Served serve();
   // End the job with which serve() returned.
   void finish(uint64_t seq);
+  // Take a job, which the calling thread must run and settle(). False: another thread does.
+  //
+  // To hand a small job to the server and to wake up takes ten times as long as to run it.
+  bool claim(const Job* job);
+  // The run of a claimed job has ended. The server reports the end, or runs the job again if it was
+  // postponed.
+  void settle(Job* job, Status status);
 
   // Whether a job has ended or was dropped.
   bool is_over(uint64_t seq) const {
@@ -118,6 +128,10 @@ class CallQueue {
 
  private:
   Job* next();
+  bool is_running() const {
+    const std::lock_guard<std::mutex> lock(lock_);
+    return running_ || settled_ != nullptr;
+  }
   void end(uint64_t seq);
   // Have the server look again, soon if it naps. To wake it takes the caller several microseconds.
   void ring();
@@ -128,8 +142,9 @@ class CallQueue {
   std::atomic<size_t> pending_{0};   // jobs that are not over
   uint64_t seq_ = 0;
   std::atomic<bool> is_closed_{false};
-  mutable std::mutex lock_;  // guards queue_ and running_
+  mutable std::mutex lock_;  // guards queue_, settled_ and running_
   std::deque<Job*> queue_;
+  Job* settled_ = nullptr;  // a claimed job that the server must continue
   bool running_ = false;
   std::atomic<uint64_t> begun_{0};
   std::atomic<uint64_t> dropped_from_{std::numeric_limits<uint64_t>::max()};

@@ -20,6 +20,7 @@ enum class Code : int {
   divided = 16,      // the ranks do not all want direct reading; nothing was written
   unknown = 15,      // the operation does not exist or has ended
   waiting = 17,      // the call goes on; the caller decides for how long
+  postponed = 19,    // an Idler wants no long wait; the call can be run again
   library = 18,      // an MPI library returned an error, which is in place of the rank
 };
 

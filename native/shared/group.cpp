@@ -27,6 +27,10 @@ Group::~Group() { leave(); }
 // After a failure the epoch stays, because this rank does not finish it. From the flag of a later
 // epoch other ranks would conclude that this rank has posted everything in the failed epoch.
 void Group::end_epoch(Code code) {
+  if (code == Code::postponed) {
+    was_postponed_ = true;
+    return;
+  }
   const bool is_over =
     code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;
   if (is_over) {
@@ -40,6 +44,7 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
   timeout_ns_ = timeout_ns;
   deadline_ns_ = 0;
   idler_ = nullptr;
+  postpones_ = false;
   Status status = has_stopped() ? Status{Code::aborted, rank_, -1} : begin_epoch();
   if (status.is_ok()) {
     AgreementWords words{fingerprint, *even};
@@ -62,6 +67,7 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   const bool is_short = program.loop_count == 1 && program.loops[0].repeats == 1;
   deadline_ns_ = is_short ? 0 : now_ns() + timeout_ns;
   idler_ = idler;
+  postpones_ = idler != nullptr && words.fingerprint != 0 && idler->postpones();
   input_ = {const_cast<char*>(buffers.input), buffers.input_list};
   output_ = {buffers.output, buffers.output_list};
   scratch_ = buffers.scratch;
@@ -199,15 +205,24 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
   Status status = begin_epoch();
   const Step* step = first;
   if (status.is_ok()) {
+    // A run that was postponed may have entered the epoch, and other ranks may read the slot now.
+    const bool has_entered = was_postponed_ && has_reached(rank_, epoch() * kStages);
     // A post writes no buffer of the user, so posts need not wait for the agreement.
-    for (; step != end && sends(step->op); ++step) post(*step);
-    enter_epoch(words, posts_first ? static_cast<uint64_t>(first->stage) : 0);
+    for (; step != end && sends(step->op); ++step) {
+      if (!has_entered) post(*step);
+    }
+    was_postponed_ = false;
+    if (!has_entered) enter_epoch(words, posts_first ? static_cast<uint64_t>(first->stage) : 0);
     // Here, because the other ranks do not wait for it.
     if (recorder_ != nullptr) recorder_->write_now();
   }
   if (status.is_ok() && words.fingerprint != 0) {
     status = compare(&words);
     if (status.is_ok() && words.even == 0) status = {Code::uneven, rank_, -1};
+    // All waits come before the first write.
+    for (const Step* each = step; postpones_ && status.is_ok() && each != end; ++each) {
+      if (reads(*each)) status = wait_for_post(*each, -1);
+    }
     direct_ = (words.direct & kWilling) != 0;
     // Some ranks have posted addresses, which other ranks do not want.
     if (status.is_ok() && words.direct == kPostsAddresses) status = {Code::divided, rank_, -1};
@@ -231,13 +246,9 @@ Status Group::run_step(const Step& step, int index) {
     post(step);
     return {};
   }
-  if (step.op != kCopy && step.op != kReduce) {
-    const int peer = static_cast<int>(step.peer);
-    const uint64_t posted = epoch() * kStages + static_cast<uint64_t>(step.stage);
-    if (!has_reached(peer, posted)) {
-      Status status = wait_for(peer, posted, index);
-      if (!status.is_ok()) return status;
-    }
+  if (reads(step)) {
+    Status status = wait_for_post(step, index);
+    if (!status.is_ok()) return status;
     slot = slot_of(step);
     if (direct_) {
       read_posted(step, slot);
@@ -318,7 +329,8 @@ bool Group::is_on_this_core(int peer) {
 
 Status Group::wait_for(int peer, uint64_t value, int step) {
   if (spin(peer, value)) return {};
-  const Status status = wait_slowly(peer, value, step);
+  const Status status =
+    postpones_ ? Status{Code::postponed, peer, step} : wait_slowly(peer, value, step);
   if (recorder_ != nullptr) recorder_->waits.end();
   return status;
 }

@@ -47,6 +47,7 @@ class Group final : public Runner {
   void ignore_pages() { ignores_pages_ = true; }
   bool was_direct() const { return direct_; }
 
+  bool can_postpone(const Program& program) const override { return posts_first(program); }
   void wake_waiters() override;
   void abort() override;
   // A rank has reported that the group is broken. Epochs that the rank has finished go on.
@@ -71,6 +72,15 @@ class Group final : public Runner {
   void advance(const Loop& loop, int64_t times);
   void post(const Step& step);
   Status run_step(const Step& step, int index);
+  static bool reads(const Step& step) {
+    return !sends(step.op) && step.op != kCopy && step.op != kReduce;
+  }
+  // Wait for what a step reads.
+  Status wait_for_post(const Step& step, int index) {
+    const int peer = static_cast<int>(step.peer);
+    const uint64_t posted = epoch() * kStages + static_cast<uint64_t>(step.stage);
+    return has_reached(peer, posted) ? Status{} : wait_for(peer, posted, index);
+  }
   char* slot_of(const Step& step) const;
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);
@@ -126,6 +136,8 @@ class Group final : public Runner {
   int64_t timeout_ns_ = 0;
   int64_t deadline_ns_ = 0;  // 0: not computed yet, because no wait was long
   Idler* idler_ = nullptr;
+  bool postpones_ = false;  // until all that the run waits for is there; see Idler
+  bool was_postponed_ = false;
   std::atomic<int> broken_by_{-1};  // the rank that has broken the group; this rank: abort()
   std::vector<std::shared_ptr<const ProcessHandle>> processes_;  // by rank
   std::function<bool()> poll_;

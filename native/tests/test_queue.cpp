@@ -17,17 +17,18 @@ constexpr int64_t kMinute = 60'000'000'000;
 class Counter final : public Runner {
  public:
   Status run(const Program&, const Buffers&, ReduceFn, AgreementWords words, int64_t,
-             Idler*) override {
+             Idler* idler) override {
+    if (idler != nullptr && words.fingerprint == kLate) return {Code::postponed};
     // Without a lock: two threads never run it at the same time, which the thread sanitizer checks.
     ++runs;
     while (words.fingerprint == kStuck && !is_aborted()) std::this_thread::yield();
-    if (words.fingerprint == kGood) return {};
+    if (words.fingerprint == kGood || words.fingerprint == kLate) return {};
     return {words.fingerprint == kStuck ? Code::aborted : Code::mismatch, 1};
   }
   void abort() override { aborted_ = true; }
   bool is_aborted() const override { return aborted_; }
 
-  static constexpr uint64_t kGood = 1, kBad = 2, kStuck = 3;
+  static constexpr uint64_t kGood = 1, kBad = 2, kStuck = 3, kLate = 4;
   int runs = 0;
 
  private:
@@ -148,6 +149,65 @@ void test_each_end_is_reported_once() {
   assert(server.reported[CallQueue::kEnded] == reported);
 }
 
+class Postponer final : public Idler {
+ public:
+  Postponer() : Idler(true) {}
+  void idle() override {}
+};
+
+// Run a job here if it can be had, as a waiting thread does.
+bool run_here(CallQueue& turn, Job& mine) {
+  Postponer idler;
+  if (!turn.claim(&mine)) return false;
+  turn.settle(&mine, mine.run(&idler));
+  return true;
+}
+
+void test_a_waiting_thread_runs_its_job() {
+  CallQueue turn;
+  Counter counter;
+  Server server(turn);
+  int reported = 0, failed = 0, claimed = 0;
+  for (int round = 0; round < 4000; ++round) {
+    const uint64_t ends[] = {Counter::kGood, Counter::kBad, Counter::kLate};
+    const auto first = job(&counter), mine = job(&counter, ends[round % 3]);
+    mine->can_move = round % 10 != 0;
+    if (round % 7 == 0) turn.push(first.get());
+    turn.push(mine.get());
+    if (round % 5 == 0) reported += turn.watch(mine.get());
+    const bool runs_here = run_here(turn, *mine);
+    assert(mine->can_move || !runs_here);
+    claimed += runs_here;
+    assert(turn.wait(mine->seq, kMinute));
+    if (round % 3 == 1) {
+      ++failed;
+      reported -= round % 5 == 0;
+      assert(mine->handed);
+    }
+  }
+  assert(claimed > 0 && counter.runs == 4000 + 4000 / 7 + 1);
+  turn.close();
+  server.thread.join();
+  assert(server.reported[CallQueue::kFailed] == failed);
+  assert(server.reported[CallQueue::kEnded] == reported);
+}
+
+void test_closing_waits_for_a_thread_that_runs_its_job() {
+  CallQueue turn;
+  Counter counter;
+  const auto mine = job(&counter, Counter::kLate), later = job(&counter);
+  mine->can_move = later->can_move = true;
+  turn.push(mine.get());
+  turn.push(later.get());
+  assert(!turn.claim(later.get()) && turn.claim(mine.get()) && !turn.claim(later.get()));
+  Server server(turn);
+  assert(turn.close() == 2 && turn.runs() && !turn.wait_until_still(1'000'000));
+  turn.settle(mine.get(), {Code::postponed});
+  assert(turn.wait(mine->seq, kMinute) && turn.wait_until_still(kMinute));
+  server.thread.join();
+  assert(counter.runs == 1 && server.reported[CallQueue::kClosed] == 1);
+}
+
 void test_closing_drops_what_has_not_begun() {
   CallQueue turn;
   Counter counter;
@@ -173,6 +233,8 @@ int main() {
   test_a_job_waits_for_a_caller_that_has_the_turn();
   test_the_server_returns_for_other_work();
   test_each_end_is_reported_once();
+  test_a_waiting_thread_runs_its_job();
+  test_closing_waits_for_a_thread_that_runs_its_job();
   test_closing_drops_what_has_not_begun();
   std::puts("queue: ok");
 }

@@ -220,7 +220,7 @@ class CallQueue:
         """Whether a call runs."""
 
     def push(self, call: QueuedCall) -> int:
-        """Queue a call, to be kept until it is over; return its number."""
+        """Queue a call, to be kept until its end; return its number, or 0."""
 
     def serve(self) -> tuple[int, int, int, int]:
         """Run queued calls; return (reason, number, code, peer)."""
@@ -321,6 +321,9 @@ def set_world(world: object, stream: object, group_type: object, work_type: obje
 def set_default(group: object | None) -> None: ...
 def array_of(tensor: object) -> object:
     """Return an array over a plain torch tensor, or None."""
+
+def track(call: object) -> None:
+    """Have the garbage collector visit a queued call that C++ made."""
 
 def mark_worker() -> None:
     """Mark the calling thread as one of unisono's own."""

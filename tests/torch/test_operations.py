@@ -1,5 +1,8 @@
 """Every operation and dtype against Gloo, in real processes."""
 
+import gc
+import threading
+
 import pytest
 
 import unisono
@@ -313,3 +316,36 @@ def test_sub_groups(rank, tmp_path):
             part.allreduce([x]).wait()
             assert (x.item(), part.rank(), part.size()) == (1.0, 1 - rank, 2)
         dist.group.WORLD.monitored_barrier()
+
+
+@pytest.mark.native
+@pytest.mark.ranks(2, kind="processes")
+def test_a_call_in_flight_is_few_objects_for_the_garbage_collector(rank, tmp_path):
+    """With more objects the collector takes most of the time, because it visits them again."""
+    calls, works, seen, ended = 200, [], [], threading.Event()
+
+    def count_one(future):
+        seen.append(future.value()[0])
+        if len(seen) == calls:
+            ended.set()
+
+    with torch_world("unisono", tmp_path):
+        x = torch.full((1,), 1.0 + rank)
+        for _ in range(2):
+            dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+        if rank == 1:  # so the calls of rank 0 stay in flight
+            dist.recv(torch.zeros(1), 0)
+        gc.collect()
+        gc.disable()
+        before = len(gc.get_objects())
+        for _ in range(calls):
+            works.append(dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True).get_future())
+        made = len(gc.get_objects()) - before
+        gc.enable()
+        if rank == 0:
+            dist.send(torch.zeros(1), 1)
+            assert made < 6.5 * calls
+        for future in works:
+            future.then(count_one)
+        assert ended.wait(60)
+        assert [tensor.item() for tensor in seen] == [2.0] * calls

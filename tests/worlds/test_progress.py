@@ -1,11 +1,14 @@
 """Asynchronous calls: order, errors and memory, whether C++ or Python runs them."""
 
+import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from unisono.errors import (
     ClosedError,
     UnisonoError,
 )
+from unisono.trace import open_calls
 
 LIMIT_S = 60.0
 
@@ -370,3 +374,64 @@ def test_a_message_that_has_arrived_is_found_by_polling(rank):
     dist.recv(second, 1, tag=2)  # the first message has come before it
     assert wait_until(work.is_completed, 10.0)
     assert (first.tolist(), second.tolist()) == ([5.0] * 3, [6.0] * 3)
+
+
+@pytest.mark.native
+@pytest.mark.ranks(2, kind="processes", engine="native")
+def test_a_call_in_which_a_collection_of_garbage_closes_the_group(rank):
+    """The call is refused, and its record does not stay open."""
+    group, x, closed = dist.new_group(), np.ones(1), []
+    for _ in range(2):
+        dist.all_reduce(x, group=group, async_op=True).wait()
+    trace = group.backends["cpu"]._engine.comm.trace
+    call = partial(dist.all_reduce, x, group=group, async_op=True)
+
+    def close(phase, info):
+        if not closed:
+            closed.append(phase)
+            group.close()
+
+    before, refused = gc.get_threshold(), None
+    gc.callbacks.append(close)
+    try:
+        gc.set_threshold(1)
+        call()
+    except ClosedError as error:
+        refused = error.what
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(close)
+    assert closed
+    assert refused == "all_reduce on group '1', which was destroyed"
+    assert open_calls(trace)["open"] == []
+
+
+@pytest.mark.native
+@pytest.mark.ranks(2, kind="processes", engine="native")
+def test_a_signal_in_the_wait_for_a_small_call_leaves_the_call(rank):
+    """The waiting thread runs such a call itself, unless another rank comes late."""
+    late, x = dist.new_group(), np.ones(2)
+    for _ in range(200):
+        x[:] = 1 + rank
+        work = dist.all_reduce(x, async_op=True)
+        assert work.wait()
+        assert x.tolist() == [3.0, 3.0]
+
+    def stop(number, frame):
+        raise InterruptedError
+
+    signal.signal(signal.SIGUSR1, stop)
+    for _ in range(3):
+        x[:] = 1 + rank
+        work = dist.all_reduce(x, async_op=True) if rank == 0 else None
+        if rank == 0:
+            sender = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+            with pytest.raises(InterruptedError):
+                (sender.start(), work.wait())
+            sender.join()
+            dist.send(np.zeros(1), 1, group=late)
+        else:
+            dist.recv(np.zeros(1), 0, group=late)
+            work = dist.all_reduce(x, async_op=True)
+        assert work.wait()
+        assert x.tolist() == [3.0, 3.0]

@@ -331,3 +331,54 @@ def test_collect_all_is_that_of_torch():
         except ValueError:
             outcomes.append("raised")
     assert outcomes[:2] == outcomes[2:] == [False, "raised"]
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_every_function_given_to_on_end_runs_once(rank):
+    """Also of a call that has ended, and if the caller polls or waits."""
+    called, expected = [], []
+    for turn in range(60):
+        work = dist.all_reduce(np.ones(1), async_op=True)
+        if turn % 3 == 0:
+            work.is_completed()
+        for part in range(2):
+            work.on_end(lambda key=(turn, part): called.append(key))
+        if turn % 2 == 0:
+            assert work.wait()
+        work.on_end(lambda key=(turn, 2): called.append(key))
+        expected += [(turn, part) for part in range(3)]
+    last = threading.Event()
+    dist.all_reduce(np.ones(1), async_op=True).on_end(last.set)
+    assert last.wait(30)
+    assert sorted(called) == expected
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_functions_given_to_on_end_run_if_the_call_fails_or_is_dropped(rank):
+    """Also beside one that raises."""
+    group, told = dist.new_group(), []
+
+    def fail():
+        raise asyncio.CancelledError
+
+    first = dist.all_reduce(np.ones(1), group=group, async_op=True)
+    first.on_end(fail)
+    first.wait()
+    if rank == 1:
+        dist.recv(np.zeros(1), 0)
+        group.abort("the test says so")
+        dist.barrier()
+        return
+    works = [dist.all_reduce(np.ones(1), group=group, async_op=True) for _ in range(3)]
+    for work in works:
+        work.on_end(fail)
+        work.on_end(lambda work=work: told.append(work.exception()))
+    ended = threading.Event()
+    works[-1].on_end(ended.set)
+    dist.send(np.zeros(1), 1)
+    assert ended.wait(30)
+    dist.destroy_process_group(group)
+    assert len(told) == 3
+    assert all(isinstance(error, CollectiveAbortedError) for error in told), told
+    assert [work.exception() for work in works] == told
+    dist.barrier()

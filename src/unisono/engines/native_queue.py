@@ -2,7 +2,8 @@
 
 Theory of operation: the progress thread of a group stays in `CallQueue.serve`, in C++ and without
 the interpreter lock. If a call needs no Python before or after its program, it runs and ends there.
-A thread that waits for the call sleeps in C++, too; a thread that polls detects the end.
+A thread that waits for a small call that is next runs it. Otherwise it sleeps in C++. A thread that
+polls detects the end.
 
 `serve` returns if a call needs Python. There are three cases: C++ cannot run the call, the call has
 failed, or the call has succeeded and has callbacks. In the first two cases no other call runs until
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,14 +45,16 @@ class QueuedCall:
         made: The completion; None before its first use. Read it through `pending`.
         is_put: False if the call has no number yet, and is about to be given to C++.
         is_taken: Whether a thread finishes the completion, or nothing is left to finish.
-        is_handled: Whether the progress thread handles the end, in Python.
+        watcher: The callback of `on_end`, until it is called.
     """
+
+    # C++ sets the slots of each call. Few calls need the other attributes and their dictionary.
+    __slots__ = ("__dict__", "engine", "native", "prepared", "watcher")
 
     task: Task | None = None
     made: Any = None
     is_put = True
     is_taken = False
-    is_handled = False
     _seq = 0
 
     def __init__(self, engine: QueueEngine, task: Task, made: Any, native: Any) -> None:
@@ -59,6 +63,7 @@ class QueuedCall:
         self.native = native
         self.task = task
         self.made = made
+        self.watcher: Callable[[], object] | None = None
         self.is_put = False
 
     @property
@@ -82,8 +87,9 @@ class QueuedCall:
             new.ends_with(self)
             # Atomic: another thread or a signal handler may be here as well.
             made = vars(self).setdefault("made", new)
+            _engine.track(self)
             # Read after the completion was set; `poll` reads in the other order.
-            if made is new and self.is_taken and not self.is_handled:
+            if made is new and self.is_taken:
                 made.finish()
         return made
 
@@ -91,7 +97,7 @@ class QueuedCall:
         """Wait for the end; False if the call has not ended well, or the completion must wait."""
         native = self.native
         if self.made is not None or native is None:
-            return self.is_taken and self.made is None
+            return self.has_ended_well()
         if not self.engine.calls.wait_well(native):
             return False
         # As `poll`, which would ask again.
@@ -101,6 +107,10 @@ class QueuedCall:
         if (made := vars(self).pop("made", None)) is not None:
             made.finish()
         return True
+
+    def has_ended_well(self) -> bool:
+        """Return whether it has ended well, and no completion was made."""
+        return self.is_taken and self.made is None
 
     def status(self) -> CallStatus:
         """Return the call as other ranks see it."""
@@ -117,13 +127,20 @@ class QueuedCall:
     def poll(self) -> None:
         """Finish the completion if the call is over and no other thread does."""
         if not self.is_taken and self.is_over():
-            # In this order: an exception of a signal handler between the two must not lose the end.
-            if (made := self.made) is not None:
-                made.finish()
-            self.release()
-            # `pending` may have made it meanwhile. The queue must not keep its arrays.
-            if (made := vars(self).pop("made", None)) is not None:
-                made.finish()
+            self.end_well()
+
+    def end_well(self) -> None:
+        """Finish the completion, if there is one, and call what `on_end` was given."""
+        # In this order: an exception of a signal handler between the two must not lose the end.
+        if (made := self.made) is not None:
+            made.finish()
+        self.release()
+        # `pending` may have made it meanwhile. The queue must not keep its arrays.
+        if (made := vars(self).pop("made", None)) is not None:
+            made.finish()
+        # After `release`; `on_end` looks in the other order.
+        if (watcher := self._unwatched()) is not None:
+            Completion(done=True).add_callback(lambda _: watcher())
 
     def wait(self, deadline: Deadline | None) -> bool:
         """Block until the call is over; return False if the deadline passed first."""
@@ -136,6 +153,22 @@ class QueuedCall:
         self.poll()
         return True
 
+    def on_end(self, callback: Callable[[], object]) -> bool:
+        """Have the progress thread call `callback()` at the end; False: `pending` must have it."""
+        if (native := self.native) is None or self.made is not None or self.watcher is not None:
+            return False
+        # No call between the look and this line, because a signal handler may come here as well.
+        self.watcher = callback
+        if self.engine.turn.watch(native) and not self.is_taken:
+            return True
+        # It has ended. A thread that has found the callback calls it.
+        return self._unwatched() is None
+
+    def _unwatched(self) -> Callable[[], object] | None:
+        """Return the callback of `on_end` and forget it; None if there is none."""
+        watcher, self.watcher = self.watcher, None
+        return watcher
+
     def watch(self) -> bool:
         """Make the progress thread finish the completion; False: the call has succeeded."""
         native = self.native
@@ -146,14 +179,11 @@ class QueuedCall:
 
     def take(self) -> Any:
         """Return the completion, for the progress thread to finish, and release the arrays."""
-        self.is_handled = True
-        made = self.completion()
+        made = self.pending(self.native.result) if self.made is None else self.made
         self.release()
+        if (watcher := self._unwatched()) is not None:
+            made.add_callback(lambda _: watcher())
         return made
-
-    def completion(self) -> Any:
-        """Return the completion of a call that has not been released."""
-        return self.pending(self.native.result) if self.made is None else self.made
 
     def release(self) -> None:
         """Release the arrays."""
@@ -203,6 +233,9 @@ class QueueEngine(OrderedEngine):
     def close(self) -> None:
         self.calls.close()
         super().close()
+        # The calls refer to this engine, and the garbage collector does not visit all of them.
+        if not self._turn.runs():
+            self._queued.clear()
 
     @abstractmethod
     def continue_task(self, task: Task, code: int, peer: int) -> None:
@@ -279,7 +312,9 @@ class QueueEngine(OrderedEngine):
             self._queued.append(queued)
             if not needs_python:
                 completion.ends_with(queued)
-            seq = int(self._turn.push(native))
+            if not (seq := int(self._turn.push(native))):
+                # A collection of garbage has run code that closed the group.
+                self._require_open(task.prepared.call)
             task.record = native.record
             if not self._opened:
                 # Now that the progress thread runs.
@@ -315,7 +350,7 @@ class QueueEngine(OrderedEngine):
     def _clear_queue(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
         return [
-            (queued.call, queued.completion())
+            (queued.call, queued.take())
             for queued in list(self._queued)
             if first and queued.seq >= first and not queued.is_taken
         ]
@@ -363,7 +398,7 @@ class QueueEngine(OrderedEngine):
 
     def _handle(self, queued: QueuedCall, reason: int, code: int, peer: int) -> None:
         if reason == _engine.CallQueue.ENDED:
-            queued.take().finish()
+            queued.end_well()
             return
         task, completion = queued.started(), queued.take()
         rest = partial(self.continue_task, code=code, peer=peer)

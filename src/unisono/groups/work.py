@@ -32,6 +32,12 @@ class _Queued(Protocol):
     def pending(self, output: Any) -> Pending:
         """Return the end, with the result `output`."""
 
+    def on_end(self, callback: Callable[[], object]) -> bool:
+        """Call `callback()` at the end, on another thread; False: `pending` must have it."""
+
+    def has_ended_well(self) -> bool:
+        """Return whether the call has ended well; False: `pending` knows."""
+
 
 class Work:
     """A submitted operation. Dropping the handle is safe: the operation goes on.
@@ -117,6 +123,8 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """Return the operation's error, or None."""
+        if not isinstance(end := self._end, Pending) and end.has_ended_well():
+            return None
         return self._pending.error if self._pending.done() else None
 
     def result(self) -> list[Any]:
@@ -147,20 +155,15 @@ class Work:
 
     def get_future(self) -> Future:
         """Return a future of the result arrays."""
-        future = Future((self._pending,), self._op)
-
-        def ended(pending: Completion) -> None:
-            if pending.error is not None:
-                future.set_exception(pending.error)
-            else:
-                future.set_result(self._pending.outputs)
-
-        self._pending.add_callback(ended)
+        calls: Any = (self,)
+        future = Future(calls, self._op)
+        self.on_end(future._end)
         return future
 
     def on_end(self, callback: Callable[[], object]) -> None:
         """Call `callback()` on the thread that ends the operation; at once if it has ended."""
-        self._pending.add_callback(lambda _: callback())
+        if isinstance(end := self._end, Pending) or not end.on_end(callback):
+            self._pending.add_callback(lambda _: callback())
 
     def __await__(self) -> Generator[Any, None, bool]:
         # Imported here: asyncio would double the import time of unisono, and few programs await.
@@ -213,7 +216,7 @@ class Future:
         self._what = what
         self._completion = Completion(any_process=not calls)
         self._value: Any = None
-        self._calls = tuple(calls)
+        self._calls: tuple[Any, ...] = tuple(calls)
         # Taken by the thread that sets the value, and never released.
         self._claim = threading.Lock()
 
@@ -247,7 +250,7 @@ class Future:
             CollectiveTimeoutError: Not done in time; the future itself goes on.
         """
         limit = None if timeout is None else Deadline(timeout)
-        done = self.done() or all(call.wait_or_expire(limit) for call in self._calls)
+        done = self.done() or all(_end_of(call).wait_or_expire(limit) for call in self._calls)
         if not done or not self._completion.wait_until(limit):
             assert limit is not None
             of = f" of {self._what}" if self._what else ""
@@ -311,6 +314,14 @@ class Future:
         self._completion.add_callback(run)
         return result
 
+    def _end(self) -> None:
+        """Set the result of the only call, which has ended."""
+        call = self._calls[0]
+        if (error := call.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(call.result())
+
     def _claim_once(self) -> None:
         if not self._claim.acquire(blocking=False):
             raise UsageError("the future is done already")
@@ -320,6 +331,11 @@ class Future:
             return "<Future pending>"
         error = self._completion.error
         return "<Future done>" if error is None else f"<Future failed: {error!r}>"
+
+
+def _end_of(call: Pending | Work) -> Pending:
+    """Return the end of a work, which is made only if a thread waits for it."""
+    return call._pending if isinstance(call, Work) else call
 
 
 def collect_all(futures: Sequence[Future]) -> Future:

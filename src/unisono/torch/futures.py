@@ -1,24 +1,14 @@
-"""torch futures of an operation's result, with values that both C++ and Python accept."""
+"""torch futures whose value C++ and Python accept."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["listed", "opened"]
-
-
-def opened(gate: Any, outcome: Callable[[], list[Any]]) -> Any:
-    """Return the future of `outcome()`, which runs when `gate` is done.
-
-    An error that `outcome` raises becomes an error of the C++ future. With `set_exception` it would
-    stay a Python value, on which torch's DDP fails with a segmentation fault.
-    """
-    return gate.then(lambda _: outcome())
+__all__ = ["listed"]
 
 
 def listed(future: Any, tensors: list[torch.Tensor]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +14,7 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.errors import for_torch
-from unisono.torch.futures import listed, opened
+from unisono.torch.futures import listed
 
 __all__ = ["Caller", "TorchWork"]
 
@@ -48,7 +47,7 @@ class TorchWork(torch_dist.Work):
     Source: torch.distributed.Work (2.13).
     """
 
-    _future: torch.futures.Future[list[Any]] | None = None
+    __slots__ = ("_caller", "_future", "_gate", "_outputs", "_typed", "_work")
 
     def __init__(self, work: Work, outputs: list[Any], caller: Caller, typed: bool = False) -> None:
         super().__init__()
@@ -56,6 +55,7 @@ class TorchWork(torch_dist.Work):
         self._outputs = outputs
         self._caller = caller
         self._typed = typed
+        self._future: torch.futures.Future[list[Any]] | None = None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Block until done; return True, or raise the operation's error."""
@@ -107,17 +107,22 @@ class TorchWork(torch_dist.Work):
         """
         if self._future is None:
             # The C++ class, which is made in a fourth of the time that its Python class takes.
-            gate: Any = torch._C.Future([])
-            future = opened(gate, self._outcome)
+            self._gate: Any = torch._C.Future([])
+            # An error that `_outcome` raises becomes an error of the C++ future. With
+            # `set_exception` it would stay a Python value, on which DDP fails with a segmentation
+            # fault.
+            future = self._gate.then(self._outcome)
             self._future = listed(future, self._outputs) if self._typed else future
-            open_gate = partial(gate.set_result, None)
-            if _is_asked_by_ddp() and not self._typed:
-                self._work.on_end(open_gate)
-            else:
-                self._work.on_end(partial(self._caller.callbacks.run, open_gate))
+            self._work.on_end(self._open if _is_asked_by_ddp() and not self._typed else self._ended)
         return self._future
 
-    def _outcome(self) -> list[Any]:
+    def _ended(self) -> None:
+        self._caller.callbacks.run(self._open)
+
+    def _open(self) -> None:
+        self._gate.set_result(None)
+
+    def _outcome(self, gate: Any) -> list[Any]:
         if (error := self.exception()) is not None:
             raise error
         return self._outputs

@@ -320,7 +320,7 @@ class Transport(ABC):
                 )
             )
             if not number and context in self._failures.closed:
-                self.messages.send(peer, Key(context, *ANY), memoryview(b""), 0)
+                self.messages.send(Transfer(peer, context, ANY, memoryview(b"")))
         elif kind is Kind.ANSWER:
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))

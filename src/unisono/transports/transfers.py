@@ -142,8 +142,7 @@ class Transfer(Pending):
             self._receives = 2
             self._messages.watch(self)
         elif self._links is not None and not self._done:
-            if time.monotonic() > self._asked_s + _ASK_S:
-                self._ask(self._links)
+            self._ask(self._links, _ASK_S)
 
     def _wait_and_ask(self, deadline: Deadline | None, links: Links) -> bool:
         limit = Deadline(math.inf) if deadline is None else deadline
@@ -153,8 +152,11 @@ class Transfer(Pending):
             self._ask(links)
         return True
 
-    def _ask(self, links: Links) -> None:
-        self._asked_s = time.monotonic()
+    def _ask(self, links: Links, pause_s: float = 0.0) -> None:
+        now = time.monotonic()
+        if now < self._asked_s + pause_s:
+            return
+        self._asked_s = now
         for source in self.among if self.peer is None else (self.peer,):
             links.notice_end(source, self.context)
 
