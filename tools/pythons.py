@@ -1,7 +1,7 @@
 """Try unisono on each installed Python: build a wheel, run 2 ranks and a sample of the tests.
 
-Run by `make test-pythons`, from the repository root. It finds the interpreters in PATH, those of
-pyenv and those in build/pythons, free-threaded ones too, or takes those that are named. There is no
+Run by `make test-pythons`, from the repository root. It finds interpreters in PATH, in pyenv and in
+build/pythons, also free-threaded builds, or takes the interpreters that are named. There is no
 package of a free-threaded Python in Debian. `apt-get source python3.13` has the sources:
 `./configure --disable-gil --prefix=$PWD/build/pythons/3.13t` and `make install` build one.
 """

@@ -1,7 +1,7 @@
 """Try the C++ engine in a tree of Debian packages: for aarch64, or for another version of Python.
 
 Run from the repository root, as root on Debian or Ubuntu: `python tools/trees.py arm64` (by
-`make test-arm`) or `python tools/trees.py python3.14` (by `make test-pythons`). Elsewhere it says
+`make test-arm`) or `python tools/trees.py python3.14` (by `make test-pythons`). Elsewhere it prints
 why it does nothing. The first time it takes some minutes: what it needs comes from Debian and PyPI
 into build/trees/NAME. It builds the engine outside of the tree, for arm64 with a cross compiler. In
 the tree it runs the engine's own tests (arm64), 2 ranks, and a sample of the tests.
@@ -48,7 +48,7 @@ exec chroot "$root" /usr/bin/env -i -C /mnt HOME=/root PATH=/usr/bin:/bin LANG=C
 
 
 class Kind(NamedTuple):
-    """What a tree holds; without a release it is that of this machine."""
+    """The contents of a tree. Without a release the tree has the release of this machine."""
 
     processor: str
     release: str
