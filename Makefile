@@ -19,7 +19,7 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 # all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-cuts fuzz-stores fuzz-signals docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch test-arm test-pythons check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-cuts fuzz-stores fuzz-signals docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,8 @@ help:
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-gpu  the NCCL backend on a GPU; skipped without a GPU"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
+	@echo "make test-arm  the C++ engine for aarch64, under qemu (Debian, root)"
+	@echo "make test-pythons  a wheel and a sample of tests for each Python (PYTHONS='...')"
 	@echo "make servers install redis, etcd, Slurm and Open MPI for tests (Debian, root)"
 	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
@@ -98,6 +100,14 @@ test-torch: $(STAMP)
 		$(BIN)/python tests/torch/suite.py --world-size $$n --backend gloo --save build/gloo-$$n.json; \
 		$(BIN)/python tests/torch/suite.py --world-size $$n --like build/gloo-$$n.json || exit 1; \
 	done
+
+# Both take minutes, and what they install comes from Debian and PyPI.
+test-arm: $(STAMP)
+	@$(BIN)/python tools/trees.py arm64
+
+test-pythons: $(STAMP)
+	@$(BIN)/python tools/pythons.py $(PYTHONS)
+	@test -n "$(PYTHONS)" || $(BIN)/python tools/trees.py python3.14
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .

@@ -22,7 +22,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 DIST = Path("dist")
@@ -90,18 +90,22 @@ def candidates() -> Iterator[Path]:
     yield from sorted(pyenv.glob("versions/*/bin/python3"))
 
 
-def pythons(paths: Iterator[Path] | list[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the version and the path of each CPython that can build a wheel, once per version."""
+def pythons(paths: Iterable[Path | str], free_threaded: bool = False) -> Iterator[tuple[str, Path]]:
+    """Yield the version and the path of each CPython that can build a wheel, once per version.
+
+    A free-threaded one, such as "3.13t", is left out unless it is asked for.
+    """
     found = set()
     for path in paths:
         done = subprocess.run([path, "-c", QUESTION], capture_output=True, text=True)
         if done.returncode != 0:
             continue  # such as a name of pyenv for a version that is not selected
-        name, version, headers, free_threaded = json.loads(done.stdout)
-        usable = name == "cpython" and tuple(version) >= OLDEST and headers and not free_threaded
-        if usable and tuple(version) not in found:
-            found.add(tuple(version))
-            yield ".".join(map(str, version)), Path(path)
+        name, numbers, headers, is_free = json.loads(done.stdout)
+        version = ".".join(map(str, numbers)) + "t" * is_free
+        usable = name == "cpython" and tuple(numbers) >= OLDEST and headers
+        if usable and is_free <= free_threaded and version not in found:
+            found.add(version)
+            yield version, Path(path)
 
 
 def source_archive() -> Path:

@@ -151,9 +151,10 @@ void end(Recorder& recorder, uint64_t number, uint32_t outcome) {
   recorder.end(number, outcome, recorder.waits);
 }
 
-// The ring as it is in memory.
 nb::bytes snapshot(const Recorder& recorder) {
-  return nb::bytes(recorder.records(), Recorder::kRecords * sizeof(unisono::Record));
+  std::vector<unisono::Record> records(Recorder::kRecords);
+  recorder.copy(records.data());
+  return nb::bytes(records.data(), records.size() * sizeof(unisono::Record));
 }
 
 nb::bytes totals(const Recorder& recorder) {

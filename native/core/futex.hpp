@@ -27,6 +27,7 @@ inline bool futex_wait(std::atomic<uint64_t>& word, uint64_t seen, int64_t timeo
   timespec limit{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
   const long woken =
     syscall(SYS_futex, low_half(word), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
+  // acquire: pairs with the change of the word, which the caller may rely on
   return woken == 0 && word.load(std::memory_order_acquire) == seen;
 }
 
@@ -34,20 +35,22 @@ inline void futex_wake_all(std::atomic<uint64_t>& word) {
   syscall(SYS_futex, low_half(word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// Separates a write from a read of another word. If two threads do so with the words swapped, at
-// least one of the threads sees the write of its peer.
-inline void full_fence() {
+inline void fence(std::memory_order order) {
 #pragma GCC diagnostic push
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wtsan"  // the fence alone rules out no race
 #endif
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  std::atomic_thread_fence(order);
 #pragma GCC diagnostic pop
 }
 
+// Separates a write from a read of another word. If two threads do so with the words swapped, at
+// least one of the threads sees the write of its peer. Each call pairs with a call of that peer.
+inline void full_fence() { fence(std::memory_order_seq_cst); }
+
 // Change a word and wake the threads that sleep on it.
 inline void change_and_wake(std::atomic<uint64_t>& word) {
-  word.fetch_add(1, std::memory_order_seq_cst);
+  word.fetch_add(1, std::memory_order_seq_cst);  // pairs with the sleeper's load of `seen`
   futex_wake_all(word);
 }
 

@@ -48,7 +48,9 @@ Status Job::run(Idler* idler) const {
   return status;
 }
 
-bool CallQueue::runs() const { return is_running() || owner_.load(std::memory_order_acquire) != 0; }
+bool CallQueue::runs() const {
+  return is_running() || owner_.load(std::memory_order_acquire) != 0;  // pairs with give()
+}
 
 uint64_t CallQueue::push(Job* job) {
   {
@@ -70,7 +72,7 @@ uint64_t CallQueue::close() {
     const std::lock_guard<std::mutex> lock(lock_);
     is_closed_ = true;
     if (!queue_.empty()) first = queue_.front()->seq;
-    pending_.fetch_sub(queue_.size(), std::memory_order_release);
+    pending_.fetch_sub(queue_.size(), std::memory_order_release);  // pairs with is_free()
     for (Job* job : queue_) job->handed = true;
     queue_.clear();
     // release: pairs with is_over()
@@ -87,7 +89,7 @@ CallQueue::Served CallQueue::serve() {
   uint64_t seen_before = bell_.load(std::memory_order_relaxed);
   sleep_exactly();
   while (true) {
-    const uint64_t seen = bell_.load(std::memory_order_seq_cst);
+    const uint64_t seen = bell_.load(std::memory_order_seq_cst);  // pairs with ring()
     Job* const job = next();
     if (job == nullptr) {
       // A waiting thread may have a job that it gives back.
@@ -99,13 +101,15 @@ CallQueue::Served CallQueue::serve() {
         nap_ns = std::min(nap_ns, kBesideNapNs);
       }
       if (nap_ns <= kLastNapNs) {
+        // Pairs with ring() and end_nap(), which take the words in the other order: either the load
+        // here sees the bell, or end_nap() sees the nap.
         naps_.store(1, std::memory_order_seq_cst);
         if (bell_.load(std::memory_order_seq_cst) == seen) futex_wait(bell_, seen, nap_ns);
         naps_.store(0, std::memory_order_relaxed);
         nap_ns *= 2;
         continue;
       }
-      listens_.store(1, std::memory_order_seq_cst);
+      listens_.store(1, std::memory_order_seq_cst);  // pairs with ring(), as above
       if (bell_.load(std::memory_order_seq_cst) == seen) {
         futex_wait(bell_, seen, has_run ? kIdleNs : 1000 * kIdleNs);
       }
@@ -183,7 +187,8 @@ void CallQueue::finish(uint64_t seq) {
 void CallQueue::end(uint64_t seq) {
   running_ = false;
   // Before `ended_`: a thread that has waited for this job must find the turn free.
-  pending_.fetch_sub(1, std::memory_order_release);
+  pending_.fetch_sub(1, std::memory_order_release);  // pairs with is_free()
+  // Both pair with wait(): either this load sees the waiter, or the waiter sees the end.
   ended_.store(seq, std::memory_order_seq_cst);
   if (waiters_.load(std::memory_order_seq_cst) != 0) futex_wake_all(ended_);
   if (is_closed_) ring();
@@ -200,7 +205,7 @@ bool CallQueue::wait(uint64_t seq, int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   if (!is_over(seq)) end_nap();
   while (!is_over(seq)) {
-    waiters_.fetch_add(1, std::memory_order_seq_cst);
+    waiters_.fetch_add(1, std::memory_order_seq_cst);  // pairs with end(), as the next load
     const uint64_t seen = ended_.load(std::memory_order_seq_cst);
     const int64_t left_ns = std::min(deadline_ns - now_ns(), kSliceNs);
     if (!is_over(seq) && left_ns > 0) futex_wait(ended_, seen, left_ns);
@@ -213,7 +218,7 @@ bool CallQueue::wait(uint64_t seq, int64_t timeout_ns) {
 bool CallQueue::wait_until_still(int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   while (runs()) {
-    const uint64_t seen = bell_.load(std::memory_order_seq_cst);
+    const uint64_t seen = bell_.load(std::memory_order_seq_cst);  // pairs with ring()
     if (now_ns() >= deadline_ns) return false;
     if (runs()) futex_wait(bell_, seen, kSliceNs);
   }
@@ -221,11 +226,11 @@ bool CallQueue::wait_until_still(int64_t timeout_ns) {
 }
 
 void CallQueue::end_nap() {
-  if (naps_.load(std::memory_order_seq_cst) != 0) futex_wake_all(bell_);
+  if (naps_.load(std::memory_order_seq_cst) != 0) futex_wake_all(bell_);  // pairs with serve()
 }
 
 void CallQueue::ring() {
-  bell_.fetch_add(1, std::memory_order_seq_cst);
+  bell_.fetch_add(1, std::memory_order_seq_cst);  // pairs with serve(), as the next load
   if (listens_.load(std::memory_order_seq_cst) != 0 || is_closed_) futex_wake_all(bell_);
 }
 

@@ -57,7 +57,7 @@ class CallQueue {
   // number, or 0 if the turn is not free.
   uint64_t take(uintptr_t thread) {
     if (!is_free()) return 0;
-    owner_.store(thread, std::memory_order_relaxed);
+    owner_.store(thread, std::memory_order_relaxed);  // relaxed: seen by those with the same lock
     return ++seq_;
   }
   uint64_t take() { return take(this_thread()); }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/futex.hpp"
 #include "core/status.hpp"
 #include "core/ticks.hpp"
 
@@ -149,7 +150,8 @@ class Recorder {
     record.ended = ticks();
     record.waited = its.sum;
     record.waited_for = its.peer;
-    record.outcome = outcome;
+    // release: pairs with copy(), so that an outcome comes with the other columns
+    __atomic_store_n(&record.outcome, outcome, __ATOMIC_RELEASE);
     if (outcome == kDropped || record.kind >= kKinds) return;
     Total& total = totals_[record.kind];
     const uint64_t taken = record.ended - record.enqueued;
@@ -162,6 +164,20 @@ class Recorder {
   void end_message(uint64_t number, uint32_t outcome, int peer);
 
   const Record* records() const { return records_.get(); }
+  // Copy all records while other threads may write. A record that changed meanwhile is empty.
+  void copy(Record* into) const {
+    for (const Record* from = records(); from != records() + kRecords; ++from, ++into) {
+      // acquire: pairs with the last store in write()
+      const uint64_t number = __atomic_load_n(&from->number, __ATOMIC_ACQUIRE);
+      // acquire: pairs with end()
+      const uint32_t outcome = __atomic_load_n(&from->outcome, __ATOMIC_ACQUIRE);
+      *into = *from;
+      into->outcome = outcome;
+      fence(std::memory_order_acquire);  // pairs with the fence in write()
+      const uint64_t still = __atomic_load_n(&from->number, __ATOMIC_RELAXED);
+      into->number = still == number ? number : 0;
+    }
+  }
   // kKinds totals.
   const Total* totals() const { return totals_.get(); }
   // The ticks that messages have waited for each rank. Not in `waits`, to which the server writes.
@@ -188,7 +204,9 @@ class Recorder {
   void write(uint64_t number, const Recorded& call, uint64_t seq, Site site, uint64_t begun,
              uint64_t runs) {
     Record& record = at(number);
-    store(&record.number, 0);
+    __atomic_store_n(&record.number, 0, __ATOMIC_RELAXED);
+    // Pairs with the fence in copy(). A release store instead would let the columns go ahead of it.
+    fence(std::memory_order_release);
     record.seq = seq;
     record.word = call.word;
     record.count = call.count;
@@ -201,13 +219,10 @@ class Recorder {
     record.site = site.code;
     record.offset = site.offset;
     record.outcome = 0;
-    store(&record.number, number);
+    // release: pairs with copy(), which finds the columns of the number that it loads
+    __atomic_store_n(&record.number, number, __ATOMIC_RELEASE);
   }
   Record& at(uint64_t number) { return records_.get()[number % kRecords]; }
-  static void store(uint64_t* word, uint64_t value) {
-    // release: a thread or a process that reads the ring sees the columns of the number it sees
-    __atomic_store_n(word, value, __ATOMIC_RELEASE);
-  }
 
   std::unique_ptr<Record, Free> records_;
   std::unique_ptr<Total[], Free> totals_;

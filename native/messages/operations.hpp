@@ -53,7 +53,7 @@ class Operations {
     op.code = code;
     has_changed_ = true;
     if (op.number != 0 && !op.awaited) note_end(lock, op);
-    op.done.store(true, std::memory_order_release);  // acquire: Waiting::is_over
+    op.done.store(true, std::memory_order_release);  // pairs with Waiting::is_over
   }
   // Report an operation that has ended and for which no thread waits.
   void note_end(const Lock& lock, const Operation& op);

@@ -46,7 +46,8 @@ bool PeerRings::attach(const Lock& /*lock*/) {
 void PeerRings::join() {
   RingWords& words = *outbox_->ring.words;
   has_joined_ = true;
-  words.joined.store(1, std::memory_order_release);
+  words.joined.store(1, std::memory_order_release);  // pairs with find_sender()
+  // release: pairs with Peers::look_for_senders, which then finds the words of those it counts
   outbox_->head().joined.fetch_add(1, std::memory_order_release);
 }
 
@@ -78,7 +79,8 @@ void PeerRings::abort_frame(const Lock& lock) {
 
 void PeerRings::ring_bell(const Lock& /*lock*/, bool is_full) {
   Bells& bells = outbox_->head().bells;
-  // Either the sleeper sees the published bytes, or this thread sees the sleeper.
+  // Either the sleeper sees the published bytes, or this thread sees the sleeper. Pairs with the
+  // fences of Waiting::sleep_until_over, serve() and delegate(). So the loads may be relaxed.
   full_fence();
   if (bells.sleepers.load(std::memory_order_relaxed) != 0) change_and_wake(bells.waiters);
   const uint32_t wants = bells.server_wants.load(std::memory_order_relaxed);
@@ -101,6 +103,7 @@ void PeerRings::ask_for_room(const Lock& lock) {
 }
 
 void PeerRings::leave(const Lock& /*lock*/) const {
+  // release: pairs with has_left(), behind which the last bytes are seen
   if (has_joined_) outbox_->ring.words->left.store(1, std::memory_order_release);
 }
 
@@ -109,7 +112,7 @@ void PeerRings::leave(const Lock& /*lock*/) const {
 bool PeerRings::find_sender(const Lock& /*lock*/) {
   if (is_active_) return false;
   Ring ring = parts_.inbox.ring(peer_);
-  if (ring.words->joined.load(std::memory_order_acquire) == 0) return false;
+  if (ring.words->joined.load(std::memory_order_acquire) == 0) return false;  // pairs with join()
   ring.load_bytes();
   ring_ = ring;
   is_active_ = true;
@@ -117,6 +120,7 @@ bool PeerRings::find_sender(const Lock& /*lock*/) {
 }
 
 bool PeerRings::has_left(const Lock& /*lock*/) const {
+  // acquire: pairs with leave()
   return is_active_ && ring_.words->left.load(std::memory_order_acquire) != 0;
 }
 
@@ -128,7 +132,8 @@ bool PeerRings::pull_frames(const Lock& lock) {
     pulled += nbytes;
   }
   if (pulled == 0) return false;
-  // Either the sender sees the room, or this rank sees the sender's request for room.
+  // Either the sender sees the room, or this rank sees the sender's request for room. Pairs with the
+  // fence that follows ask_for_room()'s store. So that store and this load may be relaxed.
   full_fence();
   std::atomic<uint32_t>& wants = ring_.words->wants_room;
   if (wants.load(std::memory_order_relaxed) != 0 && attach(lock)) {

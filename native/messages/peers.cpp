@@ -70,7 +70,7 @@ void Peers::ask_for_room(const Lock& lock) {
 
 void Peers::look_for_senders(const Lock& lock) {
   const uint32_t joined =
-    parts_.inbox.head().joined.load(std::memory_order_acquire);  // release: PeerRings::join
+    parts_.inbox.head().joined.load(std::memory_order_acquire);  // pairs with PeerRings::join
   if (joined == joined_seen_) return;
   joined_seen_ = joined;
   for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {

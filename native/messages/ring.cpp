@@ -101,7 +101,8 @@ Outbox::~Outbox() {
 
 void Outbox::write_to_pipe() {
   Bells& bells = head().bells;
-  if (bells.polls.exchange(0) == 0) return;
+  // acquire, for `pipe`: pairs with the stores of 1 in waiting.cpp
+  if (bells.polls.exchange(0, std::memory_order_acquire) == 0) return;
   // Opened for both directions, because a write to a pipe without a reader would end this process.
   if (pipe_ < 0) pipe_ = open_file_of(pid_, bells.pipe.load(std::memory_order_relaxed));
   // A full pipe wakes as well.

@@ -129,7 +129,7 @@ class Ring {
   void choose_bytes(size_t bytes);
   size_t room() {  // bytes that may be written
     if (at_ - other_ > bytes_ - kStepBytes || other_ < abort_end_) {
-      other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
+      other_ = words->head.load(std::memory_order_acquire);  // pairs with release()
     }
     if (other_ < abort_end_) return 0;
     // The padding of a frame is not written, and may reach beyond the bytes that the receiver has
@@ -144,7 +144,7 @@ class Ring {
   void write(const void* from, size_t nbytes);
   // Move to the beginning of the next frame. Used by both ends.
   void pad() { at_ = (at_ + kFrameAlign - 1) / kFrameAlign * kFrameAlign; }
-  void publish() { words->tail.store(at_, std::memory_order_release); }
+  void publish() { words->tail.store(at_, std::memory_order_release); }  // pairs with available()
   // Abort the current frame, which the receiver then discards. There is no room for a further frame
   // until the receiver has passed it, so that a ring has at most one aborted frame.
   void abort_frame();
@@ -152,7 +152,7 @@ class Ring {
   // --- the receiver's ---
   void load_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
   size_t available() {                                     // bytes that may be read
-    other_ = words->tail.load(std::memory_order_acquire);  // release: Ring::publish
+    other_ = words->tail.load(std::memory_order_acquire);  // pairs with publish()
     return other_ - at_;
   }
   FrameHead read_head() {
@@ -169,7 +169,7 @@ class Ring {
   }
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
-  void release() { words->head.store(at_, std::memory_order_release); }
+  void release() { words->head.store(at_, std::memory_order_release); }  // pairs with room()
 
   RingWords* words = nullptr;
 

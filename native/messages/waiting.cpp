@@ -45,7 +45,7 @@ constexpr int64_t kServerSleepNs = 4'000'000;
 }  // namespace
 
 bool Waiting::is_over(const Operation* op) const {
-  // acquire: Operations::finish
+  // acquire: pairs with Operations::finish
   return op == nullptr ? parts_.queued_sends == 0 : op->done.load(std::memory_order_acquire);
 }
 
@@ -123,6 +123,7 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
   int64_t report_ns = look_ns;
   uint64_t context = 0;
   while (true) {
+    // Pairs with PeerRings::ring_bell by the fence below, and with wake_waiters() by the lock.
     bells().sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool is_counted = true;
     const auto awake = [&] {
@@ -131,13 +132,15 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
       }
     };
     const Finally ended(awake);
+    // Not after the look at the rings. Pairs with change_and_wake().
     const uint64_t seen = bells().waiters.load(std::memory_order_seq_cst);
     bool goes_on = false;
     {
       Lock lock(lock_);
       *polls = *polls || poll_.begin(lock);
-      if (*polls) bells().polls.store(1, std::memory_order_seq_cst);
-      full_fence();
+      // release, for `pipe`: pairs with Outbox::write_to_pipe
+      if (*polls) bells().polls.store(1, std::memory_order_release);
+      full_fence();  // pairs with PeerRings::ring_bell
       peers_.ask_for_room(lock);
       goes_on = peers_.push_all(lock);
       goes_on = (peers_.progress(lock) || goes_on) && peers_.wired(lock).empty();
@@ -188,9 +191,14 @@ std::vector<Outcome> Waiting::serve(Lock& lock) {
     std::vector<Outcome> outcomes = operations.take_ended(lock);
     if (!outcomes.empty() || parts_.ends.is_closed(lock)) return outcomes;
     report_wires(lock);
+    // Not after the look at the rings. Pairs with change_and_wake().
     const uint64_t seen = bells().server.load(std::memory_order_seq_cst);
     server_.sleeps = true;
-    bells().server_wants.store(kFullRings, std::memory_order_seq_cst);
+    bells().server_wants.store(kFullRings, std::memory_order_relaxed);
+    // Either a sender without room sees this word, or this thread sees what fills its ring. Pairs
+    // with PeerRings::ring_bell.
+    full_fence();
+    peers_.progress(lock);
     delegate(lock);
     if (!operations.have_ended(lock) && !parts_.ends.is_closed(lock)) server_sleep(seen, lock);
     server_.sleeps = false;
@@ -232,8 +240,8 @@ void Waiting::server_sleep(uint64_t seen, Lock& lock) {
     server_.sleep_ns = 0;
     server_.polls = true;
     bells().server_wants.store(kNothing, std::memory_order_relaxed);
-    bells().polls.store(1, std::memory_order_seq_cst);
-    full_fence();
+    bells().polls.store(1, std::memory_order_release);  // pairs with Outbox::write_to_pipe
+    full_fence();                                       // pairs with PeerRings::ring_bell
     peers_.progress(lock);
     notify(lock);
     poll_.watch(lock);
@@ -260,11 +268,12 @@ void Waiting::delegate(const Lock& lock) {
     if (server_.idles && !peers_.wired(lock).empty()) {
       wake_server(lock);
     } else {
-      // acquire: Outbox::ring_pipe
+      // release, for `pipe`: pairs with Outbox::write_to_pipe
       if (server_.polls) bells().polls.store(1, std::memory_order_release);
       const Wants wants = server_.polls ? kNothing : kEverything;
       bells().server_wants.store(wants, std::memory_order_relaxed);
-      // Either a sender sees these words, or this thread sees what the sender wrote.
+      // Either a sender sees these words, or this thread sees what the sender wrote. Pairs with
+      // PeerRings::ring_bell.
       full_fence();
       peers_.ask_for_room(lock);
       peers_.progress(lock);
@@ -288,7 +297,8 @@ void Waiting::wake_server(const Lock& lock) {
 // Wake the threads of this rank whose operations have ended. `here_polls`: this thread sleeps on
 // the wires.
 void Waiting::wake_waiters(const Lock& lock, bool here_polls) {
-  if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);
+  // The lock, which sleepers take after they have counted themselves, orders this load.
+  if (bells().sleepers.load(std::memory_order_relaxed) != 0) change_and_wake(bells().waiters);
   const bool due = parts_.operations.take_due(lock) || parts_.ends.is_closed(lock);
   if (poll_.is_active(lock) && !server_.polls && !here_polls) poll_.wake(lock);
   if (server_.sleeps && due) wake_server(lock);

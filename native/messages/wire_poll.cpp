@@ -23,8 +23,8 @@ void WirePoll::end(const Lock& /*lock*/) {
   Bells& bells = parts_.bells();
   bells.polls.store(0, std::memory_order_relaxed);
   bell_.drain();
-  // One of the sleeping threads takes over.
-  if (bells.sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells.waiters);
+  // One of the sleeping threads takes over. The lock orders this load, as in wake_waiters().
+  if (bells.sleepers.load(std::memory_order_relaxed) != 0) change_and_wake(bells.waiters);
 }
 
 void WirePoll::watch(const Lock& lock) {

@@ -27,7 +27,7 @@ class BlockingThread {
   bool wait(int64_t timeout_ns) const;
   // Whether a call has not returned.
   bool is_busy() const {
-    // acquire: pairs with the thread's store
+    // acquire: pairs with serve(), so that error() is that of the call
     const uint64_t ended = state_->ended.load(std::memory_order_acquire);
     // close() begins what is no call.
     return ended != state_->begun.load() && !state_->is_over;

@@ -28,7 +28,7 @@ class SharedAgreement {
     arrived_ = 0;
     RankWords& mine = segment_->words(rank_);
     mine.agreements[epoch_ & 1] = words;
-    mine.flag.store(epoch_, std::memory_order_release);
+    mine.flag.store(epoch_, std::memory_order_release);  // pairs with is_complete()
   }
 
   // Whether all ranks have published their words.

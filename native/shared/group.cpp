@@ -309,8 +309,8 @@ char* Group::slot_of(const Step& step) const {
 // flag.
 void Group::publish(uint64_t stage) {
   RankWords& mine = segment_->words(rank_);
-  // seq_cst, as the sleeper's increment: either this load sees the sleeper, or the sleeper sees the
-  // flag.
+  // seq_cst: pairs with wait_slowly(). Either this load sees the sleeper, or the sleeper sees the
+  // flag. As a release store the flag pairs with has_reached().
   mine.flag.store(epoch() * kStages + stage, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(mine.flag);
 }
@@ -362,7 +362,7 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
   // Not earlier, because reading the clock takes a tenth of the time of a small call.
   if (deadline_ns_ == 0) deadline_ns_ = now_ns() + timeout_ns_;
   while (true) {
-    theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);  // pairs with publish(), as the load
     const uint64_t seen = theirs.flag.load(std::memory_order_seq_cst);
     const int64_t left_ns = deadline_ns_ - now_ns();
     bool woken_early = false;
@@ -384,9 +384,10 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
       const std::atomic<uint64_t>& flag = segment_->words(other).flag;
       if (other == rank_) continue;
       if (has_ended(other)) return {Code::aborted, other, step};
-      if (flag.load(std::memory_order_acquire) >= needed) continue;
+      if (flag.load(std::memory_order_acquire) >= needed) continue;  // pairs with publish()
       const Code end = exit_of(other);
-      // A second look, because the rank may have raised its flag just before it ended.
+      // A second look, because the rank may have raised its flag just before it ended. This is the
+      // last flag: exit_of() pairs with leave().
       if (end != Code::ok && flag.load(std::memory_order_acquire) < needed) {
         return {end, other, step};
       }

@@ -101,7 +101,7 @@ class Group final : public Runner {
 
   void publish(uint64_t stage);
   bool has_reached(int peer, uint64_t value) const {
-    // acquire: pairs with the store in publish()
+    // acquire: pairs with publish()
     return segment_->words(peer).flag.load(std::memory_order_acquire) >= value;
   }
   bool is_on_this_core(int peer);
@@ -113,6 +113,7 @@ class Group final : public Runner {
   // Whether a peer has aborted and does not finish this epoch. Inline: each call asks.
   bool has_ended(int peer) const {
     const RankWords& theirs = segment_->words(peer);
+    // acquire: pairs with abort(), which has set `ended_in` before
     return theirs.membership.load(std::memory_order_acquire) == kAborted &&
            theirs.ended_in.load(std::memory_order_relaxed) <= epoch();
   }

@@ -9,7 +9,7 @@ void Group::leave() {
   if (fork_guard_.is_forked()) return;
   RankWords& mine = segment_->words(rank_);
   uint32_t member = kMember;
-  // acquire: exit_of()
+  // release: pairs with exit_of()
   mine.membership.compare_exchange_strong(member, kLeft, std::memory_order_release);
   futex_wake_all(mine.flag);
 }
@@ -21,7 +21,8 @@ void Group::abort() {
   RankWords& mine = segment_->words(rank_);
   uint64_t none = 0;
   mine.ended_in.compare_exchange_strong(none, epoch());
-  mine.membership.store(kAborted, std::memory_order_release);  // acquire: exit_of(), has_ended()
+  // release: pairs with exit_of() and has_ended()
+  mine.membership.store(kAborted, std::memory_order_release);
 }
 
 void Group::fail(int by) {
@@ -37,7 +38,7 @@ bool Group::is_broken() const {
 
 // How a peer has ended; Code::ok if it has not.
 Code Group::exit_of(int peer) const {
-  // acquire: pairs with the stores in leave() and abort()
+  // acquire: pairs with leave() and abort()
   const uint32_t membership = segment_->words(peer).membership.load(std::memory_order_acquire);
   if (membership != kMember) return membership == kLeft ? Code::left : Code::aborted;
   return processes_[static_cast<size_t>(peer)]->has_ended() ? Code::lost : Code::ok;

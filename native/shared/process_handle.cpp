@@ -24,7 +24,7 @@ struct Table {
 // a table of its own.
 Table& table() {
   static std::atomic<Table*> current{new Table};
-  Table* found = current.load(std::memory_order_acquire);
+  Table* found = current.load(std::memory_order_acquire);  // pairs with the exchange below
   if (found->guard.is_forked()) {
     auto* own = new Table;
     if (current.compare_exchange_strong(found, own, std::memory_order_acq_rel)) return *own;

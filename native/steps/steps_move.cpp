@@ -63,6 +63,7 @@ void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
 void Steps::begin_send(Operation& op) {
   messages_->programs().begin(op);
   // Kept, because a wait for another rank would not detect that this rank is gone.
+  // acquire, here and below: pairs with Operations::finish
   if (op.done.load(std::memory_order_acquire) && op.code != Code::ok) send_failure_ = status_of(op);
 }
 
@@ -131,7 +132,7 @@ bool Steps::post_next() {
 bool Steps::is_in_use(const char* first, size_t nbytes) const {
   const char* end = first + nbytes;
   for (const Sending& sending : sends_) {
-    const bool done = sending.op->done.load(std::memory_order_acquire);  // release: finish()
+    const bool done = sending.op->done.load(std::memory_order_acquire);  // pairs with finish()
     if (!done && overlaps(first, end, sending.first, sending.end)) return true;
   }
   for (size_t i = at_; i < next_; ++i) {
@@ -152,7 +153,7 @@ Status Steps::wait_for_sends(const char* first, const char* end) {
   Status status{};
   for (const Sending& sending : sends_) {
     const bool needed = first == nullptr || overlaps(first, end, sending.first, sending.end);
-    const bool done = sending.op->done.load(std::memory_order_acquire);
+    const bool done = sending.op->done.load(std::memory_order_acquire);  // pairs with finish()
     if (!status.is_ok() || (!needed && !done)) {
       sends_[kept++] = sending;
       continue;
@@ -170,7 +171,7 @@ Status Steps::wait_for_sends(const char* first, const char* end) {
 
 Status Steps::wait(Operation& op) {
   if (!send_failure_.is_ok()) return send_failure_;
-  if (!op.done.load(std::memory_order_acquire)) {
+  if (!op.done.load(std::memory_order_acquire)) {  // pairs with finish()
     if (recorder_ != nullptr) recorder_->begin_wait(status_of(op).peer);
     const Code code = wait_until_done(op);
     if (recorder_ != nullptr) recorder_->waits.end();
