@@ -1,9 +1,10 @@
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL unisono_numpy
+#define NO_IMPORT_ARRAY
 #include "bindings/arguments.hpp"
 
 #include <numpy/arrayobject.h>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -33,39 +34,11 @@ bool place_arguments(const Signature& f, PyObject* const* args, size_t count, Py
   return true;
 }
 
-// Return a copy in C order that stands for an array; it is not filled yet. nullptr: Python must.
-[[gnu::noinline]] PyObject* copy_of(PyArrayObject* array, bool writes, Argument* into) {
-  Strided layout(PyArray_BYTES(array), PyArray_ITEMSIZE(array));
-  for (int i = 0; i < PyArray_NDIM(array); ++i) {
-    if (!layout.add(PyArray_DIM(array, i), PyArray_STRIDE(array, i))) return nullptr;
-  }
-  if (writes && layout.overlaps_itself()) return nullptr;
-  PyArray_Descr* const dtype = PyArray_DESCR(array);
-  Py_INCREF(dtype);  // taken by the next line
-  const nb::object made = nb::steal(PyArray_NewFromDescr(
-    &PyArray_Type, dtype, PyArray_NDIM(array), PyArray_DIMS(array), nullptr, nullptr, 0, nullptr));
-  if (!made.is_valid()) {
-    PyErr_Clear();  // no memory
-    return nullptr;
-  }
-  char* const packed = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
-  into->copies.push_back({layout, packed, nb::borrow(reinterpret_cast<PyObject*>(array)), made});
-  return made.ptr();
-}
-
 bool is_plain(PyObject* object, bool writes) {
   if (object == nullptr || !PyArray_CheckExact(object)) return false;
   auto* array = reinterpret_cast<PyArrayObject*>(object);
   const int needed = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
   return PyArray_CHKFLAGS(array, needed) && PyArray_ISNOTSWAPPED(array);
-}
-
-// Apart from usable(), because a longer function is slower also for plain arrays.
-[[gnu::noinline]] PyObject* packed(PyObject* object, bool writes, Argument* into) {
-  if (object == nullptr || !PyArray_CheckExact(object)) return nullptr;
-  auto* array = reinterpret_cast<PyArrayObject*>(object);
-  if (PyArray_ISBYTESWAPPED(array) || (writes && !PyArray_ISWRITEABLE(array))) return nullptr;
-  return copy_of(array, writes, into);
 }
 
 // Return what stands for an array in a call: the array itself, or a copy. nullptr: Python must
@@ -165,48 +138,6 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
   return true;
 }
 
-// Return an array over elements of a tensor, which keeps the tensor's memory.
-nb::object array_over(const Elements& elements, nb::handle tensor) {
-  const nb::object made =
-    nb::steal(PyArray_New(&PyArray_Type, elements.dimensions, elements.shape, elements.numpy_type,
-                          nullptr, elements.data, 0, NPY_ARRAY_CARRAY, nullptr));
-  if (!made.is_valid() || PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(made.ptr()),
-                                                storage_of(tensor.ptr()).release().ptr()) != 0) {
-    throw nb::python_error();
-  }
-  return made;
-}
-
-// Whether memory that is written belongs to another array as well.
-bool overlap(const Argument& input, const Argument& output) {
-  struct Piece {
-    const char* begin;
-    const char* end;
-    bool written;
-  };
-  std::vector<Piece> pieces;
-  auto add = [&pieces](const Argument& from, bool written) {
-    if (from.data != nullptr) pieces.push_back({from.data, from.data + from.nbytes, written});
-    const int64_t size =
-      from.parts.empty() ? 0 : from.nbytes / static_cast<int64_t>(from.parts.size());
-    for (const char* part : from.parts) pieces.push_back({part, part + size, written});
-    if (!written) return;
-    for (const Copy& copy : from.copies) {
-      pieces.push_back({copy.layout.begin(), copy.layout.end(), written});
-    }
-  };
-  add(input, false);
-  add(output, true);
-  std::sort(pieces.begin(), pieces.end(),
-            [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
-  const char *read = nullptr, *written = nullptr;  // the highest end so far
-  for (const Piece& piece : pieces) {
-    if (piece.begin < written || (piece.written && piece.begin < read)) return true;
-    (piece.written ? written : read) = std::max(piece.written ? written : read, piece.end);
-  }
-  return false;
-}
-
 // Return the value of a context variable, or None if it has no value.
 nb::object value_of(PyObject* variable) {
   PyObject* value = nullptr;
@@ -290,55 +221,6 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
 
 }  // namespace
 
-bool Argument::make_private() {
-  if (!copies.empty()) return false;
-  const auto replace = [this](PyObject* object) -> PyObject* {
-    const bool is_array = PyArray_Check(object);
-    return is_array ? copy_of(reinterpret_cast<PyArrayObject*>(object), false, this) : nullptr;
-  };
-  if (array != nullptr) {
-    array = replace(array);
-    if (array == nullptr) return false;
-    data = copies.back().packed;
-  }
-  for (size_t i = 0; i < listed.size(); ++i) {
-    PyObject* const made = replace(listed[i].ptr());
-    if (made == nullptr) return false;
-    listed[i] = nb::borrow(made);
-    parts[i] = copies.back().packed;
-  }
-  return true;
-}
-
-Argument argument_of(nb::handle given) {
-  import_numpy();
-  Argument made;
-  const auto take = [&made](nb::handle object) {
-    auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
-    if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
-      throw nb::value_error("not a contiguous array");
-    }
-    made.nbytes += PyArray_NBYTES(array);
-    made.is_readonly |= !PyArray_ISWRITEABLE(array);
-    return PyArray_BYTES(array);
-  };
-  if (given.is_none()) return made;
-  if (!nb::isinstance<nb::list>(given)) {
-    made.data = take(given);
-    made.array = given.ptr();
-    return made;
-  }
-  for (nb::handle each : nb::borrow<nb::list>(given)) {
-    const int64_t before = made.nbytes;
-    made.parts.push_back(take(each));
-    made.listed.push_back(nb::borrow(each));
-    if (made.nbytes != static_cast<int64_t>(made.parts.size()) * (made.nbytes - before)) {
-      throw nb::value_error("arrays of different size");
-    }
-  }
-  return made;
-}
-
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into) {
   PyObject** const places = into->places;
@@ -416,32 +298,6 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
     return apart || in.make_private();
   }
   return !overlap(in, out) || (in.make_private() && !overlap(in, out));
-}
-
-nb::object array_of(nb::handle tensor) {
-  import_numpy();
-  Elements elements;
-  if (!is_tensor(tensor.ptr()) || !read_tensor(tensor.ptr(), &elements) ||
-      elements.numpy_type < 0) {
-    return nb::none();
-  }
-  return array_over(elements, tensor);
-}
-
-nb::object Argument::memory() const {
-  const auto of = [](const nb::handle& object, char* bytes, int64_t nbytes) {
-    if (PyArray_CheckExact(object.ptr())) return nb::borrow(object);
-    return array_over({bytes, nbytes, 0, NPY_UINT8, 1, &nbytes}, object);
-  };
-  if (listed.empty()) return array == nullptr ? nb::none() : of(array, data, nbytes);
-  nb::list arrays;
-  const auto count = static_cast<int64_t>(listed.size());
-  for (size_t i = 0; i < listed.size(); ++i) arrays.append(of(listed[i], parts[i], nbytes / count));
-  return arrays;
-}
-
-void import_numpy() {
-  if (PyArray_API == nullptr && _import_array() < 0) throw nb::python_error();
 }
 
 }  // namespace unisono

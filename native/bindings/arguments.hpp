@@ -77,12 +77,4 @@ struct Arguments {
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into);
 
-// Return an array over the memory of a tensor, which it keeps. None: C++ cannot use the elements in
-// place, or NumPy lacks their dtype.
-nanobind::object array_of(nanobind::handle tensor);
-
-// Must run before the first use of an array. Not when the extension is loaded, because
-// the launcher loads it for the store's server and must stay without NumPy.
-void import_numpy();
-
 }  // namespace unisono

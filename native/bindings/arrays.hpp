@@ -50,7 +50,22 @@ struct Arrays {
   Argument input, output;
 };
 
+// Return a copy in C order that stands for an array that is not plain; it is not filled yet. nullptr:
+// Python must handle the array.
+PyObject* packed(PyObject* object, bool writes, Argument* into);
+
+// Whether memory that is written belongs to another array as well.
+bool overlap(const Argument& input, const Argument& output);
+
 // Take what Python has checked: a contiguous array, a list of such arrays, or None.
 Argument argument_of(nanobind::handle given);
+
+// Return an array over the memory of a tensor, which it keeps. None: C++ cannot use the elements in
+// place, or NumPy lacks their dtype.
+nanobind::object array_of(nanobind::handle tensor);
+
+// Must run before the first use of an array. Not when the extension is loaded, because
+// the launcher loads it for the store's server and must stay without NumPy.
+void import_numpy();
 
 }  // namespace unisono

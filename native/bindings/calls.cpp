@@ -174,7 +174,10 @@ const CachedCall* Calls::find_resized(const Key& key, const CachedCall& like, nb
   const Inside inside(*this, PyThread_get_thread_ident());
   const nb::object resized = resized_, op = like.op, algorithm = like.algorithm;
   try {
-    keep(key, op, algorithm, resized(like.call, array.attr("shape")));
+    // A tensor has a shape of its own type, whose text would differ from that of an array.
+    const nb::object shape = nb::steal(PySequence_Tuple(nb::object(array.attr("shape")).ptr()));
+    if (!shape.is_valid()) throw nb::python_error();
+    keep(key, op, algorithm, resized(like.call, shape));
   } catch (nb::python_error& error) {
     // Python fails in the same way, and refuses the call on all ranks. Ctrl-C is raised there.
     if (!error.matches(PyExc_Exception)) callback_raised(error, "a call of a new shape");

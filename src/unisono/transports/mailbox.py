@@ -10,11 +10,14 @@ that finds none is kept in memory of its own.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError
 from unisono.transports.messages import (
@@ -31,6 +34,9 @@ from unisono.transports.transfers import ANY, NOTHING, Links, Messages, Tag, Tra
 # How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
 # callback, on the thread that copies, cancels the next transfer of that thread.
 _COPY_S = 5.0
+
+# How often a waiting receive asks whether its sender has closed the group.
+_ASK_S = 1.0
 
 T = TypeVar("T")
 
@@ -52,12 +58,13 @@ class _Entry:
     a signal handler, which may send or receive inside a method of its own thread.
     """
 
-    __slots__ = ("arrivals", "closed", "posted")
+    __slots__ = ("arrivals", "asked_s", "closed", "posted")
 
     def __init__(self) -> None:
         self.posted: deque[Transfer] = deque()
         self.arrivals: deque[_Waiting] = deque()
         self.closed: dict[int, LinkDown] = {}  # by rank that has closed the context
+        self.asked_s: dict[int | None, float] = {}  # by rank: when a poll last asked it for that
 
 
 class MailboxMessages(Messages):
@@ -90,11 +97,31 @@ class MailboxMessages(Messages):
 
     def recv(self, transfer: Transfer) -> None:
         peer = transfer.peer
-        transfer.follow(self._links)
+        transfer._move_by(self, receives=True)
         self._post(transfer)
         for source in transfer.among if peer is None else (peer,):
             if not transfer.done():
                 self._links.notice_end(source)
+
+    def wait(self, transfer: Transfer, deadline: Deadline | None) -> bool:
+        """Wait for a receive, and ask at intervals whether its sender has closed the group."""
+        limit = Deadline(math.inf) if deadline is None else deadline
+        while not Completion.wait_until(transfer, limit.within(_ASK_S)):
+            if not limit.remaining():
+                return False
+            self._ask(transfer)
+        return True
+
+    def watch(self, transfer: Transfer) -> None:
+        """Ask for a receive that is polled; see `wait`."""
+        asked_s = self._entries.setdefault(transfer.context, _Entry()).asked_s
+        if time.monotonic() > asked_s.setdefault(transfer.peer, time.monotonic()) + _ASK_S:
+            asked_s[transfer.peer] = time.monotonic()
+            self._ask(transfer)
+
+    def _ask(self, transfer: Transfer) -> None:
+        for source in transfer.among if transfer.peer is None else (transfer.peer,):
+            self._links.notice_end(source, transfer.context)
 
     def cancel(self, transfer: Transfer) -> None:
         with self.matching:

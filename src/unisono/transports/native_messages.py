@@ -170,7 +170,7 @@ class NativeMessages(Messages):
 
     def send(self, transfer: Transfer) -> None:
         assert transfer.peer is not None
-        transfer._move_in_cpp(self, receives=False)
+        transfer._move_by(self, receives=False)
         self._held[id(transfer)] = transfer
         outcome = self.native.start_send(
             transfer.peer, transfer.context, tag_of(*transfer.tag), transfer.info, transfer.into
@@ -214,7 +214,7 @@ class NativeMessages(Messages):
         Returns:
             Whether C++ has taken it.
         """
-        transfer._move_in_cpp(self, receives=True)
+        transfer._move_by(self, receives=True)
         self._held[id(transfer)] = transfer
         before = self.native.last_number()
         try:
@@ -236,6 +236,7 @@ class NativeMessages(Messages):
 
     def watch(self, transfer: Transfer) -> None:
         """Make the server move the bytes of a receive and detect its end."""
+        transfer._receives = 2
         self.native.watch(transfer._number)
         for source in transfer.among if transfer.peer is None else (transfer.peer,):
             if not transfer.done():

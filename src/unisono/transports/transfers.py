@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -32,8 +30,6 @@ ANY = (Kind.P2P, ANY_TAG)
 group."""
 
 _FIRST_INNER_TAG = 1 << 62
-# How often a waiting receive asks whether its sender has closed the group.
-_ASK_S = 1.0
 
 
 def is_of_user(tag: Tag) -> bool:
@@ -57,8 +53,7 @@ class Transfer(Pending):
         into: The memory; see `ANYTHING` and `NOTHING`, too.
         nbytes: Size of the message of a receive that has ended.
         among: For a receive from any source: the ranks that may send.
-        _links: Set if Python moves a receive: where it asks for the end of its sender.
-        _messages: The messages in C++ that move it; None: Python moves it.
+        _messages: The messages that a thread enters to wait for it; None for a send in Python.
         _receives: 0 for a send, 1 for a receive, 2 for one that ends without a waiting thread.
         _number: Number in C++; 0: it has ended at once.
         _outcomes: Holds the outcome in C++ as soon as it is known.
@@ -66,7 +61,7 @@ class Transfer(Pending):
     """
 
     __slots__ = (
-        *("_asked_s", "_cause", "_links", "_messages", "_number", "_outcomes", "_receives"),
+        *("_cause", "_messages", "_number", "_outcomes", "_receives"),
         *("among", "context", "info", "into", "nbytes", "peer"),
     )
 
@@ -89,13 +84,8 @@ class Transfer(Pending):
         self.info = info
         self.among = among
         self._messages: Any = None
-        self._links: Links | None = None
 
-    def follow(self, links: Links) -> None:
-        """Ask at intervals, while waited for, whether the sender of this receive has closed."""
-        self._links, self._asked_s = links, time.monotonic()
-
-    def _move_in_cpp(self, messages: Any, *, receives: bool) -> None:
+    def _move_by(self, messages: Any, *, receives: bool) -> None:
         """Belong to these messages, which start it now."""
         self._messages, self._receives = messages, int(receives)
         self._number, self._cause = 0, None
@@ -110,8 +100,6 @@ class Transfer(Pending):
 
     def wait_until(self, deadline: Deadline | None) -> bool:
         """Block until done or expired; return whether it is done."""
-        if self._links is not None:
-            return self._wait_and_ask(deadline, self._links)
         if self._messages is None:
             return super().wait_until(deadline)
         return Transfer.done(self) or bool(self._messages.wait(self, deadline))
@@ -139,26 +127,7 @@ class Transfer(Pending):
     def watch(self) -> None:
         """Make sure that the transfer ends without a waiting thread."""
         if self._messages is not None and self._receives == 1 and not Transfer.done(self):
-            self._receives = 2
             self._messages.watch(self)
-        elif self._links is not None and not self._done:
-            self._ask(self._links, _ASK_S)
-
-    def _wait_and_ask(self, deadline: Deadline | None, links: Links) -> bool:
-        limit = Deadline(math.inf) if deadline is None else deadline
-        while not super().wait_until(limit.within(_ASK_S)):
-            if not limit.remaining():
-                return False
-            self._ask(links)
-        return True
-
-    def _ask(self, links: Links, pause_s: float = 0.0) -> None:
-        now = time.monotonic()
-        if now < self._asked_s + pause_s:
-            return
-        self._asked_s = now
-        for source in self.among if self.peer is None else (self.peer,):
-            links.notice_end(source, self.context)
 
 
 class Links(Protocol):
