@@ -29,8 +29,8 @@ Written by `tools/errors_page.py` from the source; do not edit.
 Every error is an `UnisonoError`, which is a `RuntimeError`, as scripts for torch expect. Most
 classes also inherit the standard library's class for such an error. Every error can be pickled.
 
-An error prints a first line, then `where:` and `hint:`. The attributes `what`, `context` and `hint`
-hold the same facts. `context` has rank, group, op, seq, peers, usable, ...; `context.peers` are the
+An error prints a first line, then `where:`, and `hint:` if there is something to do. The attributes
+`what`, `context` and `hint` hold the same facts. `context` has rank, group, op, seq, peers, usable, ...; `context.peers` are the
 ranks to blame, as global ranks.
 
 After an error a group either stays usable or is broken for good: see `context.usable`, and the
@@ -134,7 +134,6 @@ class Message(NamedTuple):
     cls: str
     text: str
     module: str
-    hint: str
 
 
 def main() -> None:
@@ -172,16 +171,10 @@ def section(name: str, found: list[Message]) -> list[str]:
         state, advice = AFTERWARDS[name]
         lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
     # One text may be raised in several places.
-    texts = dict.fromkeys(COMPOSED.get(name, []), "")
-    for message in found:
-        texts[message.text] = texts.get(message.text) or message.hint
+    texts = dict.fromkeys([*COMPOSED.get(name, []), *(message.text for message in found)])
     if name == "InternalError":
         texts = {}  # faults of unisono itself: their hint asks for a report
-    if texts:
-        lines += ["| first line | hint |", "|---|---|"]
-        lines += [f"| {quoted(short(text))} | {cell(hint)} |" for text, hint in texts.items()]
-        lines.append("")
-    return lines
+    return [*lines, *(f"- {quoted(short(text))}" for text in texts), *([""] if texts else [])]
 
 
 def short(text: str) -> str:
@@ -190,14 +183,9 @@ def short(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return text as code in a table."""
+    """Return text as code."""
     fence = "``" if "`" in text else "`"
-    return f"{fence}{text}{fence}".replace("|", "\\|")
-
-
-def cell(text: str) -> str:
-    """Return text that is escaped for a table."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    return f"{fence}{text}{fence}"
 
 
 def errors_by_line() -> list[str]:
@@ -219,9 +207,7 @@ def messages() -> Iterator[Message]:
                 text = prototype(node.args[0])
                 # A text with fewer fixed letters is composed of parts: see COMPOSED.
                 if node.func.id in names and len("".join(fixed_parts(text))) >= 8:
-                    hints = [prototype(k.value) for k in node.keywords if k.arg == "hint"]
-                    line = text.partition("\n")[0]
-                    yield Message(node.func.id, line, module, "".join(hints))
+                    yield Message(node.func.id, text.partition("\n")[0], module)
 
 
 def prototype(node: ast.expr) -> str:

@@ -25,7 +25,7 @@ METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 42_000
+TREE = 42_300
 CPP_FILE = 400
 
 # Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),

@@ -38,7 +38,7 @@ def test_every_first_line_is_asserted_by_a_test(monkeypatch):
     together = "\0".join(texts)
     missing = []
     composed = [
-        errors_page.Message(cls, line, "any", "")
+        errors_page.Message(cls, line, "any")
         for cls, lines in errors_page.COMPOSED.items()
         for line in lines
     ]
