@@ -350,6 +350,30 @@ def check_destroyed_under_a_receive(rank):
     dist.barrier()
 
 
+def check_late_message(rank):
+    x, y = np.zeros(2), np.zeros(2)
+    if rank == 1:
+        with pytest.raises(CollectiveTimeoutError):
+            dist.recv(x, 0, timeout=0.05)
+    dist.barrier()
+    if rank == 0:
+        dist.send(np.ones(2), 1)
+        return
+    dist.recv(y, 0)
+    assert (y == 1).all()
+    assert (x == 0).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_late_message_goes_to_the_next_receive(rank):
+    check_late_message(rank)
+
+
+@pytest.mark.ranks(2, engine="reference")
+def test_a_late_message_goes_to_the_next_receive_in_python(rank):
+    check_late_message(rank)
+
+
 @pytest.mark.ranks(2)
 def test_a_destroyed_group_ends_its_receives(rank):
     check_destroyed_under_a_receive(rank)
