@@ -17,6 +17,8 @@ namespace {
 
 // Return a copy in C order that stands for an array; it is not filled yet. nullptr: Python must.
 PyObject* copy_of(PyArrayObject* array, bool writes, Argument* into) {
+  // Objects are counted, and a copy of their addresses is not.
+  if (PyDataType_REFCHK(PyArray_DESCR(array))) return nullptr;
   Strided layout(PyArray_BYTES(array), PyArray_ITEMSIZE(array));
   for (int i = 0; i < PyArray_NDIM(array); ++i) {
     if (!layout.add(PyArray_DIM(array, i), PyArray_STRIDE(array, i))) return nullptr;

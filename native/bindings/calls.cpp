@@ -124,13 +124,15 @@ nb::object Calls::run_message(const Message& message, const Argument& packed,
   if (message.is_sent || message.is_partial) packed.fill();
   if (message.is_started) {
     const nb::object array = nb::borrow(message.array), owner = nb::borrow(message.owner);
+    // Python code that runs below may destroy the group.
+    const nb::object kept = nb::borrow(group);
     if (message.is_sent) {
       if (!messenger_->try_send(array, peer, tag)) return {};
       return nb::borrow(global.work_type)(sent_(nb::make_tuple(owner)), "send");
     }
     const nb::object end = receives_(array, peer, tag, owner, limit_s);
     if (end.is_none()) return {};
-    return nb::borrow(global.work_type)(end, "recv", group);
+    return nb::borrow(global.work_type)(end, "recv", kept);
   }
   const nb::object result =
     message.is_sent ? messenger_->send(message.array, peer, tag, limit_s)

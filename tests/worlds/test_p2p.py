@@ -1,6 +1,9 @@
 """send, recv, isend, irecv, P2POp, batch_isend_irecv."""
 
+import gc
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,13 +11,16 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import wait_until
+from unisono.backends.p2p import Port
 from unisono.errors import (
     ClosedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     UnisonoError,
+    UnsupportedError,
 )
+from unisono.groups.process_group import ProcessGroup
 
 pytestmark = pytest.mark.sweep(1)
 
@@ -348,6 +354,66 @@ def check_destroyed_under_a_receive(rank):
             )
             pool.shutdown()
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_strided_array_of_objects_keeps_its_references(rank):
+    objects = [object() for _ in range(4)]
+    array = np.zeros(8, [("o", object), ("n", "i4")])
+    array["o"][::2] = objects
+    before = sys.getrefcount(objects[0])
+    for call in (dist.send, dist.isend, dist.recv):
+        with pytest.raises(UnsupportedError, match="no plain bytes"):
+            call(array[::2], 1 - rank)
+    assert sys.getrefcount(objects[0]) == before
+    assert array["o"][::2].tolist() == objects
+
+
+@pytest.mark.native
+@pytest.mark.ranks(2, kind="processes")
+def test_a_group_that_is_destroyed_inside_irecv_is_kept_by_the_work(rank):
+    """A signal handler may do so, for example; here it is a profile function."""
+
+    def destroy(frame, event, argument):
+        if event == "return" and frame.f_code is Port.irecv.__code__:
+            sys.setprofile(None)
+            dist.destroy_process_group()
+            gc.collect()
+
+    x = np.zeros(3)
+    if rank == 0:
+        dist.irecv(np.zeros(1), 1).cancel()
+        sys.setprofile(destroy)
+        work = dist.irecv(x, 1)
+        sys.setprofile(None)
+        assert sys.getrefcount(work._group) > 1
+        assert isinstance(work._group, ProcessGroup)
+        with pytest.raises(ClosedError):
+            work.wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_callback_on_the_server_cancels_the_next_message_without_a_pause(rank):
+    if rank == 1:
+        dist.barrier()
+        for work in [dist.isend(np.ones(4), 0, tag=tag) for tag in (1, 2)]:
+            work.wait()
+        return
+    first, second = (dist.irecv(np.zeros(4), 1, tag=tag) for tag in (1, 2))
+    took, ended = [], threading.Event()
+
+    def cancel(_):
+        began = time.monotonic()
+        second.cancel()
+        took.append(time.monotonic() - began)
+        ended.set()
+
+    first.get_future().add_done_callback(cancel)
+    second.is_completed()
+    dist.barrier()
+    assert ended.wait(30)
+    # Its own wait had 5 s.
+    assert took[0] < 4
 
 
 def check_late_message(rank):

@@ -59,15 +59,18 @@ class Message(Transfer):
         except AttributeError:
             return False
         try:
-            error = self._conclude(error)
-        except Exception as failed:
-            error = failed
+            try:
+                error = self._conclude(error)
+            except Exception as failed:
+                error = failed
+            return super().finish(error)
         except BaseException as interrupt:
-            error = interrupt
+            # Ctrl-C, for example. The outcome in C++ stays known, and the next look ends the call.
+            if self._messages is None:
+                super().finish(interrupt)
+            elif not self._done:
+                self._is_open = True
             raise
-        finally:
-            super().finish(error)
-        return True
 
     def _conclude(self, error: BaseException | None) -> BaseException | None:
         """Set the results, end the record, and return the error in the user's words."""
@@ -96,10 +99,10 @@ class Message(Transfer):
             assert self.source is not None
             name = None if dtype is None else dtype.name
             found = MessageInfo(self.source, self.tag[1], name, self.count, self.nbytes)
-            self.outputs.append(found)
+            self.outputs = [found]
         else:
             elements = np.asarray(self.into)
-            self.outputs.append(elements if dtype is None else elements.view(numpy_dtype(dtype)))
+            self.outputs = [elements if dtype is None else elements.view(numpy_dtype(dtype))]
 
     def done(self) -> bool:
         # A caller that polls does not move bytes, so another thread must.
@@ -115,7 +118,9 @@ class Message(Transfer):
         """Cancel the call. The group stays usable, and the memory is not touched any more."""
         self._comm.transport.cancel(self)
         # A thread that has just ended the transfer may not have come to the end of the call yet.
-        Completion.wait_until(self, Deadline(_FINISH_S))
+        # The server may have both ends at hand, and must not wait for itself.
+        if not self._comm.transport.messages.is_server():
+            Completion.wait_until(self, Deadline(_FINISH_S))
 
 
 class MessageBackend(DeviceBackend):

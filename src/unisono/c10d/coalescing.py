@@ -164,6 +164,8 @@ def _dtype_name(array: Any) -> str:
 class _NotYet(Work):
     """The work of a call that is not made before its block ends."""
 
+    _op = "call"
+
     def __init__(self) -> None:
         pass
 

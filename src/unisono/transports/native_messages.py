@@ -249,7 +249,7 @@ class NativeMessages(Messages):
             code = self.native.wait(transfer._number, limit_s, transfer._outcomes)
         finally:
             # Also if Ctrl-C came with the end of the message: other threads may wait for the end.
-            ended = transfer.done()
+            ended = Transfer.done(transfer)
         if not ended and (code == _engine.UNKNOWN or transfer._outcomes):
             # Another thread waits for it, or is about to end it.
             return self._wait_for_other(transfer, deadline)
@@ -266,13 +266,13 @@ class NativeMessages(Messages):
         if transfer._messages is None:
             self._mailbox.cancel(transfer)
             return
-        if transfer.done():
+        if Transfer.done(transfer):
             return
         # A thread that waits for the transfer finishes it, with this cause.
         transfer._cause = error
         code = self.native.cancel(transfer._number, transfer._outcomes)
         is_over = code == _engine.UNKNOWN or transfer._outcomes
-        if not transfer.done() and is_over and not self.is_server():
+        if not Transfer.done(transfer) and is_over and not self.is_server():
             # Another thread has just ended it, and is about to finish it.
             self._wait_for_other(transfer, Deadline(_COPY_S))
 
@@ -311,7 +311,7 @@ class NativeMessages(Messages):
             transfer = self._open.get(number)
             self.native.cancel(number, [] if transfer is None else transfer._outcomes)
             if transfer is not None:
-                transfer.done()
+                Transfer.done(transfer)
 
     # ---- calls of the transport -----------------------------------------------------------
 
@@ -375,7 +375,7 @@ class NativeMessages(Messages):
 
     def _wait_for_other(self, transfer: Transfer, deadline: Deadline | None) -> bool:
         """Wait until another thread finishes it; finish it here if Ctrl-C stopped that thread."""
-        while not transfer.done():
+        while not Transfer.done(transfer):
             left_s = math.inf if deadline is None else deadline.remaining()
             if not left_s:
                 return False
