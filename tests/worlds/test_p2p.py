@@ -17,6 +17,7 @@ from unisono.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
+    PeerLostError,
     UnisonoError,
     UnsupportedError,
 )
@@ -366,7 +367,8 @@ def test_a_strided_array_of_objects_keeps_its_references(rank):
         with pytest.raises(UnsupportedError, match="no plain bytes"):
             call(array[::2], 1 - rank)
     gc.collect()  # the errors' frames have copies
-    assert sys.getrefcount(objects[0]) == before
+    after = sys.getrefcount(objects[0])
+    assert after == before
     assert array["o"][::2].tolist() == objects
 
 
@@ -389,7 +391,7 @@ def test_a_group_that_is_destroyed_inside_irecv_is_kept_by_the_work(rank):
         sys.setprofile(None)
         assert sys.getrefcount(work._group) > 1
         assert isinstance(work._group, ProcessGroup)
-        with pytest.raises(ClosedError):
+        with pytest.raises((ClosedError, PeerLostError)):
             work.wait()
 
 
