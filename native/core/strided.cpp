@@ -76,9 +76,11 @@ char* Strided::end() const {
 bool Strided::overlaps_itself() const {
   std::array<std::pair<int64_t, int64_t>, kMaxDims> dims{};
   for (size_t i = 0; i < static_cast<size_t>(dims_); ++i) {
-    dims[i] = {std::abs(strides_[i]), counts_[i]};
+    // In order of the strides. (gcc 12 warns of std::sort on an array of 8.)
+    const auto end = dims.begin() + static_cast<int>(i);
+    *end = {std::abs(strides_[i]), counts_[i]};
+    std::rotate(std::upper_bound(dims.begin(), end, *end), end, end + 1);
   }
-  std::sort(dims.begin(), dims.begin() + dims_);
   // Not if each stride is at least the extent of all dimensions with smaller strides.
   int64_t extent = itemsize_;
   for (size_t i = 0; i < static_cast<size_t>(dims_); ++i) {
