@@ -41,6 +41,8 @@ bool place_arguments(const Signature& f, PyObject* const* args, size_t count, Py
   }
   if (writes && layout.overlaps_itself()) return nullptr;
   PyArray_Descr* const dtype = PyArray_DESCR(array);
+  // Copies of references are not counted. Python refuses such arrays.
+  if (PyDataType_REFCHK(dtype)) return nullptr;
   Py_INCREF(dtype);  // taken by the next line
   const nb::object made = nb::steal(PyArray_NewFromDescr(
     &PyArray_Type, dtype, PyArray_NDIM(array), PyArray_DIMS(array), nullptr, nullptr, 0, nullptr));

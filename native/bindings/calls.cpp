@@ -123,6 +123,7 @@ nb::object Calls::run_message(const Message& message, const Argument& packed,
   // The elements after a shorter message keep their values.
   if (message.is_sent || message.is_partial) packed.fill();
   if (message.is_started) {
+    const nb::object its_group = nb::borrow(group);  // code of Python below may replace the default
     const nb::object array = nb::borrow(message.array), owner = nb::borrow(message.owner);
     if (message.is_sent) {
       if (!messenger_->try_send(array, peer, tag)) return {};
@@ -130,7 +131,7 @@ nb::object Calls::run_message(const Message& message, const Argument& packed,
     }
     const nb::object end = receives_(array, peer, tag, owner, limit_s);
     if (end.is_none()) return {};
-    return nb::borrow(global.work_type)(end, "recv", group);
+    return nb::borrow(global.work_type)(end, "recv", its_group);
   }
   const nb::object result =
     message.is_sent ? messenger_->send(message.array, peer, tag, limit_s)

@@ -1,5 +1,6 @@
 """send, recv, isend, irecv, P2POp, batch_isend_irecv."""
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ from unisono.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
     UnisonoError,
+    UnsupportedError,
 )
 
 pytestmark = pytest.mark.sweep(1)
@@ -102,6 +104,23 @@ def test_messages_of_any_layout(rank, layout, dtype, count, starts):
         untouched = np.ones(count, bool)
         LAYOUTS[layout](untouched.view(np.int8))[...] = 0
         assert (memory[untouched] == 3).all()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_strided_arrays_with_references_are_refused_unharmed(rank):
+    fields = np.dtype([("number", "i4"), ("object", "O")])
+    for kind, of in ((object, lambda array: array), (fields, lambda array: array["object"])):
+        kept = [object() for _ in range(8)]
+        array = np.zeros(8, kind)
+        of(array)[:] = kept
+        counts = [sys.getrefcount(each) for each in kept]
+        for call in (dist.send, dist.isend, dist.recv, dist.irecv):
+            with pytest.raises(UnsupportedError):
+                call(array[::2], 1 - rank)
+        with pytest.raises(UnsupportedError):
+            dist.all_reduce(array[::2])
+        assert [sys.getrefcount(each) for each in kept] == counts
+        assert all(a is b for a, b in zip(of(array), kept, strict=True))
 
 
 @pytest.mark.ranks(2, kind="both")
