@@ -78,7 +78,7 @@ bool Strided::overlaps_itself() const {
   for (size_t i = 0; i < static_cast<size_t>(dims_); ++i) {
     dims[i] = {std::abs(strides_[i]), counts_[i]};
   }
-  std::sort(dims.begin(), dims.begin() + dims_);
+  std::sort(dims.begin(), dims.begin() + std::min(dims_, kMaxDims));
   // Not if each stride is at least the extent of all dimensions with smaller strides.
   int64_t extent = itemsize_;
   for (size_t i = 0; i < static_cast<size_t>(dims_); ++i) {
