@@ -205,7 +205,7 @@ void test_the_server_goes_on_after_a_claimed_job() {
   // Meanwhile the server looks, finds nothing that it may run, and sleeps.
   assert(!turn.wait(next->seq, 100'000'000));
   turn.settle(mine.get(), {});
-  // Less than the server sleeps if nobody wakes it.
+  // The server sleeps for longer if no thread wakes it.
   assert(turn.wait(next->seq, 5'000'000'000) && counter.runs == 1);
   turn.close();
   server.thread.join();
