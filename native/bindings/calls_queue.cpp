@@ -104,12 +104,9 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
 // so a signal handler that raises still finds the call in the queue, where it goes on.
 static void run_here(CallQueue& queue, QueuedCall& call) {
   if (!queue.claim(&call.job)) return;
-  Status status;
-  {
-    Unlocker unlocker(nullptr, true);
-    status = call.job.run(&unlocker);
-  }
-  queue.settle(&call.job, status);
+  Unlocker unlocker(nullptr, true);
+  // Without the interpreter lock if the run waited: later calls must not wait for that lock.
+  queue.settle(&call.job, call.job.run(&unlocker));
 }
 
 bool Calls::wait_well(QueuedCall& call) const {

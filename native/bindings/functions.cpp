@@ -72,7 +72,7 @@ nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* c
   const Lesson lesson(known, f.signature);
   std::vector<PyObject*> given(args, args + count);
   given.push_back(lesson.learner());
-  const nb::object names = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(named + 1)));
+  const nb::object names = checked(PyTuple_New(static_cast<Py_ssize_t>(named + 1)));
   for (size_t i = 0; i <= named; ++i) {
     const auto at = static_cast<Py_ssize_t>(i);
     PyTuple_SET_ITEM(names.ptr(), at, Py_NewRef(i < named ? PyTuple_GET_ITEM(keywords, at) : name));
@@ -179,7 +179,7 @@ int visit_calls(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear_calls(PyObject* self) {
-  nb::inst_ptr<Calls>(self)->clear();
+  if (nb::inst_ready(self)) nb::inst_ptr<Calls>(self)->clear();
   return 0;
 }
 

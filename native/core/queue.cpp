@@ -169,7 +169,12 @@ bool CallQueue::claim(const Job* job) {
 void CallQueue::settle(Job* job, Status status) {
   {
     const std::lock_guard<std::mutex> lock(lock_);
-    if (status.is_ok() && !job->watched) return end(job->seq);
+    if (status.is_ok() && !job->watched) {
+      end(job->seq);  // the owner may free the job from here on
+      // The server may have looked for the next job while this one ran.
+      if (!queue_.empty()) ring();
+      return;
+    }
     job->has_run = status.code != Code::postponed;
     job->outcome = status;
     settled_ = job;

@@ -1,6 +1,7 @@
 #include "shared/group.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include <sched.h>
 
@@ -59,6 +60,7 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
 Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   if (!program.is_checked && !fits(program, buffers)) return {Code::bad_program, rank_, -1};
+  if (std::exchange(was_divided_, false)) words = {0, 1};
   // Queued calls may follow a call that has failed here.
   if (has_stopped()) return {Code::aborted, rank_, -1};
   const uint64_t first_epoch = epoch();
@@ -76,7 +78,12 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   past_cache_ = false;
   words.direct = words.fingerprint == 0 ? 0 : direct_bits(program, buffers);
   Status status = run_loops(program, words);
-  if (status.code == Code::divided) direct_pause_ = kDirectPause;
+  if (status.code == Code::divided) {
+    direct_pause_ = kDirectPause;
+    was_divided_ = postpones_;
+    // The epochs that follow have no agreement, and their waits come between writes.
+    if (postpones_) return {Code::postponed, rank_, -1};
+  }
   if (status.is_ok() && direct_) {
     status = finish_direct();
     end_epoch(status.code);
@@ -109,11 +116,6 @@ Status Group::run_loops(const Program& program, AgreementWords words) {
     }
   }
   return {};
-}
-
-void Group::advance(const Loop& loop, int64_t times) {
-  input_.moved += loop.input_shift * times;
-  output_.moved += loop.output_shift * times;
 }
 
 // Whether each step stays inside its buffers and its slot, in every repetition.
@@ -299,10 +301,6 @@ char* Group::address_of(int64_t buf, int64_t off, int64_t* together) const {
   const int64_t inside = off % parts.count;
   *together = std::min(*together, parts.count - inside);
   return parts.at[off / parts.count] + inside * itemsize_;
-}
-
-char* Group::slot_of(const Step& step) const {
-  return segment_->slot(static_cast<int>(step.slot), epoch()) + step.slot_off * itemsize_;
 }
 
 // Publish that this rank has reached `stage` of the epoch, and wake the threads that sleep on its

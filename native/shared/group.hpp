@@ -69,7 +69,10 @@ class Group final : public Runner {
   Status compare(AgreementWords* common);
   Status run_loops(const Program& program, AgreementWords words);
   Status run_piece(const Step* first, const Step* end, AgreementWords words);
-  void advance(const Loop& loop, int64_t times);
+  void advance(const Loop& loop, int64_t times) {
+    input_.moved += loop.input_shift * times;
+    output_.moved += loop.output_shift * times;
+  }
   void post(const Step& step);
   Status run_step(const Step& step, int index);
   static bool reads(const Step& step) {
@@ -81,7 +84,9 @@ class Group final : public Runner {
     const uint64_t posted = epoch() * kStages + static_cast<uint64_t>(step.stage);
     return has_reached(peer, posted) ? Status{} : wait_for(peer, posted, index);
   }
-  char* slot_of(const Step& step) const;
+  char* slot_of(const Step& step) const {
+    return segment_->slot(static_cast<int>(step.slot), epoch()) + step.slot_off * itemsize_;
+  }
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);
 
@@ -139,6 +144,7 @@ class Group final : public Runner {
   Idler* idler_ = nullptr;
   bool postpones_ = false;  // until all that the run waits for is there; see Idler
   bool was_postponed_ = false;
+  bool was_divided_ = false;  // the run that was postponed has ended its agreement: Code::divided
   std::atomic<int> broken_by_{-1};  // the rank that has broken the group; this rank: abort()
   std::vector<std::shared_ptr<const ProcessHandle>> processes_;  // by rank
   std::function<bool()> poll_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -48,7 +49,8 @@ Status meet(Group& group) {
 }
 
 Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>& loops,
-           const std::vector<int64_t>& input, int64_t* output, size_t count, int64_t timeout_ns) {
+           const std::vector<int64_t>& input, int64_t* output, size_t count, int64_t timeout_ns,
+           Idler* idler = nullptr) {
   const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
   const Buffers buffers{reinterpret_cast<const char*>(input.data()),
                         static_cast<int64_t>(input.size()),
@@ -58,7 +60,7 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
                         nullptr,
                         0,
                         8};
-  return group.run(program, buffers, nullptr, {7, 1}, timeout_ns);
+  return group.run(program, buffers, nullptr, {7, 1}, timeout_ns, idler);
 }
 
 // One piece of an all_to_all. Block j of the input is for rank j.
@@ -206,9 +208,43 @@ void test_huge_pages() {
   munmap(memory, nbytes + huge);
 }
 
+class Postponer final : public Idler {
+ public:
+  Postponer() : Idler(true) {}
+  void idle() override {}
+};
+
+// Rank 0 wants direct reading and rank 1 does not, so both begin again. Rank 0 is late for that. It
+// is played by hand, because no group can be stopped there.
+void test_a_call_that_begins_again_is_postponed() {
+  auto segment = std::make_shared<Segment>();
+  assert(segment->create(2, 4096, kNonce) == 0);
+  Group group(segment, 1, {getpid(), getpid()}, true);
+  const auto rank_0_enters = [&](uint64_t epoch, AgreementWords words) {
+    segment->words(0).agreements[epoch & 1] = words;
+    segment->words(0).flag.store(epoch * kStages + 1);
+  };
+  int64_t value = -1;
+  Postponer idler;
+  const auto again = [&](Idler* with) {
+    const std::vector<Step> read{{kRead, 0, -1, -1, kOutput, 0, 1, 0, 0, 1}};
+    return run(group, read, {{0, 1, 1, 0, 0}}, {}, &value, 1, kMinute, with);
+  };
+  rank_0_enters(1, {7, 1, kWilling | kPostsAddresses});
+  assert(again(&idler).code == Code::postponed && value == -1);
+  const int64_t sent = 5;
+  std::memcpy(segment->slot(0, 2), &sent, sizeof(sent));
+  rank_0_enters(2, {0, 1});
+  assert(again(nullptr).is_ok() && value == sent);
+  // The next call agrees again.
+  rank_0_enters(3, {8, 1});
+  assert(again(&idler).code == Code::mismatch);
+}
+
 }  // namespace
 
 int main() {
+  test_a_call_that_begins_again_is_postponed();
   for (int ranks : {2, 5}) {
     for (int in_place : {-1, ranks - 1}) test_all_to_all(ranks, in_place);
   }

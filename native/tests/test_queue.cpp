@@ -192,6 +192,25 @@ void test_a_waiting_thread_runs_its_job() {
   assert(server.reported[CallQueue::kEnded] == reported);
 }
 
+// A thread that has claimed its job may lose its core for long.
+void test_the_server_goes_on_after_a_claimed_job() {
+  CallQueue turn;
+  Counter counter;
+  const auto mine = job(&counter), next = job(&counter);
+  mine->can_move = true;
+  turn.push(mine.get());
+  assert(turn.claim(mine.get()));
+  turn.push(next.get());
+  Server server(turn);
+  // Meanwhile the server looks, finds nothing that it may run, and sleeps.
+  assert(!turn.wait(next->seq, 100'000'000));
+  turn.settle(mine.get(), {});
+  // The server sleeps for longer if no thread wakes it.
+  assert(turn.wait(next->seq, 5'000'000'000) && counter.runs == 1);
+  turn.close();
+  server.thread.join();
+}
+
 void test_closing_waits_for_a_thread_that_runs_its_job() {
   CallQueue turn;
   Counter counter;
@@ -234,6 +253,7 @@ int main() {
   test_the_server_returns_for_other_work();
   test_each_end_is_reported_once();
   test_a_waiting_thread_runs_its_job();
+  test_the_server_goes_on_after_a_claimed_job();
   test_closing_waits_for_a_thread_that_runs_its_job();
   test_closing_drops_what_has_not_begun();
   std::puts("queue: ok");

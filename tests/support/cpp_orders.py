@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 NATIVE = Path(__file__).parents[2] / "native"
 METHODS = "store|load|exchange|fetch_add|fetch_sub|compare_exchange_strong|compare_exchange_weak"
-HELPERS = "full_fence|fence|futex_wait|futex_wake_all|change_and_wake|ring_bell|copy_bytes|memcpy"
+HELPERS = (
+    "full_fence|fence|futex_wait|futex_wake_all|change_and_wake|ring_bell|copy_bytes|memcpy"
+    r"|ring(?=\(\))|end_nap"
+)
 _OPERATION = re.compile(
     rf"([\w.>()\[\]-]*?)(\w+)(?:\.|->)({METHODS})\(|\b(atomic_thread_fence|{HELPERS})\("
     r"|\b__atomic_(\w+)_n\("

@@ -93,18 +93,21 @@ MIRRORED = {
     WAITING + "server_sleep": "server_wants.store polls.store full_fence futex_wait",
     "messages/operations.hpp:finish": "done.store",
     CALLS + "take": "owner_.store",
-    CALLS + "give": "owner_.store pending_.load",
+    CALLS + "give": "owner_.store pending_.load ring end_nap",
     CALLS + "is_free": "owner_.load pending_.load",
     CALLS + "is_over": "ended_.load dropped_from_.load",
-    QUEUE + "push": "pending_.fetch_add",
+    QUEUE + "push": "pending_.fetch_add ring",
     QUEUE + "ring": "bell_.fetch_add listens_.load futex_wake_all",
     QUEUE + "end_nap": "naps_.load futex_wake_all",
     QUEUE + "next": "owner_.load begun_.store",
-    QUEUE + "serve": "bell_.load naps_.store bell_.load futex_wait naps_.store listens_.store"
+    QUEUE + "claim": "owner_.load begun_.store",
+    QUEUE + "settle": "ring ring end_nap",
+    QUEUE
+    + "serve": "bell_.load bell_.load naps_.store bell_.load futex_wait naps_.store listens_.store"
     " bell_.load futex_wait listens_.store bell_.load",
-    QUEUE + "end": "pending_.fetch_sub ended_.store waiters_.load futex_wake_all",
-    QUEUE + "close": "pending_.fetch_sub dropped_from_.store futex_wake_all",
-    QUEUE + "wait": "waiters_.fetch_add ended_.load futex_wait waiters_.fetch_sub",
+    QUEUE + "end": "pending_.fetch_sub ended_.store waiters_.load futex_wake_all ring",
+    QUEUE + "close": "pending_.fetch_sub dropped_from_.store ring futex_wake_all",
+    QUEUE + "wait": "end_nap waiters_.fetch_add ended_.load futex_wait waiters_.fetch_sub",
     RECORDER + "write": "__atomic_store fence __atomic_store",
     RECORDER + "copy": "__atomic_load __atomic_load fence __atomic_load",
     RECORDER + "end": "__atomic_store",
@@ -526,20 +529,34 @@ def rings(order: Orders) -> Body:
         yield from wake("bell")
 
 
-def takes_next(order: Orders) -> Body:
+def ends_nap(order: Orders) -> Body:
+    if (yield Read("naps", order(QUEUE + "end_nap naps_.load"))):
+        yield from wake("bell")
+
+
+# What the lock of the queue guards, as one value: "queued", "settled", "runs".
+NOTHING: frozenset[str] = frozenset()
+
+
+def takes_job(order: Orders, by: str) -> Body:
+    """What next() and claim() do; a claim takes no job that was claimed before."""
     yield from lock("queue")
-    found = yield Read("queue", PLAIN)
-    if found and (yield Read("owner", order(QUEUE + "next owner_.load"))) == 0:
-        yield Write("queue", 0, PLAIN)
-    else:
-        found = 0
+    state = (yield Read("state", PLAIN)) or NOTHING
+    found = NOTHING
+    if "runs" not in state and (yield Read("owner", order(QUEUE + by))) == 0:
+        found = state & {"settled"} or state & {"queued"}
+        if by.startswith("claim"):
+            found = NOTHING if "settled" in state else found
+    if found:
+        yield Write("state", state - found | {"runs"}, PLAIN)
     yield from unlock("queue")
     return found
 
 
 def pushes(order: Orders) -> Body:
     yield from lock("queue")
-    yield Write("queue", 1, PLAIN)
+    state = (yield Read("state", PLAIN)) or NOTHING
+    yield Write("state", state | {"queued"}, PLAIN)
     yield Update("pending", more, order(QUEUE + "push pending_.fetch_add"))
     yield from unlock("queue")
     yield from rings(order)
@@ -552,16 +569,36 @@ def gives(order: Orders) -> Body:
         yield from rings(order)
 
 
-def queue_server(order: Orders) -> Thread:
+def settles(order: Orders, is_over: bool) -> Body:
+    """End the run of a claimed job, which is over or was postponed."""
+    yield Write("memory", 1, PLAIN)
+    yield from lock("queue")
+    state = (yield Read("state", PLAIN)) - {"runs"}
+    if is_over:
+        yield Write("state", state, PLAIN)
+        if state:
+            yield from rings(order)
+        yield from unlock("queue")
+        return
+    yield Write("state", state | {"settled"}, PLAIN)
+    yield from unlock("queue")
+    yield from rings(order)
+    yield from ends_nap(order)
+
+
+def queue_server(order: Orders, sleeps: str = "listens") -> Thread:
+    """`sleeps`: which of its two sleeps the server takes; a nap ends here only if it is woken."""
+    again = order(QUEUE + ("serve bell_.load#4" if sleeps == "listens" else "serve bell_.load#3"))
+
     def body() -> Body:
         while True:
-            seen = yield Read("bell", order(QUEUE + "serve bell_.load"))
-            if (yield from takes_next(order)):
+            seen = yield Read("bell", order(QUEUE + "serve bell_.load#2"))
+            if (yield from takes_job(order, "next owner_.load")):
                 break
-            yield Write("listens", 1, order(QUEUE + "serve listens_.store"))
-            if (yield Read("bell", order(QUEUE + "serve bell_.load#3"))) == seen:
+            yield Write(sleeps, 1, order(f"{QUEUE}serve {sleeps}_.store"))
+            if (yield Read("bell", again)) == seen:
                 yield from sleep("bell", seen)
-            yield Write("listens", 0, order(QUEUE + "serve listens_.store#2"))
+            yield Write(sleeps, 0, order(f"{QUEUE}serve {sleeps}_.store#2"))
         yield Write("memory", 2, PLAIN)
 
     return body
@@ -595,24 +632,70 @@ def a_nap_ends(order: Orders) -> list[Thread]:
     """A thread that waits for a job wakes the server from a nap."""
 
     def waiter() -> Body:
-        yield from lock("queue")
-        yield Write("queue", 1, PLAIN)
-        yield from unlock("queue")
-        yield Update("bell", more, order(QUEUE + "ring bell_.fetch_add"))
-        if (yield Read("naps", order(QUEUE + "end_nap naps_.load"))):
-            yield from wake("bell")
+        yield from pushes(order)
+        yield from ends_nap(order)  # wait()
 
-    def server() -> Body:
-        while True:
-            seen = yield Read("bell", order(QUEUE + "serve bell_.load"))
-            if (yield from takes_next(order)):
-                return
-            yield Write("naps", 1, order(QUEUE + "serve naps_.store"))
-            if (yield Read("bell", order(QUEUE + "serve bell_.load#2"))) == seen:
-                yield from sleep("bell", seen)
-            yield Write("naps", 0, order(QUEUE + "serve naps_.store#2"))
+    return [waiter, queue_server(order, "naps")]
 
-    return [waiter, server]
+
+@protocol
+def a_nap_ends_with_a_call(order: Orders) -> list[Thread]:
+    """As a_job_behind_a_call, where the server naps."""
+
+    def callers() -> Body:
+        yield from pushes(order)
+        yield from gives(order)
+        yield from ends_nap(order)
+
+    return [callers, queue_server(order, "naps")]
+
+
+@protocol
+def a_job_is_claimed(order: Orders) -> list[Thread]:
+    """One thread runs a job, the waiting thread or the server, after the call before it."""
+
+    def caller() -> Body:
+        yield Write("memory", 1, PLAIN)
+        yield Write("owner", 0, order(CALLS + "give owner_.store"))
+
+    def runs(by: str) -> Thread:
+        def body() -> Body:
+            if (yield from takes_job(order, by)):
+                yield Write("memory", 2, PLAIN)
+
+        return body
+
+    return [caller, runs("claim owner_.load"), runs("next owner_.load")]
+
+
+@protocol
+def a_job_behind_a_claimed_job(order: Orders) -> list[Thread]:
+    """A thread that has run its job wakes the server, which could not run the next job before."""
+
+    def waiter() -> Body:
+        yield from settles(order, is_over=True)
+
+    return [waiter, queue_server(order)]
+
+
+@protocol
+def a_job_is_postponed(order: Orders) -> list[Thread]:
+    """A thread that gives its job back wakes the server, which runs it after that thread."""
+
+    def waiter() -> Body:
+        yield from settles(order, is_over=False)
+
+    return [waiter, queue_server(order)]
+
+
+@protocol
+def a_job_is_postponed_during_a_nap(order: Orders) -> list[Thread]:
+    """As a_job_is_postponed, where the server naps."""
+
+    def waiter() -> Body:
+        yield from settles(order, is_over=False)
+
+    return [waiter, queue_server(order, "naps")]
 
 
 @protocol
@@ -783,9 +866,20 @@ def a_child_makes_its_table(order: Orders) -> list[Thread]:
 # ---- the tests --------------------------------------------------------------------------------
 
 
+# What is not 0 at first.
+FIRST = {
+    "a_job_behind_a_call": {"owner": 1},
+    "a_job_after_a_call": {"owner": 1},
+    "a_nap_ends_with_a_call": {"owner": 1},
+    "a_job_is_claimed": {"owner": 1, "state": frozenset({"queued"})},
+    "a_job_behind_a_claimed_job": {"state": frozenset({"queued", "runs"})},
+    "a_job_is_postponed": {"state": frozenset({"runs"})},
+    "a_job_is_postponed_during_a_nap": {"state": frozenset({"runs"})},
+}
+
+
 def count_executions(body: Protocol, order: Orders) -> int:
-    held = {"owner": 1} if body in (a_job_behind_a_call, a_job_after_a_call) else {}
-    return Explorer(body(order), held).explore()
+    return Explorer(body(order), FIRST.get(body.__name__)).explore()
 
 
 @pytest.mark.parametrize("place", MIRRORED)
@@ -806,7 +900,7 @@ _COMPARED = "the value is only compared; has_reached() follows"
 _STEP = "a read-modify-write costs the same with each order"
 STRONGER = {
     FUTEX + "change_and_wake word.fetch_add": _STEP,
-    QUEUE + "serve bell_.load": "the first of two loads, of which only the second needs it",
+    QUEUE + "serve bell_.load#2": "the first of two loads, of which only the second needs it",
     WAITING + "serve server.load": _FENCED,
     WAITING + "sleep_until_over sleepers.fetch_add": _STEP,
     WAITING + "sleep_until_over waiters.load": _FENCED,
