@@ -1,4 +1,4 @@
-"""What POSIX systems have and Windows lacks: an equivalent there, or an UnsupportedError."""
+"""Calls of POSIX that Windows lacks: an equivalent there, or an UnsupportedError."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ else:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def unblock(signals: Collection[int]) -> None:
-        """Let signals come, and those that were pending."""
+        """Let signals come, pending signals first."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def effective_user() -> int:
