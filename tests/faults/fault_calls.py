@@ -14,6 +14,7 @@ from tests.support.operations import Operations
 from unisono.base.completion import Completion
 from unisono.engines.native_queue import QueuedCall
 from unisono.errors import UnisonoError
+from unisono.transports.tcp import link
 
 # The longest any rank may take to hear of a failure, in seconds; the library's own promise.
 NOTICE_S = 1.0
@@ -144,7 +145,7 @@ class Doom:
             (Completion, "wait_until"),
             (QueuedCall, "wait_well"),
             (QueuedCall, "release"),
-            (socket.socket, "sendmsg"),
+            (link, "sendmsg"),
             (socket.socket, "recv_into"),
         ]:
             self._wrap(cls, name)

@@ -24,6 +24,7 @@ import pytest
 import unisono as dist
 from tests.support.calls import frozen
 from tests.support.ports import reserved_port
+from tests.support.windows import posix_of_windows
 from unisono import errors
 from unisono.backends import CPUOptions, registry
 from unisono.base import buffers, log
@@ -593,6 +594,8 @@ WITHOUT_A_WORLD["Usage"] = {
     "parameter 'w' got its gradient twice in one backward pass": with_torch(gradient_twice),
 }
 WITHOUT_A_WORLD["Unsupported"] = {
+    "unisono run needs a POSIX system, such as Linux or macOS":
+        lambda: posix_of_windows().require_posix("unisono run"),
     "tensor is a buffer of format 'P', which NumPy does not know":
         lambda: buffers.view(memoryview(bytearray(8)).cast("B").cast("P"), write=False),
     "mpi has no reduce op avg": lambda: mpi(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.c10d import files
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -162,7 +163,7 @@ def full_at_0(fd, data, offset, write=os.pwrite):
 def test_what_a_failed_write_left_behind_the_end_is_cut_off(rank, folder, monkeypatch):
     with dist.open_file(folder / "x", "w") as file:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full_at_0)
+            patch.setattr(files, "pwrite", full_at_0)
             with pytest.raises(CollectiveError, match="rank 0: No space left"):
                 file.write_block(np.full(8, 5, np.int8), (16,), (8 * rank,))
         file.write_block(np.full(1, rank, np.int8), (2,), (rank,))
@@ -240,7 +241,7 @@ def test_a_full_disk_on_one_rank(rank, folder, monkeypatch):
     with dist.open_file(folder / "x", "w") as file:
         with monkeypatch.context() as patch:
             if rank == 1:
-                patch.setattr(os, "pwrite", full)
+                patch.setattr(files, "pwrite", full)
             with pytest.raises(CollectiveError, match="rank 1: No space left") as caught:
                 file.write_block(whole[4 * rank : 4 * rank + 4], (12,), (4 * rank,))
         assert caught.value.context.peers == (1,)

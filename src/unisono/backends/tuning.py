@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -34,8 +35,7 @@ def machine() -> str:
 
     The cores are those of the machine, because the launcher may bind a rank to some of them.
     """
-    system = os.uname()
-    words = [cpu_model(), f"{os.cpu_count()} cores", f"{system.sysname} {system.machine}"]
+    words = [cpu_model(), f"{os.cpu_count()} cores", f"{platform.system()} {platform.machine()}"]
     # Such a world is no measure for a world on several hosts, although it has the same shape.
     tricks = ("UNISONO_SHARED_MEMORY", "UNISONO_RANKS_PER_HOST")
     words += [f"{name}={config.get(name)}" for name in tricks if config.is_set(name)]
@@ -74,7 +74,7 @@ def save(table: Table) -> Path:
         handle, part = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
         try:
             with open(handle, "w", encoding="utf-8") as stream:
-                os.fchmod(handle, 0o644)
+                os.chmod(handle if os.chmod in os.supports_fd else part, 0o644)
                 stream.write(table.to_json())
             os.replace(part, file)
         except BaseException:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from unisono.base.where import Row, is_of_user
 from unisono.platform.files import lock
 from unisono.platform.memory import new_memory_file
+from unisono.platform.posix import pread
 from unisono.platform.processes import (
     IS_LINUX,
     catches,
@@ -87,7 +88,7 @@ def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
         while time.monotonic() < deadline:
             time.sleep(_QUIET_S)
             before = texts
-            texts = [os.pread(file.fileno(), 1 << 16, 0) for file, *_ in asked]
+            texts = [pread(file.fileno(), 1 << 16, 0) for file, *_ in asked]
             if all(texts) and texts == before:
                 break
     return [

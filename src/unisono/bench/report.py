@@ -14,6 +14,7 @@ from typing import Any
 from unisono.base.config import environ
 from unisono.bench.plan import OPS, BenchPlan
 from unisono.platform.machine import cpu_model, load_average, usable_cores
+from unisono.platform.posix import require_posix
 
 Row = dict[str, Any]
 
@@ -81,6 +82,7 @@ def document(plan: BenchPlan, table: Table, arguments: Sequence[str]) -> dict[st
 
 def machine() -> dict[str, Any]:
     """Return the properties of the machine that figures depend on."""
+    require_posix("unisono bench")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": cpu_model(),

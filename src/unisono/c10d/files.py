@@ -38,6 +38,7 @@ from unisono.errors import (
 )
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import Group, require_group
+from unisono.platform.posix import BINARY, NONBLOCK, pwrite, read_into
 
 # Linux moves at most 2 GiB - 4 KiB in a call.
 _MOST_BYTES = 1 << 30
@@ -96,7 +97,7 @@ class CollectiveFile:
             box = _Box(self, call, tensor, shape, starts, writes_file=True)
             boxes = call.loads_all(call.all_gather(call.pack(lambda: (box.starts, box.extents))))
             _require_tiling(self._group, call, boxes, box.shape)
-            call.on_all(lambda: self._move(box, os.pwrite), f"cannot write {self.path}")
+            call.on_all(lambda: self._move(box, pwrite), f"cannot write {self.path}")
         self.position += box.whole_bytes
 
     @on_host
@@ -154,7 +155,7 @@ class CollectiveFile:
             offset = self.position + sum(sizes[: self._group.rank()])
             raw = as_bytes(data.array)
             call.on_all(
-                lambda: _move_all(self._fd, raw, offset, os.pwrite), f"cannot write {self.path}"
+                lambda: _move_all(self._fd, raw, offset, pwrite), f"cannot write {self.path}"
             )
         self.position += sum(sizes)
         return int(offset)
@@ -225,7 +226,7 @@ class CollectiveFile:
                 None,
                 f"it has {self._size} bytes, expected {box.whole_bytes} from byte {self.position}",
             )
-        self._move(box, lambda fd, part, offset: os.preadv(fd, [part], offset))
+        self._move(box, read_into)
 
     def _store(self) -> None:
         try:
@@ -396,7 +397,7 @@ def _made(
 
 def _open_to_read(name: str, opened: list[int]) -> int:
     # Without O_NONBLOCK a named pipe would block until a process writes to it.
-    opened.append(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    opened.append(os.open(name, os.O_RDONLY | BINARY | NONBLOCK))
     status = os.fstat(opened[0])
     if not stat.S_ISREG(status.st_mode):
         raise OSError(None, "it is not a regular file")
@@ -407,14 +408,13 @@ def _create(name: str, part: str, opened: list[int]) -> str:
     # `close` would replace a device, and only then detect a folder.
     if os.path.exists(name) and not os.path.isfile(name):
         raise OSError(None, "it is not a regular file")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    opened.append(os.open(part, flags, 0o666))
+    opened.append(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666))
     return part
 
 
 def _join(name: str, opened: list[int]) -> None:
     if not opened:
-        opened.append(os.open(name, os.O_WRONLY | os.O_CLOEXEC))
+        opened.append(os.open(name, os.O_WRONLY | BINARY))
 
 
 def _require_tiling(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of the output has left (`| head`).
         _discard_output()
-        return 128 + signal.SIGPIPE
+        return 128 + 13  # SIGPIPE, which Windows does not name
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import select
 from collections import deque
 from collections.abc import Callable
@@ -178,7 +179,7 @@ class Agent:
     def _join(self) -> DynamicRendezvous:
         spec = self._resources.spec
         meeting, single = spec.meeting, spec.is_single_node
-        host = os.uname().nodename
+        host = platform.node()
         node = Node(
             id=f"{host}_{os.getpid()}_{os.urandom(4).hex()}",
             host=host,
@@ -281,7 +282,7 @@ class Agent:
         try:
             result = attempt.run()
         except LaunchError as error:
-            self._rendezvous.leave(f"node {os.uname().nodename}: {error.what}", broken=True)
+            self._rendezvous.leave(f"node {platform.node()}: {error.what}", broken=True)
             raise
         self._made += 1 + replacements.count
         if result.ended_well:
@@ -355,7 +356,7 @@ class Agent:
 
     def _leave(self) -> None:
         """Leave the rendezvous; an agent that serves its store waits for the other agents."""
-        host = os.uname().nodename
+        host = platform.node()
         how = f" ({signal_name(self._signum)})" if self._signum is not None else ""
         self._rendezvous.leave(f"node {host} left{how}")
         notified = False
@@ -394,7 +395,7 @@ def open_shared(meeting: Meeting, canceled: Canceled) -> tuple[Store, str]:
         address = meeting.address or own_address(service_host(meeting.service))
         return open_service(meeting.service, "", timeout=read_timeout_s), address
     if isinstance(meeting.endpoint, str):
-        return FileStore(meeting.endpoint), meeting.address or os.uname().nodename
+        return FileStore(meeting.endpoint), meeting.address or platform.node()
     host, port = meeting.endpoint
     store = open_endpoint(
         host,

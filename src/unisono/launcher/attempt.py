@@ -30,6 +30,7 @@ from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
 from unisono.launcher.workers.worker import CommandWorker, Worker
 from unisono.launcher.workers.worker_group import WorkerGroup
+from unisono.platform.posix import SIGKILL
 
 _TAIL_WAIT_S = 0.2
 _KILL_TIMEOUT_S = 10.0
@@ -229,7 +230,7 @@ class Attempt:
         if worker.exit_code and not self._group.stopping:
             stderr, _ = self._error_sources[worker.rank]
             stderr.ended.wait(_TAIL_WAIT_S)
-        hint = self._oom.hint(worker.pid) if worker.exit_code == -signal.SIGKILL else ""
+        hint = self._oom.hint(worker.pid) if worker.exit_code == -SIGKILL else ""
         unexplained = self._exits.known_in_s() == float("inf")
         if worker.exit_code and unexplained and not self._group.stopping:
             failure = self._exits.failure(worker.rank, worker.pid, worker.exit_code, hint)

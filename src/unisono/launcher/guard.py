@@ -23,10 +23,11 @@ from unisono.errors import LaunchError
 from unisono.launcher.report import signal_name
 from unisono.launcher.signals import PASSED_ON
 from unisono.launcher.workers.descendants import Descendants
+from unisono.platform.posix import require_posix
 from unisono.platform.processes import IS_LINUX
 
 _KILL_TIMEOUT_S = 10.0
-_NO_ENDS = {signal.SIGCHLD, signal.SIGTSTP}
+_NO_ENDS = {signum for signum in signal.Signals if signum.name in ("SIGCHLD", "SIGTSTP")}
 
 
 def fork_launcher(ending: Collection[str]) -> Descendants:
@@ -46,7 +47,9 @@ def fork_launcher(ending: Collection[str]) -> Descendants:
 
     Raises:
         LaunchError: The system allows no further process.
+        UnsupportedError: The system is Windows.
     """
+    require_posix("unisono run")
     descendants = Descendants()
     # If SIGCHLD were ignored (inherited), it would not come, and the kernel would discard the
     # exit code.
@@ -85,6 +88,7 @@ def _is_ignored(signum: signal.Signals) -> bool:
 
 def _guard(launcher: int, descendants: Descendants, awaited: Collection[signal.Signals]) -> int:
     """Wait for the launcher; return the exit code."""
+    require_posix("the guard")
     descendants.adopt()
     ended = 0
     while not ended:

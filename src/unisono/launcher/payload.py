@@ -9,10 +9,11 @@ import pickle
 import tempfile
 import weakref
 from collections.abc import Callable
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing import reduction
 from typing import Any
 
 from unisono.platform.memory import new_memory_file
+from unisono.platform.posix import require_posix
 
 _ALIGNMENT = 64
 
@@ -66,7 +67,8 @@ class Payload:
 
     def __getstate__(self) -> tuple[Any, int]:
         """Return how a new process opens the file; possible only while that process starts."""
-        return DupFd(self._fd), self._parts_at
+        require_posix("an argument of unisono.spawn")
+        return reduction.DupFd(self._fd), self._parts_at
 
     def __setstate__(self, state: tuple[Any, int]) -> None:
         """Open the file in the new process."""
@@ -104,5 +106,5 @@ class CallArguments:
 
 def _forking_dumps(value: object, *, protocol: int, buffer_callback: Any) -> memoryview:
     file = io.BytesIO()
-    ForkingPickler(file, protocol, True, buffer_callback).dump(value)
+    reduction.ForkingPickler(file, protocol, True, buffer_callback).dump(value)
     return file.getbuffer()

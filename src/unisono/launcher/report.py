@@ -7,7 +7,7 @@ launcher reads the end of that stream (see `unisono.launcher.traceback_text`).
 from __future__ import annotations
 
 import json
-import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class WorkerFailure:
     exit_code: int
     time_s: float
     text: str = ""
-    host: str = field(default_factory=lambda: os.uname().nodename)
+    host: str = field(default_factory=platform.node)
     node: str = ""
     hint: str = ""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Self
 
 from unisono.base.deadline import Deadline
+from unisono.platform.posix import SIGCHLD, blocked, require_posix, set_blocking, unblock
 
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that end the launch, unless the user names others."""
@@ -42,24 +43,25 @@ class Signals:
     """
 
     def __init__(self, ending: Collection[str] = ENDING) -> None:
-        self._ending = {getattr(signal, name) for name in ending}
+        require_posix("a launch")
+        self._ending: set[int] = {getattr(signal, name) for name in ending}
         self._previous: dict[int, object] = {}
-        self._wakeup = -1
+        self._wakeup: int = -1
         # How long a further signal of an ending kind is the same one.
         self._same: dict[int, Deadline] = {}
 
     def __enter__(self) -> Self:
         self.fd, self._sender = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._sender, False)
+        set_blocking(self.fd, False)
+        set_blocking(self._sender, False)
         if _is_main():
             # If SIGCHLD were ignored (inherited), the kernel would discard exit codes.
-            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _do_nothing)
+            self._previous[SIGCHLD] = signal.signal(SIGCHLD, _do_nothing)
             self._wakeup = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
             for signum in self._ending | {getattr(signal, name) for name in PASSED_ON}:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._previous[signum] = signal.signal(signum, _do_nothing)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
+            unblock(self._previous)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -90,7 +92,7 @@ class Signals:
             came = os.read(self.fd, 4096)
         except BlockingIOError:
             return []
-        return [n for n in came if n not in (_WAKE[0], signal.SIGCHLD) and not self._repeats(n)]
+        return [n for n in came if n not in (_WAKE[0], SIGCHLD) and not self._repeats(n)]
 
     def _repeats(self, signum: int) -> bool:
         """Return whether an ending signal is one that came just now."""
@@ -129,7 +131,7 @@ def deferred() -> Iterator[None]:
         yield
         return
     found = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    with _blocked(found):
+    with blocked(found):
         for signum, handler in found.items():
             if callable(handler):
                 _deferred.handlers[signum] = handler
@@ -145,21 +147,12 @@ def run_deferred() -> None:
     if not _is_main():
         return
     handlers = _deferred.handlers
-    with _blocked(handlers):
+    with blocked(handlers):
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         came, _deferred.came, _deferred.handlers = _deferred.came, [], {}
     for signum in came:
         handlers[signum](signum, None)
-
-
-@contextlib.contextmanager
-def _blocked(signals: Collection[int]) -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_main() -> bool:

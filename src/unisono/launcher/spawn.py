@@ -20,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTuple, cast, overload
 
@@ -44,6 +43,7 @@ from unisono.launcher.signals import deferred, run_deferred
 from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import Worker
 from unisono.launcher.workers.worker_group import WorkerGroup
+from unisono.platform.posix import SIGKILL
 from unisono.platform.processes import open_exit_fd, parent_death_hook
 from unisono.stores import TCPStore
 
@@ -84,7 +84,7 @@ def _watch_parent(parent_pid: int, use_death_signal: bool) -> None:
     def die_with_parent() -> None:
         while parent.is_alive() and not is_orphan():
             parent.join(_PARENT_POLL_S)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), SIGKILL)
 
     threading.Thread(target=die_with_parent, name="unisono-parent", daemon=True).start()
 
@@ -93,7 +93,7 @@ def _child(
     call: CallArguments,
     main: dict[str, str],
     rank: int,
-    link: Connection,
+    link: Any,
     parent_pid: int,
     use_death_signal: bool,
     return_results: bool,
@@ -197,7 +197,7 @@ class _Child(Worker):
     """
 
     def __init__(
-        self, rank: int, process: Any, link: Connection, report: _ChildReport, is_own: bool
+        self, rank: int, process: Any, link: Any, report: _ChildReport, is_own: bool
     ) -> None:
         # The fork server writes the exit code into the pipe behind `sentinel`. Without the server
         # it is no sure sign, because a forked grandchild keeps the pipe open.

@@ -10,4 +10,5 @@ raises UnsupportedError.
 - network: addresses of interfaces, listening ports, the kernel's view of a TCP connection.
 - peer_user: the user at the other end of a local connection.
 - files: locks and terminals.
+- posix: what Windows lacks, and what stands for it there.
 """

@@ -6,9 +6,6 @@ import contextlib
 import sys
 from typing import IO, Any
 
-if sys.platform != "win32":
-    import fcntl
-
 
 def lock(file: int | IO[Any]) -> None:
     """Lock an open file until it is closed, without waiting.
@@ -19,6 +16,8 @@ def lock(file: int | IO[Any]) -> None:
     """
     if sys.platform == "win32":
         raise OSError("this system has no flock")
+    import fcntl
+
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -31,12 +30,11 @@ def open_terminal(prefix_columns: int) -> tuple[IO[bytes], int]:
     Raises:
         OSError: The system has no terminals, or no further one.
     """
-    try:
-        import pty
-        import termios
-        import tty
-    except ImportError as error:
-        raise OSError(f"this system has no terminals: {error}") from error
+    if sys.platform == "win32":
+        raise OSError("this system has no terminals")
+    import pty
+    import termios
+    import tty
 
     ours, theirs = pty.openpty()
     # Otherwise the terminal would change the lines, for example "\n" to "\r\n".

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import math
+import mmap
 import os
 import platform
 import re
@@ -12,9 +13,6 @@ import sys
 from collections.abc import Collection, Sequence
 
 from unisono.platform.proc import read_text
-
-if sys.platform != "win32":
-    import resource
 
 CAN_BIND = sys.platform == "linux" and hasattr(os, "sched_setaffinity")
 """Whether the system can bind processes to cores."""
@@ -122,13 +120,15 @@ def most_descriptors() -> float:
     """Return how many descriptors this process may open; infinity without a limit."""
     if sys.platform == "win32":
         return math.inf
+    import resource
+
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if most == resource.RLIM_INFINITY else most
 
 
 def page_bytes() -> int:
     """Return the size of a page of memory."""
-    return 4096 if sys.platform == "win32" else resource.getpagesize()
+    return mmap.PAGESIZE
 
 
 def huge_pages() -> str:

@@ -11,10 +11,8 @@ import sys
 from typing import NamedTuple
 
 from unisono.platform.machine import memory_cgroup
+from unisono.platform.posix import NONBLOCK
 from unisono.platform.proc import read_text
-
-if sys.platform != "win32":
-    import fcntl
 
 _RECORD_BYTES = 8192
 # The kernel makes this much memory at once.
@@ -44,6 +42,8 @@ def new_memory_file(name: str, flags: int = 0) -> int:
         raise OSError(errno.ENOSYS, _NONE)
     made = os.memfd_create(name)
     if flags:
+        import fcntl
+
         fcntl.fcntl(made, fcntl.F_SETFL, flags)
     return made
 
@@ -59,7 +59,7 @@ def open_memory_of(pid: int, fd: int, name: str = "") -> int:
     Raises:
         OSError: It cannot be opened, or has another name.
     """
-    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     if name and os.readlink(f"/proc/self/fd/{opened}") != f"/memfd:{name} (deleted)":
         os.close(opened)
         raise OSError(errno.EXDEV, "it is not the same")
@@ -170,8 +170,8 @@ def cgroup_limit() -> str:
 def open_end_of_kernel_log() -> int | None:
     """Open the kernel's log at its end; None if it may not be read."""
     try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except (AttributeError, OSError):
+        fd = os.open("/dev/kmsg", os.O_RDONLY | NONBLOCK)
+    except OSError:
         return None
     # An older record may name another process with the same number.
     os.lseek(fd, 0, os.SEEK_END)

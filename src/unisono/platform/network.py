@@ -10,10 +10,8 @@ import struct
 import sys
 from typing import NamedTuple
 
+from unisono.platform.posix import effective_user
 from unisono.platform.proc import read_text
-
-if sys.platform != "win32":
-    import fcntl
 
 # Linux's request for the IPv4 address of an interface; other systems answer with an error.
 _SIOCGIFADDR = 0x8915
@@ -32,6 +30,8 @@ def interfaces() -> dict[str, list[str]]:
     """Return the addresses of each network interface, as far as Linux lists them."""
     found: dict[str, list[str]] = {}
     if sys.platform != "win32":
+        import fcntl
+
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode())
@@ -62,7 +62,7 @@ def listeners(pid: int) -> dict[int, str]:
         for line in read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
             _, local, _, state, _, _, _, user, *_ = line.split(None, 8)
             digits, _, port = local.partition(":")
-            if state == _LISTENS and int(user) == os.geteuid():
+            if state == _LISTENS and int(user) == effective_user():
                 found.setdefault(int(port, 16), _address(digits, family))
     return found
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import sys
+
+from unisono.platform.posix import effective_user
 
 _SOCK_DIAG = 4
 _REQUEST = 1
@@ -27,7 +28,7 @@ def is_foreign(sock: socket.socket) -> bool:
     False also if the system has no sock_diag.
     """
     user = user_of_peer(sock)
-    return user is not None and user != os.geteuid()
+    return user is not None and user != effective_user()
 
 
 def user_of_peer(sock: socket.socket) -> int | None:

@@ -78,7 +78,7 @@ def children() -> set[int]:
 def is_of_this_user(pid: int) -> bool:
     """Whether the effective user of a process is that of this process."""
     try:
-        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+        return IS_LINUX and os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except OSError:
         return False
 
@@ -186,7 +186,7 @@ def exit_code_of(process: subprocess.Popen[bytes]) -> int | None:
 
     None while it runs; minus the signal's number if a signal killed it.
     """
-    if not hasattr(os, "waitid"):
+    if sys.platform == "win32" or not hasattr(os, "waitid"):
         return process.poll()
     info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:

@@ -21,6 +21,7 @@ from unisono.base.deadline import Deadline, Timeout
 from unisono.base.network import chosen_hosts, published_hosts, reachable_hosts
 from unisono.base.ports import allowed_ports
 from unisono.errors import Context, RendezvousError
+from unisono.platform.posix import require_posix
 from unisono.platform.processes import initial_environment, stat_fields
 from unisono.rendezvous.launchers import LauncherPlace, first_value
 from unisono.rendezvous.pmi import carry
@@ -233,6 +234,7 @@ def _private_folder() -> str:
     Raises:
         RendezvousError: Another user owns a file of that name or may write to it.
     """
+    require_posix("a meeting of ranks in a folder")
     folder = os.path.join(tempfile.gettempdir(), f"unisono-{os.getuid()}")
     try:
         os.mkdir(folder, 0o700)

@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple
 from unisono.base.host import reason_of
 from unisono.base.worker import Worker
 from unisono.errors import RendezvousError, UnisonoError
+from unisono.platform.posix import require_posix
 from unisono.platform.processes import loaded_files
 from unisono.stores import Store
 
@@ -176,6 +177,7 @@ def _link(fd: int) -> socket.socket:
 
 def _ask(link: socket.socket, request: str, wanted: str, timeout_s: float) -> str:
     """Return the word `wanted` of the reply to a request."""
+    require_posix("to ask mpiexec")
     asked, reply = f"{request.partition(' ')[0]!r} (PMI-1)", b""
     # The MPI library uses the same file, and expects its mode unchanged: no time-out is set.
     link.sendall(f"cmd={request}\n".encode())
@@ -212,6 +214,7 @@ def _finalize_at_exit(fd: int, pid: int) -> None:
 
 def _is_mpi_initialized() -> bool:
     """Return whether an MPI library of this process, loaded in any way, reports the end itself."""
+    require_posix("to ask MPI")
     flag = ctypes.c_int()
     for path in {file for file in loaded_files() if "mpi" in file.lower()}:
         with contextlib.suppress(OSError, AttributeError):  # no library, or none of MPI

@@ -37,6 +37,8 @@ _MOST_FRAMES = 16
 
 def _open_device(pid: str) -> int:
     """Make `eth0` in the network namespace of a process, and stay in that namespace."""
+    if sys.platform != "linux":
+        raise OSError("shaped links need Linux")
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/proc/{pid}/ns/net", "rb") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:

@@ -22,8 +22,8 @@ from unisono.trace.records import GroupTrace, all_traces
 from unisono.trace.snapshot import records_of
 from unisono.trace.stats import stats_of
 
-SIGNAL = signal.SIGUSR2
-"""The signal at which a rank writes its file, if UNISONO_TRACE_DIR is set."""
+SIGNAL: int = getattr(signal, "SIGUSR2", 0)
+"""The signal at which a rank writes its file, if UNISONO_TRACE_DIR is set; 0: there is none."""
 
 _log = get_logger("trace")
 _writing = threading.RLock()
@@ -121,6 +121,6 @@ def watch_signal() -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+    if SIGNAL and signal.getsignal(SIGNAL) is signal.SIG_DFL:
         # A handler that interrupts a write of its own thread must not wait for the lock.
         signal.signal(SIGNAL, lambda *_: write_after_failure(aside=True))

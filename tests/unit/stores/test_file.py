@@ -24,6 +24,7 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import FileStore
+from unisono.stores.files import log
 
 ADD = """
 import sys
@@ -205,14 +206,15 @@ def test_deleted_file_is_noticed_by_a_waiter(path):
 HOLDS = """
 import os, sys, signal
 from unisono.stores import FileStore
+from unisono.stores.files import log
 store = FileStore(sys.argv[1])
-real = os.pwrite
+real = log.pwrite
 def half(fd, data, place):
-    os.pwrite = real
+    log.pwrite = real
     real(fd, data[: len(data) // 2], place)
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))
     return real(fd, data, place)
-os.pwrite = half
+log.pwrite = half
 store.set("k", "x" * 1000)
 store.close()
 """
@@ -293,7 +295,7 @@ def test_failed_write_leaves_file_and_table_as_before(path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", no_space)
+            patch.setattr(log, "pwrite", no_space)
             with pytest.raises(StoreError, match="No space left"):
                 store.set("k", "new")
         assert store.get("k") == b"old"
@@ -555,7 +557,7 @@ def test_a_file_that_another_host_replaces_during_a_read_is_read_again(path, mon
         assert other.get("kept") == b"value"
         for number in range(200):
             store.set("number", str(number))
-        monkeypatch.setattr(os, "pread", pread)
+        monkeypatch.setattr(log, "pread", pread)
         assert other.multi_get(["kept", "number"]) == [b"value", b"199"]
         assert next(reads) > 3
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import platform
 import re
 import string
 from collections import deque
@@ -27,7 +27,7 @@ class WorkerName:
 
     rank: int
     local_rank: int
-    host: str = field(default_factory=lambda: os.uname().nodename)
+    host: str = field(default_factory=platform.node)
     role: str = "default"
     attempt: int = 0
 

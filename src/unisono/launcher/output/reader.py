@@ -18,6 +18,7 @@ from typing import IO, Protocol
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
+from unisono.platform.posix import set_blocking
 
 _log = get_logger("launcher.output")
 
@@ -166,7 +167,7 @@ class _Wakeup:
 
     def __init__(self) -> None:
         self.fd, self._sender = os.pipe()
-        os.set_blocking(self._sender, False)
+        set_blocking(self._sender, False)
 
     def set(self) -> None:
         # If the pipe is full, it is readable already.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 
 from unisono.base.deadline import Deadline
-from unisono.platform.processes import adopt_orphans, all_pids, children, entry_of, kill
+from unisono.platform.processes import IS_LINUX, adopt_orphans, all_pids, children, entry_of, kill
 
 _PAUSE_S = 0.005
 
@@ -46,6 +46,8 @@ class Descendants:
             known: Children for which other code waits. Only the thread that starts processes
                 has an exact list, so that thread must call this method.
         """
+        if not IS_LINUX:
+            return
         for pid in children() - self._excluded - set(known):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

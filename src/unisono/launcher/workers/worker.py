@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from unisono.base.host import reason_of
 from unisono.errors import LaunchError
 from unisono.platform.files import open_terminal
 from unisono.platform.machine import bind
+from unisono.platform.posix import SIGKILL, require_posix
 from unisono.platform.processes import exit_code_of, open_exit_fd, parent_death_hook
 
 Stdout = Literal["inherited", "pipe", "terminal"]
@@ -42,7 +42,7 @@ def _before_exec(cpus: Collection[int]) -> Callable[[], None]:
             bind(cpus)
         if os.getppid() != parent:
             # The parent died before `set_death_signal`, so the kernel will send no signal.
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), SIGKILL)
 
     return in_child
 
@@ -192,8 +192,9 @@ class CommandWorker(Worker):
         return exit_code_of(self._popen)
 
     def _kill(self) -> None:
+        require_posix("a group of processes")
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, SIGKILL)
 
     def _wait(self, timeout_s: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):

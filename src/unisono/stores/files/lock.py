@@ -43,7 +43,7 @@ class FileLock:
         self._pid = os.getpid()
         self._mine = self._name(new_user())
         if held:
-            os.close(os.open(self._mine, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(os.open(self._mine, os.O_CREAT | os.O_EXCL, 0o600))
 
     def _name(self, end: str) -> str:
         return os.path.join(self._folder, self._prefix + end)

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from unisono.base.deadline import Deadline
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from unisono.platform.files import lock
+from unisono.platform.posix import BINARY, pread, pwrite
 from unisono.stores.files.lock import DRAFT, FileLock
 from unisono.stores.table import Change, ChangeKind
 
@@ -116,7 +117,7 @@ class RecordLog:
         try:
             # Before it is opened, because to open a device or a pipe may change it.
             self._check_kind(os.stat(self.path).st_mode)
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self.path, os.O_RDWR | BINARY)
         except FileNotFoundError:
             self._put(label, _link, FileExistsError)
             return b""
@@ -124,7 +125,7 @@ class RecordLog:
             raise self._failed("open", error) from error
         try:
             self._check_kind(os.fstat(fd).st_mode)
-            if not (header := os.pread(fd, _HEADER_BYTES, 0)):
+            if not (header := pread(fd, _HEADER_BYTES, 0)):
                 self._fill(fd, label, deadline)
             return header
         finally:
@@ -204,7 +205,7 @@ class RecordLog:
         with suppress(FileNotFoundError):
             os.unlink(draft)  # of a process that was killed
         try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
             place(draft, self.path)
@@ -236,7 +237,7 @@ class RecordLog:
     def _opened(self) -> Iterator[int]:
         """Open the file, and check that it is still that of this run."""
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self.path, os.O_RDWR | BINARY)
         except FileNotFoundError:
             raise StoreConnectionError(
                 f"the store file {self.path!r} was removed while in use"
@@ -245,7 +246,7 @@ class RecordLog:
             raise self._failed("open", error) from error
         try:
             self._check_kind(os.fstat(fd).st_mode)
-            if (header := os.pread(fd, _HEADER_BYTES, 0))[: len(self._header)] != self._header:
+            if (header := pread(fd, _HEADER_BYTES, 0))[: len(self._header)] != self._header:
                 if header.startswith(_MAGIC + f"{self._run}\n".encode()):
                     raise Compacted(header)
                 size = os.fstat(fd).st_size
@@ -295,7 +296,7 @@ class RecordLog:
                 raise StoreError(
                     f"the store file {self.path!r} shrank from {self._position} to {size} bytes"
                 )
-            data = os.pread(fd, size - self._position, self._position)
+            data = pread(fd, size - self._position, self._position)
             changes: list[Change] = []
             end = 0
             while (record := _parse(data, end)) is not None:
@@ -328,7 +329,7 @@ class RecordLog:
                 written = 0
                 while written < len(data):
                     view = memoryview(data)[written:]
-                    if not (more := os.pwrite(fd, view, self._position + written)):
+                    if not (more := pwrite(fd, view, self._position + written)):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     written += more
             except BaseException as error:
@@ -385,7 +386,7 @@ def _link(draft: str, path: str) -> None:
     except FileExistsError:
         raise
     except OSError:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o600))
         raise FileExistsError from None
 
 

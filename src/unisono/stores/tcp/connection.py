@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import time
 import weakref
@@ -20,6 +19,7 @@ from unisono.errors import (
     StoreConnectionError,
     StoreTimeoutError,
 )
+from unisono.platform.posix import after_fork
 from unisono.stores.tcp.handshake import shake_hands
 from unisono.stores.tcp.link import Request, open_link
 from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_request
@@ -266,4 +266,4 @@ def _drop_copies_in_child() -> None:
         pool.drop_copies()
 
 
-os.register_at_fork(after_in_child=_drop_copies_in_child)
+after_fork(_drop_copies_in_child)

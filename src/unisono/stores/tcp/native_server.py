@@ -15,6 +15,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
+from unisono.platform.posix import set_blocking
 from unisono.stores.tcp.python_server import CLOSE_S, ServerOptions
 
 # The same logger as the server in Python has.
@@ -40,7 +41,7 @@ class NativeServer:
         self.port: int = listeners[0].getsockname()[1]
         self._pid = os.getpid()
         lines, log_fd = os.pipe()
-        os.set_blocking(log_fd, False)
+        set_blocking(log_fd, False)
         sockets = [listener.detach() for listener in listeners]
         try:
             self._server = _engine.StoreServer(

@@ -24,6 +24,7 @@ from unisono.base.log import LogLimit, get_logger
 from unisono.base.sockets import format_address, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
 from unisono.platform.peer_user import is_foreign
+from unisono.platform.posix import after_fork
 from unisono.stores.table import Table, Watch
 from unisono.stores.tcp.token import REFUSED_KEY, Gate, Refused
 from unisono.stores.tcp.wire import (
@@ -460,4 +461,4 @@ def _forget_servers_in_child() -> None:
         server._close_sockets()
 
 
-os.register_at_fork(after_in_child=_forget_servers_in_child)
+after_fork(_forget_servers_in_child)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from unisono.platform.posix import sendmsg
 from unisono.transports.messages import Arrival, Cancelled, Key, Kind, LinkDown, MessageMismatch
 from unisono.transports.tcp.io_loop import CHUNK_BYTES
 from unisono.transports.tcp.wire import FRAME, Frame
@@ -174,7 +175,7 @@ class Link:
             out = self._frames[0]
             out.is_sending = True
             try:
-                sent = self.sock.sendmsg([out.head, out.data])
+                sent = sendmsg(self.sock, [out.head, out.data])
             except (BlockingIOError, InterruptedError):
                 out.is_sending = False
                 return

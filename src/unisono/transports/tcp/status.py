@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unisono.base.log import get_logger
 from unisono.base.where import place_of_thread, stack_of
 from unisono.platform.peer_user import user_of_peer
+from unisono.platform.posix import effective_user
 from unisono.platform.processes import name_thread, resident_bytes
 from unisono.trace.flight_recorder import encode_short
 from unisono.trace.snapshot import live_records
@@ -69,7 +70,7 @@ def answer_client(
     """Send what a client asks for, if it may have it, and hang up; on the I/O thread."""
     answer = REFUSE
     try:
-        if client.key != NO_KEY or user_of_peer(client.sock) == os.geteuid():
+        if client.key != NO_KEY or user_of_peer(client.sock) == effective_user():
             data = _answer(transport, client.hello.channel, addresses)
             answer = sealed(client.hello, client.key, data)
     except Exception as error:
