@@ -18,6 +18,7 @@ from unisono.base import document
 from unisono.bench.plan import BenchPlan
 from unisono.cli.doctor import examine
 from unisono.cli.doctor.facts import Sharing
+from unisono.errors import RendezvousError
 from unisono.launcher.report import WorkerFailure
 from unisono.rendezvous import membership, state
 from unisono.trace.decoding import decode
@@ -159,5 +160,5 @@ def test_texts_and_packed_texts_have_a_bound(monkeypatch):
     with pytest.raises(ValueError, match="1001 bytes, expected at most 1000"):
         document.loads(Part, " " * 1001)
     store = {"k": b"1", "k/0": zlib.compress(bytes(10**8))}
-    with pytest.raises(ValueError, match="1001 bytes, expected at most 1000"):
-        examine._published(store, "k", Part)
+    with pytest.raises(RendezvousError, match="1001 bytes, expected at most 1000"):
+        examine._published(store, "k", Part, "h1")
