@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import hashlib
 import os
 import re
@@ -74,30 +75,49 @@ def _build(
 def _copied_output(lines: list[str]) -> Iterator[None]:
     """Also append to `lines` what this process and its children write to standard output or error.
 
-    It is read from a pipe, so that the caller sees each line at once.
+    It is read from pipes, so that the caller sees each line at once. What a child that outlives
+    the build writes later is lost.
     """
-    read_end, write_end = os.pipe()
-    kept = {fd: os.dup(fd) for fd in (1, 2)}
-
-    def copy() -> None:
-        with open(read_end, errors="replace") as pipe:
-            for line in pipe:
-                lines.append(line.strip())
-                os.write(kept[1], line.encode())
-
-    thread = threading.Thread(target=copy)
-    thread.start()
+    end = os.urandom(16).hex().encode()
+    copies = [_Copy(fd, end) for fd in (1, 2)]
     try:
-        for fd in kept:
-            os.dup2(write_end, fd)
         yield
     finally:
-        for fd, old in kept.items():
-            os.dup2(old, fd)
-        os.close(write_end)
-        thread.join()
-        for old in kept.values():
-            os.close(old)
+        for each in copies:
+            each.stop()
+            lines += each.lines
+
+
+class _Copy(threading.Thread):
+    """Copies what goes to a descriptor into `lines`, until `stop`."""
+
+    def __init__(self, fd: int, end: bytes) -> None:
+        super().__init__()
+        self._fd, self._end = fd, end
+        self.lines: list[str] = []
+        self._kept = os.dup(fd)
+        self._read_end, self._write_end = os.pipe()
+        self.start()
+        os.dup2(self._write_end, fd)
+
+    def run(self) -> None:
+        with open(self._read_end, "rb") as pipe, contextlib.suppress(BrokenPipeError):
+            for whole in pipe:
+                # A child that goes on would keep the pipe open: so `stop` writes a mark.
+                line, *after = whole.split(self._end)
+                os.write(self._kept, line)
+                if line:
+                    self.lines.append(line.decode(errors="replace").strip())
+                if after:
+                    return
+
+    def stop(self) -> None:
+        os.dup2(self._kept, self._fd)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads the copy any more
+            os.write(self._write_end, self._end + b"\n")
+        os.close(self._write_end)
+        self.join()
+        os.close(self._kept)
 
 
 def first_error(lines: list[str]) -> str:
@@ -112,13 +132,15 @@ def first_error(lines: list[str]) -> str:
 
 def _add_note(wheel: Path, why: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        members = {member: archive.read(member) for member in archive.namelist()}
-    record = next(name for name in members if name.endswith(".dist-info/RECORD"))
-    note, text = record.replace("RECORD", NOTE), why.encode()
+        members = {member: archive.read(member) for member in archive.infolist()}
+    record = next(each for each in members if each.filename.endswith(".dist-info/RECORD"))
+    note = copy.copy(record)
+    note.filename, text = record.filename.replace("RECORD", NOTE), why.encode()
     digest = base64.urlsafe_b64encode(hashlib.sha256(text).digest()).rstrip(b"=").decode()
-    members[record] += f"{note},sha256={digest},{len(text)}\n".encode()
+    members[record] += f"{note.filename},sha256={digest},{len(text)}\n".encode()
     draft = wheel.with_suffix(".new")
-    with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(draft, "w") as archive:
+        # A member keeps its mode and its time.
         for member, content in {note: text, **members}.items():
             archive.writestr(member, content)
     draft.replace(wheel)

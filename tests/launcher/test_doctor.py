@@ -6,8 +6,10 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import socket
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -453,6 +455,32 @@ def test_a_wait_for_hosts_ends(examiners, monkeypatch):
     with pytest.raises(RendezvousError, match=text) as raised:
         examiner.examine(store, lambda: False)
     assert "another --rdzv-id" in raised.value.hint
+
+
+FACTS = zlib.compress(document.dumps({"host": host(1), "peer": [["127.0.0.1"], 1, "ab"]}).encode())
+OTHER_PEER = zlib.compress(document.dumps({"host": host(1), "peer": [["127.0.0.1"], 1]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("count", "data", "reason"),
+    [
+        (b"1", b"facts", "Error -3 while decompressing data: incorrect header check"),
+        (b"1", FACTS[:-1], "its end is missing"),
+        (b"1", zlib.compress(b"[]"), "the document is [], expected _Facts"),
+        (b"1", OTHER_PEER, "not enough values to unpack (expected 3, got 2)"),
+        (b"x", FACTS, "invalid literal for int() with base 10: b'x'"),
+    ],
+)
+def test_published_facts_that_cannot_be_read_name_their_host(examiners, count, data, reason):
+    store = PrefixStore("x", HashStore())
+    store.add("came", 1)
+    store.set("host/0", count)
+    store.set("host/0/0", data)
+    examine._publish(store, "members", [0, 1])
+    [examiner, _] = examiners(2)
+    text = f"what host number 0 stored as 'host/0' cannot be read: {reason}"
+    with pytest.raises(RendezvousError, match=re.escape(text)):
+        examiner.examine(store, lambda: False)
 
 
 def session_of_two():

@@ -3,11 +3,14 @@
 import random
 import signal
 import traceback
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.programs import python
+from unisono.base import document
 from unisono.errors import CollectiveAbortedError, PeerFailedError, PeerLostError, StepAborted
+from unisono.launcher.agent import Agent
 from unisono.launcher.report import (
     SETTLE_S,
     ExitLog,
@@ -17,6 +20,7 @@ from unisono.launcher.report import (
     render,
     root_cause_first,
 )
+from unisono.launcher.spec import LaunchResult, LaunchSpec
 from unisono.launcher.traceback_text import exception_line, extract_traceback, is_consequence
 
 PLAIN = """Traceback (most recent call last):
@@ -247,3 +251,22 @@ def test_report_ends_with_the_first_failures_text():
     )
     assert lines[4].startswith("> first failure: rank 1 (pid 101, host ")
     assert lines[5:] == PLAIN.splitlines()
+
+
+def test_failures_of_another_node_that_cannot_be_read_hide_no_others():
+    own, other = (
+        WorkerFailure(rank=rank, pid=9, exit_code=1, time_s=float(rank), node=f"n{rank}")
+        for rank in (1, 2)
+    )
+    texts = ["\ufffd", "[1]", document.dumps([other])]
+    rendezvous = SimpleNamespace(
+        node_id="n1", blamed="", exchange=lambda mine, *_, **__: [*texts, mine]
+    )
+    told = []
+    agent = Agent(LaunchSpec(commands=[["true"]]), told.append)
+    agent._rendezvous = rendezvous
+    result = LaunchResult(failures=(own,), stopped=(), left_s={}, places={}, signum=None)
+    assert agent._all_failures(result) == (own, other)
+    assert [line.partition(": ")[0] for line in told] == [
+        "the failures of another node cannot be read"
+    ] * 2

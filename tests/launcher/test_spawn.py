@@ -1,6 +1,8 @@
 """`spawn` with real processes, for the three start methods."""
 
 import contextlib
+import errno
+import gc
 import json
 import os
 import pickle
@@ -10,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,8 @@ from tests.launcher import spawn_targets as targets
 from tests.support.launches import LIMIT_S, gone
 from unisono.errors import WorkerFailedError
 from unisono.launcher import spawn
+from unisono.launcher.spawn import SpawnContext
+from unisono.platform.processes import open_files
 
 METHODS = ["spawn", "fork", "forkserver"]
 
@@ -125,6 +130,35 @@ def test_kill_does_not_wait_and_is_no_failure():
     assert context.join() is True
 
 
+def test_children_without_a_descriptor_for_their_end_are_watched_too(fifo, monkeypatch):
+    def full(*args):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    # Not for multiprocessing, which copies descriptors before the child runs.
+    ours = SimpleNamespace(**vars(os) | {"dup": full})
+    for method in METHODS:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[SpawnContext.__module__], "os", ours)
+            patch.setattr(os, "pidfd_open", full, raising=False)
+            context = spawn(targets.wait_for_release, (fifo,), join=False, start_method=method)
+        with open(fifo, "w"):
+            assert context.join(timeout=0) is False
+        assert context.join(timeout=LIMIT_S) is True
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no list of open descriptors")
+def test_a_context_that_nobody_joins_leaves_no_descriptors():
+    before = set(open_files(os.getpid()).items())
+    context = spawn(print, nprocs=3, join=False, start_method="fork")
+    for process in context.processes:
+        process.join()
+        process.close()
+    del context, process
+    gc.collect()
+    left = set(open_files(os.getpid()).items()) - before
+    assert [what for _, what in left if "pidfd" in what] == []
+
+
 def test_others_may_go_on_after_a_failure(fifo):
     context = spawn(targets.fail_or_wait, (fifo,), nprocs=2, join=False, start_method="fork")
     with open(fifo, "w"):
@@ -175,6 +209,7 @@ import os, sys, threading
 sys.path.insert(0, {folder!r})
 from tests.launcher.spawn_targets import announce_and_wait
 from unisono.launcher import spawn
+from unisono.platform.processes import open_files
 if __name__ == "__main__":
     options = dict(nprocs=2, start_method={method!r})
     if {in_thread}:

@@ -5,12 +5,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
+from tests.support.tools import ROOT, tool
+
 pytest.importorskip("scikit_build_core", reason="pip would fetch it from an index")
-ROOT = Path(__file__).resolve().parents[2]
 # Instead of an engine it installs the name of its build folder, after both builds have begun.
 BOTH = """
 cmake_minimum_required(VERSION 3.18)
@@ -103,6 +103,45 @@ def test_failed_build_leaves_its_first_error_in_the_package(tmp_path, checkout, 
     # pip accepts what the list of the files says.
     record = next(target.glob("unisono-*.dist-info/RECORD")).read_text()
     assert "/why_no_engine.txt,sha256=" in record
+
+
+COPIED = """
+import subprocess, build_backend
+lines = []
+with build_backend._copied_output(lines):
+    left = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    subprocess.run(["sh", "-c", "echo a: error: b; printf tail; echo other >&2"])
+left.stdin.close()
+left.wait()
+assert lines == ["a: error: b", "tail", "other"], lines
+"""
+
+
+def test_output_is_copied_and_a_child_that_stays_does_not_hold_up_the_build():
+    done = subprocess.run(
+        [sys.executable, "-c", COPIED],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "native")},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"a: error: b\ntail", b"other\n")
+
+
+def test_a_note_leaves_the_members_of_a_wheel_as_they_are(tmp_path):
+    wheel = tmp_path / "a.whl"
+    script, record = (zipfile.ZipInfo(name) for name in ("a/run", "a-1.dist-info/RECORD"))
+    script.external_attr = 0o755 << 16
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(script, "run", zipfile.ZIP_DEFLATED)
+        archive.writestr(record, "a/run,,\n")
+    tool("build_backend", "native")._add_note(wheel, "no compiler")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.testzip() is None
+        assert archive.read("a-1.dist-info/why_no_engine.txt") == b"no compiler"
+        members = {each.filename: each for each in archive.infolist()}
+    kept = members["a/run"]
+    assert (kept.external_attr, kept.date_time) == (0o755 << 16, script.date_time)
+    assert kept.compress_type == zipfile.ZIP_DEFLATED
 
 
 def test_build_that_must_have_the_engine_fails(tmp_path, checkout):

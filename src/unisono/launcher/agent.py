@@ -340,8 +340,12 @@ class Agent:
         rendezvous = self._rendezvous
         found = [replace(failure, node=rendezvous.node_id) for failure in result.failures]
         limit_s = _REPORT_S + self._resources.spec.grace_s
-        texts = rendezvous.exchange(document.dumps(found), limit_s, canceled=self._is_hurried)
-        found = [each for text in texts for each in document.loads(list[WorkerFailure], text)]
+        mine = document.dumps(found)
+        for text in rendezvous.exchange(mine, limit_s, canceled=self._is_hurried):
+            try:
+                found += document.loads(list[WorkerFailure], text) if text != mine else []
+            except (ValueError, TypeError) as error:
+                self.notify(f"the failures of another node cannot be read: {error}")
         return tuple(root_cause_first(found, first=rendezvous.blamed))
 
     def _drain(self, output: Output) -> None:

@@ -201,8 +201,12 @@ class _Child(Worker):
     ) -> None:
         # The fork server writes the exit code into the pipe behind `sentinel`. Without the server
         # it is no sure sign, because a forked grandchild keeps the pipe open.
-        pid = process.pid
-        super().__init__(rank, pid, open_exit_fd(pid) if is_own else os.dup(process.sentinel))
+        exit_fd = open_exit_fd(process.pid) if is_own else None
+        if not is_own:
+            # Without a descriptor the group polls. The child runs, so an error would lose it.
+            with contextlib.suppress(OSError):
+                exit_fd = os.dup(process.sentinel)
+        super().__init__(rank, process.pid, exit_fd)
         self.process: BaseProcess = process
         self.link = link
         self.report = report
@@ -213,6 +217,10 @@ class _Child(Worker):
             while self.link.poll(0):
                 self.report = self.link.recv()
             return
+        self.link.close()
+
+    def close(self) -> None:
+        super().close()
         self.link.close()
 
     def _status(self) -> int | None:
@@ -413,7 +421,7 @@ class SpawnContext:
 
     def _release(self) -> None:
         for child in self._group.workers:
-            child.link.close()
+            child.close()
         if self._store is not None:
             self._store.close()
             self._store = None

@@ -178,7 +178,7 @@ class DynamicRendezvous:
                 there = [key for key in keys.values() if store.check([key])]
                 awaited = [keys[i] for i in state.present if i in keys and keys[i] not in there]
                 if not awaited or deadline.expired() or canceled():
-                    return [store.get(key).decode() for key in there] or [text]
+                    return [store.get(key).decode(errors="replace") for key in there] or [text]
                 time.sleep(_IDLE_POLL_S)
         except UnisonoError:
             # The store's host is gone, so the texts of other nodes cannot be read.

@@ -11,12 +11,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unisono.base import document
 from unisono.bench.plan import BenchPlan
 from unisono.cli.doctor import examine
 from unisono.cli.doctor.facts import Sharing
+from unisono.errors import RendezvousError
 from unisono.launcher.report import WorkerFailure
 from unisono.rendezvous import membership, state
 from unisono.trace.decoding import decode
@@ -130,7 +132,18 @@ def test_only_an_exact_document_has_no_other_keys():
         document.loads(Part, whole, exact=True)
 
 
+@pytest.mark.parametrize("value", [np.int64(1), {1}, b"ab", Path("a"), range(2), Part])
+def test_a_value_without_a_place_in_documents_is_refused(value):
+    for whole in (value, [value], {"a": value}, Whole((), anything=value)):
+        for write in (document.dumps, document.plain):
+            with pytest.raises(TypeError, match=f"no place for a {type(value).__name__}"):
+                write(whole)
+
+
 def test_the_version_is_read_first():
+    for number, shown in (("true", "True"), ("1.0", "1.0"), ('"1"', "'1'")):
+        with pytest.raises(ValueError, match=f"format {shown}, expected 1"):
+            document.loads(Part, f'{{"format": {number}, "name": "a"}}', version=1)
     with pytest.raises(ValueError, match="format 1, expected 2"):
         document.loads(Part, '{"format": 1}', version=2)
     assert document.loads(Part, '{"format": 2, "name": "a"}', version=2) == Part("a")
@@ -147,5 +160,5 @@ def test_texts_and_packed_texts_have_a_bound(monkeypatch):
     with pytest.raises(ValueError, match="1001 bytes, expected at most 1000"):
         document.loads(Part, " " * 1001)
     store = {"k": b"1", "k/0": zlib.compress(bytes(10**8))}
-    with pytest.raises(ValueError, match="1001 bytes, expected at most 1000"):
-        examine._published(store, "k", Part)
+    with pytest.raises(RendezvousError, match="1001 bytes, expected at most 1000"):
+        examine._published(store, "k", Part, "h1")

@@ -77,6 +77,13 @@ class _Facts:
     host: Host
     peer: Sequence[Any]
 
+    def __post_init__(self) -> None:
+        # Of another host, too.
+        addresses, port, key = document.plain(self.peer)
+        document.parse(list[str], addresses, name="addresses")
+        document.parse(int, port, name="port")
+        bytes.fromhex(key)
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -181,11 +188,11 @@ class Examiner:
                     "--rdzv-id",
                 )
             time.sleep(_POLL_S)
-        return _published(store, "members", list[int])
+        return _published(store, "members", list[int], "the first host")
 
     def _probe_all(self, store: Store, members: Sequence[int]) -> Examination:
         """Probe the other members in steps that all hosts take together."""
-        published = {n: _published(store, f"host/{n}", _Facts) for n in members}
+        published = {n: _published(store, f"host/{n}", _Facts, f"host number {n}") for n in members}
         # By name and its number: host2 comes before host10.
         order = sorted(members, key=lambda number: _natural(published[number].host.name))
         names = _unique([published[number].host.name for number in order])
@@ -228,7 +235,7 @@ class Examiner:
         links: list[Link] = []
         for key, host in zip(keys, hosts, strict=True):
             if store.check([key]):
-                found = _published(store, key, _Found)
+                found = _published(store, key, _Found, host.name)
                 host = replace(host, names={**found.names, **host.names})
                 links += found.links
             complete.append(host)
@@ -272,11 +279,22 @@ def _publish(store: Store, key: str, content: object) -> None:
     store.set(key, f"{len(pieces)}")
 
 
-def _published(store: Store, key: str, kind: type[T]) -> T:
-    pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
-    # Of another host, so a few bytes may stand for gigabytes.
-    most = document.MOST_BYTES + 1
-    return document.loads(kind, zlib.decompressobj().decompress(b"".join(pieces), most))
+def _published(store: Store, key: str, kind: type[T], host: str) -> T:
+    """Return a document that a host has stored.
+
+    Raises:
+        RendezvousError: It is no such document.
+    """
+    try:
+        pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
+        # Of another host, so a few bytes may stand for gigabytes.
+        packed = zlib.decompressobj()
+        text = packed.decompress(b"".join(pieces), document.MOST_BYTES + 1)
+        if not packed.eof and len(text) <= document.MOST_BYTES:
+            raise ValueError("its end is missing")
+        return document.loads(kind, text)
+    except (ValueError, TypeError, KeyError, zlib.error) as error:
+        raise RendezvousError(f"what {host} stored as {key!r} cannot be read: {error}") from error
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

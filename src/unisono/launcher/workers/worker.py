@@ -11,6 +11,7 @@ import os
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import IO, AnyStr, Literal
 
 from unisono.base.host import reason_of
@@ -53,13 +54,13 @@ class Worker(ABC):
     Args:
         rank: Rank of the worker.
         pid: Its process number.
-        exit_fd: See below; the worker closes it.
+        exit_fd: Descriptor that becomes readable when the process ends, and that the worker
+            closes; None if there is none.
 
     Attributes:
         rank: Rank of the worker.
         pid: Its process number.
-        exit_fd: Descriptor that becomes readable when the process ends, or None if the system has
-            no such descriptors.
+        exit: What `multiprocessing.connection.wait` returns when the process ends, or None.
         exit_code: None while the process runs; minus the signal's number if a signal killed it.
         stopped: Whether the launcher stopped the worker before it ended by itself.
     """
@@ -69,7 +70,8 @@ class Worker(ABC):
         self.pid = pid
         self.exit_code: int | None = None
         self.stopped = False
-        self.exit_fd = exit_fd
+        # It closes itself if nobody reaps the worker.
+        self.exit = None if exit_fd is None else Connection(exit_fd, writable=False)
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
@@ -102,9 +104,7 @@ class Worker(ABC):
         try:
             code = self._wait(_REAP_TIMEOUT_S)
         finally:
-            if self.exit_fd is not None:
-                os.close(self.exit_fd)
-                self.exit_fd = None
+            self.close()
         if code is None:
             raise LaunchError(
                 f"rank {self.rank} (pid {self.pid}) did not end within {_REAP_TIMEOUT_S:g} s "
@@ -113,6 +113,12 @@ class Worker(ABC):
             )
         if self.exit_code is None:
             self.exit_code = code
+
+    def close(self) -> None:
+        """Close `exit`, and whatever else is open for this worker."""
+        if self.exit is not None:
+            self.exit.close()
+            self.exit = None
 
     @abstractmethod
     def _status(self) -> int | None:

@@ -57,7 +57,7 @@ class WorkerGroup(Generic[W]):
             limit_s: How long to wait at most.
             others: Descriptors, sockets or connections of multiprocessing.
         """
-        exits = {worker.exit_fd for worker in self.running}
+        exits = {worker.exit for worker in self.running}
         limit_s = min(limit_s, _POLL_S if None in exits else limit_s)
         watched = [*others, *exits - {None}]
         ready = connection.wait(watched, None if limit_s == float("inf") else limit_s)
