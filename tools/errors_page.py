@@ -30,8 +30,8 @@ Every error is an `UnisonoError`, which is a `RuntimeError`, as scripts for torc
 classes also inherit the standard library's class for such an error. Every error can be pickled.
 
 An error prints a first line, then `where:`, and `hint:` if there is something to do. The attributes
-`what`, `context` and `hint` hold the same facts. `context` has rank, group, op, seq, peers, usable, ...; `context.peers` are the
-ranks to blame, as global ranks.
+`what`, `context` and `hint` hold the same facts. `context` has rank, group, op, seq, peers, usable,
+...; `context.peers` are the ranks to blame, as global ranks.
 
 After an error a group either stays usable or is broken for good: see `context.usable`, and the
 classes below. Every later call of a broken group raises the first reason at once. Make a new group
