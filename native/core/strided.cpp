@@ -77,7 +77,7 @@ bool Strided::overlaps_itself() const {
   std::array<std::pair<int64_t, int64_t>, kMaxDims> dims{};
   for (size_t i = 0; i < static_cast<size_t>(dims_); ++i) {
     // In order of the strides. (gcc 12 warns of std::sort on an array of 8.)
-    const auto end = dims.begin() + static_cast<int>(i);
+    auto* const end = dims.begin() + static_cast<int>(i);
     *end = {std::abs(strides_[i]), counts_[i]};
     std::rotate(std::upper_bound(dims.begin(), end, *end), end, end + 1);
   }
