@@ -75,8 +75,8 @@ def _build(
 def _copied_output(lines: list[str]) -> Iterator[None]:
     """Also append to `lines` what this process and its children write to standard output or error.
 
-    It is read from pipes, so that the caller sees each line at once. The output of a child that
-    outlives the build is lost.
+    It is read from pipes, so that the caller sees each line at once. A child that outlives the
+    build loses its later output.
     """
     end = os.urandom(16).hex().encode()
     copies = [_Copy(fd, end) for fd in (1, 2)]
@@ -113,7 +113,7 @@ class _Copy(threading.Thread):
 
     def stop(self) -> None:
         os.dup2(self._kept, self._fd)
-        with contextlib.suppress(BrokenPipeError):  # the copying thread has ended
+        with contextlib.suppress(BrokenPipeError):  # the caller has closed its end
             os.write(self._write_end, self._end + b"\n")
         os.close(self._write_end)
         self.join()

@@ -60,7 +60,7 @@ class Worker(ABC):
     Attributes:
         rank: Rank of the worker.
         pid: Its process number.
-        exit: Object that `multiprocessing.connection.wait` returns when the process ends, or None.
+        exit: Object for `multiprocessing.connection.wait`, ready when the process ends; or None.
         exit_code: None while the process runs; minus the signal's number if a signal killed it.
         stopped: Whether the launcher stopped the worker before it ended by itself.
     """
@@ -70,7 +70,7 @@ class Worker(ABC):
         self.pid = pid
         self.exit_code: int | None = None
         self.stopped = False
-        # It closes itself if the worker is never reaped.
+        # It closes itself without `reap`, too.
         self.exit = None if exit_fd is None else Connection(exit_fd, writable=False)
 
     def poll(self) -> int | None:
