@@ -15,6 +15,7 @@ import pytest
 from tests.support.ports import reserved_port
 from unisono.base import config as settings
 from unisono.base.extension import why_absent
+from unisono.platform.processes import IS_LINUX
 
 pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
 
@@ -32,6 +33,7 @@ _FAILED = pytest.StashKey[bool]()
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "native: needs the C++ engine")
+    config.addinivalue_line("markers", "linux(reason): needs what only Linux has")
     multiprocessing.set_forkserver_preload(PRELOADED)
     # It would be as if there were no compiler, and tests of the C++ engine would be skipped.
     if why_absent and "not built" not in why_absent:
@@ -50,15 +52,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs the C++ engine where it is not built, or where the user forbids it."""
-    if settings.get("UNISONO_ENGINE") != "reference":
-        return
-    skip = pytest.mark.skip(reason=why_absent or "UNISONO_ENGINE=reference")
+    """Skip what needs Linux elsewhere, and the C++ engine if it is not built or not allowed."""
+    refused = settings.get("UNISONO_ENGINE") == "reference"
+    why_refused = why_absent or "UNISONO_ENGINE=reference"
     for item in items:
         params = (getattr(item, "callspec", None) and item.callspec.params) or {}
         engines = params.get("engine"), getattr(params.get("rank"), "engine", None)
-        if "native" in engines or item.get_closest_marker("native"):
-            item.add_marker(skip)
+        if refused and ("native" in engines or item.get_closest_marker("native")):
+            item.add_marker(pytest.mark.skip(reason=why_refused))
+        if not IS_LINUX and (linux := item.get_closest_marker("linux")):
+            item.add_marker(pytest.mark.skip(reason=f"needs Linux: {linux.args[0]}"))
 
 
 @pytest.hookimpl(wrapper=True)

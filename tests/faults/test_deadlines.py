@@ -19,6 +19,7 @@ from tests.support.lateness import Lateness
 from tests.support.together import on_threads
 from unisono import Serializer
 from unisono.groups import world
+from unisono.platform.processes import IS_LINUX
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.testing import run
 
@@ -361,6 +362,8 @@ def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
             args=(TIMEOUT_S, rank_2 == "stopped", str(folder)),
         )
         found = wrong_calls(results, rank_2, SLACK_S * (1 + turn // 2))
+        if not IS_LINUX:  # without memory that ranks share
+            found = {call: text for call, text in found.items() if "shared_array" not in call}
         wrong = found if wrong is None else {call: found[call] for call in wrong if call in found}
         if not wrong:
             return

@@ -224,6 +224,12 @@ HANGS = {
     ),
 }
 
+# Such a rank does not answer; what it does is in /proc.
+LINUX = {"a file lock", *(name for name, hang in HANGS.items() if "process PID" in hang.shown)}
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.linux("looks into /proc")] * (name in LINUX))
+    for name in HANGS
+]
 PLACEHOLDERS = {
     "train.py": "<string>",
     "...": ".*",
@@ -244,7 +250,7 @@ def pattern_of(shown, **known):
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", list(HANGS))
+@pytest.mark.parametrize("name", NAMES)
 def test_time_out_names_the_rank_and_its_line(tmp_path, name):
     hang = HANGS[name]
     if find_spec(hang.needs) is None:

@@ -15,7 +15,7 @@ from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.warm import WarmWorkers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches pidfds")
+pytestmark = pytest.mark.linux("watches pidfds")
 
 FOREVER = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 ONE_FAILS = [sys.executable, "-S", "-c", "import os, signal; os.environ['RANK'] == '1' or "

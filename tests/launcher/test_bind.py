@@ -15,6 +15,7 @@ from unisono.launcher.workers.cpu_binding import MODES, Binding, Machine
 BIG = Machine([[[i, i + 8] for i in range(4)], [[i, i + 8] for i in range(4, 8)]])
 
 
+@pytest.mark.linux("binds processes")
 @pytest.mark.parametrize(
     ("mode", "nprocs", "shares", "threads"),
     [
@@ -38,6 +39,7 @@ def test_shares(mode, nprocs, shares, threads):
     assert binding.environment(0, {"OMP_NUM_THREADS": "7"}) == {}
 
 
+@pytest.mark.linux("binds processes")
 def test_time_limit_of_the_cgroup_lowers_the_threads_only():
     binding = Binding.make("core", 2, Machine(BIG.nodes, quota_cpus=3.0))
     assert [len(cpus) for cpus in binding.shares] == [8, 8]
@@ -56,13 +58,14 @@ def test_more_workers_than_cores():
     assert (binding.shares, binding.report) == ((), "bind: none (9 workers, 8 cores)")
 
 
+@pytest.mark.linux("binds processes")
 @given(st.integers(1, 8))
 def test_shares_are_disjoint_and_cover_all(nprocs):
     cpus = [cpu for share in Binding.make("core", nprocs, BIG).shares for cpu in share]
     assert sorted(cpus) == list(range(16))
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU sets here")
+@pytest.mark.linux("binds processes")
 def test_this_host():
     here = Machine.here()
     assert {cpu for core in here.cores for cpu in core} == os.sched_getaffinity(0)

@@ -26,6 +26,7 @@ from unisono.cli.main import main
 from unisono.cli.nodes import add_node_flags
 from unisono.errors import HandshakeError, InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import Meeting
+from unisono.platform.processes import IS_LINUX
 from unisono.rendezvous import state
 from unisono.rendezvous.member import Timing
 from unisono.stores import HashStore, PrefixStore, TCPStore
@@ -334,7 +335,7 @@ def test_a_probe_measures_and_answers_in_time_of_its_clock(responder):
     assert link.rtt_s > 0
     assert abs(link.ahead_s) <= link.rtt_s + 0.01
     assert link.rate_bytes_s > 0
-    assert link.resent is not None
+    assert (link.resent is not None) is IS_LINUX
 
 
 def test_a_responder_answers_only_those_that_have_its_key(responder):

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.support.launches import gone
 from tests.support.nodes import LOSING, Job, by_rank
 from tests.support.services import KINDS
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
+pytestmark = pytest.mark.linux("agents watch pidfds")
 
 # Reports each generation with the sum over its ranks of 1, until the file `stop` appears.
 SCRIPT = """

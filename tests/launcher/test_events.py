@@ -8,14 +8,13 @@ import json
 import os
 import re
 import signal
-import sys
 
 import pytest
 
 from tests.support.launches import gone
 from tests.support.nodes import CONF, LOSING, PATIENT, REDUCING, TELLING, WORKER, Job, by_rank
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
+pytestmark = pytest.mark.linux("agents watch pidfds")
 
 
 @pytest.fixture

@@ -55,11 +55,11 @@ TOKEN = "the token of this job"
 TOKENS = ("", "another", TOKEN)
 
 
-def verdict_when(processes, right):
-    """Return the job when its verdict is right."""
+def verdict_when(processes, right, where=None):
+    """Return the job when its verdict is right; it is found by a process, or by its store."""
     limit_s = time.monotonic() + LIMIT_S
     while True:
-        jobs = jobs_of(ask_job(str(processes[0].pid)))
+        jobs = jobs_of(ask_job(where or str(processes[0].pid), TOKEN))
         text = verdict_of(jobs[0]) if jobs else []
         if right(text):
             return jobs[0]
@@ -68,6 +68,7 @@ def verdict_when(processes, right):
         assert not ended, ended[0].stderr.read()
 
 
+@pytest.mark.linux("finds a job by a process")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_top_names_the_rank_for_which_the_others_wait(capsys, engine):
     script = SCRIPT.replace("WAIT", "time.sleep(60)")
@@ -96,6 +97,7 @@ def test_top_names_the_rank_for_which_the_others_wait(capsys, engine):
         assert "line 12, in load\n" in stacks.partition("\nrank 1, thread MainThread:\n")[2]
 
 
+@pytest.mark.linux("finds a job by a process")
 def test_top_shows_receives_that_wait_for_one_another():
     script = "dist.init_process_group(timeout=60); dist.recv(np.ones(1), (rank + 1) % 3)"
     with ranks_of(script, 3) as (processes, _):
@@ -105,6 +107,7 @@ def test_top_shows_receives_that_wait_for_one_another():
             assert re.match(named, line), line
 
 
+@pytest.mark.linux("finds a job by a process")
 def test_top_shows_a_stopped_rank():
     with ranks_of(SCRIPT.replace("WAIT", "os.kill(os.getpid(), signal.SIGSTOP)"), 3) as (
         processes,
@@ -127,6 +130,7 @@ while True:
 """
 
 
+@pytest.mark.linux("finds a job by a process")
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_top_names_a_slow_rank_and_the_share_of_waiting(engine):
@@ -146,9 +150,10 @@ def a_job_with_a_token(monkeypatch):
     monkeypatch.setenv("UNISONO_TOKEN", TOKEN)
     script = SCRIPT.replace("WAIT", "time.sleep(60)")
     with ranks_of(script, 3, UNISONO_HOST=_address(), UNISONO_TOKEN=TOKEN) as (processes, store):
-        verdict_when(processes, lambda text: text and "rank 1, which is in load" in text[0])
+        where = f"127.0.0.1:{store.port}"
+        verdict_when(processes, lambda text: text and "rank 1, which is in load" in text[0], where)
         monkeypatch.delenv("UNISONO_TOKEN")
-        yield f"127.0.0.1:{store.port}"
+        yield where
 
 
 def _address():
@@ -170,6 +175,7 @@ def test_top_finds_a_job_by_its_store_and_token(monkeypatch, tmp_path, capsys):
         assert "cannot read the token" in capsys.readouterr().err
 
 
+@pytest.mark.linux("the kernel names the user of a connection")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 def test_other_user_and_wrong_token_learn_nothing_from_the_store(monkeypatch):
     with a_job_with_a_token(monkeypatch) as where:
@@ -318,6 +324,7 @@ def test_stranger_on_the_port_of_an_ended_rank_cannot_answer():
         assert key_shown(hello, [key_of(TOKEN, shown)]) == key_of(TOKEN, shown)
 
 
+@pytest.mark.linux("lists the descriptors of a process")
 def test_listener_of_another_user_is_not_asked(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -363,6 +370,7 @@ def test_look_before_the_ranks_have_met_breaks_nothing():
         transport.close()
 
 
+@pytest.mark.linux("the kernel names the user of a connection")
 def test_same_user_of_this_host_gets_an_answer():
     with transports() as made:
         answer = json.loads(answer_to(TCPAddress.unpack(made[1].address), NO_KEY)[1:])
@@ -379,6 +387,7 @@ def test_other_user_of_this_host_learns_nothing():
         assert by_other_user(lambda: answer_to(address, NO_KEY)) == REFUSE
 
 
+@pytest.mark.linux("the kernel names the user of a connection")
 def test_user_of_a_connection_is_found():
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -390,6 +399,7 @@ def test_user_of_a_connection_is_found():
 
 
 @pytest.mark.parametrize(("any_host", "peer"), [("0.0.0.0", "198.51.100.7"), ("::", "2001:db8::7")])
+@pytest.mark.linux("the kernel names the user of a connection")
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_listening_socket_is_not_taken_for_the_peer(any_host, peer):
     # A client on another host may connect from any port, and the job's store listens on a known

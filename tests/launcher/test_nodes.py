@@ -8,6 +8,7 @@ import pytest
 from unisono.cli.nodes import add_node_flags, node_options, unknown_conf, workers_per_node
 from unisono.errors import InvalidArgumentError
 from unisono.launcher.spec import Meeting
+from unisono.platform.processes import IS_LINUX
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 
@@ -192,11 +193,12 @@ def test_bad_value_in_the_environment(monkeypatch):
 
 def test_workers_per_node(monkeypatch):
     assert workers_per_node("3") == 3
-    assert workers_per_node("cpu") == len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if IS_LINUX else os.cpu_count()
+    assert workers_per_node("cpu") == cores
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,4")
     assert (workers_per_node("gpu"), workers_per_node("auto")) == (3, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert workers_per_node("auto") == len(os.sched_getaffinity(0))
+    assert workers_per_node("auto") == cores
     for text in ("gpu", "0", "-1", "x", ""):
         with pytest.raises(argparse.ArgumentTypeError):
             workers_per_node(text)

@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import sys
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.support.launches import RUN
 from unisono.launcher.workers import oom
 from unisono.platform import machine, memory
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.linux("looks into /proc")
 
 EATER = """
 import os

@@ -6,7 +6,6 @@ import re
 import select
 import shlex
 import signal
-import sys
 
 import pytest
 
@@ -15,7 +14,7 @@ from unisono.cli.main import main
 
 CTRL_S, CTRL_Q = b"\x13", b"\x11"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="written for Linux")
+pytestmark = pytest.mark.linux("written for Linux")
 
 TALK = """
 import os, sys

@@ -105,7 +105,7 @@ def test_arrays_arrive_whole_and_each_rank_may_write_to_its_own(method):
     assert np.array_equal(writable, np.arange(100_000.0))
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+@pytest.mark.linux("files in memory")
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_ranks_together_have_an_array_once(method):
     array = np.arange(10**6)

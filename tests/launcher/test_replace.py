@@ -1,11 +1,10 @@
 """`unisono run --restart worker`: one worker is replaced, the others keep their processes."""
 
 import re
-import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher watches pidfds")
+pytestmark = pytest.mark.linux("the launcher watches pidfds")
 
 JOB = """
 import os, signal, sys

@@ -18,8 +18,6 @@ from tests.support.launches import LIMIT_S, RUN, children, environment
 from tests.support.programs import python
 from unisono.cli.main import main
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
 
 
@@ -240,6 +238,7 @@ def test_real_traceback_is_printed_last(launches):
     assert (code, report[1], report[-1]) == (1, f"{file} 1", "SyntaxError: invalid syntax")
 
 
+@pytest.mark.linux("watches processes")
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
@@ -277,6 +276,7 @@ raise ValueError("the cause")
     assert consequence.endswith(f"exited with code 1: {told}")
 
 
+@pytest.mark.linux("watches processes")
 def test_worker_whose_error_wraps_a_lost_peer_is_not_replaced(launches, tmp_path):
     # Rank 1 raises only after the end of rank 0, whose replacement would not help.
     script = """
@@ -333,6 +333,7 @@ signal.pause()
     assert launches.run("-n2", "--grace", LIMIT_S, script=script)[:2] == (9, "cleaned up 1\n")
 
 
+@pytest.mark.linux("watches processes")
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("fold", ["never", "always"])
 @pytest.mark.parametrize("lines", [600, 6000], ids=["all-ended", "all-wait"])
@@ -363,6 +364,7 @@ while True:
 """
 
 
+@pytest.mark.linux("watches processes")
 def test_failure_before_a_signal_is_reported_all_the_same(launches, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     flags = ("-n2", "--grace", 3600, "--error-json", "error.json")
@@ -388,6 +390,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.linux("watches processes")
 def test_worker_that_ignores_sigterm_is_killed_after_the_grace(launches):
     launch = launches.start("-n2", "--grace", 0.1, script=DEAF)
     launch.follow(2)
@@ -396,6 +399,7 @@ def test_worker_that_ignores_sigterm_is_killed_after_the_grace(launches):
     assert launch.survivors(0.1) == 0
 
 
+@pytest.mark.linux("watches processes")
 def test_second_ctrl_c_does_not_wait_for_the_grace(launches):
     launch = launches.start("-n2", "--grace", 3600, script=DEAF)
     launch.follow(2)
@@ -437,6 +441,7 @@ WAYS = {
 }
 
 
+@pytest.mark.linux("watches processes")
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_left_however_it_ends(launches, way):
     launch = launches.start("-n2", script=FAMILY)
@@ -455,6 +460,7 @@ def test_nothing_is_left_however_it_ends(launches, way):
     assert told is None or err == told
 
 
+@pytest.mark.linux("watches processes")
 def test_strangers_are_spared(launches, tmp_path):
     # A shell's background job becomes the launcher's child by `exec`.
     (tmp_path / "script.py").write_text(DEAF)
@@ -468,6 +474,7 @@ def test_strangers_are_spared(launches, tmp_path):
     assert not select.select([launch.handles[0]], [], [], 0)[0]
 
 
+@pytest.mark.linux("watches processes")
 def test_what_a_successful_worker_leaves_is_ended(launches):
     script = """
 import os, subprocess, sys
@@ -486,6 +493,7 @@ os._exit(0)
     assert launch.survivors(0.1) == 0
 
 
+@pytest.mark.linux("watches processes")
 def test_stop_and_go_on(launches):
     launch = launches.start("-n2", script=DEAF)
     launch.follow(2)
@@ -500,6 +508,7 @@ def test_stop_and_go_on(launches):
     assert wait_until(lambda: set(states()) <= {"S", "R"}, LIMIT_S), states()
 
 
+@pytest.mark.linux("watches processes")
 def test_killed_outer_launcher_ends_an_inner_launch(launches, tmp_path):
     (tmp_path / "inner.py").write_text(FAMILY)
     outer = f"import os\nos.execv({sys.executable!r}, {[*RUN, '-n2', 'inner.py']})"
@@ -558,6 +567,7 @@ def test_the_report_needs_no_thread(launches):
     assert "unisono run: first failure: rank " in err
 
 
+@pytest.mark.linux("reads the memory of a process")
 def test_launcher_stays_light(tmp_path):
     (tmp_path / "s.py").write_text("")
     limit_kib = 60 * 1024

@@ -14,7 +14,7 @@ from unisono.launcher.agent import Agent
 from unisono.launcher.back_off import BackOff
 from unisono.launcher.signals import ENDING, Signals
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="adopts orphans")
+pytestmark = pytest.mark.linux("adopts orphans")
 
 
 class Swallowing:

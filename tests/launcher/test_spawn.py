@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
@@ -128,7 +129,7 @@ def test_kill_does_not_wait_and_is_no_failure():
 def test_others_may_go_on_after_a_failure(fifo):
     context = spawn(targets.fail_or_wait, (fifo,), nprocs=2, join=False, start_method="fork")
     with open(fifo, "w"):
-        os.waitid(os.P_PID, context.pids()[1], os.WEXITED | os.WNOWAIT)
+        connection.wait([context.processes[1].sentinel])
         assert context.join(timeout=0.0, stop_on_failure=False) is False
         assert context.processes[0].is_alive()
     with pytest.raises(WorkerFailedError, match="rank 1"):
@@ -197,7 +198,7 @@ def parent_of(launches, method, *, in_thread):
     return launches.start(script=text, program=[sys.executable])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
+@pytest.mark.linux("pidfd")
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
@@ -209,7 +210,7 @@ def test_children_end_with_their_parent(launches, method, signum):
     assert parent.wait() == -signum
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
+@pytest.mark.linux("pidfd")
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_children_outlive_the_thread_that_made_them(launches, method):
     parent = parent_of(launches, method, in_thread=True)
@@ -242,7 +243,7 @@ unisono.spawn(print, nprocs=2, start_method="fork")
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
+@pytest.mark.linux("pidfd")
 @pytest.mark.parametrize("signal_works", [True, False])
 def test_a_child_that_starts_as_its_parent_is_killed_ends(signal_works):
     command = [sys.executable, "-c", ORPHAN.format(signal=signal_works)]

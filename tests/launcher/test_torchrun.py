@@ -14,7 +14,7 @@ from unisono.cli.run import command as run_command
 THEIRS = [sys.executable, "-m", "torch.distributed.run"]
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="torchrun runs on Linux"),
+    pytest.mark.linux("torchrun runs on Linux"),
     pytest.mark.usefixtures("clean_environment"),
 ]
 

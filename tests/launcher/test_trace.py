@@ -44,6 +44,7 @@ def run(capsys, *words):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.linux("finds a job by a process")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_trace_of_a_running_job(capsys, tmp_path, engine):
     with ranks_of(SCRIPT, 3, UNISONO_ENGINE=engine) as (processes, _):
@@ -93,6 +94,7 @@ def why_no_time_namespace():
     return None
 
 
+@pytest.mark.linux("time namespaces")
 @pytest.mark.skipif(why_no_time_namespace() is not None, reason=str(why_no_time_namespace()))
 @pytest.mark.parametrize("calls", [20, 0])
 def test_clock_of_another_host_is_found(monkeypatch, calls):
@@ -119,6 +121,7 @@ def test_clock_of_another_host_is_found(monkeypatch, calls):
             assert error_ns is None
 
 
+@pytest.mark.linux("finds a job by a process")
 def test_several_jobs_must_be_named(capsys):
     script = "dist.init_process_group(timeout=60); print('there', flush=True); time.sleep(60)"
     with ranks_of(script, 1) as (first, _), ranks_of(script, 1) as (second, _):

@@ -17,7 +17,7 @@ from tests.support.launches import LIMIT_S, Launches, children, gone
 from unisono.launcher.workers.script_scan import is_untouched
 from unisono.launcher.workers.warm import WarmWorkers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.linux("looks into /proc")
 
 HURRY = {f"unisono.launcher.workers.warm.{name}": 0.05 for name in ("FIRST_LOOK_S", "_BETWEEN_S")}
 

@@ -324,7 +324,7 @@ def elastic(script, *options, cwd):
 
 
 @pytest.mark.whole("starts 7 workers")
-@pytest.mark.skipif(sys.platform != "linux", reason="the launcher watches pidfds")
+@pytest.mark.linux("the launcher watches pidfds")
 def test_elastic_digits(tmp_path):
     picture = tmp_path / "picture.svg"
     code, out, err = elastic(EXAMPLES / "elastic_digits.py", "--plot", picture, cwd=tmp_path)
@@ -340,7 +340,7 @@ def test_elastic_digits(tmp_path):
 
 
 @pytest.mark.whole("starts 7 workers")
-@pytest.mark.skipif(sys.platform != "linux", reason="the launcher watches pidfds")
+@pytest.mark.linux("the launcher watches pidfds")
 def test_elastic_digits_fails(tmp_path):
     script = with_fault("elastic_digits.py", "weight / len(indices)", "1 / len(indices)", tmp_path)
     code, _, err = elastic(script, "--epochs", 6, cwd=tmp_path)

@@ -120,7 +120,7 @@ def expected():
     return after
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks from a server")
+@pytest.mark.linux("forks from a server")
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("barrier", ["0", "1"])
 def test_ddp_goes_on_without_a_killed_rank_and_with_a_newcomer(barrier):

@@ -18,7 +18,7 @@ LIMIT_S = 100
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 SRC = str(Path(dist.__file__).parents[1])
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launchers of Linux clusters")
+pytestmark = pytest.mark.linux("launchers of Linux clusters")
 needs_mpiexec = pytest.mark.skipif(not MPIEXEC.exists(), reason="mpich is not installed")
 
 BODY = """

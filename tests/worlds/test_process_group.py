@@ -98,7 +98,7 @@ from unisono.errors import UnisonoError
 dist.init_process_group()  # imports what it needs
 dist.destroy_process_group()
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-open_now = len(os.listdir("/proc/self/fd"))
+open_now = len(os.listdir("/dev/fd"))
 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
 for free in range(30):
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + free, most))

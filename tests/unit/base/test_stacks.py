@@ -38,6 +38,7 @@ def offering(*words, rank="3"):
     assert process.returncode == 0
 
 
+@pytest.mark.linux("reads the memory of a process")
 def test_rank_offers_its_stack():
     with offering() as pid:
         [found] = offered_stacks([pid])

@@ -334,7 +334,7 @@ while True:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="sends a signal to a thread")
+@pytest.mark.linux("sends a signal to a thread")
 def test_heartbeats_go_on_if_a_signal_came_while_the_agent_was_stopped():
     command = [sys.executable, "-c", BEATING]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1) as agent:
@@ -343,7 +343,7 @@ def test_heartbeats_go_on_if_a_signal_came_while_the_agent_was_stopped():
             for _ in range(5):
                 assert agent.stdout.readline() == "beats\n"
                 agent.send_signal(signal.SIGSTOP)
-                os.waitid(os.P_PID, agent.pid, os.WSTOPPED)
+                os.waitpid(agent.pid, os.WUNTRACED)
                 time.sleep(0.05)  # longer than the pause of the thread, which is in it mostly
                 assert ctypes.CDLL(None).tgkill(agent.pid, thread, signal.SIGUSR1) == 0
                 agent.send_signal(signal.SIGCONT)

@@ -226,6 +226,7 @@ from unisono.rendezvous.pmi import carry
 assert carry(int(sys.argv[1]), "k", "v", 30) == "v"
 """
 LIBRARY = "int MPI_Initialized(int *flag) { *flag = 1; return 0; }"
+LISTS = pytest.mark.linux("lists the libraries of a process")
 HAS_CC = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
@@ -234,7 +235,7 @@ HAS_CC = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C co
     [
         ("", b"cmd=finalize\n"),
         ("raise ValueError", b""),
-        pytest.param("ctypes.CDLL(sys.argv[2])", b"", marks=HAS_CC),
+        pytest.param("ctypes.CDLL(sys.argv[2])", b"", marks=(HAS_CC, LISTS)),
     ],
     ids=["well", "exception", "MPI without mpi4py"],
 )

@@ -17,6 +17,7 @@ import threading
 import time
 
 from unisono.errors import UnisonoError
+from unisono.platform.processes import resident_bytes
 from unisono.stores import TCPStore
 from unisono.stores.tcp.link import PythonLink, open_link
 from unisono.stores.tcp.token import HELLO
@@ -92,11 +93,6 @@ def dialogue(rng: random.Random) -> bytes:
     return start + b"".join(mutated(rng, requests(rng)) for _ in range(rng.randrange(1, 6)))
 
 
-def resident_bytes(pid: int) -> int:
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 SERVER = """
 import logging, sys
 from unisono.stores import TCPStore
@@ -118,7 +114,7 @@ def fuzz_server(engine: str, token: str, seconds: float, rng: random.Random) -> 
         env=variables,
     ) as process:
         port = int(process.stdout.readline())
-        before, count, end = resident_bytes(process.pid), 0, time.monotonic() + seconds
+        before, count, end = (resident_bytes(process.pid) or 0), 0, time.monotonic() + seconds
         open_ones: list[socket.socket] = []
         with TCPStore("127.0.0.1", port, token=token, timeout=PATIENCE_S) as witness:
             while time.monotonic() < end:
@@ -133,7 +129,7 @@ def fuzz_server(engine: str, token: str, seconds: float, rng: random.Random) -> 
                 for key in witness.list_keys():
                     if key != "count":
                         witness.delete_key(key)
-                grown = resident_bytes(process.pid) - before
+                grown = (resident_bytes(process.pid) or 0) - before
                 assert grown < MAX_GROWTH_BYTES, f"the server grew by {grown} bytes"
         for sock in open_ones:
             sock.close()
@@ -167,7 +163,7 @@ def hang_up(sock: socket.socket, rng: random.Random) -> None:
 def fuzz_client(seconds: float, rng: random.Random) -> int:
     """Answer clients with nonsense; return how often."""
     asked = ((Op.GET, "/k"), (Op.LIST_KEYS,), (Op.SET, "/k", b"v"), (Op.MULTI_GET, ["/a", "/b"]))
-    before, count, end = resident_bytes(os.getpid()), 0, time.monotonic() + seconds
+    before, count, end = (resident_bytes(os.getpid()) or 0), 0, time.monotonic() + seconds
     while time.monotonic() < end:
         client, server = socket.socketpair()
         with client, server:
@@ -177,7 +173,7 @@ def fuzz_client(seconds: float, rng: random.Random) -> int:
             with contextlib.suppress(OSError, ValueError, OverflowError):
                 link.exchange(PATIENCE_S, tuple(rng.choices(asked, k=2)))
         count += 1
-        grown = resident_bytes(os.getpid()) - before
+        grown = (resident_bytes(os.getpid()) or 0) - before
         assert grown < MAX_GROWTH_BYTES, f"the client grew by {grown} bytes"
     return count
 

@@ -52,6 +52,7 @@ def rows_of(path):
     return {row["row"]: row for row in json.loads(path.read_text())["rows"]}
 
 
+@pytest.mark.linux("reads the memory of a server")
 @needs_compiler
 def test_table_and_file(benchmark, tmp_path, capsys):
     path = tmp_path / "out.json"
@@ -87,6 +88,7 @@ def test_missing_programs_are_named(benchmark, monkeypatch):
     assert servers.why_not("unisono") == ""
 
 
+@pytest.mark.linux("reads the memory of a server")
 def test_without_a_compiler_throughput_is_left_out(benchmark, monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(benchmark.shutil, "which", lambda name: None)
@@ -97,6 +99,7 @@ def test_without_a_compiler_throughput_is_left_out(benchmark, monkeypatch, tmp_p
     assert "without throughput and barriers" in capsys.readouterr().out
 
 
+@pytest.mark.linux("reads the memory of a server")
 @needs_compiler
 def test_slow_connections_are_reported_and_left_out(benchmark, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "_PATIENCE_S", 0.0)
@@ -124,6 +127,7 @@ def test_server_that_does_not_answer_is_an_error(benchmark):
         thread.join()
 
 
+@pytest.mark.linux("death signals")
 def test_servers_end_with_a_killed_benchmark():
     script = (
         "from store_servers import Server\n"

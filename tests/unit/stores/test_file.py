@@ -220,7 +220,7 @@ store.close()
 
 def test_lock_of_a_stopped_process_is_a_timeout_that_names_it(path):
     with FileStore(path) as store, run(HOLDS, path, "SIGSTOP") as process:
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        os.waitpid(process.pid, os.WUNTRACED)
         store.set_timeout(0.05)
         for call in (lambda: store.set("k", "v"), lambda: store.get("k")):
             with pytest.raises(StoreTimeoutError, match=rf"locked for .* process {process.pid} on"):

@@ -1,0 +1,3 @@
+"""The proxies of macOS, which urllib asks for: none."""
+
+_get_proxy_settings = _get_proxies = dict
