@@ -103,7 +103,7 @@ test-torch: $(STAMP)
 	done
 
 # What Linux has and macOS lacks is hidden (tests/support/as_darwin); on macOS nothing is there to
-# hide. Some 6 minutes on 2 idle cores.
+# hide. Some 4 minutes on 2 cores.
 PORTABLE := $(addprefix tests/unit/,base stores rendezvous transports platform) tests/launcher \
 	$(addprefix tests/worlds/test_,api.py mismatch.py numbers.py objects.py p2p.py \
 		process_group.py subgroups.py work.py) \

@@ -35,6 +35,8 @@ struct ExchangeAPI {
 };
 
 constexpr int32_t kCPU = 1;
+// Linux maps no page below it (vm.mmap_min_addr).
+constexpr uintptr_t kLowestAddress = 1 << 16;
 constexpr uint8_t kComplex = 5;
 
 // ---- torch ------------------------------------------------------------------------------------
@@ -139,7 +141,9 @@ bool read_tensor(PyObject* tensor, Elements* into) {
     return false;
   }
   const int64_t itemsize = read.bits / 8;
-  if (read.device_type != kCPU || read.data == nullptr || read.lanes != 1 || !is_contiguous(read)) {
+  // A view of freed memory has its offset as address.
+  const bool freed = reinterpret_cast<uintptr_t>(read.data) < kLowestAddress;
+  if (read.device_type != kCPU || freed || read.lanes != 1 || !is_contiguous(read)) {
     return false;
   }
   into->data = static_cast<char*>(read.data) + read.byte_offset;

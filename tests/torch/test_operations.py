@@ -320,6 +320,15 @@ def test_sub_groups(rank, tmp_path):
 
 @pytest.mark.native
 @pytest.mark.ranks(2, kind="processes")
+def test_a_future_that_is_asked_for_after_the_wait_is_complete(rank, tmp_path):
+    with torch_world("unisono", tmp_path):
+        for _ in range(50):
+            work = dist.all_reduce(torch.full((1,), 1.0 + rank), async_op=True)
+            work.wait()
+            assert work.get_future().value()[0].item() == 3
+
+
+@pytest.mark.ranks(2, kind="processes")
 def test_a_call_in_flight_is_few_objects_for_the_garbage_collector(rank, tmp_path):
     """With more objects the collector takes most of the time, because it visits them again."""
     calls, works, seen, ended = 200, [], [], threading.Event()

@@ -274,7 +274,8 @@ def alias_torch(tensor: Any, dtype: DType, name: str, *, keep: bool = True) -> A
     strides = [itemsize * stride for stride in tensor.stride()]
     # torch has no negative strides, so the first element has the lowest address.
     nbytes = itemsize + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if (address := tensor.data_ptr()) == 0:
+    # A view of freed memory has its offset as address, and Linux maps no page below 64 KiB.
+    if (address := tensor.data_ptr()) < 1 << 16:
         raise InvalidArgumentError(f"{name} has no memory of its own ({type(tensor).__name__})")
     memory: Any = (ctypes.c_char * nbytes).from_address(address)
     if keep:

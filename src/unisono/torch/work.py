@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,7 @@ class TorchWork(torch_dist.Work):
     Source: torch.distributed.Work (2.13).
     """
 
-    __slots__ = ("_caller", "_future", "_gate", "_outputs", "_typed", "_work")
+    __slots__ = ("_asker", "_caller", "_future", "_gate", "_outputs", "_typed", "_work")
 
     def __init__(self, work: Work, outputs: list[Any], caller: Caller, typed: bool = False) -> None:
         super().__init__()
@@ -113,11 +114,17 @@ class TorchWork(torch_dist.Work):
             # fault.
             future = self._gate.then(self._outcome)
             self._future = listed(future, self._outputs) if self._typed else future
+            self._asker = get_ident()
             self._work.on_end(self._open if _is_asked_by_ddp() and not self._typed else self._ended)
+            self._asker = 0
         return self._future
 
     def _ended(self) -> None:
-        self._caller.callbacks.run(self._open)
+        # Nothing is chained yet if the operation ended before it was asked for its future.
+        if self._asker == get_ident():
+            self._open()
+        else:
+            self._caller.callbacks.run(self._open)
 
     def _open(self) -> None:
         self._gate.set_result(None)

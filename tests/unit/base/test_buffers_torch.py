@@ -109,9 +109,11 @@ def test_torch_can_still_resize_the_memory():
 
 def test_a_tensor_without_memory_is_an_error():
     x = torch.ones(4)
+    later = x[2:]
     x.untyped_storage().resize_(0)
-    with pytest.raises(InvalidArgumentError, match="no memory of its own"):
-        view(x, write=False)
+    for freed in (x, later):
+        with pytest.raises(InvalidArgumentError, match="no memory of its own"):
+            view(freed, write=False)
 
 
 def test_the_array_keeps_the_memory():
