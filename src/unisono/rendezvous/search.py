@@ -93,7 +93,9 @@ def search(
                 return store
             if deadline.expired():
                 break
-        if refusal is not None and grace.over(lambda: "this rank"):
+        if refusal is None:
+            grace = RefusalGrace()
+        elif grace.over(lambda: "this rank"):
             raise refusal
         table = [f"{place}: {reason}" for place, reason in reasons.items()]
         if deadline.expired():
