@@ -142,10 +142,13 @@ bool Delivery::open(const Lock& lock, int source, const Envelope& envelope) {
 // A message of any tag is the last one of a rank that has closed its group. All messages before it
 // have come, so no receive that waits for the rank gets one.
 void Delivery::close_context(const Lock& lock, int source, uint64_t context) {
+  std::vector<Operation*> waiting(matching_.posted());
+  const auto is_other = [&](Operation* op) { return op->envelope.context != context; };
+  waiting.erase(std::remove_if(waiting.begin(), waiting.end(), is_other), waiting.end());
+  // Without a receive the context may be forgotten. A later receive asks again.
+  if (waiting.empty()) return;
   ends_.close_context(lock, source, context);
-  for (Operation* const op : std::vector<Operation*>(matching_.posted())) {
-    if (op->envelope.context == context) end_if_down(lock, *op);
-  }
+  for (Operation* const op : waiting) end_if_down(lock, *op);
 }
 
 // Whether to keep a message without a receive, so that the messages behind it can be received.

@@ -487,8 +487,10 @@ class Transport(ABC):
     def _answer(self, context: int, seq: int, number: int, places: bool) -> dict[str, Any]:
         status = self.calls.find(context, seq)
         failure = self._failures.get(context)
-        if failure is None and number:
-            failure = self._failures.closed.get(context)
+        closed = self._failures.closed.get(context)
+        # A receive asks with number 0: for it the plain end comes behind all messages.
+        if failure is None and closed is not None and (number or closed.peers != (self.rank,)):
+            failure = closed
         return {
             "number": number,
             "failure": None if failure is None else failure.words,

@@ -114,7 +114,9 @@ class MailboxMessages(Messages):
 
     def watch(self, transfer: Transfer) -> None:
         """Ask for a receive that is polled; see `wait`."""
-        asked_s = self._entries.setdefault(transfer.context, _Entry()).asked_s
+        if (entry := self._entries.get(transfer.context)) is None:
+            return
+        asked_s = entry.asked_s
         if time.monotonic() > asked_s.setdefault(transfer.peer, time.monotonic()) + _ASK_S:
             asked_s[transfer.peer] = time.monotonic()
             self._ask(transfer)
@@ -201,7 +203,10 @@ class MailboxMessages(Messages):
         """End the receives that wait for a rank, all of whose messages in a context have come."""
         error = LinkDown(source, CLOSED, left=True)
         with self.matching:
-            self._entries.setdefault(context, _Entry()).closed[source] = error
+            # Without a receive the context may be forgotten. A later receive asks again.
+            if (entry := self._entries.get(context)) is None:
+                return
+            entry.closed[source] = error
         self._end_posted(
             lambda each: each.context == context and self._down_for(each) is not None, error
         )
