@@ -105,9 +105,11 @@ class MPIEngine(QueueEngine):
     def prepare(self, task: Task) -> Prepared | bool | None:
         prepared, what = task.prepared, task.prepared.what
         scales = prepared.divisor or prepared.op.factor is not None
+        # MPI takes one array. A copy may stand for a list, which C++ passes as a list.
+        is_copied = task.begin is not None or task.finish is not None
         in_lists = isinstance(task.input, list) or isinstance(task.output, list)
         # MPI may write the array of the first rank of an exscan, which has no result.
-        if what is None or what.kind == "exscan" or scales or in_lists:
+        if what is None or what.kind == "exscan" or scales or is_copied or in_lists:
             return False
         if self._native_group is None or not self._knows_op(prepared):
             return None

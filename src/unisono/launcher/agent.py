@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import select
+import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -179,7 +179,7 @@ class Agent:
     def _join(self) -> DynamicRendezvous:
         spec = self._resources.spec
         meeting, single = spec.meeting, spec.is_single_node
-        host = platform.node()
+        host = socket.gethostname()
         node = Node(
             id=f"{host}_{os.getpid()}_{os.urandom(4).hex()}",
             host=host,
@@ -282,7 +282,7 @@ class Agent:
         try:
             result = attempt.run()
         except LaunchError as error:
-            self._rendezvous.leave(f"node {platform.node()}: {error.what}", broken=True)
+            self._rendezvous.leave(f"node {socket.gethostname()}: {error.what}", broken=True)
             raise
         self._made += 1 + replacements.count
         if result.ended_well:
@@ -360,7 +360,7 @@ class Agent:
 
     def _leave(self) -> None:
         """Leave the rendezvous; an agent that serves its store waits for the other agents."""
-        host = platform.node()
+        host = socket.gethostname()
         how = f" ({signal_name(self._signum)})" if self._signum is not None else ""
         self._rendezvous.leave(f"node {host} left{how}")
         notified = False
@@ -399,7 +399,7 @@ def open_shared(meeting: Meeting, canceled: Canceled) -> tuple[Store, str]:
         address = meeting.address or own_address(service_host(meeting.service))
         return open_service(meeting.service, "", timeout=read_timeout_s), address
     if isinstance(meeting.endpoint, str):
-        return FileStore(meeting.endpoint), meeting.address or platform.node()
+        return FileStore(meeting.endpoint), meeting.address or socket.gethostname()
     host, port = meeting.endpoint
     store = open_endpoint(
         host,

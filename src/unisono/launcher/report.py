@@ -7,8 +7,8 @@ launcher reads the end of that stream (see `unisono.launcher.traceback_text`).
 from __future__ import annotations
 
 import json
-import platform
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,7 @@ class WorkerFailure:
     exit_code: int
     time_s: float
     text: str = ""
-    host: str = field(default_factory=platform.node)
+    host: str = field(default_factory=socket.gethostname)
     node: str = ""
     hint: str = ""
 

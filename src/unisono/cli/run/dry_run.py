@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
+import socket
 from collections.abc import Iterator
 
 from unisono.base.config import environ
@@ -47,7 +47,7 @@ def _place(spec: LaunchSpec) -> Place:
 
 
 def _overview(spec: LaunchSpec) -> Iterator[str]:
-    low, high, host = spec.limits.min_nodes, spec.limits.max_nodes, platform.node()
+    low, high, host = spec.limits.min_nodes, spec.limits.max_nodes, socket.gethostname()
     yield f"host      {host}"
     if high == 1:
         yield "nodes     1 (this host)"
@@ -78,6 +78,6 @@ def _workers(spec: LaunchSpec, binding: Binding) -> Iterator[str]:
             env |= dict.fromkeys(_DECIDED_LATER, "(when the nodes meet)")
         cpus = binding.cpus(local_rank)
         bound = f", CPUs {format_ranges(cpus)}" if cpus else ""
-        yield f"rank {env['RANK']}: local rank {local_rank} on {platform.node()}{bound}"
+        yield f"rank {env['RANK']}: local rank {local_rank} on {socket.gethostname()}{bound}"
         yield f"  command  {shlex.join(command)}"
         yield "  env      " + " ".join(f"{name}={value}" for name, value in env.items())

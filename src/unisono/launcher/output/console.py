@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import re
+import socket
 import string
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class WorkerName:
 
     rank: int
     local_rank: int
-    host: str = field(default_factory=platform.node)
+    host: str = field(default_factory=socket.gethostname)
     role: str = "default"
     attempt: int = 0
 
