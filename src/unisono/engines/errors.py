@@ -159,10 +159,13 @@ def status_of_code(
         return down or LinkDown(rank, _GONE[code], left=left)
     if code == _engine.TIMEOUT:
         return Expired(asked)
+    known = transport.failure(comm.context)
     if code == _engine.ABORTED:
         blamed = comm.ranks[peer]
-        known = transport.failure(comm.context)
         return known or Failure("aborted", "it aborted the group", [blamed], blamed)
+    # A group on MPI takes no call after one that did not end.
+    if code == _engine.CLOSED and known is not None:
+        return known
     if code == _engine.NO_MEMORY:
         return MemoryError(f"{call.text} needs more than there is")
     return InternalError(f"the native engine ended with status {code}, peer {peer}")
