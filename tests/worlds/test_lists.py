@@ -53,6 +53,18 @@ def test_every_rank_raises_if_one_has_a_wrong_list(rank):
     assert [o[3] for o in outputs] == [0, 1, 2]
 
 
+@pytest.mark.ranks(2, kind="both")
+def test_a_list_with_a_shorter_array_is_refused_also_if_the_call_is_known(rank):
+    x, base = np.full(3, rank + 1.0), np.zeros(6)
+    for _ in range(3):
+        dist.all_gather([base[:3], base[3:]], x)
+        assert base.tolist() == [1, 1, 1, 2, 2, 2]
+    base[:] = 0
+    with pytest.raises((CollectiveMismatchError, InvalidArgumentError)):
+        dist.all_gather([base[:3], base[3:5]], x)
+    assert not base.any()
+
+
 @THREE
 def test_sizes_that_change(rank):
     """A repeated gather and scatter, in which some ranks have another size now and then."""
