@@ -61,9 +61,6 @@ _STORE = re.compile(r".+:\d+")
 # The largest answer has 16,384 records of some 500 bytes.
 _MOST_BYTES = 1 << 26
 
-_LISTENS = "0A"
-_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
-
 
 def ask_job(which: str | None, token: str = "") -> list[State]:
     """Return the states of all ranks that answer.
