@@ -146,6 +146,13 @@ nb::object array_of(nb::handle tensor) {
   return array_over(elements, tensor);
 }
 
+nb::object Argument::owner() const {
+  if (listed.empty()) return array == nullptr ? nb::none() : nb::borrow(array);
+  nb::list arrays;
+  for (const nb::object& each : listed) arrays.append(each);
+  return arrays;
+}
+
 nb::object Argument::memory() const {
   const auto of = [](const nb::handle& object, char* bytes, int64_t nbytes) {
     if (PyArray_CheckExact(object.ptr())) return nb::borrow(object);

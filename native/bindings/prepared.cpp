@@ -9,13 +9,6 @@ namespace nb = nanobind;
 
 namespace unisono {
 
-nb::object Argument::owner() const {
-  if (listed.empty()) return array == nullptr ? nb::none() : nb::borrow(array);
-  nb::list arrays;
-  for (const nb::object& each : listed) arrays.append(each);
-  return arrays;
-}
-
 QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::object output,
                        double time_s, nb::object recorder)
     : timeout_s(time_s),
