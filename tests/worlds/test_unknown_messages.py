@@ -462,6 +462,26 @@ def test_a_stream_waits_for_an_array_of_unknown_size(rank):
     dist.barrier()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["probe", "recv_array"])
+def test_a_stream_gets_what_comes_after_its_call_began(rank, op):
+    group = dist.group.WORLD
+    if rank == 1:
+        with dist.stream(dist.Stream("side")):
+            call = getattr(group, op)(0, 2, async_op=True)
+    # Queues behind the call, so the message is sent when the call has begun.
+    dist.barrier()
+    if rank == 0:
+        dist.send(np.arange(4.0), 1, tag=2)
+        return
+    assert call.wait_on_host()
+    if op == "probe":
+        assert call.result() == [dist.MessageInfo(0, 2, "float64", 4, 32)]
+        dist.recv(np.zeros(4), 0, tag=2)
+    else:
+        assert [array.tolist() for array in call.result()] == [[0, 1, 2, 3]]
+
+
 # ---- sendrecv, and objects ------------------------------------------------------------------
 
 

@@ -74,6 +74,8 @@ class StreamCall(Pending):
         return self.wait_until(limit)
 
     def _ended(self, real: Pending) -> None:
+        # A message of unknown size has its array only now.
+        self.outputs = real.outputs
         if real.source is not None:
             self.source, self.tag, self.count = real.source, real.tag, real.count
         self.finish(real.error)
