@@ -103,10 +103,18 @@ def _left_since(before: set[str]) -> list[str]:
     if not _resources() - before:
         return []
     _collect_garbage()
-    give_up = time.monotonic() + PATIENCE_S
+    if _left_after(1.0, before):
+        # A thread that was about to end may have kept objects alive, and they were left out.
+        gc.unfreeze()
+        gc.collect()
+    return sorted(map(_described, _left_after(PATIENCE_S, before)))
+
+
+def _left_after(wait_s: float, before: set[str]) -> set[str]:
+    give_up = time.monotonic() + wait_s
     while (left := _resources() - before) and time.monotonic() < give_up:
         time.sleep(0.01)
-    return sorted(map(_described, left))
+    return left
 
 
 def _collect_garbage() -> None:
