@@ -122,6 +122,8 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
   if (!into->key.add(count)) return false;
   if (count > 0 && is_torch(items[0])) return take_tensors(object, writes, into);
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
+  argument.parts.reserve(static_cast<size_t>(count));
+  argument.listed.reserve(static_cast<size_t>(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const item = usable(items[i], writes, &argument);
     if (item == nullptr) return false;
@@ -163,12 +165,12 @@ bool take_group(PyObject* group, Arguments* into) {
     return false;
   }
   into->group = group;
-  into->calls_ref = nb::steal(PyObject_GetAttr(group, global.attribute));
-  if (!into->calls_ref.is_valid()) {
-    PyErr_Clear();
-    return false;
-  }
-  return nb::try_cast<Calls*>(into->calls_ref, into->calls, false) && into->calls != nullptr;
+  PyObject* const found =
+    *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(group) + global.calls_offset);
+  if (found == nullptr || Py_TYPE(found) != global.calls_type) return false;
+  into->calls_ref = nb::borrow(found);
+  into->calls = nb::inst_ptr<Calls>(found);
+  return true;
 }
 
 // Take a number of seconds. Python checks every other time-out.

@@ -65,6 +65,7 @@ bool overlap(const Argument& input, const Argument& output) {
     bool written;
   };
   std::vector<Piece> pieces;
+  pieces.reserve(input.parts.size() + output.parts.size() + output.copies.size() + 2);
   auto add = [&pieces](const Argument& from, bool written) {
     if (from.data != nullptr) pieces.push_back({from.data, from.data + from.nbytes, written});
     const int64_t size =

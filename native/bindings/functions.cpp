@@ -258,6 +258,9 @@ nb::object make_function(nb::object function, const std::vector<nb::str>& names,
 void set_world(nb::object world, nb::object stream, nb::object group_type, nb::object work_type) {
   global.world = world.release().ptr();
   global.stream = stream.release().ptr();
+  const nb::object slot = group_type.attr("calls");
+  if (Py_TYPE(slot.ptr()) != &PyMemberDescr_Type) throw nb::type_error("calls must be a slot");
+  global.calls_offset = reinterpret_cast<PyMemberDescrObject*>(slot.ptr())->d_member->offset;
   global.group_type = group_type.release().ptr();
   global.work_type = work_type.release().ptr();
 }
@@ -283,7 +286,6 @@ void set_default(nb::object group) {
 }  // namespace unisono
 
 void bind_calls(nb::module_& m) {
-  unisono::global.attribute = PyUnicode_InternFromString("calls");
   unisono::global.default_attribute = PyUnicode_InternFromString("default");
   unisono::function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&unisono::spec));
   if (unisono::function_type == nullptr) throw nb::python_error();
@@ -301,8 +303,9 @@ void bind_calls(nb::module_& m) {
          nb::arg("count") = 0, nb::arg("members") = 1, nb::arg("copies") = false,
          "A call without its memory; fingerprint 0: the ranks have agreed.");
 
-  nb::class_<Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
-    .def(nb::init<nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"))
+  nb::class_<Calls> calls(m, "Calls", nb::type_slots(unisono::calls_slots));
+  unisono::global.calls_type = reinterpret_cast<PyTypeObject*>(calls.ptr());
+  calls.def(nb::init<nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"))
     .def("close", &Calls::close, "Pass every call to Python from now on.")
     .def_prop_rw("caller", &Calls::caller, &Calls::set_caller,
                  "The thread that is in a collective call, or 0.")

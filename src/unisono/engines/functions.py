@@ -98,7 +98,7 @@ def set_world(
     Args:
         world: Holds an object whose `default` is a group. If it holds None: see `set_default`.
         stream: Holds the stream that orders calls. If it holds None, calls run at once.
-        group_type: Its objects have an attribute `calls`, which is that of their engine or None.
+        group_type: Its objects have a slot `calls`, which is that of their engine or None.
         work_type: Made from a completion and the name of its function, for a call with async_op.
     """
     if native is not None:

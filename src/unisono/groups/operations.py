@@ -119,6 +119,9 @@ class Operations:
         _block: Records calls instead of making them; see c10d/coalescing.py.
     """
 
+    # C++ reads it in each call.
+    __slots__ = ("__dict__", "calls")
+
     name: str
     ranks: tuple[int, ...]
     backends: dict[str, DeviceBackend]
