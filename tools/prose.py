@@ -1,8 +1,9 @@
-"""Check the language of documents, docstrings, comments and messages.
+"""Check the language of documents, docstrings and messages.
 
 Run from the repository root: `python tools/prose.py [FILE ...]`. The rules are in CONTRIBUTING.md;
-this program checks those that a program can: the length of sentences, words that the style guide
-forbids, semicolons and headings. `--words` prints how many words each document has.
+this program checks those that a program can: the length of sentences, semicolons and headings, and
+in documents and messages the words that the style guide forbids. `--words` prints how many words
+each document has.
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ import argparse
 import ast
 import html
 import inspect
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SENTENCE_WORDS = 25
+SENTENCE_WORDS = 30
 HEADING_WORDS = 8
 # Words in all documents together. Generated pages count, but not the tables of figures.
 ALL_WORDS = 61_100
@@ -57,15 +56,13 @@ _ABBREVIATED = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|approx|resp|Fig|No)\.")
 _SECTION = re.compile(
     r"^(Args|Arguments|Attributes|Returns|Raises|Yields|Cost|Source|Example|Examples|Note|Notes):"
 )
-_DIRECTIVE = re.compile(r"^(noqa|type:|pragma|mypy:|ruff:|!|clang-format|NOLINT)", re.IGNORECASE)
-CPP_SUFFIXES = {".cpp", ".hpp", ".inl", ".h"}
 
 
 class Text(NamedTuple):
     """A paragraph: where it begins, what it is, and its words."""
 
     line: int
-    kind: str  # "heading", "prose" or "message"
+    kind: str  # "heading", "prose", "message" or "docstring"
     text: str
 
 
@@ -92,15 +89,12 @@ def tracked() -> list[Path]:
     """Return the files of this repository whose language is checked."""
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout
     paths = [Path(line) for line in listed.splitlines()]
-    code = ("src", "native", "tools", "benchmarks", "examples")
+    code = ("src", "tools", "benchmarks", "examples")
     return [
         path
         for path in paths
         if path.exists()
-        and (
-            path.suffix == ".md"
-            or (path.parts[0] in code and (path.suffix == ".py" or path.suffix in CPP_SUFFIXES))
-        )
+        and (path.suffix == ".md" or (path.parts[0] in code and path.suffix == ".py"))
         # It quotes the words that it forbids.
         and path != Path("tools/prose.py")
     ]
@@ -119,13 +113,7 @@ def read(path: Path) -> str:
 def check(path: Path) -> Iterator[str]:
     """Yield what breaks the rules in one file, each with its line."""
     source = read(path)
-    if path.suffix == ".md":
-        texts = markdown(source)
-    elif path.suffix == ".py":
-        texts = python(source)
-    else:
-        texts = cpp(source)
-    for text in texts:
+    for text in markdown(source) if path.suffix == ".md" else python(source):
         for problem in violations(text):
             yield f"{text.line}: {problem}"
 
@@ -133,7 +121,7 @@ def check(path: Path) -> Iterator[str]:
 def violations(text: Text) -> Iterator[str]:
     """Yield what breaks the rules in one paragraph."""
     plain = _QUOTED.sub("X", html.unescape(text.text))
-    for found in _FORBIDDEN.finditer(plain):
+    for found in _FORBIDDEN.finditer(plain if text.kind != "docstring" else ""):
         advice = _ADVICE[int((found.lastgroup or "w0")[1:])]
         yield f"'{found.group()}': {advice}"
     if text.kind == "message":
@@ -143,7 +131,7 @@ def violations(text: Text) -> Iterator[str]:
             yield f"heading of {len(plain.split())} words (limit {HEADING_WORDS})"
         return
     for sentence in sentences(plain):
-        if _HEADLESS.match(sentence.strip()):
+        if text.kind == "prose" and _HEADLESS.match(sentence.strip()):
             yield f"subject without a name: {' '.join(sentence.split())[:40]} ..."
         words = [word for word in sentence.split() if re.search(r"\w", word)]
         if len(words) > SENTENCE_WORDS:
@@ -184,7 +172,7 @@ def markdown(source: str) -> Iterator[Text]:
 
 
 def python(source: str) -> Iterator[Text]:
-    """Yield docstrings, comments, and the strings that look like messages."""
+    """Yield docstrings, and the strings that look like messages."""
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = set()
@@ -202,11 +190,6 @@ def python(source: str) -> Iterator[Text]:
             continue
         if isinstance(node.value, str) and node.value.count(" ") >= 3:
             yield Text(node.lineno, "message", node.value)
-    yield from comments(
-        (token.start[0], token.string.lstrip("# "), not token.line[: token.start[1]].strip())
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    )
 
 
 def docstring(doc: str, first: int) -> Iterator[Text]:
@@ -219,7 +202,7 @@ def docstring(doc: str, first: int) -> Iterator[Text]:
         entry = section and indent == 4 and re.match(r"\s+\**[\w.]+( \([^)]*\))?: ", line)
         item = re.match(r"\s*([-*+]|\d+\.)\s+", line)
         if (not line.strip() or header or entry or item) and paragraph:
-            yield Text(start, "prose", "\n".join(paragraph))
+            yield Text(start, "docstring", "\n".join(paragraph))
             paragraph = []
         if line.strip() and indent == 0:
             examples = line.startswith("Examples:")
@@ -229,38 +212,6 @@ def docstring(doc: str, first: int) -> Iterator[Text]:
         if text.strip() and not literal and not examples:
             start = start if paragraph else number
             paragraph.append(text[entry.end() :] if entry else text.strip().lstrip("-*+ "))
-
-
-def comments(found: Iterator[tuple[int, str, bool]]) -> Iterator[Text]:
-    """Join comments of consecutive lines; takes (line, text, whether it has the line alone)."""
-    paragraph: list[str] = []
-    start = last = 0
-    for number, text, alone in found:
-        if _DIRECTIVE.match(text) or not re.search(r"[a-z]{2}", text):
-            continue
-        if paragraph and (number != last + 1 or not alone):
-            yield Text(start, "prose", "\n".join(paragraph))
-            paragraph = []
-        start = start if paragraph else number
-        paragraph.append(text.strip("- "))
-        last = number
-    if paragraph:
-        yield Text(start, "prose", "\n".join(paragraph))
-
-
-def cpp(source: str) -> Iterator[Text]:
-    """Yield comments, and the strings that look like messages."""
-
-    def found() -> Iterator[tuple[int, str, bool]]:
-        for number, line in enumerate(source.splitlines(), 1):
-            if match := re.search(r'^((?:[^"/]|"(?:[^"\\]|\\.)*"|/(?!/))*)//+!?<?\s?(.*)$', line):
-                yield number, match.group(2), not match.group(1).strip()
-
-    yield from comments(found())
-    for number, line in enumerate(source.splitlines(), 1):
-        for literal in re.findall(r'"((?:[^"\\]|\\.)*)"', line.split("//")[0]):
-            if literal.count(" ") >= 3:
-                yield Text(number, "message", literal)
 
 
 if __name__ == "__main__":
