@@ -23,7 +23,14 @@ from unisono.schedules.registry import register_schedule
 from unisono.schedules.verify import verify
 from unisono.stores.services.etcd import EtcdStore
 from unisono.stores.services.redis import RedisStore
-from unisono.transports import InprocTransport, Key, TCPTransport, Transfer, Transport
+from unisono.transports import (
+    InprocTransport,
+    Key,
+    TCPTransport,
+    Transfer,
+    Transport,
+    register_transport,
+)
 
 __all__ = [
     "OPS",
@@ -64,6 +71,7 @@ __all__ = [
     "from_msccl",
     "lower",
     "register_schedule",
+    "register_transport",
     "schema_of",
     "select",
     "to_msccl",

@@ -28,7 +28,7 @@ from unisono.errors import LaunchError, UnisonoError
 from unisono.platform.network import listeners
 from unisono.platform.peer_user import user_of_peer
 from unisono.stores import HashStore, TCPStore
-from unisono.transports.connect import VIEWERS, connect
+from unisono.transports.connect import connect
 from unisono.transports.tcp import status
 from unisono.transports.tcp.address import (
     TCPAddress,
@@ -36,7 +36,15 @@ from unisono.transports.tcp.address import (
     local_hosts,
 )
 from unisono.transports.tcp.transport import TCPTransport
-from unisono.transports.tcp.viewer import NO_KEY, key_of, key_shown, opened, question, sealed
+from unisono.transports.tcp.viewer import (
+    NO_KEY,
+    VIEWERS,
+    key_of,
+    key_shown,
+    opened,
+    question,
+    sealed,
+)
 from unisono.transports.tcp.wire import ACCEPT, CLOCK, HELLO, INSPECT, RECORDS, REFUSE, Hello
 
 SCRIPT = """

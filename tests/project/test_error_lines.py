@@ -761,7 +761,7 @@ def test_in_a_world_of_one(alone, name, line, call):
 
 @cases(WITHOUT_A_WORLD)
 def test_without_a_world(monkeypatch, request, name, line, call):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry._backends, "_values", dict(registry._backends._values))
     fixtures = call.__code__.co_varnames[: call.__code__.co_argcount]
     check(name, line, call, *map(request.getfixturevalue, fixtures))
     assert not dist.is_initialized()

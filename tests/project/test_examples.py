@@ -105,6 +105,12 @@ def jacobi(size):
     yield f"{size} ranks as a grid {grid}: mean {square[1:-1, 1:-1].mean():.6f}, right: True"
 
 
+def unix_transport(size):
+    sums = (size * np.arange(3.0) + sum(range(size))).tolist()
+    for rank in range(size):
+        yield f"rank {rank}: the sum is {sums}"
+
+
 def torch_tensors(size):
     for rank in range(size):
         column = [sum(range(size))] * 4
@@ -116,6 +122,7 @@ def torch_tensors(size):
     [
         (two_groups, 2),
         (two_groups, 5),
+        (unix_transport, 3),
         *[(lines, n) for lines in (jacobi, ring, softmax_norm, scatter) for n in (1, 2, 4)],
         pytest.param(torch_tensors, 3, marks=TORCH),
     ],

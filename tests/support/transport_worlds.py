@@ -3,17 +3,24 @@
 import contextlib
 import itertools
 import os
+import runpy
 
 import pytest
 
 from tests.support.together import on_threads
+from tests.support.tools import ROOT
 from unisono.base.deadline import Deadline
 from unisono.engines import Communicator, ReferenceEngine
 from unisono.transports import InprocTransport, Key, TCPTransport
 from unisono.transports.messages import Kind
 from unisono.transports.native_messages import NativeMessages
 
-KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
+UnixTransport = runpy.run_path(str(ROOT / "examples/unix_transport.py"))["UnixTransport"]
+KINDS = {
+    "inproc": InprocTransport,
+    "tcp": TCPTransport,
+    "unix": lambda rank, size, find: UnixTransport(None, rank, size, find),
+}
 KEY = Key(1, Kind.P2P, 0)
 SOON = 30.0
 

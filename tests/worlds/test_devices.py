@@ -113,7 +113,7 @@ def on_drums(rank, store):
 
 @pytest.fixture
 def drums(monkeypatch):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry._backends, "_values", dict(registry._backends._values))
     dist.register_backend("drums", lambda spec, device: DrumBackend(spec), ["drum"])
 
 
@@ -151,7 +151,7 @@ class Alone(DrumBackend):
 
 
 def test_a_device_with_a_control_backend_needs_no_other(monkeypatch):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry._backends, "_values", dict(registry._backends._values))
     dist.register_backend("alone", lambda spec, device: Alone(spec), ["drum"])
 
     def body(rank, store):

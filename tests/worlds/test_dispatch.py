@@ -56,7 +56,7 @@ class BoxBackend(ThroughCPU):
 
 @pytest.fixture
 def boxes(monkeypatch):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry._backends, "_values", dict(registry._backends._values))
     dist.register_backend("boxes", lambda spec, device: BoxBackend(spec), devices=["box"])
 
 

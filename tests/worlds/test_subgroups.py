@@ -355,7 +355,7 @@ def test_ranks_that_make_different_groups_all_fail(rank):
 
 
 def test_names_of_backends(monkeypatch):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry._backends, "_values", dict(registry._backends._values))
     assert dist.Backend("GLOO") == dist.Backend.GLOO == "gloo"
     assert dist.Backend("Other") == "other"
     with pytest.raises(AttributeError, match="no backend is named 'drums'"):
@@ -378,7 +378,7 @@ def test_names_of_backends(monkeypatch):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("extended", [False, True])
 def test_backends_made_in_torchs_way(monkeypatch, extended):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry._backends, "_values", dict(registry._backends._values))
     seen = []
 
     class Silent(DeviceBackend):

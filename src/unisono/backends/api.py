@@ -19,7 +19,7 @@ class CPUOptions:
     """Values of `pg_options` for the CPU backend.
 
     Attributes:
-        transport: "inproc" or "tcp"; None: the value of UNISONO_TRANSPORT.
+        transport: "inproc", "tcp", or a registered name; None: the value of UNISONO_TRANSPORT.
         engine: "native", "reference" or "mpi"; None: the value of UNISONO_ENGINE.
     """
 

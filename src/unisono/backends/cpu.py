@@ -117,7 +117,11 @@ class CPUBackend(MessageBackend, ArrayBackend):
             self.world_number = comm.transport.world_number
         self._comm = comm
         self.trace = comm.trace
-        self._engine: Engine = make_engine(comm, options.engine)
+        try:
+            self._engine: Engine = make_engine(comm, options.engine)
+        except BaseException:
+            comm.close()
+            raise
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
         self._engine.pending_type = Pending

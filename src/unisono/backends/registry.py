@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from unisono.backends.api import CPUOptions, DeviceBackend, GroupSpec
 from unisono.backends.cpu import CPUBackend
+from unisono.base.registry import Registry
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 Factory = Callable[[GroupSpec, str], DeviceBackend]
@@ -49,13 +50,16 @@ def _nccl(spec: GroupSpec, device: str) -> DeviceBackend:
 DEFAULT = "unisono"
 
 # "gloo" uses the same engine, so that a script needs no change but its import line.
-_backends: dict[str, _Entry] = {
-    "unisono": _Entry(_cpu, ("cpu",)),
-    "gloo": _Entry(_cpu, ("cpu",)),
-    "mpi": _Entry(_mpi, ("cpu",)),
-    "nccl": _Entry(_nccl, ("cuda",)),
-}
-_loaded: set[str] = set()
+_backends: Registry[_Entry] = Registry(
+    "backend",
+    "unisono.backends",
+    {
+        "unisono": _Entry(_cpu, ("cpu",)),
+        "gloo": _Entry(_cpu, ("cpu",)),
+        "mpi": _Entry(_mpi, ("cpu",)),
+        "nccl": _Entry(_nccl, ("cuda",)),
+    },
+)
 
 
 def register_backend(name: str, factory: Factory, devices: Iterable[str] = ("cpu",)) -> None:
@@ -71,33 +75,22 @@ def register_backend(name: str, factory: Factory, devices: Iterable[str] = ("cpu
     """
     if isinstance(devices, str):
         raise InvalidArgumentError(f"devices must be a list of names, got the string {devices!r}")
-    if name != name.lower() or not name.isidentifier():
-        raise InvalidArgumentError(f"backend name {name!r} must be a lower-case identifier")
-    if name in _backends:
-        raise InvalidArgumentError(f"backend {name!r} is registered already")
-    _backends[name] = _Entry(factory, tuple(devices))
+    _backends.add(name, _Entry(factory, tuple(devices)))
 
 
 def known_backends() -> tuple[str, ...]:
     """Return the names that can be used, those of entry points included."""
-    # Imported here, because it loads the zip and e-mail modules. Most programs name no backend.
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group="unisono.backends"):
-        if point.name not in _loaded:
-            _loaded.add(point.name)
-            point.load()()
-    return tuple(sorted(_backends))
+    return _backends.known()
 
 
 def registered() -> tuple[str, ...]:
     """Return the names registered so far, in that order."""
-    return tuple(_backends)
+    return _backends.added()
 
 
 def devices_of(name: str) -> tuple[str, ...]:
     """Return the device types that a registered backend serves."""
-    return _backends[name].devices
+    return _backends.get(name).devices
 
 
 class BackendConfig:
@@ -118,10 +111,8 @@ class BackendConfig:
                 raise InvalidArgumentError(
                     f"backend {text!r}: expected device:backend, got {part!r}"
                 )
-            if name not in _backends and name not in known_backends():
-                known = ", ".join(known_backends())
-                raise InvalidArgumentError(f"unknown backend {name!r} (known: {known})")
-            for served in [device] if device else _backends[name].devices:
+            devices = devices_of(name)
+            for served in [device] if device else devices:
                 if served in self.device_backend_map:
                     raise InvalidArgumentError(f"backend {text!r} names device {served!r} twice")
                 self.device_backend_map[served] = name
@@ -136,4 +127,4 @@ class BackendConfig:
 
 def make_backend(name: str, device: str, spec: GroupSpec) -> DeviceBackend:
     """Return a new backend of that name for one group and device type."""
-    return _backends[name].factory(spec, device)
+    return _backends.get(name).factory(spec, device)

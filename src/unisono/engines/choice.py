@@ -54,6 +54,8 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         return NativeEngine(comm, crowded=neighbours > usable_cores())
     if not is_native_built():
         why = why_absent
+    elif not comm.transport.allows_cpp:
+        why = f"the transport {comm.transport.name!r} does not let C++ carry the messages"
     else:
         why = "its ranks do not all have the same one, want it, and reach each other with it"
     if kind == "native":

@@ -42,10 +42,7 @@ class PrefixStore(Store):
     @property
     def _underlying_non_prefix_store(self) -> Store:
         """The first store below that is no PrefixStore (torch's name for it)."""
-        store = self._store
-        while isinstance(store, PrefixStore):
-            store = store._store
-        return store
+        return innermost(self)
 
     @property
     def timeout(self) -> timedelta:
@@ -155,3 +152,10 @@ class PrefixStore(Store):
 def _given(timeout: Timeout | None) -> tuple[Timeout, ...]:
     """Return the time-out as arguments, for stores whose methods take none."""
     return () if timeout is None else (timeout,)
+
+
+def innermost(store: Store) -> Store:
+    """Return the first store that is no PrefixStore: `store`, or the one below its views."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

@@ -1,4 +1,4 @@
-"""Moving bytes between ranks: inproc (ranks are threads) and tcp.
+"""Moving bytes between ranks: inproc (ranks are threads), tcp, and what is registered.
 
 May import `stores`, `base` and `errors`. A transport knows ranks, contexts and bytes; never a
 group name, a collective or a dtype.
@@ -8,6 +8,7 @@ from unisono.transports.api import Transport, has_ended
 from unisono.transports.connect import connect
 from unisono.transports.inproc import InprocTransport
 from unisono.transports.messages import CallStatus, Cancelled, Key, LinkDown, MessageMismatch
+from unisono.transports.registry import register_transport
 from unisono.transports.tcp.transport import TCPTransport
 from unisono.transports.transfers import Transfer
 
@@ -23,4 +24,5 @@ __all__ = [
     "Transport",
     "connect",
     "has_ended",
+    "register_transport",
 ]

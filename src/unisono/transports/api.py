@@ -1,4 +1,6 @@
-"""The contract of every transport: messages between ranks, and a control plane beside them.
+"""The contract of every transport, and what is made of it for all: messages, control frames.
+
+A new transport has the six methods of `Carrier`, and `Transport` adds all else.
 
 Rule 1: a transport reports small status exceptions (`LinkDown`, `MessageMismatch`, `Failure`).
 `engines.errors` writes the text for users, because the names are known there.
@@ -14,17 +16,19 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Self
 
 from unisono.base.deadline import Deadline
 from unisono.base.where import place_of_thread
 from unisono.errors import InvalidArgumentError
+from unisono.stores import Store
 from unisono.transports.control import CallLog, Failures, Question, Questions
-from unisono.transports.mailbox import MailboxMessages
+from unisono.transports.mailbox import MailboxMessages, deliver_copy
 from unisono.transports.messages import (
     CLOSED,
     LEFT,
+    Arrival,
     CallStatus,
     Failure,
     Key,
@@ -43,13 +47,61 @@ _NO_CONTEXT = -1
 _INFORM_S = 0.5
 
 
-class Transport(ABC):
-    """One rank's end of the links to all other ranks.
+class Carrier(ABC):
+    """The contract: what each transport does in its own way. It carries frames between ranks.
 
-    Sub-classes move frames (`transmit`) and pass arriving frames to `messages` or `on_control`.
+    A sub-class of `Transport` has these six methods. It passes the frames of a rank to `arrive`, in
+    the order in which they were sent, and then calls `ended`. It connects when it first has to,
+    because the addresses of other ranks are not known before.
 
     Attributes:
-        address: Where other ranks find this rank; published in the store.
+        address: Where other ranks find this rank, in one line; published in the store.
+        allows_cpp: Whether C++ may carry the messages instead, over `wires` and through memory that
+            ranks of a host share. The transport then only carries what is beside the messages.
+    """
+
+    address: str
+    allows_cpp = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name of this kind of transport: "inproc", "tcp"."""
+
+    @abstractmethod
+    def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
+        """Move `transfer.into` to the messages of another rank and finish the transfer.
+
+        Never wait for that rank. `key` may be that of a control message, whose transfer belongs to
+        no context. Key and `transfer.info` arrive with the bytes.
+        """
+
+    @abstractmethod
+    def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+        """End the transfers under way that `unwanted` selects, and stop using their memory."""
+
+    @abstractmethod
+    def watch(self, peer: int) -> None:
+        """Make sure that the end of `peer` is detected although nothing is sent to it."""
+
+    @abstractmethod
+    def linked(self) -> list[int]:
+        """Return the ranks with a working link."""
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Send what is under way and a `good_bye` to the linked ranks; close sockets and threads.
+
+        Called once, and by any thread.
+        """
+
+
+class Transport(Carrier):
+    """One rank's end of the links to all other ranks.
+
+    `Carrier` has what a sub-class must do.
+
+    Attributes:
         calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
@@ -60,7 +112,6 @@ class Transport(ABC):
         world_number: Number of this world among the worlds that have used the same store.
     """
 
-    address: str
     wires: Wires | None = None
     world_number = 1
     words = tuple[str, ...]()
@@ -147,7 +198,7 @@ class Transport(ABC):
         """
         if peer == self.rank:
             return
-        self._watch(peer)
+        self.watch(peer)
         if context and self.down(peer) is None:
             # No question has this number.
             self._control(peer, context, Kind.ASK, {"number": 0, "seq": 0, "places": False})
@@ -219,7 +270,7 @@ class Transport(ABC):
         self._failures.defer(context, failure)
         try:
             # The end of this rank may concern linked ranks outside the group, too.
-            sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self._linked()})
+            sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self.linked()})
         finally:
             # After Ctrl-C, too, because this rank takes no other failure any more.
             self._break(context, failure)
@@ -262,9 +313,9 @@ class Transport(ABC):
         if error.left and self.may_wait() and not known:
             # The report of the failure for which it left may still be on its way here.
             asked = {*members} - {self.rank, error.peer}
-            self.ask(0, 0, self._failures.to_ask(asked, self._linked()), Deadline(_INFORM_S))
+            self.ask(0, 0, self._failures.to_ask(asked, self.linked()), Deadline(_INFORM_S))
         if self._failures.report(own):
-            for peer in self._linked():
+            for peer in self.linked():
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Kind.CAUSE, {"first": causes.words})
         first = causes.find(since_s, error.peer, members)
@@ -293,6 +344,18 @@ class Transport(ABC):
         end = failure_of(LinkDown(self.rank, CLOSED), self.rank)
         self._failures.forget(context, end.found_by(self.rank, finished))
         self.messages.forget(context, error)
+
+    def arrive(self, peer: int, key: Key, info: int, data: memoryview) -> None:
+        """Take a frame that has arrived from a rank; `data` may be reused after the return.
+
+        Raises:
+            ValueError: The frame makes no sense, so the link is of no use.
+        """
+        context, kind, tag = key[0], Kind(key[1]), key[2]
+        if kind in (Kind.COLLECTIVE, Kind.P2P):
+            deliver_copy(self.messages, Key(context, kind, tag), Arrival(peer, data, info))
+        else:
+            self.on_control(peer, context, kind, bytes(data))
 
     def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
         """Handle a control frame; called by the sub-class on the thread that received it.
@@ -334,7 +397,7 @@ class Transport(ABC):
             self.mark_down(LinkDown(peer, LEFT, left=True))
         elif kind is Kind.KNOCK:
             self.messages.attend()
-        elif kind is Kind.LOST and words["peer"] not in self._linked():
+        elif kind is Kind.LOST and words["peer"] not in self.linked():
             # If this rank had a link to that rank, it would detect the end itself.
             self.spread(LinkDown(words["peer"], words["reason"], peers=words["peers"]))
 
@@ -356,11 +419,11 @@ class Transport(ABC):
         is_direct = peer == failure.by or self.down(failure.by) is not None
         if self._failures.defer(context, failure):
             # Also ranks that know it: in another group they would blame this rank for its end.
-            self._inform(context, failure, among, self._linked())
+            self._inform(context, failure, among, self.linked())
         if is_direct:
             self._break(context, failure)
         else:
-            self._watch(failure.by)
+            self.watch(failure.by)
 
     def mark_down(self, error: LinkDown) -> bool:
         """Record that a rank cannot be reached any more, and end the transfers with it.
@@ -381,11 +444,29 @@ class Transport(ABC):
         """Return why there is no link to a rank any more, or None."""
         return self._failures.down(peer)
 
-    def _end_of(self, peer: int, reason: str, left: bool) -> LinkDown:
-        """Return the status of a broken link; the rank may have left by way of shared memory."""
-        if self.messages.has_left(peer):
-            return LinkDown(peer, LEFT, left=True)
-        return LinkDown(peer, reason, left)
+    def ended(
+        self, peer: int, reason: str, *, left: bool = False, spreads: bool = True
+    ) -> LinkDown:
+        """Record the end of a rank, after all that it sent has arrived; return its status.
+
+        Args:
+            peer: The rank.
+            reason: Why, as the end of a sentence.
+            left: Whether the rank may have left normally: there never was a link to it.
+            spreads: Whether the linked ranks are informed of a crash.
+        """
+        if (error := self.down(peer)) is None:
+            by_memory = self.messages.has_left(peer)
+            error = LinkDown(peer, LEFT if by_memory else reason, left or by_memory)
+        if spreads and not error.left:
+            self.spread(error)
+        else:
+            self.mark_down(error)
+        return error
+
+    def good_bye(self, peer: int) -> None:
+        """Send a rank that this rank leaves, as the last frame."""
+        self._control(peer, 0, Kind.GOODBYE, {})
 
     def spread(self, error: LinkDown) -> None:
         """Record that a rank crashed, and send this to all linked ranks, which do the same.
@@ -401,7 +482,7 @@ class Transport(ABC):
                 "peers": error.peers,
                 "first": self._failures.first.words,
             }
-            for peer in self._linked():
+            for peer in self.linked():
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Kind.LOST, words)
             # Last, because a call of this rank may fail now, and this rank may end.
@@ -415,7 +496,7 @@ class Transport(ABC):
         """
         distance = 1
         while distance < self.world_size:
-            self._watch((self.rank + distance) % self.world_size)
+            self.watch((self.rank + distance) % self.world_size)
             distance *= 2
 
     # ---- life -----------------------------------------------------------------------------
@@ -434,43 +515,20 @@ class Transport(ABC):
                 return
             self.closed = True
         self.messages.close()
-        self._shut()
+        self.shut()
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Return the name of this kind of transport: "inproc", "tcp"."""
-
-    @abstractmethod
-    def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
-        """Move `transfer.into` to the messages of another rank and finish the transfer.
-
-        `key` may be that of a control message, whose transfer belongs to no context.
-        """
+    # A transport may do more.
 
     def unreached(self) -> Unreached:
         """Return the ranks that could not be reached so far."""
         return {}
 
+    def _show(self, store: Store, addresses: Sequence[str]) -> None:
+        """Leave in the store what a viewer needs; called by rank 0 with the addresses of all."""
+
     def silence_of(self, peer: int) -> str:
         """Return what is known of a rank that does not answer over its link; "" if nothing is."""
         return ""
-
-    def _linked(self) -> list[int]:
-        """Return the ranks with a working link."""
-        return []
-
-    @abstractmethod
-    def _watch(self, peer: int) -> None:
-        """Make sure that the end of `peer` is detected although nothing is sent to it."""
-
-    @abstractmethod
-    def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
-        """End the transfers under way that `unwanted` selects, and stop using their memory."""
-
-    @abstractmethod
-    def _shut(self) -> None:
-        """Send a good-bye and close sockets and threads."""
 
     def _after_all_arrivals(self, job: Callable[[], object]) -> None:
         """Run `job` when everything that has arrived until now has been handled."""

@@ -16,7 +16,6 @@ from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.base.text import name_ranks
 from unisono.errors import (
     Context,
-    InvalidArgumentError,
     RendezvousError,
     StoreError,
     StoreTimeoutError,
@@ -25,22 +24,18 @@ from unisono.errors import (
 )
 from unisono.platform.machine import usable_cores
 from unisono.schedules.far import NEAR_US, far_apart, round_trip_class
-from unisono.stores import HashStore, PrefixStore, Store
+from unisono.stores import Store
 from unisono.stores.api import changed_too_often
+from unisono.stores.prefix import innermost
 from unisono.stores.tcp.client import RefusalGrace
 from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.refusals import forget_refused, may_refuse, refused_client
 from unisono.transports.api import Transport
-from unisono.transports.inproc import InprocTransport
 from unisono.transports.native_messages import NativeMessages
-from unisono.transports.tcp.address import TCPAddress, own_hosts
-from unisono.transports.tcp.transport import TCPTransport
+from unisono.transports.registry import make_transport
 
 _LOG = get_logger("transports")
 _UNKNOWN = "-"
-
-VIEWERS = "viewers"
-"""The key of the addresses that `unisono top HOST:PORT` reads, a rank per line."""
 
 # Begins what a rank publishes that cannot listen: an error, not an address.
 _FAILED = "! "
@@ -73,7 +68,8 @@ def connect(
         rank: This rank.
         world_size: Number of ranks.
         deadline: For the slowest rank to come.
-        kind: "inproc", "tcp", or "auto": inproc if the store cannot leave the process.
+        kind: "inproc", "tcp", "auto" (inproc if the store cannot leave the process), or a name of
+            `register_transport`; None: the value of UNISONO_TRANSPORT.
         host: This rank's host id, equal on ranks that may share memory; "" if this rank must not.
             `Transport.hosts` holds the host ids of all ranks.
         word: Text without spaces to publish; `Transport.words` holds those of all ranks.
@@ -83,23 +79,26 @@ def connect(
     """
     addresses: list[str] = []
     try:
-        transport = _transport(store, rank, world_size, addresses, kind)
-    except UnisonoError as error:
+        kind = kind or config.get("UNISONO_TRANSPORT")
+        transport = make_transport(kind, store, rank, world_size, addresses.__getitem__)
+    except Exception as error:
         # The other ranks need not wait for this rank, which waits until they know.
-        line = error.what.partition("\n")[0]
+        what = error.what if isinstance(error, UnisonoError) else repr(error)
+        line = what.partition("\n")[0]
         _LOG.error("rank %d cannot meet the other ranks: %s", rank, line)
         with contextlib.suppress(UnisonoError):
             _publish(store, rank, world_size, deadline, f"{_FAILED}{line}")
         raise
     try:
-        messages = NativeMessages.make(transport) if host and world_size > 1 else None
+        in_cpp = host and world_size > 1 and transport.allows_cpp
+        messages = NativeMessages.make(transport) if in_cpp else None
         if messages is not None:
             # Before the addresses are published: a faster rank may send before this rank returns.
             transport.messages = messages
         elif world_size > 1:
             host = ""
         endpoint = messages.endpoint if messages is not None else ""
-        trip = getattr(_innermost(store), "round_trip_us", None)
+        trip = getattr(innermost(store), "round_trip_us", None)
         mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} {transport.address}"
         number, published = _publish(store, rank, world_size, deadline, mine)
         hosts, endpoints, words, trips, found = published
@@ -114,26 +113,12 @@ def connect(
             far = far_apart(world_size, transport.round_trip_us)
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
         transport.watch_neighbours()
-        if rank == 0 and transport.name == "tcp":
-            _show(store, found)
+        if rank == 0:
+            transport._show(store, found)
     except BaseException:
         transport.close()
         raise
     return transport
-
-
-def _transport(
-    store: Store, rank: int, world_size: int, addresses: Sequence[str], kind: str | None
-) -> Transport:
-    """Return a transport that connects to `addresses`, which are filled in later."""
-    kind = kind or config.get("UNISONO_TRANSPORT")
-    if kind == "auto":
-        kind = "inproc" if isinstance(_innermost(store), HashStore) else "tcp"
-    if kind == "inproc":
-        return InprocTransport(rank, world_size, addresses.__getitem__)
-    if kind == "tcp":
-        return TCPTransport(rank, world_size, addresses.__getitem__, _hosts(store))
-    raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
 
 
 def _publish(
@@ -180,16 +165,6 @@ def round_trip_us(hosts: Sequence[str], trips_us: Sequence[int | None]) -> int:
     if len(known) < len(set(hosts)):
         return NEAR_US
     return round_trip_class(max(known.values()) - min(known.values()))
-
-
-def _show(store: Store, addresses: list[str]) -> None:
-    """Leave the addresses of the ranks, without their tokens, for clients on other hosts."""
-    # Only a store with a server can be read on another host, and only a job's token opens a rank.
-    if config.get("UNISONO_TOKEN") and hasattr(_innermost(store), "host"):
-        shown = [TCPAddress.unpack(text).without_token().pack() for text in addresses]
-        # The host of the store may have closed it already.
-        with contextlib.suppress(StoreError):
-            store.set(VIEWERS, "\n".join(shown))
 
 
 def _placed(hosts: list[str]) -> tuple[str, ...]:
@@ -268,7 +243,7 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
         context = Context(rank=rank, world_size=world_size, peers=missing)
         if client := refused_client(store):
-            if getattr(_innermost(store), "is_master", False):
+            if getattr(innermost(store), "is_master", False):
                 time.sleep(_LATE_S)
             absent = name_ranks(missing) if missing else "other ranks"
             raise RendezvousError(
@@ -327,17 +302,3 @@ def _check_world_size(
             context=Context(rank=rank, world_size=world_size, peers=(other,)),
             hint="give all ranks the same world_size",
         )
-
-
-def _innermost(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _hosts(store: Store) -> tuple[str, ...]:
-    inner = _innermost(store)
-    if isinstance(inner, HashStore) and not config.get("UNISONO_HOST"):
-        return ("127.0.0.1",)
-    # A store with a server knows its host, and so do torch's stores behind their adapter.
-    return own_hosts(getattr(inner, "host", None))

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from unisono.transports.api import Transport
-from unisono.transports.mailbox import deliver_copy
-from unisono.transports.messages import LEFT, Arrival, Key, Kind, LinkDown
+from unisono.transports.messages import LEFT, Key, LinkDown
 from unisono.transports.transfers import Transfer
 
 
@@ -21,6 +20,8 @@ class InprocTransport(Transport):
         world_size: Number of ranks.
         find: Returns the `address` that another rank published; called once per peer.
     """
+
+    allows_cpp = True
 
     # All transports of this process, by name. Weak, so that it keeps no transport alive.
     _by_address: ClassVar[weakref.WeakValueDictionary[str, InprocTransport]] = (
@@ -44,22 +45,21 @@ class InprocTransport(Transport):
         if link is None:
             transfer.finish(self.down(peer))
             return
-        if key.kind in (Kind.COLLECTIVE, Kind.P2P):
-            deliver_copy(link.messages, key, Arrival(self.rank, transfer.into, transfer.info))
-        else:
-            link.on_control(self.rank, key.context, key.kind, bytes(transfer.into))
+        link.arrive(self.rank, key, transfer.info, transfer.into)
         transfer.finish()
 
-    def _watch(self, peer: int) -> None:
+    def watch(self, peer: int) -> None:
         self._link(peer)
 
     def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Do nothing: a message is delivered in one step, so no transfer is under way."""
 
-    def _shut(self) -> None:
-        for link in list(self._peers.values()):
-            if not link.closed:
-                link.mark_down(LinkDown(self.rank, LEFT, left=True))
+    def linked(self) -> list[int]:
+        return [peer for peer, link in list(self._peers.items()) if not link.closed]
+
+    def shut(self) -> None:
+        for peer in self.linked():
+            self.good_bye(peer)
         self._peers.clear()
 
     def vanish(self, reason: str) -> None:

@@ -34,10 +34,9 @@ from unisono.platform.processes import (
 )
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.stores import TCPStore
-from unisono.transports.connect import VIEWERS
 from unisono.transports.tcp.address import TCPAddress
 from unisono.transports.tcp.status import THREAD
-from unisono.transports.tcp.viewer import NO_KEY, key_of, opened, question
+from unisono.transports.tcp.viewer import NO_KEY, VIEWERS, key_of, opened, question
 from unisono.transports.tcp.wire import INSPECT
 
 State = dict[str, Any]

@@ -9,7 +9,7 @@ replace the address, and refused clients have no effect any more.
 from __future__ import annotations
 
 from unisono.stores.api import Store
-from unisono.stores.prefix import PrefixStore
+from unisono.stores.prefix import innermost
 from unisono.stores.tcp.client import TCPStore
 
 
@@ -32,6 +32,5 @@ def forget_refused(store: Store) -> None:
 
 def _guarded(store: Store) -> TCPStore | None:
     """Return the TCPStore below the views of a store, if this process has no token for it."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store if isinstance(store, TCPStore) and not store.has_token else None
+    inner = innermost(store)
+    return inner if isinstance(inner, TCPStore) and not inner.has_token else None

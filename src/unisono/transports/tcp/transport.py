@@ -23,15 +23,18 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base import config
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
 from unisono.base.silence import silence_on
+from unisono.errors import StoreError
+from unisono.stores import Store
+from unisono.stores.prefix import innermost
 from unisono.transports.api import Transport
-from unisono.transports.messages import Key, Kind, LinkDown
+from unisono.transports.messages import Key, LinkDown
 from unisono.transports.tcp.address import TCPAddress, listen
 from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greetings
@@ -39,7 +42,7 @@ from unisono.transports.tcp.host_watch import HostWatch
 from unisono.transports.tcp.io_loop import READ, WRITE
 from unisono.transports.tcp.link import Link
 from unisono.transports.tcp.status import Client, answer_client, show_port
-from unisono.transports.tcp.viewer import key_of, key_shown
+from unisono.transports.tcp.viewer import VIEWERS, key_of, key_shown
 from unisono.transports.tcp.wire import ACCEPT, CLOCK, INSPECT, RECORDS, REFUSE, Hello
 from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
@@ -87,6 +90,7 @@ class TCPTransport(Transport):
     """
 
     wires: WireMaker
+    allows_cpp = True
 
     def __init__(
         self,
@@ -130,12 +134,20 @@ class TCPTransport(Transport):
             reason = reason_of(error)
             self._loop.later(lambda: self._broken(link, reason))
 
-    def _watch(self, peer: int) -> None:
+    def watch(self, peer: int) -> None:
         self._link(peer)
 
-    def _linked(self) -> list[int]:
+    def linked(self) -> list[int]:
         with self._links_lock:
             return [peer for peer, link in list(self._links.items()) if link.ready]
+
+    def _show(self, store: Store, addresses: Sequence[str]) -> None:
+        # Other hosts can only read a store with a server, and only a job's token opens a rank.
+        if config.get("UNISONO_TOKEN") and hasattr(innermost(store), "host"):
+            shown = [TCPAddress.unpack(text).without_token().pack() for text in addresses]
+            # The host of the store may have closed it already.
+            with contextlib.suppress(StoreError):
+                store.set(VIEWERS, "\n".join(shown))
 
     def unreached(self) -> dict[int, list[str]]:
         return self._dials.unreached()
@@ -151,7 +163,7 @@ class TCPTransport(Transport):
         for link in links:
             link.cancel(unwanted, error)
 
-    def _shut(self) -> None:
+    def shut(self) -> None:
         self._loop.later(self._begin_to_leave)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -201,7 +213,7 @@ class TCPTransport(Transport):
         for link in links:
             if link not in self._leave.told and (link.ready or link.pending()):
                 self._leave.told.add(link)
-                self._control(link.peer, 0, Kind.GOODBYE, {})
+                self.good_bye(link.peer)
             if link.ready and not link.pending():
                 link.end_writing()
         # A peer that has our hello may have a link already, and must not take its end for a crash.
@@ -420,7 +432,7 @@ class TCPTransport(Transport):
             other.drop(link.peer)
         # At the normal end of a world every link ends. That needs no question.
         needless = self._leave is not None or self.down(link.peer) is not None
-        linked = [] if needless else self._linked()[:_MOST_ASKED]
+        linked = [] if needless else self.linked()[:_MOST_ASKED]
         question = self._questions.about_ends[link.peer] = self.inquire(0, 0, linked)
 
         def end_once() -> None:
@@ -437,13 +449,9 @@ class TCPTransport(Transport):
 
     def _end(self, link: Link, reason: str, left: bool, established: bool) -> None:
         """Record the end of the rank of a link, and end its transfers."""
-        error = self.down(link.peer) or self._end_of(link.peer, reason, left)
         # While this rank leaves, its peers answer its good-bye: they close their links, too.
-        if established and not error.left and self._leave is None:
-            self.spread(error)
-        else:
-            self.mark_down(error)
-        link.close(error)
+        spreads = established and self._leave is None
+        link.close(self.ended(link.peer, reason, left=left, spreads=spreads))
 
     def _after_all_arrivals(self, job: Callable[[], object]) -> None:
         # The second turn looks at all sockets again before it runs the job.

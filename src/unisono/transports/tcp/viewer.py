@@ -22,6 +22,9 @@ from collections.abc import Iterable
 from unisono.transports.tcp.address import TCPAddress
 from unisono.transports.tcp.wire import ACCEPT, Hello
 
+VIEWERS = "viewers"
+"""The key of the addresses that `unisono top HOST:PORT` reads, a rank per line."""
+
 NO_KEY = b""
 """The key of a client of the same user."""
 
