@@ -1,7 +1,8 @@
 """The semantics of every store, without any I/O: values, queues, barriers, and their waiters.
 
 HashStore guards a `Table` with a lock, FileStore replays its log into a table, the TCP server
-owns a table. Nothing here blocks, sleeps or locks: a waiter polls, or registers a callback.
+owns a table, and a store on a service makes one of each entry that it changes. Nothing here blocks,
+sleeps or locks: a waiter polls, or registers a callback.
 """
 
 from __future__ import annotations
@@ -173,6 +174,14 @@ class Table:
     def queue_len(self, key: str) -> int:
         """Return the number of values in a queue."""
         return len(self._queues.get(key, ()))
+
+    def found(self, keys: Iterable[str]) -> list[bytes | None]:
+        """Return the value of each key; None for a key without a value."""
+        return [self.values.get(key) for key in keys]
+
+    def names(self) -> list[str]:
+        """Return the keys with a value."""
+        return list(self.values)
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that have neither a value nor a non-empty queue."""
