@@ -30,6 +30,7 @@ from dataclasses import replace
 from unisono.errors import RendezvousError
 from unisono.rendezvous.state import (
     Cause,
+    Departure,
     Event,
     Failed,
     Idle,
@@ -38,6 +39,7 @@ from unisono.rendezvous.state import (
     Left,
     Limits,
     Lost,
+    MemberEvent,
     Node,
     Phase,
     Replaced,
@@ -80,7 +82,7 @@ def apply(state: State, event: Event) -> State:
                 after = _end_world(state, Cause.MEMBERSHIP, gone[0].id, reason)
         case Succeeded():
             after = _succeeded(state, event)
-        case Left() | Lost():
+        case Departure():
             after = _gone(state, event)
     return state if after == state else after
 
@@ -141,7 +143,7 @@ def _admit(state: State, node: Node) -> State:
     )
 
 
-def _is_current(state: State, event: Failed | Replaced | Idle | Unmet | Succeeded) -> bool:
+def _is_current(state: State, event: MemberEvent) -> bool:
     """Return whether an event is of a member of the running world."""
     running = state.phase is Phase.RUNNING and event.epoch == state.epoch
     return running and state.is_member(event.node_id)
@@ -221,7 +223,7 @@ def _finish_if_done(state: State) -> State:
     return _end_world(state, Cause.MEMBERSHIP, state.idle[0], reason)
 
 
-def _gone(state: State, event: Left | Lost) -> State:
+def _gone(state: State, event: Departure) -> State:
     if event.node_id not in state.present:
         return state
     if state.phase is Phase.RUNNING and state.is_member(event.node_id):
@@ -250,7 +252,7 @@ def _gone(state: State, event: Left | Lost) -> State:
     return _fail_if_hopeless(state, event) if isinstance(event, Lost) else state
 
 
-def _goes_on_without(state: State, event: Left | Lost) -> bool:
+def _goes_on_without(state: State, event: Departure) -> bool:
     """Return whether the workers of the other members go on without a member."""
     assert state.limits is not None
     enough = len(state.members) > state.limits.min_nodes
