@@ -1,7 +1,7 @@
 """The semantics of every store, without any I/O: values, queues, barriers, and their waiters.
 
 HashStore guards a `Table` with a lock, FileStore replays its log into a table, the TCP server
-owns a table, and a store on a service makes one of each entry that it changes. Nothing here blocks,
+owns a table. A store on a service makes a table of the entry that it changes. Nothing here blocks,
 sleeps or locks: a waiter polls, or registers a callback.
 """
 

@@ -77,7 +77,7 @@ class _Talker(subprocess.Popen[str]):
         """Send a line, and wait for the answer to it.
 
         Raises:
-            OSError: The process has ended; the text is what it said.
+            OSError: The process has ended; the text is its standard error.
         """
         with contextlib.suppress(BrokenPipeError):
             opened(self.stdin).write(line + "\n")
