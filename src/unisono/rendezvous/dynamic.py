@@ -43,7 +43,6 @@ from unisono.rendezvous.state import (
     Replaced,
     State,
     dumps,
-    holders,
     loads,
 )
 from unisono.rendezvous.transitions import apply
@@ -199,7 +198,7 @@ class DynamicRendezvous:
     @property
     def others_hold_state(self) -> bool:
         """Whether workers of another node hold the state of the job."""
-        return bool(holders(self.state, without=self.node_id))
+        return bool(self.state.holders(without=self.node_id))
 
     @property
     def restart_left(self) -> bool:

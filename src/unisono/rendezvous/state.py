@@ -149,6 +149,17 @@ class State:
         """Return whether a node belongs to the current world, or to the world that is forming."""
         return any(node.id == node_id for node in self.members)
 
+    def holders(self, *, without: str = "") -> list[str]:
+        """Return the members of a running world whose workers hold the state of the job."""
+        others = {without, *self.idle, *self.succeeded}
+        running = self.members if self.phase is Phase.RUNNING else ()
+        return [node.id for node in running if node.id not in others]
+
+    def rival_of(self, node: Node) -> Node | None:
+        """Return the other node of the world whose fixed group rank is the same, or None."""
+        others = (n for n in self.members if n.id != node.id and n.node_rank == node.node_rank)
+        return None if node.node_rank is None else next(others, None)
+
 
 @dataclass(frozen=True)
 class Join:
@@ -220,19 +231,6 @@ class Lost(Departure):
 
 
 Event = Join | LastCall | MemberEvent | Departure
-
-
-def holders(state: State, *, without: str = "") -> list[str]:
-    """Return the members of a running world whose workers hold the state of the job."""
-    others = {without, *state.idle, *state.succeeded}
-    running = state.members if state.phase is Phase.RUNNING else ()
-    return [node.id for node in running if node.id not in others]
-
-
-def rival_of(node: Node, state: State) -> Node | None:
-    """Return the other node of the world whose fixed group rank is the same, or None."""
-    others = (n for n in state.members if n.id != node.id and n.node_rank == node.node_rank)
-    return None if node.node_rank is None else next(others, None)
 
 
 def rank_taken(node: Node, rival: Node) -> RendezvousError:

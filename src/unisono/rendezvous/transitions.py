@@ -47,7 +47,6 @@ from unisono.rendezvous.state import (
     Succeeded,
     Unmet,
     rank_taken,
-    rival_of,
 )
 
 
@@ -100,7 +99,7 @@ def _join(state: State, event: Join) -> State:
     if node.id in (n.id for n in (*state.members, *state.waiting)) or state.over:
         return state
     # In a later epoch the node may replace a lost node.
-    if state.epoch == 0 and (rival := rival_of(node, state)) is not None:
+    if state.epoch == 0 and (rival := state.rival_of(node)) is not None:
         raise rank_taken(node, rival)
     if state.phase is Phase.RUNNING and _has_room(state, node) and not event.limits.replaces:
         reason = f"node {node.host} joined"
@@ -120,7 +119,7 @@ def _words(limits: Limits) -> str:
 def _has_room(state: State, node: Node) -> bool:
     """Return whether a node can be admitted without taking a place kept for another node."""
     assert state.limits is not None
-    if rival_of(node, state) is not None or state.succeeded:
+    if state.rival_of(node) is not None or state.succeeded:
         return False
     if node.id in state.expected:
         return True
