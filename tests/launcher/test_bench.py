@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.oracle import outcome
 from tests.support.programs import python
+from unisono.base import document
 from unisono.bench import launch as bench_launch
 from unisono.bench import libraries
 from unisono.bench.data import Data
@@ -153,7 +154,7 @@ def test_impossible_plans_name_the_flag(make, text):
 
 def test_plan_survives_a_command_line():
     plan = BenchPlan(ops=("reduce", "barrier"), nprocs=3, peers=("gloo",), engine="reference")
-    assert BenchPlan.from_json(plan.to_json()) == plan
+    assert document.loads(BenchPlan, document.dumps(plan)) == plan
 
 
 def test_store_names_the_script_that_measures_stores(capsys):

@@ -80,7 +80,7 @@ _progress = DynamicRendezvous.progress
 
 def progress_after_joining(rendezvous):
     """Return what an agent waits for, once it has joined; on a busy host that takes a while."""
-    while not rendezvous._state.is_member(rendezvous.node_id):
+    while not rendezvous.state.is_member(rendezvous.node_id):
         time.sleep(0.01)
     return _progress(rendezvous)
 

@@ -5,8 +5,10 @@ torch.distributed and unisono have the same functions, so they share one class.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+import unisono
 from unisono.backends import CPUOptions
 from unisono.backends.nccl import library as nccl_library
 from unisono.base.types import ReduceOp
@@ -132,27 +135,20 @@ class _MPI:
             raise UnsupportedError(f"{self.name} has no type {plan.dtype}")
         op, root, here = getattr(self._mpi, names[plan.redop]), plan.root, self._mpi.IN_PLACE
         given, result, is_root = data.input, data.output, data.rank == plan.root
-        match case.op:
-            case "all_reduce":
-                return partial(comm.Allreduce, here, result, op)
-            case "broadcast":
-                return partial(comm.Bcast, result, root)
-            case "reduce":
-                pair = (here, result) if is_root else (given, None)
-                return partial(comm.Reduce, *pair, op, root)
-            case "all_gather":
-                return partial(comm.Allgather, given, result)
-            case "reduce_scatter":
-                return partial(comm.Reduce_scatter_block, given, result, op)
-            case "all_to_all":
-                return partial(comm.Alltoall, given, result)
-            case "gather":
-                return partial(comm.Gather, given, result if is_root else None, root)
-            case "scatter":
-                return partial(comm.Scatter, given if is_root else None, result, root)
-            case "barrier":
-                return comm.Barrier  # type: ignore[no-any-return]
-        return _ping_pong(data, partial(comm.Send, given), partial(comm.Recv, result))
+        pair = (here, result) if is_root else (given, None)
+        calls: dict[str, TimedCall] = {
+            "all_reduce": partial(comm.Allreduce, here, result, op),
+            "broadcast": partial(comm.Bcast, result, root),
+            "reduce": partial(comm.Reduce, *pair, op, root),
+            "all_gather": partial(comm.Allgather, given, result),
+            "reduce_scatter": partial(comm.Reduce_scatter_block, given, result, op),
+            "all_to_all": partial(comm.Alltoall, given, result),
+            "gather": partial(comm.Gather, given, result if is_root else None, root),
+            "scatter": partial(comm.Scatter, given if is_root else None, result, root),
+            "barrier": comm.Barrier,
+        }
+        ping_pong = _ping_pong(data, partial(comm.Send, given), partial(comm.Recv, result))
+        return calls.get(case.op, ping_pong)
 
     def versions(self) -> dict[str, str]:
         library = self._mpi.Get_library_version().splitlines()[0].rstrip("\0")
@@ -182,26 +178,20 @@ class _NCCL4Py:
         case, plan, comm = data.case, data.plan, self._comm
         given, result = data.arrays
         op, root = getattr(nccl_library, REDOPS[plan.redop]), plan.root
-        match case.op:
-            case "all_reduce":
-                return partial(comm.allreduce, result, result, op)
-            case "broadcast":
-                return partial(comm.broadcast, result, result, root)
-            case "reduce":
-                return partial(comm.reduce, result, result, op, root)
-            case "all_gather":
-                return partial(comm.allgather, given, result)
-            case "reduce_scatter":
-                return partial(comm.reduce_scatter, given, result, op)
-            case "all_to_all":
-                return partial(comm.alltoall, given, result)
-            case "gather":
-                return partial(comm.gather, given, result, root)
-            case "scatter":
-                return partial(comm.scatter, given, result, root)
-            case "barrier":
-                raise UnsupportedError(f"{self.name} has no barrier")
-        return _ping_pong(data, partial(comm.send, given), partial(comm.recv, result))
+        if case.op == "barrier":
+            raise UnsupportedError(f"{self.name} has no barrier")
+        calls: dict[str, TimedCall] = {
+            "all_reduce": partial(comm.allreduce, result, result, op),
+            "broadcast": partial(comm.broadcast, result, result, root),
+            "reduce": partial(comm.reduce, result, result, op, root),
+            "all_gather": partial(comm.allgather, given, result),
+            "reduce_scatter": partial(comm.reduce_scatter, given, result, op),
+            "all_to_all": partial(comm.alltoall, given, result),
+            "gather": partial(comm.gather, given, result, root),
+            "scatter": partial(comm.scatter, given, result, root),
+        }
+        ping_pong = _ping_pong(data, partial(comm.send, given), partial(comm.recv, result))
+        return calls.get(case.op, ping_pong)
 
     def versions(self) -> dict[str, str]:
         return {"nccl4py": str(self._nccl.__version__)}
@@ -245,8 +235,6 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Libr
 
 
 def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
-    import unisono
-
     unisono.init_process_group(
         "cpu:unisono,cuda:nccl" if plan.device == "cuda" else None,
         store=PrefixStore("unisono", store),
@@ -260,8 +248,6 @@ def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
 
 def unisono_library(algorithm: str | None) -> Library:
     """Return unisono with its default group, which runs an algorithm or selects one if None."""
-    import unisono
-
     extra = {"algorithm": algorithm} if algorithm else {}
     versions = {"unisono": unisono.__version__, "numpy": np.__version__}
     return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, extra)
@@ -285,6 +271,24 @@ def _open_torch(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Libra
     versions = {"torch": str(torch.__version__)}
     wrap = partial(to_tensor, torch) if name == "gloo" else lambda tensor: tensor
     return _C10d(name, dist, wrap, dist.ReduceOp, versions, {})
+
+
+def slowest(values: object) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Return the largest values over all ranks."""
+    array = np.array(values, np.float64)
+    unisono.all_reduce(array, unisono.ReduceOp.MAX)
+    return array
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage before the block, and none in it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def mpi_rank(plan: BenchPlan) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unisono.base import document
 from unisono.errors import InvalidArgumentError
 
 GPU_PEERS = ("nccl", "nccl4py")
@@ -214,15 +213,6 @@ class BenchPlan:
         """Return the pairs of `peer_of`, the lower rank first."""
         peers = ((rank, self.peer_of(rank)) for rank in range(self.nprocs))
         return [(rank, peer) for rank, peer in peers if peer is not None and rank < peer]
-
-    @classmethod
-    def from_json(cls, text: str) -> BenchPlan:
-        """Return the plan that `to_json` wrote."""
-        return document.loads(cls, text)
-
-    def to_json(self) -> str:
-        """Return the plan as text, for a command line."""
-        return document.dumps(self)
 
     def fields(self) -> dict[str, Any]:
         """Return all settings in one flat dict, for the file of `--json`."""

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from unisono.base.grouping import grouped
 from unisono.bench.report import bandwidths
 from unisono.errors import InvalidArgumentError
 
@@ -29,10 +30,8 @@ def plot(result: dict[str, Any], path: str) -> None:
     Raises:
         InvalidArgumentError: There is no operation with more than one size.
     """
-    by_op: dict[str, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        by_op.setdefault(row["op"], []).append(row)
-    by_op = {op: rows for op, rows in by_op.items() if len(rows) > 1}
+    all_rows = grouped((row["op"], row) for row in result["rows"])
+    by_op = {op: rows for op, rows in all_rows.items() if len(rows) > 1}
     if not by_op:
         raise InvalidArgumentError("--plot needs an operation with several sizes")
     matplotlib: Any = importlib.import_module("matplotlib")

@@ -13,7 +13,6 @@ All ranks take the same decisions, because all decide by the times of the slowes
 
 from __future__ import annotations
 
-import gc
 import itertools
 import platform
 import time
@@ -24,7 +23,7 @@ import numpy as np
 
 import unisono
 from unisono.bench.data import Data
-from unisono.bench.libraries import TimedCall, unisono_library
+from unisono.bench.libraries import TimedCall, no_garbage_collection, slowest, unisono_library
 from unisono.bench.plan import BenchPlan, Case, Sizes, cases
 from unisono.schedules import Topology, available, select
 from unisono.schedules.tables import Measured
@@ -119,7 +118,7 @@ def measure(
         ends_s = start_s + share * plan.limit_s
         for at, cell in enumerate(todo):
             left_s = ends_s - time.perf_counter()
-            if _slowest([-left_s])[0] > 0.0:
+            if slowest([-left_s])[0] > 0.0:
                 break
             where = f"{cell.case.op} of {cell.case.nbytes} bytes"
             progress(turn * len(found) + at, PASSES * len(found), where)
@@ -159,20 +158,16 @@ def _measure(cell: _Cell, data: Data, topology: Topology, share_s: float) -> Non
     op = cell.case.op
     names = cell.call_s or available(op, topology.world_size, local=topology.local)
     calls = {name: unisono_library(name).call(data) for name in names}
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         if not cell.call_s:
             # The first call also builds the schedule.
             first = [min(_loop_s(call, 1) for _ in range(3)) for call in calls.values()]
-            cell.call_s = dict(zip(calls, _slowest(first), strict=True))
+            cell.call_s = dict(zip(calls, slowest(first), strict=True))
             cell.drop(OUT_AT_ONCE)
         calls = {name: calls[name] for name in cell.call_s}
         iters = [max(1, min(1000, int(_LOOP_S / s))) for s in cell.call_s.values()]
         times = _rounds(list(calls.values()), iters, share_s)
-    finally:
-        gc.enable()
-    for name, column in zip(calls, _slowest(times).T.tolist(), strict=True):
+    for name, column in zip(calls, slowest(times).T.tolist(), strict=True):
         cell.call_s[name] = min(column)
         cell.rounds_us.setdefault(name, []).append([round(s * 1e6, 3) for s in column])
 
@@ -183,7 +178,7 @@ def _rounds(calls: Sequence[TimedCall], iters: Sequence[int], share_s: float) ->
     times: list[list[float]] = []
     for turn in range(_MOST_ROUNDS):
         # The calls may take longer than before, so the ranks look at the time in each round.
-        if turn >= _LEAST_ROUNDS and _slowest([time.perf_counter() - ends_s])[0] > 0.0:
+        if turn >= _LEAST_ROUNDS and slowest([time.perf_counter() - ends_s])[0] > 0.0:
             break
         times.append([0.0] * len(calls))
         for i in (i % len(calls) for i in range(turn, turn + len(calls))):
@@ -200,10 +195,3 @@ def _loop_s(call: TimedCall, iters: int) -> float:
     for _ in itertools.repeat(None, iters):
         call()
     return time.perf_counter() - start_s
-
-
-def _slowest(values: object) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Return the largest values over all ranks."""
-    array = np.array(values, np.float64)
-    unisono.all_reduce(array, unisono.ReduceOp.MAX)
-    return array

@@ -11,7 +11,6 @@ spinning loses more than a library that sleeps.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
 import json
@@ -26,8 +25,16 @@ from typing import Any
 import numpy as np
 
 import unisono
+from unisono.base import document
 from unisono.bench.data import Data, GPUData
-from unisono.bench.libraries import Library, TimedCall, mpi_rank, open_library
+from unisono.bench.libraries import (
+    Library,
+    TimedCall,
+    mpi_rank,
+    no_garbage_collection,
+    open_library,
+    slowest,
+)
 from unisono.bench.plan import OPS, BenchPlan, Case, cases
 from unisono.launcher.environment import LOOPBACK
 from unisono.platform.processes import parent_death_hook
@@ -169,17 +176,12 @@ class _BenchRank:
         unisono.all_reduce(total)
         return int(total[0])
 
-    def _slowest_s(self, own_s: float) -> float:
-        slowest = np.array([own_s])
-        unisono.all_reduce(slowest, unisono.ReduceOp.MAX)
-        return float(slowest[0])
-
     def _calibrate(self, call: TimedCall, data: Data) -> int:
         """Return the number of calls that take about `ROUND_S`, equal on all ranks."""
 
         def loop_s(iters: int) -> float:
             unisono.barrier()
-            return self._slowest_s(_timed_s(call, iters, data))
+            return float(slowest([_timed_s(call, iters, data)])[0])
 
         return calibrated(loop_s)
 
@@ -187,9 +189,7 @@ class _BenchRank:
         """Return [rounds, libraries]: the time of one call on the slowest rank."""
         rounds, count = self._plan.loop.rounds, len(ready)
         own = np.zeros((rounds, count))
-        gc.collect()
-        gc.disable()
-        try:
+        with no_garbage_collection():
             for turn in range(rounds):
                 for i in (i % count for i in range(turn, turn + count)):
                     library = ready[i]
@@ -197,10 +197,7 @@ class _BenchRank:
                     _timed_s(library.call, self._plan.loop.warmup, data)
                     unisono.barrier()
                     own[turn, i] = _timed_s(library.call, library.iters, data) / library.iters
-        finally:
-            gc.enable()
-        unisono.all_reduce(own, unisono.ReduceOp.MAX)
-        return own * 1e6
+        return slowest(own) * 1e6
 
 
 def calibrated(loop_s: Callable[[int], float]) -> int:
@@ -235,14 +232,14 @@ def _timed_s(call: TimedCall, iters: int, data: Data) -> float:
 
 def worker_command(plan: BenchPlan, port: int, host: str, rank: int | None = None) -> list[str]:
     """Return the command line of a process that calls `work`; without `rank` MPI gives the rank."""
-    words = [sys.executable, "-m", __name__, plan.to_json(), str(port), host]
+    words = [sys.executable, "-m", __name__, document.dumps(plan), str(port), host]
     return words if rank is None else [*words, str(rank)]
 
 
 def _main() -> None:
     # This process dies with mpiexec's helper, that with mpiexec, and that with the command.
     parent_death_hook()()
-    plan = BenchPlan.from_json(sys.argv[1])
+    plan = document.loads(BenchPlan, sys.argv[1])
     port, host = int(sys.argv[2]), sys.argv[3]
     rank = int(sys.argv[4]) if len(sys.argv) > 4 else -1
     try:

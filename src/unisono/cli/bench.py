@@ -9,18 +9,16 @@ import signal
 import sys
 from typing import Any
 
-from unisono.bench.plan import (
-    ALL,
-    DTYPES,
-    OPS,
-    PEERS,
-    REDOPS,
-    BenchPlan,
-    Loop,
-    Sizes,
-    parse_nbytes,
+from unisono.bench.plan import ALL, DTYPES, OPS, PEERS, REDOPS, BenchPlan, Loop, Sizes
+from unisono.cli.flags import (
+    add_parser,
+    add_sizes,
+    check_writable,
+    non_negative,
+    positive,
+    seconds,
+    write_text,
 )
-from unisono.cli.flags import add_parser, check_writable, checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
 _DESCRIPTION = """\
@@ -43,125 +41,65 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(
         commands, "bench", "measure operations, beside other libraries", _DESCRIPTION, _bench
     )
-    parser.add_argument(
-        "ops",
-        nargs="+",
-        choices=[*OPS, "all", "store"],
-        metavar="OP",
-        help=", ".join([*OPS, "all"]),
-    )
-    parser.add_argument(
-        "--nproc-per-node",
-        type=positive,
-        metavar="N",
-        help="ranks per host (2, or 1 with -t or -g)",
-    )
-    parser.add_argument(
-        "--hosts",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="number of hosts, as network namespaces on this machine; needs root",
-    )
+    add = parser.add_argument
+    names = [*OPS, "all"]
+    add("ops", nargs="+", choices=[*names, "store"], metavar="OP", help=", ".join(names))
+    per_host = "ranks per host (2, or 1 with -t or -g)"
+    add("--nproc-per-node", type=positive, metavar="N", help=per_host)
+    hosts = "number of hosts, as network namespaces on this machine; needs root"
+    add("--hosts", type=positive, default=0, metavar="N", help=hosts)
     _add_sizes(parser)
     _add_loop(parser)
     _add_nccl_tests(parser)
-    parser.add_argument("--engine", choices=("native", "reference"), help="unisono's engine")
-    parser.add_argument("--algorithm", metavar="NAME", help="unisono's algorithm")
-    parser.add_argument(
-        "--peer",
-        action="append",
-        choices=PEERS,
-        default=[],
-        help="also measure gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be "
-        "repeated",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write all measurements to a file, as JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw time and busbw over size")
-    parser.add_argument(
-        "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="limit per size (120)"
-    )
+    add("--engine", choices=("native", "reference"), help="unisono's engine")
+    add("--algorithm", metavar="NAME", help="unisono's algorithm")
+    peers = "gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be repeated"
+    add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
+    add("--json", metavar="FILE", help="write all measurements to a file, as JSON")
+    add("--plot", metavar="FILE.png", help="draw time and busbw over size")
+    limit = "limit per size (120)"
+    add("--timeout", type=seconds, default=120.0, metavar="SECONDS", help=limit)
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes and types")
-    nbytes = checked(parse_nbytes)
-    sizes.add_argument(
-        "-b", "--minbytes", type=nbytes, default="8", metavar="SIZE", help="first size (8)"
-    )
-    sizes.add_argument(
-        "-e", "--maxbytes", type=nbytes, default="64M", metavar="SIZE", help="last size (64M)"
-    )
+    add = sizes.add_argument
     step = sizes.add_mutually_exclusive_group()
-    step.add_argument(
-        "-f", "--stepfactor", type=positive, default=2, metavar="FACTOR", help="size factor (2)"
-    )
+    nbytes = add_sizes(sizes, "8", "64M", 2, step)
     step.add_argument(
         "-i", "--stepbytes", type=nbytes, default=0, metavar="STEP", help="size step instead"
     )
-    sizes.add_argument(
-        "-d",
-        "--datatype",
-        "--dtype",
-        choices=[*DTYPES, *_ALIASES, ALL],
-        default="float32",
-        metavar="TYPE",
-        help=f"{', '.join([*DTYPES, *_ALIASES, ALL])} (float32); bfloat16 needs ml_dtypes",
-    )
-    sizes.add_argument("-o", "--op", choices=[*REDOPS, ALL], default="sum", help="reduce op (sum)")
-    sizes.add_argument(
-        "-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)"
-    )
+    types = [*DTYPES, *_ALIASES, ALL]
+    meaning = f"{', '.join(types)} (float32); bfloat16 needs ml_dtypes"
+    names = ("-d", "--datatype", "--dtype")
+    add(*names, choices=types, default="float32", metavar="TYPE", help=meaning)
+    add("-o", "--op", choices=[*REDOPS, ALL], default="sum", help="reduce op (sum)")
+    add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
 
 
 def _add_loop(parser: argparse.ArgumentParser) -> None:
-    loop = parser.add_argument_group("measuring")
-    loop.add_argument(
-        "-n",
-        "--iters",
-        type=non_negative,
-        default=0,
-        metavar="ITERS",
-        help="calls per round; 0 (the default): a number that takes about 5 ms",
-    )
-    loop.add_argument(
-        "-w",
-        "--warmup_iters",
-        type=non_negative,
-        default=1,
-        metavar="WARMUP",
-        help="calls before each round (1)",
-    )
-    loop.add_argument(
-        "--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)"
-    )
-    loop.add_argument("-c", "--check", choices=("0", "1"), default="1", help="check results (1)")
+    add = parser.add_argument_group("measuring").add_argument
+    calls = "calls per round; 0 (the default): a number that takes about 5 ms"
+    add("-n", "--iters", type=non_negative, default=0, metavar="ITERS", help=calls)
+    calls = "calls before each round (1)"
+    add("-w", "--warmup_iters", type=non_negative, default=1, metavar="WARMUP", help=calls)
+    add("--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)")
+    add("-c", "--check", choices=("0", "1"), default="1", help="check results (1)")
 
 
 def _add_nccl_tests(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("for command lines of nccl-tests")
-    for short, name, meaning in (
-        ("-t", "nthreads", "threads"),
-        ("-g", "ngpus", "GPUs of each thread"),
+    add = parser.add_argument_group("for command lines of nccl-tests").add_argument
+    more = "there; here the ranks per host are N times as many processes (1)"
+    for names, meaning in (
+        (("-t", "--nthreads"), "threads"),
+        (("-g", "--ngpus"), "GPUs of each thread"),
     ):
-        group.add_argument(
-            short,
-            f"--{name}",
-            type=positive,
-            default=1,
-            metavar="N",
-            help=f"{meaning} there; here the ranks per host are N times as many processes (1)",
-        )
-    for short, name, effect in (
-        ("-p", "parallel_init", "the ranks are processes, which start at the same time"),
-        ("-z", "blocking", "a call on the CPU ends before the next begins"),
-    ):
-        group.add_argument(
-            short, f"--{name}", choices=("0", "1"), default="0", help=f"no effect: {effect}"
-        )
+        add(*names, type=positive, default=1, metavar="N", help=f"{meaning} {more}")
+    start = "no effect: the ranks are processes, which start at the same time"
+    add("-p", "--parallel_init", choices=("0", "1"), default="0", help=start)
+    block = "no effect: a call on the CPU ends before the next begins"
+    add("-z", "--blocking", choices=("0", "1"), default="0", help=block)
 
 
 def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
@@ -214,8 +152,7 @@ def _bench(options: argparse.Namespace) -> int:
     table.end()
     result = document(plan, table, sys.argv[1:])
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            file.write(_as_text(result))
+        write_text(options.json, _as_text(result))
     if options.plot:
         from unisono.bench.plot import plot
 

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.bench.plan import parse_nbytes
 from unisono.cli.explain import OP_NAMES
-from unisono.cli.flags import add_parser, check_writable, checked, non_negative, positive
-from unisono.cli.simulate import machine_of, write_text
+from unisono.cli.flags import (
+    add_parser,
+    check_writable,
+    checked,
+    non_negative,
+    positive,
+    write_text,
+)
+from unisono.cli.simulate import machine_of
 from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

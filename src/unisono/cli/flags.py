@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from unisono.base.config import environ
+from unisono.bench.plan import parse_nbytes
 from unisono.errors import InvalidArgumentError
 
 PREFIXES = ("UNISONO_", "PET_")
@@ -23,14 +25,35 @@ def add_parser(
     summary: str,
     description: str,
     handler: Callable[[argparse.Namespace], int],
+    **options: Any,
 ) -> argparse.ArgumentParser:
-    """Add a sub-command without abbreviated flags, and return its parser."""
+    """Add a sub-command, by default without abbreviated flags, and return its parser."""
+    options.setdefault("allow_abbrev", False)
+    raw = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=description, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        name, help=summary, description=description, formatter_class=raw, **options
+    )
     parser.set_defaults(handler=handler, parser=parser)
     return parser
+
+
+def add_sizes(target: Any, least: str, most: str, factor: int, step: Any = None) -> Any:
+    """Add the flags of a range of sizes, and return the type of such a flag.
+
+    Args:
+        target: Parser or group.
+        least: Default of the first size.
+        most: Default of the last size; "" for the first.
+        factor: Default of the factor between sizes.
+        step: Group of the flag for the factor, if it has another.
+    """
+    size = {"type": checked(parse_nbytes), "metavar": "SIZE"}
+    add, last = target.add_argument, most or "the first"
+    add("-b", "--minbytes", default=least, help=f"first size ({least})", **size)
+    add("-e", "--maxbytes", default=most or None, help=f"last size ({last})", **size)
+    how = {"type": positive, "metavar": "FACTOR", "help": f"size factor ({factor})"}
+    (step or target).add_argument("-f", "--stepfactor", default=factor, **how)
+    return size["type"]
 
 
 def add_flag(target: Any, *flags: str, **options: Any) -> None:
@@ -108,3 +131,15 @@ def check_writable(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.access(folder, os.W_OK) or os.path.isdir(path):
         raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        InvalidArgumentError: It cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write {path}: {error.strerror}") from None

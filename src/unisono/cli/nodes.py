@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import re
+from functools import partial
 from typing import Any
 
 from unisono.base.config import environ
@@ -58,28 +59,24 @@ def add_count_flag(
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; `node_options` reads them."""
     group = parser.add_argument_group("several nodes, restarts")
-    add_flag(
-        group, "--standalone", action="store_true", help="this host only, without a rendezvous"
-    )
-    add_flag(group, "--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (1)")
-    add_flag(
-        group,
+    add = partial(add_flag, group)
+    add("--standalone", action="store_true", help="this host only, without a rendezvous")
+    add("--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (1)")
+    add(
         "--node-rank",
         type=non_negative,
         default=0,
         metavar="N",
         help="this node's number, with --rdzv-backend static (0)",
     )
-    add_flag(group, "--master-addr", default="127.0.0.1", metavar="HOST", help="host of node 0")
-    add_flag(
-        group,
+    add("--master-addr", default="127.0.0.1", metavar="HOST", help="host of node 0")
+    add(
         "--master-port",
         type=non_negative,
         metavar="PORT",
         help="port of the store on node 0 (29500; any free one with a single node)",
     )
-    add_flag(
-        group,
+    add(
         "--rdzv-backend",
         type=lambda name: _OTHER_NAMES.get(name, name),
         default="static",
@@ -87,10 +84,9 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         help="how nodes meet: static (fixed --node-rank), c10d (in the order in which they come), "
         "etcd or redis (like c10d, in a service that outlives every node); etcd-v2 is etcd",
     )
-    add_flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet")
-    add_flag(group, "--rdzv-id", metavar="NAME", help="name of the job")
-    add_flag(
-        group,
+    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet")
+    add("--rdzv-id", metavar="NAME", help="name of the job")
+    add(
         "--rdzv-conf",
         type=_conf,
         default="",
@@ -98,36 +94,34 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         help="; ".join(f"{key}: {meaning}" for key, meaning in _CONF.items())
         + "; another key: a warning, and no effect",
     )
-    add_flag(group, "--local-addr", metavar="HOST", help="this node's address")
+    add("--local-addr", metavar="HOST", help="this node's address")
     _add_restart_flags(group)
 
 
 def _add_restart_flags(group: Any) -> None:
-    add_flag(
-        group,
+    add = partial(add_flag, group)
+    add(
         "--max-restarts",
         type=non_negative,
         default=0,
         metavar="N",
         help="number of restarts of the whole job that failures of workers may cause (0)",
     )
-    add_flag(
-        group,
+    add(
         "--restart",
         choices=("all", "worker"),
         default="all",
         help="after a failure restart all workers (all), or only the failed one, which joins the "
         "others when they call reconfigure() (worker); --max-restarts counts both",
     )
-    add_flag(
-        group,
+    add(
         "--monitor-interval",
         type=seconds,
         default=0.1,
         metavar="SECONDS",
         help="pause between checks of the other nodes (0.1); ends of workers are detected at once",
     )
-    add_flag(group, "--role", default="default", metavar="NAME", help="the workers' role")
+    add("--role", default="default", metavar="NAME", help="the workers' role")
 
 
 def workers_per_node(text: str) -> int:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.bench.plan import OPS, Sizes, parse_nbytes
-from unisono.cli.flags import add_parser, checked, non_negative, positive
+from unisono.bench.plan import OPS, Sizes
+from unisono.cli.flags import add_parser, add_sizes, non_negative, positive, write_text
 from unisono.errors import InvalidArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -40,16 +40,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         _DESCRIPTION,
         _simulate,
     )
-    nbytes = checked(parse_nbytes)
     add = parser.add_argument
     ops = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
     add("op", choices=ops, metavar="OP", help=", ".join(ops))
     counts = lambda text: [positive(number) for number in text.split(",")]  # noqa: E731
     add("-p", "--ranks", type=counts, default="16", metavar="N,N", help="ranks (16)")
     add("--hosts", type=positive, metavar="H", help="number of hosts (what the network has)")
-    add("-b", "--minbytes", type=nbytes, default="8", metavar="SIZE", help="first size (8)")
-    add("-e", "--maxbytes", type=nbytes, metavar="SIZE", help="last size (the first)")
-    add("-f", "--stepfactor", type=positive, default=8, metavar="FACTOR", help="size factor (8)")
+    add_sizes(parser, "8", "", 8)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
     add("--algorithm", default="all", metavar="A,B", help="algorithms; all (the default)")
@@ -182,18 +179,6 @@ def _us(us: float) -> str:
 def _aligned(cells: Sequence[str]) -> str:
     widths = (9, 12, 23, 12, 9, 9, 9, 9, 10, 8)
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a file.
-
-    Raises:
-        InvalidArgumentError: It cannot be written.
-    """
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _plot(rows: list[Row], options: argparse.Namespace) -> None:

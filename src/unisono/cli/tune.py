@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from unisono.base import config
-from unisono.bench.plan import OPS, Sizes, parse_nbytes
-from unisono.cli.flags import add_parser, checked, positive, seconds
+from unisono.bench.plan import OPS, Sizes
+from unisono.cli.flags import add_parser, add_sizes, checked, positive, seconds
 from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError
 from unisono.platform.machine import load_average, usable_cores
@@ -48,13 +48,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         _DESCRIPTION,
         _tune,
     )
-    nbytes = checked(parse_nbytes)
     add = parser.add_argument
     add("ops", nargs="*", type=checked(_op), metavar="OP", help=f"(6 of {', '.join(_OPS)})")
     add("--nproc-per-node", type=positive, metavar="N", help="ranks to start (one per core)")
-    add("-b", "--minbytes", type=nbytes, default="1K", metavar="SIZE", help="first size (1K)")
-    add("-e", "--maxbytes", type=nbytes, default="16M", metavar="SIZE", help="last size (16M)")
-    add("-f", "--stepfactor", type=positive, default=4, metavar="FACTOR", help="size factor (4)")
+    add_sizes(parser, "1K", "16M", 4)
     add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the run (60)")
     add("--show", action="store_true", help="print the stored tables, and measure nothing")
     add("--clear", action="store_true", help="delete the stored tables, and measure nothing")

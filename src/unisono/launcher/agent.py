@@ -38,7 +38,7 @@ from unisono.rendezvous.dynamic import Answer, Changed, DynamicRendezvous
 from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop
 from unisono.rendezvous.services import open_service, service_host
-from unisono.rendezvous.state import Node
+from unisono.rendezvous.state import Failed, Node, Succeeded
 from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, workers_url
 from unisono.stores import FileStore, HashStore, PrefixStore, Store
 
@@ -247,12 +247,13 @@ class Agent:
         def on_failure(failure: WorkerFailure) -> None:
             nonlocal failed
             failed = True
-            self._rendezvous.failed(
+            self._rendezvous.report(
+                Failed,
                 world.epoch,
                 original=not is_consequence(failure.text),
                 reason=failure.line_with_reason(),
             )
-            used = world.restarts + self._rendezvous.replaced
+            used = world.restarts + self._rendezvous.state.replaced
             if used < spec.limits.max_restarts:
                 pause_s = self._resources.back_off.begin()
                 later = f" in {pause_s:g} s" if pause_s >= 1.0 else ""
@@ -286,7 +287,7 @@ class Agent:
             raise
         self._made += 1 + replacements.count
         if result.ended_well:
-            self._rendezvous.succeeded(world.epoch, idle=result.idle)
+            self._rendezvous.report(Succeeded, world.epoch, idle=result.idle)
         elif self._orders.stop is not None and not failed and result.signum is None:
             self.notify(f"workers were stopped: {self._orders.stop.reason}")
         if result.signum is None:
@@ -331,7 +332,7 @@ class Agent:
             failures=failures,
             left_s=found.left_s if here else {},
             signum=self._signum,
-            restarts=self._restarts + self._rendezvous.replaced,
+            restarts=self._restarts + self._rendezvous.state.replaced,
             reason=end.reason if end is not None and failed else "",
         )
 
@@ -346,7 +347,7 @@ class Agent:
                 found += document.loads(list[WorkerFailure], text) if text != mine else []
             except (ValueError, TypeError) as error:
                 self.notify(f"the failures of another node cannot be read: {error}")
-        return tuple(root_cause_first(found, first=rendezvous.blamed))
+        return tuple(root_cause_first(found, first=rendezvous.state.blamed))
 
     def _drain(self, output: Output) -> None:
         """Pass on the rest of the workers' output; a signal ends the wait for its reader."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.base.deadline import Deadline
+from unisono.base.grouping import grouped
 from unisono.launcher.traceback_text import (
     exception_line,
     extract_traceback,
@@ -235,10 +236,7 @@ def render(
     """
     first, *others = failures
     lines = [failure.line_with_reason() for failure in reversed(others)]
-    by_place: dict[str, list[int]] = {}
-    for rank in stopped:
-        by_place.setdefault(places.get(rank, ""), []).append(rank)
-    for place, ranks in by_place.items():
+    for place, ranks in grouped((places.get(rank, ""), rank) for rank in stopped).items():
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         lines.append(f"{named} stopped by the launcher{place and ', ' + place}")
     if left := leavers(first, left_s):

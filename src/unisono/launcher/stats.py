@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from unisono.base.grouping import grouped
+
 _HEAD = f"  {'operation':30}{'calls':>9}{'MB':>12}{'median us':>12}{'worst ms':>12}  on rank"
 
 
@@ -43,11 +45,8 @@ def read_stats(folder: str) -> list[dict[str, Any]]:
 
 def stats_table(all_stats: Sequence[dict[str, Any]]) -> str:
     """Return the table of all groups: their operations, and the ranks that were waited for."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for stats in all_stats:
-        groups.setdefault(stats["group"], []).append(stats)
     lines = []
-    for name, members in groups.items():
+    for name, members in grouped((stats["group"], stats) for stats in all_stats).items():
         lines.append(f"calls in group '{name}' on {len(members)} ranks of this node")
         lines += [_HEAD, *_operations(members), *_waits(members)]
     return "\n".join(lines) or "no worker has recorded a call"

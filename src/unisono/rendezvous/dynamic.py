@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
@@ -31,20 +32,17 @@ from unisono.rendezvous.member import (
     without_lost,
 )
 from unisono.rendezvous.state import (
+    Departure,
     Event,
-    Failed,
-    Idle,
     Left,
     Limits,
     Lost,
+    MemberEvent,
     Node,
     Phase,
     Replaced,
     State,
-    Succeeded,
-    Unmet,
     dumps,
-    holders,
     loads,
 )
 from unisono.rendezvous.transitions import apply
@@ -81,6 +79,9 @@ Order = WorkerWorld | Stop | End | Answer | Changed
 class DynamicRendezvous:
     """One agent's part in the rendezvous.
 
+    Attributes:
+        state: The shared document, as it was read last.
+
     Args:
         open_store: Function that opens the store of all agents, called on this object's thread.
             It returns the store and the address under which other nodes reach this node. Its
@@ -92,6 +93,8 @@ class DynamicRendezvous:
         worker_store: Opens the workers' store; closed at the end.
         wake: Function that is called on the thread after each order was put into the outbox.
     """
+
+    state = State()
 
     def __init__(
         self,
@@ -128,25 +131,9 @@ class DynamicRendezvous:
         except queue.Empty:
             return None
 
-    def failed(self, epoch: int, *, original: bool, reason: str) -> None:
-        """Report that workers failed; other workers of this node may still be ending."""
-        self._inbox.put(Failed(self._member.node.id, epoch, original, reason))
-
-    def ask_to_replace(self, epoch: int) -> None:
-        """Ask whether a worker may be replaced, which costs a restart; the order is an Answer."""
-        self._inbox.put(Replaced(self._member.node.id, epoch))
-
-    def idle(self, epoch: int, idle: bool) -> None:
-        """Report whether all workers of this node wait for other ranks to take them in."""
-        self._inbox.put(Idle(self._member.node.id, epoch, idle))
-
-    def cannot_meet(self, epoch: int) -> None:
-        """Report that workers wait in `init_process_group` for those of a node that is gone."""
-        self._inbox.put(Unmet(self._member.node.id, epoch))
-
-    def succeeded(self, epoch: int, *, idle: bool = False) -> None:
-        """Report that all workers ended with exit code 0, or (`idle`) that none was taken in."""
-        self._inbox.put(Succeeded(self._member.node.id, epoch, idle))
+    def report(self, kind: type[MemberEvent], epoch: int, **fields: Any) -> None:
+        """Report an event of this node's workers; `Replaced` is answered by the order `Answer`."""
+        self._inbox.put(kind(self.node_id, epoch, **fields))
 
     def stopped(self) -> None:
         """Report that no worker of this node runs any longer."""
@@ -155,7 +142,7 @@ class DynamicRendezvous:
     def leave(self, reason: str, *, broken: bool = False) -> None:
         """Report that this node leaves; `broken` if it leaves because of a fault."""
         kind = Lost if broken else Left
-        self._inbox.put(kind(self._member.node.id, reason))
+        self._inbox.put(kind(self.node_id, reason))
 
     def exchange(
         self, text: str, timeout_s: float, *, canceled: Callable[[], bool] = lambda: False
@@ -171,7 +158,7 @@ class DynamicRendezvous:
         deadline = Deadline(timeout_s)
         try:
             epoch = loads(store.get(_STATE)).epoch
-            store.set(f"report/{epoch}/{self._member.node.id}", text)
+            store.set(f"report/{epoch}/{self.node_id}", text)
             while True:
                 state = loads(store.get(_STATE))
                 keys = {node.id: f"report/{epoch}/{node.id}" for node in state.order}
@@ -188,12 +175,12 @@ class DynamicRendezvous:
         """Return a text that names the nodes present and what this node waits for."""
         if self._store is None:
             return "the store is not open yet"
-        state, limits = self._state, self._member.limits
+        state, limits = self.state, self._member.limits
         hosts = ", ".join(node.host for node in state.members) or "none"
         match state.phase:
             case Phase.JOINING:
                 text = f"{len(state.members)} of at least {limits.min_nodes} came ({hosts})"
-            case Phase.RUNNING if state.is_member(self._member.node.id):
+            case Phase.RUNNING if state.is_member(self.node_id):
                 done = len(state.succeeded)
                 text = f"{done} of {len(state.members)} nodes are done ({hosts})"
             case _:
@@ -204,39 +191,24 @@ class DynamicRendezvous:
         """Return the hosts that need the store, if this process serves it."""
         store = self._store
         serves = store is not None and is_host_of(store.underlying_store)
-        state = self._state if serves else State()
-        me = self._member.node.id
+        state = self.state if serves else State()
+        me = self.node_id
         return [node.host for node in (*state.members, *state.waiting) if node.id != me]
 
     @property
     def others_hold_state(self) -> bool:
         """Whether workers of another node hold the state of the job."""
-        return bool(holders(self._state, without=self._member.node.id))
-
-    @property
-    def has_lost_founders(self) -> bool:
-        """Whether a node with which the running world began is gone."""
-        return bool(self._state.gone)
-
-    @property
-    def replaced(self) -> int:
-        """Number of workers of the job that were replaced while the others went on."""
-        return self._state.replaced
+        return bool(self.state.holders(without=self.node_id))
 
     @property
     def restart_left(self) -> bool:
         """Whether a failure of a worker may cause a restart."""
-        return self._thread.is_alive() and self._state.restart_left
+        return self._thread.is_alive() and self.state.restart_left
 
     @property
     def node_id(self) -> str:
         """The id of this agent."""
         return self._member.node.id
-
-    @property
-    def blamed(self) -> str:
-        """The id of the node that ended the last world."""
-        return self._state.blamed
 
     def close(self) -> None:
         """Leave, serve the store until no other node needs it, and end the thread."""
@@ -259,8 +231,6 @@ class DynamicRendezvous:
 
     # All methods below run on the thread.
 
-    _state = State()
-
     def _run(
         self, open_store: Callable[[Callable[[], bool]], tuple[Store, str]], run_id: str
     ) -> None:
@@ -274,7 +244,7 @@ class DynamicRendezvous:
             while not self._leaving:
                 is_due = self._beat(store)
                 self._follow_state(store)
-                if is_due and self._state.phase is Phase.JOINING:
+                if is_due and self.state.phase is Phase.JOINING:
                     self._leave_if_refused(store, grace)
                 self._handle_event(store, self._pause_s())
             self._serve_others(store)
@@ -317,17 +287,17 @@ class DynamicRendezvous:
         else:
             changed = self._apply(store, event)
             if isinstance(event, Replaced):
-                self._state = loads(store.get(_STATE))
-                used = self._state.restarts + self._state.replaced
+                self.state = loads(store.get(_STATE))
+                used = self.state.restarts + self.state.replaced
                 self._put_order(Answer(changed, used))
-            mine = isinstance(event, Left | Lost) and event.node_id == self._member.node.id
+            mine = isinstance(event, Departure) and event.node_id == self.node_id
             self._leaving = self._leaving or mine
 
     def _follow_state(self, store: PrefixStore) -> None:
         """Read the state and act on it, until no event of this node changes it."""
         while True:
-            before, self._state = self._state, loads(store.get(_STATE))
-            state = self._state
+            before, self.state = self.state, loads(store.get(_STATE))
+            state = self.state
             if state.phase is Phase.RUNNING and _others_changed(before, state):
                 self._put_order(Changed(state.reason))
                 self._worker_store.report_gone(store, state)
@@ -341,11 +311,11 @@ class DynamicRendezvous:
 
     def _leave_if_refused(self, store: PrefixStore, grace: RefusalGrace) -> None:
         """Wait not much longer for nodes if the store has refused one for lack of a token."""
-        came, needed = len(self._state.members), self._member.limits.min_nodes
+        came, needed = len(self.state.members), self._member.limits.min_nodes
         if came < needed and (client := grace.over(partial(refused_client, store))):
             text = f"the rendezvous store refused {client}, which is on another machine, because "
             text += f"there is no token: {came} of {needed} nodes came"
-            self._apply(store, Left(self._member.node.id, text))
+            self._apply(store, Left(self.node_id, text))
             self._put_order(End(False, f"{text} ({TOKEN_HINT})"))
             self._leaving = True
 
@@ -355,8 +325,8 @@ class DynamicRendezvous:
         if self._is_only_node or now < self._next_beat_s:
             return False
         self._next_beat_s = now + self._member.timing.beat_s
-        store.add(f"beat/{self._member.node.id}", 1)
-        others = [i for i in loads(store.get(_STATE)).present if i != self._member.node.id]
+        store.add(f"beat/{self.node_id}", 1)
+        others = [i for i in loads(store.get(_STATE)).present if i != self.node_id]
         counts = store.multi_get([f"beat/{node_id}" for node_id in others])
         beats = {i: int(count) for i, count in zip(others, counts, strict=True)}
         self._member = observe(self._member, beats, time.monotonic())
@@ -423,7 +393,7 @@ class DynamicRendezvous:
 
     def _group_rank(self, state: State) -> int:
         """Return the group rank of this node, which may have been in the same world before."""
-        me = self._member.node.id
+        me = self.node_id
         return max(rank for rank, node in enumerate(state.order) if node.id == me)
 
     def _serve_others(self, store: PrefixStore) -> None:
@@ -433,8 +403,8 @@ class DynamicRendezvous:
         deadline: Deadline | None = None
         while not self._abandoned:
             self._beat(store)
-            self._state = state = loads(store.get(_STATE))
-            others = [i for i in state.present if i != self._member.node.id]
+            self.state = state = loads(store.get(_STATE))
+            others = [i for i in state.present if i != self.node_id]
             if state.phase in (Phase.FINISHED, Phase.FAILED) and deadline is None:
                 deadline = Deadline(self._member.timing.close_s)
             if not others or (deadline is not None and deadline.expired()):

@@ -17,6 +17,7 @@ from unisono.rendezvous.services import open_launched
 from unisono.rendezvous.url import (
     check_port,
     host_and_port,
+    once,
     parse_integer,
     parse_query,
     rank_and_size,
@@ -103,12 +104,6 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
     run_id = query.get("run_id") or job_of(config.environ())
     store = FileStore(parts.path, world_size, timeout=timeout, run_id=run_id)
     yield from once("file://", store, rank, world_size)
-
-
-def once(scheme: str, store: Store, rank: int, world_size: int) -> _Met:
-    """Yield the result of a rendezvous that cannot meet again."""
-    yield store, rank, world_size
-    raise RendezvousError(f"{scheme} rendezvous yields once; it cannot meet again")
 
 
 def _foreign_store(place: LauncherPlace, timeout: Timeout) -> Store:

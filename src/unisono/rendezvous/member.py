@@ -28,7 +28,6 @@ from unisono.rendezvous.state import (
     Phase,
     State,
     rank_taken,
-    rival_of,
 )
 
 
@@ -231,7 +230,7 @@ def _while_idle(
     if me not in (node.id for node in (*state.members, *state.waiting)):
         # If the world went on without this node, the node may join the same world again.
         return replace(member, epoch=0), [Join(member.node, member.limits)], []
-    rival = rival_of(member.node, state)
+    rival = state.rival_of(member.node)
     if rival is not None and (beat := member.beats.get(rival.id)) and beat.came_s > since_s:
         # The rival is alive, so this node does not replace it.
         error = rank_taken(member.node, rival)

@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from unisono.base import document
-from unisono.errors import RendezvousError
+from unisono.rendezvous.state import loads_of
 
 SILENT_S = 1.0
 """How long a meeting waits for a rank that a time-out blames; its time-out has passed already.
@@ -353,10 +352,4 @@ def loads(text: bytes) -> State:
     Raises:
         RendezvousError: The text was not written by this version of unisono.
     """
-    try:
-        return document.loads(State, text, exact=True) if text else State()
-    except ValueError as error:
-        raise RendezvousError(
-            f"the membership document is not one of this version of unisono: {error!r}",
-            hint="another program uses the same store",
-        ) from error
+    return loads_of(State, text, "membership", "the same store")

@@ -11,7 +11,7 @@ from unisono.base.deadline import Timeout
 from unisono.errors import RendezvousError
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.rendezvous.launchers import job_of
-from unisono.rendezvous.url import parse_integer, parse_query, rank_and_size
+from unisono.rendezvous.url import once, parse_integer, parse_query, rank_and_size
 from unisono.stores import PrefixStore, Store
 
 _PREFIX = "unisono"
@@ -41,8 +41,7 @@ def service_handler(url: str, timeout: Timeout) -> Iterator[tuple[Store, int, in
     rank, world_size = rank_and_size(url, scheme)
     run_id = parse_query(url).get("run_id") or job_of(config.environ())
     store = open_service(url, run_id, world_size=world_size, timeout=timeout)
-    yield store, rank, world_size
-    raise RendezvousError(f"{scheme} rendezvous yields once; it cannot meet again")
+    yield from once(scheme, store, rank, world_size)
 
 
 def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeout) -> Store:

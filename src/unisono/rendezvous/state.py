@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from unisono.base import document
 from unisono.errors import RendezvousError
+
+T = TypeVar("T")
 
 
 class Phase(StrEnum):
@@ -146,6 +149,17 @@ class State:
         """Return whether a node belongs to the current world, or to the world that is forming."""
         return any(node.id == node_id for node in self.members)
 
+    def holders(self, *, without: str = "") -> list[str]:
+        """Return the members of a running world whose workers hold the state of the job."""
+        others = {without, *self.idle, *self.succeeded}
+        running = self.members if self.phase is Phase.RUNNING else ()
+        return [node.id for node in running if node.id not in others]
+
+    def rival_of(self, node: Node) -> Node | None:
+        """Return the other node of the world whose fixed group rank is the same, or None."""
+        others = (n for n in self.members if n.id != node.id and n.node_rank == node.node_rank)
+        return None if node.node_rank is None else next(others, None)
+
 
 @dataclass(frozen=True)
 class Join:
@@ -163,79 +177,60 @@ class LastCall:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Event: workers of a member failed; not `original` if only because a peer was lost."""
+class MemberEvent:
+    """An event of a member of a world."""
 
     node_id: str
     epoch: int
+
+
+@dataclass(frozen=True)
+class Failed(MemberEvent):
+    """Event: workers of a member failed; not `original` if only because a peer was lost."""
+
     original: bool
     reason: str
 
 
-@dataclass(frozen=True)
-class Replaced:
+class Replaced(MemberEvent):
     """Event: a member replaces a worker; void if no restart is left."""
 
-    node_id: str
-    epoch: int
-
 
 @dataclass(frozen=True)
-class Idle:
+class Idle(MemberEvent):
     """Event: all workers of a member wait for other ranks, or (not `idle`) do so no longer."""
 
-    node_id: str
-    epoch: int
     idle: bool
 
 
-@dataclass(frozen=True)
-class Unmet:
+class Unmet(MemberEvent):
     """Event: workers of a member wait for those of a node that left before all ranks met."""
 
-    node_id: str
-    epoch: int
-
 
 @dataclass(frozen=True)
-class Succeeded:
+class Succeeded(MemberEvent):
     """Event: all workers of a member ended with exit code 0; `idle`: none ever held the state."""
 
-    node_id: str
-    epoch: int
     idle: bool = False
 
 
 @dataclass(frozen=True)
-class Left:
+class Departure:
+    """A node takes part no longer."""
+
+    node_id: str
+    reason: str
+
+
+class Left(Departure):
     """Event: a node left by its own decision."""
 
-    node_id: str
-    reason: str
 
-
-@dataclass(frozen=True)
-class Lost:
+class Lost(Departure):
     """Event: a node was lost, because its heartbeat stopped or because of a fault."""
 
-    node_id: str
-    reason: str
 
-
-Event = Join | LastCall | Failed | Replaced | Idle | Unmet | Succeeded | Left | Lost
-
-
-def holders(state: State, *, without: str = "") -> list[str]:
-    """Return the members of a running world whose workers hold the state of the job."""
-    others = {without, *state.idle, *state.succeeded}
-    running = state.members if state.phase is Phase.RUNNING else ()
-    return [node.id for node in running if node.id not in others]
-
-
-def rival_of(node: Node, state: State) -> Node | None:
-    """Return the other node of the world whose fixed group rank is the same, or None."""
-    others = (n for n in state.members if n.id != node.id and n.node_rank == node.node_rank)
-    return None if node.node_rank is None else next(others, None)
+Event = Join | LastCall | MemberEvent | Departure
 
 
 def rank_taken(node: Node, rival: Node) -> RendezvousError:
@@ -257,10 +252,15 @@ def loads(text: bytes) -> State:
     Raises:
         RendezvousError: The text was not written by this version of unisono.
     """
+    return loads_of(State, text, "rendezvous", "the same store and --rdzv-id")
+
+
+def loads_of(kind: type[T], text: bytes, what: str, place: str) -> T:
+    """Return the shared document of some kind; `what` and `place` are for the error."""
     try:
-        return document.loads(State, text, exact=True) if text else State()
+        return document.loads(kind, text, exact=True) if text else kind()
     except ValueError as error:
         raise RendezvousError(
-            f"the rendezvous document is not one of this version of unisono: {error!r}",
-            hint="another program uses the same store and --rdzv-id",
+            f"the {what} document is not one of this version of unisono: {error!r}",
+            hint=f"another program uses {place}",
         ) from error

@@ -30,6 +30,7 @@ from dataclasses import replace
 from unisono.errors import RendezvousError
 from unisono.rendezvous.state import (
     Cause,
+    Departure,
     Event,
     Failed,
     Idle,
@@ -38,6 +39,7 @@ from unisono.rendezvous.state import (
     Left,
     Limits,
     Lost,
+    MemberEvent,
     Node,
     Phase,
     Replaced,
@@ -45,7 +47,6 @@ from unisono.rendezvous.state import (
     Succeeded,
     Unmet,
     rank_taken,
-    rival_of,
 )
 
 
@@ -80,7 +81,7 @@ def apply(state: State, event: Event) -> State:
                 after = _end_world(state, Cause.MEMBERSHIP, gone[0].id, reason)
         case Succeeded():
             after = _succeeded(state, event)
-        case Left() | Lost():
+        case Departure():
             after = _gone(state, event)
     return state if after == state else after
 
@@ -98,7 +99,7 @@ def _join(state: State, event: Join) -> State:
     if node.id in (n.id for n in (*state.members, *state.waiting)) or state.over:
         return state
     # In a later epoch the node may replace a lost node.
-    if state.epoch == 0 and (rival := rival_of(node, state)) is not None:
+    if state.epoch == 0 and (rival := state.rival_of(node)) is not None:
         raise rank_taken(node, rival)
     if state.phase is Phase.RUNNING and _has_room(state, node) and not event.limits.replaces:
         reason = f"node {node.host} joined"
@@ -118,7 +119,7 @@ def _words(limits: Limits) -> str:
 def _has_room(state: State, node: Node) -> bool:
     """Return whether a node can be admitted without taking a place kept for another node."""
     assert state.limits is not None
-    if rival_of(node, state) is not None or state.succeeded:
+    if state.rival_of(node) is not None or state.succeeded:
         return False
     if node.id in state.expected:
         return True
@@ -141,7 +142,7 @@ def _admit(state: State, node: Node) -> State:
     )
 
 
-def _is_current(state: State, event: Failed | Replaced | Idle | Unmet | Succeeded) -> bool:
+def _is_current(state: State, event: MemberEvent) -> bool:
     """Return whether an event is of a member of the running world."""
     running = state.phase is Phase.RUNNING and event.epoch == state.epoch
     return running and state.is_member(event.node_id)
@@ -221,7 +222,7 @@ def _finish_if_done(state: State) -> State:
     return _end_world(state, Cause.MEMBERSHIP, state.idle[0], reason)
 
 
-def _gone(state: State, event: Left | Lost) -> State:
+def _gone(state: State, event: Departure) -> State:
     if event.node_id not in state.present:
         return state
     if state.phase is Phase.RUNNING and state.is_member(event.node_id):
@@ -250,7 +251,7 @@ def _gone(state: State, event: Left | Lost) -> State:
     return _fail_if_hopeless(state, event) if isinstance(event, Lost) else state
 
 
-def _goes_on_without(state: State, event: Left | Lost) -> bool:
+def _goes_on_without(state: State, event: Departure) -> bool:
     """Return whether the workers of the other members go on without a member."""
     assert state.limits is not None
     enough = len(state.members) > state.limits.min_nodes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from unisono.base.log import get_logger
 from unisono.errors import RendezvousError
+from unisono.stores import Store
 
 _LOG = get_logger("rendezvous")
 _MAX_PORT = 65535
@@ -109,3 +111,9 @@ def host_and_port(url: str) -> tuple[str, int]:
     if port is None:
         raise RendezvousError(f"the URL {url!r} has no port; write tcp://host:port")
     return host, port
+
+
+def once(scheme: str, store: Store, rank: int, world_size: int) -> Iterator[tuple[Store, int, int]]:
+    """Yield the result of a rendezvous that cannot meet again."""
+    yield store, rank, world_size
+    raise RendezvousError(f"{scheme} rendezvous yields once; it cannot meet again")

@@ -19,7 +19,7 @@ from unisono.simulate.costs import Costs
 from unisono.simulate.links import traced
 from unisono.simulate.networks import Network
 from unisono.simulate.result import Result
-from unisono.simulate.traffic import Rows, Traffic
+from unisono.simulate.traffic import Traffic, joined
 
 # A picture does not show more messages clearly.
 MOST_MESSAGES = 20_000
@@ -129,8 +129,7 @@ def in_time(
         agreement = build("barrier", "dissemination", p)
         before = Traffic(agreement, 0, message_bytes=costs.agreement_bytes).all_rows()
         tables.insert(0, before._replace(stage=np.full_like(before.stage, -1)))
-    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
-    rows = rows.take(np.argsort(rows.rank, kind="stable"))
+    rows = joined(tables)
     run = traced(rows, network, costs, contended=contended)
     plan, times, critical = run.messages, run.times, set(run.path)
     _check(schedule, len(plan.send))

@@ -1,7 +1,8 @@
 """The semantics of every store, without any I/O: values, queues, barriers, and their waiters.
 
 HashStore guards a `Table` with a lock, FileStore replays its log into a table, the TCP server
-owns a table. Nothing here blocks, sleeps or locks: a waiter polls, or registers a callback.
+owns a table. A store on a service makes a table of the entry that it changes. Nothing here blocks,
+sleeps or locks: a waiter polls, or registers a callback.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from unisono.errors import InvalidArgumentError, StoreKeyError
@@ -45,26 +47,22 @@ class Change(NamedTuple):
     second: bytes = b""
 
 
+@dataclass(eq=False, slots=True)
 class Watch:
     """One caller that waits until all of `keys` are ready; `notify` is then called once."""
 
-    __slots__ = ("keys", "missing", "notify")
-
-    def __init__(self, keys: Iterable[str], notify: Callable[[], None]) -> None:
-        self.keys = tuple(keys)
-        self.notify = notify
-        # Index of a key that is not ready; only this key is watched.
-        self.missing = 0
+    keys: tuple[str, ...]
+    notify: Callable[[], None]
+    # Index of a key that is not ready; only this key is watched.
+    missing: int = 0
 
 
+@dataclass(slots=True)
 class _Barrier:
     """The callers inside one barrier, each with the function that releases it."""
 
-    __slots__ = ("members", "world_size")
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.members: dict[Hashable, Callable[[], None]] = {}
+    world_size: int
+    members: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
 
 class Table:
@@ -174,6 +172,14 @@ class Table:
         """Return the number of values in a queue."""
         return len(self._queues.get(key, ()))
 
+    def found(self, keys: Iterable[str]) -> list[bytes | None]:
+        """Return the value of each key; None for a key without a value."""
+        return [self.values.get(key) for key in keys]
+
+    def names(self) -> list[str]:
+        """Return the keys with a value."""
+        return list(self.values)
+
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that have neither a value nor a non-empty queue."""
         return [key for key in keys if key not in self.values and key not in self._queues]
@@ -187,7 +193,7 @@ class Table:
 
     def watch(self, keys: Iterable[str], notify: Callable[[], None]) -> Watch:
         """Call `notify` once as soon as all keys are ready; they must not be so now."""
-        watch = Watch(keys, notify)
+        watch = Watch(tuple(keys), notify)
         self._watch_missing(watch)
         return watch
 

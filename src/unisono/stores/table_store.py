@@ -1,14 +1,15 @@
-"""The base of HashStore and FileStore: every operation, in terms of three hooks."""
+"""The base of all stores but TCPStore: every operation, in terms of three hooks."""
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from unisono.base.deadline import Deadline, Timeout
-from unisono.errors import QueueEmptyError
+from unisono.errors import QueueEmptyError, StoreError
 from unisono.stores.api import (
     Store,
     Value,
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class TableStore(Store):
-    """A store whose table is in this process; a subclass shares the table and waits for it."""
+    """A store with a table; a subclass shares the table and waits for it."""
 
     def __init__(self, timeout: Timeout) -> None:
         super().__init__(timeout)
@@ -99,11 +100,11 @@ class TableStore(Store):
 
     def num_keys(self) -> int:
         """Return the number of keys with a value."""
-        return self._ask(lambda table: len(table.values))
+        return len(self._ask(lambda table: table.names()))
 
     def list_keys(self) -> list[str]:
         """Return all keys with a value, sorted."""
-        return self._ask(lambda table: sorted(table.values))
+        return sorted(self._ask(lambda table: table.names()))
 
     def queue_push(self, key: str, value: Value) -> None:
         """Append `value` to the queue `key`."""
@@ -134,14 +135,15 @@ class TableStore(Store):
         deadline = self._deadline(timeout)
         self._do(ChangeKind.ARRIVE, key, size, member.encode())
         self._inside.add((key, member))
-        came = 0
         try:
             if self._poll(deadline, lambda table: not table.inside(key, member)):
                 self._inside.discard((key, member))
-        finally:
+        except BaseException:
             # Also after Ctrl-C: a caller that left must not count, or the others pass too early.
-            came = self._leave_barrier(key, member)
-        if came:
+            with contextlib.suppress(StoreError):
+                self._leave_barrier(key, member)
+            raise
+        if came := self._leave_barrier(key, member):
             raise barrier_timeout(self, key, str(came), world_size, deadline.timeout_s)
 
     def close(self) -> None:
@@ -171,14 +173,13 @@ class TableStore(Store):
 
     def _get(self, operation: str, keys: list[str], timeout: Timeout | None) -> list[bytes]:
         deadline = self._deadline(timeout)
-        missing: list[str] = []
-        found: list[bytes] = []
+        found: list[bytes | None] = []
 
         def fetch(table: Table) -> bool:
-            missing[:] = [key for key in keys if key not in table.values]
-            found[:] = [table.values[key] for key in keys if key in table.values]
-            return not missing
+            found[:] = table.found(keys)
+            return None not in found
 
         if not self._poll(deadline, fetch):
+            missing = [key for key, value in zip(keys, found, strict=True) if value is None]
             raise keys_timeout(self, operation, keys, missing, deadline.timeout_s)
-        return found
+        return [value for value in found if value is not None]

@@ -26,7 +26,7 @@ from unisono.errors import (
 from unisono.schedules import Program, available, build, layout_for, lower
 from unisono.schedules.ir import COLLECTIVES, ROOTED
 from unisono.testing.answers import UFUNCS, case
-from unisono.testing.expect import PATIENCE_S, checks_in, equal, in_threads, is_a, opened
+from unisono.testing.expect import PATIENCE_S, checks_in, equal, in_threads, is_a, opened, raises
 
 __all__ = ["ENGINE_CHECKS", "check_engine"]
 
@@ -379,12 +379,7 @@ def _check_close(make: Make) -> None:
         is_a("the running task", running.error, UnisonoError)
         for completion in queued:
             is_a("a queued task", completion.error, ClosedError)
-        try:
-            _submit(first, tasks[0])
-        except ClosedError:
-            pass
-        else:
-            raise AssertionError("a closed engine took a task")
+        raises("a task for a closed engine", ClosedError, lambda: _submit(first, tasks[0]))
         first.close()
         equal("a rank that stayed has an error", _all_reduce(engines[1]) is not None, True)
 

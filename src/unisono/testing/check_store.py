@@ -17,7 +17,7 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import DEFAULT_TIMEOUT, Store
-from unisono.testing.expect import PATIENCE_S, checks_in, equal
+from unisono.testing.expect import PATIENCE_S, checks_in, equal, raises
 
 __all__ = ["STORE_CHECKS", "check_store"]
 
@@ -39,19 +39,6 @@ def check_store(make_store: Callable[[], Store]) -> None:
             if store.timeout == DEFAULT_TIMEOUT:
                 store.set_timeout(PATIENCE_S)
             check(store)
-
-
-def _raises(what: str, error: type[Exception], call: Callable[[], object], *names: str) -> None:
-    """Check that a call raises `error`, with each of `names` in the first line."""
-    try:
-        result = call()
-    except error as caught:
-        first_line = str(caught).partition("\n")[0]
-        for name in names:
-            if name not in first_line:
-                raise AssertionError(f"{what}: {name!r} is not named in {first_line!r}") from caught
-        return
-    raise AssertionError(f"{what}: got {result!r}, expected {error.__name__}")
 
 
 @contextmanager
@@ -96,14 +83,14 @@ def _check_values(store: Store) -> None:
 
 def _check_argument_types(store: Store) -> None:
     bad: Any = 5
-    _raises("set(k, int)", TypeError, lambda: store.set("k", bad))
-    _raises("set(int, v)", TypeError, lambda: store.set(bad, "v"))
-    _raises("get(int)", TypeError, lambda: store.get(bad))
-    _raises("add(k, str)", TypeError, lambda: store.add("k", "1"))  # type: ignore[arg-type]
-    _raises("check(str)", TypeError, lambda: store.check("k"))
-    _raises("wait(str)", TypeError, lambda: store.wait("k"))
-    _raises("timeout -1", InvalidArgumentError, lambda: store.wait(["k"], -1))
-    _raises("add of 2**63", InvalidArgumentError, lambda: store.add("k", 2**63))
+    raises("set(k, int)", TypeError, lambda: store.set("k", bad))
+    raises("set(int, v)", TypeError, lambda: store.set(bad, "v"))
+    raises("get(int)", TypeError, lambda: store.get(bad))
+    raises("add(k, str)", TypeError, lambda: store.add("k", "1"))  # type: ignore[arg-type]
+    raises("check(str)", TypeError, lambda: store.check("k"))
+    raises("wait(str)", TypeError, lambda: store.wait("k"))
+    raises("timeout -1", InvalidArgumentError, lambda: store.wait(["k"], -1))
+    raises("add of 2**63", InvalidArgumentError, lambda: store.add("k", 2**63))
     equal("keys after refused calls", store.list_keys(), [])
 
 
@@ -116,10 +103,10 @@ def _check_add(store: Store) -> None:
     equal("add to a number that was set", store.add("ten", 1), 11)
     for text in ("xyz", "", "12abc"):
         store.set("word", text)
-        _raises(f"add to {text!r}", StoreKeyError, lambda: store.add("word", 1), "word")
+        raises(f"add to {text!r}", StoreKeyError, lambda: store.add("word", 1), "word")
         equal("value after a refused add", store.get("word"), text.encode())
     store.add("n", 2**63 - 1)
-    _raises("add beyond 64 bits", StoreKeyError, lambda: store.add("n", 2**62))
+    raises("add beyond 64 bits", StoreKeyError, lambda: store.add("n", 2**62))
     equal("value after an overflow", store.get("n"), str(2**63 - 3).encode())
 
 
@@ -156,9 +143,9 @@ def _check_keys(store: Store) -> None:
     equal("a queue as bytes", store.queue_pop(as_bytes), b"1")
     store.barrier(as_bytes, 1)
     not_text: Any = b"\xff"
-    _raises("get(b'\\xff')", InvalidArgumentError, lambda: store.get(not_text), "UTF-8")
-    _raises("get of a surrogate", InvalidArgumentError, lambda: store.get("\ud800"), "UTF-8")
-    _raises("set of one", InvalidArgumentError, lambda: store.set("k", "\ud800"), "UTF-8")
+    raises("get(b'\\xff')", InvalidArgumentError, lambda: store.get(not_text), "UTF-8")
+    raises("get of a surrogate", InvalidArgumentError, lambda: store.get("\ud800"), "UTF-8")
+    raises("set of one", InvalidArgumentError, lambda: store.set("k", "\ud800"), "UTF-8")
 
 
 def _check_append_and_multi(store: Store) -> None:
@@ -169,7 +156,7 @@ def _check_append_and_multi(store: Store) -> None:
     equal("multi_get", store.multi_get(["m2", "m1", "m2"]), [b"y", b"x", b"y"])
     equal("multi_get([])", store.multi_get([]), [])
     store.multi_set([], [])
-    _raises("multi_set 2:1", InvalidArgumentError, lambda: store.multi_set(["a", "b"], ["x"]))
+    raises("multi_set 2:1", InvalidArgumentError, lambda: store.multi_set(["a", "b"], ["x"]))
     equal("check after a refused multi_set", store.check(["a"]), False)
 
 
@@ -182,8 +169,8 @@ def _check_queues(store: Store) -> None:
     equal("a queue is no key", store.list_keys(), [])
     equal("oldest first", [store.queue_pop("q") for _ in range(3)], [b"1", b"", b"3"])
     equal("check of an emptied queue", store.check(["q"]), False)
-    _raises("pop, not blocking", QueueEmptyError, lambda: store.queue_pop("q", block=False), "q")
-    _raises("pop", StoreTimeoutError, lambda: store.queue_pop("q", timeout=_SHORT_S), "q")
+    raises("pop, not blocking", QueueEmptyError, lambda: store.queue_pop("q", block=False), "q")
+    raises("pop", StoreTimeoutError, lambda: store.queue_pop("q", timeout=_SHORT_S), "q")
     store.set("both", "value")
     store.queue_push("both", "queued")
     equal("one name twice", (store.get("both"), store.queue_pop("both")), (b"value", b"queued"))
@@ -197,13 +184,13 @@ def _check_timeouts(store: Store) -> None:
         "multi_get": lambda: store.multi_get(keys, timedelta(seconds=_SHORT_S)),
     }
     for what, call in waits.items():
-        _raises(what, StoreTimeoutError, call, "lost1'", "lost2'", "0.05 s")
-    _raises("get", StoreTimeoutError, lambda: store.get("lost1", 0), "lost1'")
-    _raises("barrier", TimeoutError, lambda: store.barrier("b", 2, _SHORT_S), "b'", "of 2")
+        raises(what, StoreTimeoutError, call, "lost1'", "lost2'", "0.05 s")
+    raises("get", StoreTimeoutError, lambda: store.get("lost1", 0), "lost1'")
+    raises("barrier", TimeoutError, lambda: store.barrier("b", 2, _SHORT_S), "b'", "of 2")
     store.set_timeout(_SHORT_S)
     equal("timeout", store.timeout, timedelta(seconds=_SHORT_S))
-    _raises("get, own timeout", StoreTimeoutError, lambda: store.get("lost1"), "0.05 s")
-    _raises("set_timeout(-1)", InvalidArgumentError, lambda: store.set_timeout(-1))
+    raises("get, own timeout", StoreTimeoutError, lambda: store.get("lost1"), "0.05 s")
+    raises("set_timeout(-1)", InvalidArgumentError, lambda: store.set_timeout(-1))
 
 
 def _check_wake_ups(store: Store) -> None:
@@ -256,7 +243,7 @@ def _check_threads(store: Store) -> None:
 
 def _check_barrier(store: Store) -> None:
     store.barrier("alone", 1)
-    _raises("barrier of 0", InvalidArgumentError, lambda: store.barrier("b", 0))
+    raises("barrier of 0", InvalidArgumentError, lambda: store.barrier("b", 0))
     arrived: list[int] = []
     torn: list[int] = []
     clones = [store.clone() for _ in range(2)]
@@ -271,9 +258,9 @@ def _check_barrier(store: Store) -> None:
     with _thread(lambda: work(store)), _thread(lambda: work(clones[0])):
         work(clones[1])
     equal("rounds that a barrier let through early", torn, [])
-    _raises("one of two", StoreTimeoutError, lambda: store.barrier("late", 2, _SHORT_S))
+    raises("one of two", StoreTimeoutError, lambda: store.barrier("late", 2, _SHORT_S))
     # A caller whose barrier timed out must not complete the barrier of later callers.
-    _raises("again", StoreTimeoutError, lambda: clones[0].barrier("late", 2, _SHORT_S))
+    raises("again", StoreTimeoutError, lambda: clones[0].barrier("late", 2, _SHORT_S))
     for clone in clones:
         clone.close()
 
@@ -285,10 +272,10 @@ def _check_handles(store: Store) -> None:
     equal("get of what a clone set", store.get("k"), b"v")
     clone.close()
     equal("get after a clone was closed", store.get("k"), b"v")
-    _raises("get on a closed clone", ClosedError, lambda: clone.get("k"))
-    _raises("set on a closed clone", ClosedError, lambda: clone.set("k", "late"))
+    raises("get on a closed clone", ClosedError, lambda: clone.get("k"))
+    raises("set on a closed clone", ClosedError, lambda: clone.set("k", "late"))
     equal("get after a refused set", store.get("k"), b"v")
-    _raises("pickle", TypeError, lambda: pickle.dumps(store), "cannot be pickled")
+    raises("pickle", TypeError, lambda: pickle.dumps(store), "cannot be pickled")
 
 
 def _check_writes_on_a_closed_handle(store: Store) -> None:
@@ -306,7 +293,7 @@ def _check_writes_on_a_closed_handle(store: Store) -> None:
         "clone": closed.clone,
     }
     for name, write in writes.items():
-        _raises(f"{name} on a closed clone", ClosedError, write)
+        raises(f"{name} on a closed clone", ClosedError, write)
     equal("keys after refused writes", (store.list_keys(), store.get("k")), (["k"], b"1"))
     equal("queue after a refused push", store.queue_len("q"), 0)
 

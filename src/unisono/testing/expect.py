@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["PATIENCE_S", "checks_in", "equal", "in_threads", "is_a", "opened"]
+__all__ = ["PATIENCE_S", "checks_in", "equal", "in_threads", "is_a", "opened", "raises"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -33,6 +33,19 @@ def is_a(what: str, got: object, cls: type[E]) -> E:
     if not isinstance(got, cls):
         raise AssertionError(f"{what}: got {got!r}, expected {cls.__name__}")
     return got
+
+
+def raises(what: str, error: type[Exception], call: Callable[[], object], *names: str) -> None:
+    """Check that a call raises `error`, with each of `names` in the first line."""
+    try:
+        result = call()
+    except error as caught:
+        first_line = str(caught).partition("\n")[0]
+        for name in names:
+            if name not in first_line:
+                raise AssertionError(f"{what}: {name!r} is not named in {first_line!r}") from caught
+        return
+    raise AssertionError(f"{what}: got {result!r}, expected {error.__name__}")
 
 
 def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:

@@ -61,6 +61,35 @@ def why_no_hosts(link: ShapedLink | None = None) -> str | None:
         return f"network namespaces are not allowed here: {text.strip()}"
 
 
+class _Talker(subprocess.Popen[str]):
+    """A process that answers lines."""
+
+    def __init__(self, *words: str) -> None:
+        super().__init__(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, line: str, answer: str) -> None:
+        """Send a line, and wait for the answer to it.
+
+        Raises:
+            OSError: The process has ended; the text is its standard error.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            opened(self.stdin).write(line + "\n")
+            opened(self.stdin).flush()
+        self.expect(answer)
+
+    def expect(self, word: str) -> None:
+        """Wait for a line."""
+        if opened(self.stdout).readline() != word + "\n":
+            raise OSError(opened(self.stderr).read())
+
+
 class Host:
     """A host: a process that holds new namespaces.
 
@@ -82,25 +111,14 @@ class Host:
         self.index = index
         self.name = f"host{index}"
         self.v4, self.v6 = f"10.77.0.{index}", f"fd77::{index}"
-        self._holder = subprocess.Popen(
-            ["unshare", *kinds, "cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self._holder = _Talker("unshare", *kinds, "cat")
         self.pid = self._holder.pid
         # The namespaces exist when cat returns the line.
         try:
-            opened(self._holder.stdin).write("ready\n")
-            opened(self._holder.stdin).flush()
-            answer = opened(self._holder.stdout).readline()
-        except BrokenPipeError:
-            answer = ""
-        if answer != "ready\n":
-            text = opened(self._holder.stderr).read()
+            self._holder.tell("ready", "ready")
+        except OSError:
             self.close()
-            raise OSError(text)
+            raise
 
     def inside(self, *words: str) -> list[str]:
         """Return the command that runs `words` on this host."""
@@ -139,14 +157,13 @@ class Host:
 
     def close(self) -> None:
         """End the holder; the kernel removes the namespaces after the last process in them."""
-        opened(self._holder.stdin).close()
-        try:
-            self._holder.wait(_LIMIT_S)
-        finally:
-            self._holder.kill()
-            self._holder.wait()
-            opened(self._holder.stdout).close()
-            opened(self._holder.stderr).close()
+        with self._holder as holder:
+            with contextlib.suppress(BrokenPipeError):
+                opened(holder.stdin).close()
+            try:
+                holder.wait(_LIMIT_S)
+            finally:
+                holder.kill()
 
 
 class Network:
@@ -238,15 +255,10 @@ class _Shaper:
 
     def __init__(self, link: ShapedLink, hosts: list[Host]) -> None:
         words = [*map(str, link), *(str(host.pid) for host in hosts)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("switch.py")), *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        script = str(Path(__file__).with_name("switch.py"))
+        self._process = _Talker(sys.executable, "-I", "-S", script, *words)
         try:
-            self._expect("ready")
+            self._process.expect("ready")
             for host in hosts:
                 # The switch finds a host by its address.
                 host.ip(f"link set eth0 address 02:00:00:00:00:{host.index:02x}")
@@ -255,20 +267,11 @@ class _Shaper:
             raise
 
     def cut(self, host: Host) -> None:
-        self._tell(f"cut {host.index}")
+        self._process.tell(f"cut {host.index}", "done")
 
     def restore(self, host: Host) -> None:
-        self._tell(f"restore {host.index}")
+        self._process.tell(f"restore {host.index}", "done")
 
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
-
-    def _tell(self, line: str) -> None:
-        opened(self._process.stdin).write(line + "\n")
-        opened(self._process.stdin).flush()
-        self._expect("done")
-
-    def _expect(self, word: str) -> None:
-        if opened(self._process.stdout).readline() != word + "\n":
-            raise OSError(opened(self._process.stderr).read())

@@ -11,6 +11,7 @@ import types
 from typing import NamedTuple
 
 import unisono
+from unisono.base.grouping import grouped
 from unisono.base.text import name_ranks
 from unisono.errors import InternalError, UnisonoError
 from unisono.launcher.traceback_text import is_consequence
@@ -84,11 +85,9 @@ def report(failures: dict[int, Failure], world_size: int, kind: str) -> str:
     """
     first = next(iter(failures), None)
     short = {rank for rank, failure in failures.items() if failure.is_peer and rank != first}
-    groups: dict[object, list[int]] = {}
-    for rank, failure in failures.items():
-        groups.setdefault(rank if rank in short else failure.text, []).append(rank)
     parts = []
-    for ranks in groups.values():
+    alike = ((rank if rank in short else each.text, rank) for rank, each in failures.items())
+    for ranks in grouped(alike).values():
         failure = failures[ranks[0]]
         kinds = {"threads": "thread", "processes": "process"}[kind] if len(ranks) == 1 else kind
         part = f"{name_ranks(sorted(ranks))} of {world_size} ({kinds}): {failure.line}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from unisono.base.grouping import grouped
 from unisono.base.text import name_ranks
 from unisono.trace.flight_recorder import RankRecords
 from unisono.trace.joined import Call, JoinedGroup, begin_of, end_of
@@ -84,9 +84,7 @@ def report(ranks: Mapping[int, RankRecords], groups: Sequence[JoinedGroup]) -> I
 
 def _table(waits: Iterable[_Wait], title: Callable[[_Wait], str]) -> Iterator[str]:
     """Yield a line for each of the titles with the longest waits."""
-    rows: defaultdict[str, list[_Wait]] = defaultdict(list)
-    for wait in waits:
-        rows[title(wait)].append(wait)
+    rows = grouped((title(wait), wait) for wait in waits)
     sums = {name: sum(wait.ns for wait in row) for name, row in rows.items()}
     for name in sorted(sums, key=sums.__getitem__, reverse=True)[:_MOST_ROWS]:
         row = rows[name]
@@ -141,9 +139,7 @@ def _read_ns(records: RankRecords) -> float:
 
 def _mismatch(call: Call) -> tuple[str, list[int]] | None:
     """Return how the calls of the ranks differ. The calls of most ranks are taken for right."""
-    kinds: defaultdict[int, list[int]] = defaultdict(list)
-    for rank, record in sorted(call.records.items()):
-        kinds[record.fingerprint].append(rank)
+    kinds = grouped((record.fingerprint, rank) for rank, record in sorted(call.records.items()))
     if len(kinds) < 2:
         return None
     usual, *others = sorted(kinds.values(), key=len, reverse=True)
@@ -204,9 +200,7 @@ def _unknown_absence(call: Call, group: JoinedGroup) -> tuple[str, list[int]] | 
 
 def _failure(call: Call, ranks: Mapping[int, RankRecords]) -> tuple[str, list[int]] | None:
     """Return how a call failed that all ranks have made, or which ranks are left in it."""
-    outcomes: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, record in sorted(call.records.items()):
-        outcomes[record.outcome].append(rank)
+    outcomes = grouped((record.outcome, rank) for rank, record in sorted(call.records.items()))
     ends = [record.ended_ns for record in call.records.values() if record.ended_ns is not None]
     is_late = ends and any(
         record.is_open and _read_ns(ranks[rank]) > max(ends) + _LATE_NS

@@ -12,9 +12,9 @@ import threading
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from unisono.base import config
+from unisono.base.grouping import grouped
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError
 from unisono.trace.flight_recorder import encode
@@ -85,9 +85,7 @@ def _write_stats(pid: int) -> None:
     if pid != os.getpid():
         return  # in the child of a fork
     folder = Path(config.get("UNISONO_STATS_DIR"))
-    by_rank: dict[int, list[dict[str, Any]]] = {}
-    for trace in _kept:
-        by_rank.setdefault(trace.rank, []).append(asdict(stats_of(trace)))
+    by_rank = grouped((trace.rank, asdict(stats_of(trace))) for trace in _kept)
     for rank, stats in by_rank.items():
         try:
             folder.joinpath(f"stats_rank_{rank}.json").write_text(json.dumps(stats))

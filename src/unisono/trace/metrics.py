@@ -11,7 +11,7 @@ from unisono.base import config
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.trace.records import TraceRecord, all_traces
-from unisono.trace.stats import stats_of
+from unisono.trace.stats import stats_of, times_of
 
 _log = get_logger("trace.metrics")
 
@@ -144,11 +144,8 @@ def _times() -> Any:
     text = "Times of the last calls, at most 2,048 per group"
     family = GaugeHistogramMetricFamily("unisono_last_seconds", text, labels=_LABELS)
     for trace in all_traces():
-        times: dict[str, list[float]] = {}
-        for record in trace.records():
-            if record.ended_ns is not None:
-                times.setdefault(record.op, []).append((record.ended_ns - record.enqueued_ns) / 1e9)
-        for op, found in times.items():
+        for op, times in times_of(trace).items():
+            found = [ns / 1e9 for ns in times]
             ends = [*((str(end), sum(t <= end for t in found)) for end in _ENDS_S)]
             buckets = [*ends, ("+Inf", len(found))]
             family.add_metric((str(trace.rank), trace.name, op), buckets, sum(found))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from unisono.base.grouping import grouped
 from unisono.trace.records import GroupTrace
 
 
@@ -68,10 +69,7 @@ def stats_of(trace: GroupTrace) -> GroupStats:
         row[1] += elements * kind.itemsize
         row[2] += total_ns / 1e9
         row[3] = max(row[3], worst_ns / 1e9)
-    times: dict[str, list[int]] = {}
-    for record in trace.records():
-        if record.ended_ns is not None:
-            times.setdefault(record.op, []).append(record.ended_ns - record.enqueued_ns)
+    times = times_of(trace)
     operations = {
         op: OperationStats(
             int(calls), int(nbytes), total_s, median(times.get(op, [0])) / 1e9, worst_s
@@ -85,6 +83,12 @@ def stats_of(trace: GroupTrace) -> GroupStats:
         dict(sorted(operations.items(), key=lambda item: -item[1].total_s)),
         dict(sorted(waited.items(), key=lambda item: -item[1])),
     )
+
+
+def times_of(trace: GroupTrace) -> dict[str, list[int]]:
+    """Return the times of the calls that the ring still has, in nanoseconds, by operation."""
+    ended = ((each, each.ended_ns) for each in trace.records())
+    return grouped((each.op, ns - each.enqueued_ns) for each, ns in ended if ns is not None)
 
 
 def stragglers(all_stats: list[GroupStats]) -> dict[int, float]:

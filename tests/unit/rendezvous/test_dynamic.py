@@ -29,7 +29,18 @@ from unisono.rendezvous.endpoint import (
     parse_endpoint,
 )
 from unisono.rendezvous.member import End, Stop, Timing
-from unisono.rendezvous.state import Join, Limits, Lost, Node, Phase, State, dumps, loads
+from unisono.rendezvous.state import (
+    Failed,
+    Join,
+    Limits,
+    Lost,
+    Node,
+    Phase,
+    State,
+    Succeeded,
+    dumps,
+    loads,
+)
 from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerWorld
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
@@ -117,7 +128,7 @@ def test_restart_has_a_fresh_store(agents):
     first = [agent.world() for agent in both]
     with TCPStore("127.0.0.1", first[0].master_port) as store:
         store.set("old", "value")
-    both[0].rendezvous.failed(1, original=True, reason="boom")
+    both[0].rendezvous.report(Failed, 1, original=True, reason="boom")
     for agent in both:
         assert isinstance(agent.order(), Stop)
         agent.rendezvous.stopped()
@@ -155,27 +166,27 @@ def test_workers_may_say_that_they_were_the_reason(agents):
     both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
     for agent in both:
         agent.world()
-    both[0].rendezvous.failed(1, original=False, reason="peer lost")
+    both[0].rendezvous.report(Failed, 1, original=False, reason="peer lost")
     assert both[1].order() == Stop(1, "peer lost", unexplained=True)
-    both[1].rendezvous.failed(1, original=True, reason="boom")
+    both[1].rendezvous.report(Failed, 1, original=True, reason="boom")
     for agent in both:
         agent.rendezvous.stopped()
         while isinstance(order := agent.order(), Stop):
             pass
         assert order == End(False, "boom")
-        assert agent.rendezvous.blamed == "n1"
+        assert agent.rendezvous.state.blamed == "n1"
 
 
 def test_reports_are_exchanged_after_the_end(agents):
     both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
     for agent in both:
         agent.world()
-    both[1].rendezvous.failed(1, original=True, reason="boom")
+    both[1].rendezvous.report(Failed, 1, original=True, reason="boom")
     for agent in both:
         assert isinstance(agent.order(), Stop)
         agent.rendezvous.stopped()
         assert agent.order() == End(False, "boom")
-        assert agent.rendezvous.blamed == "n1"
+        assert agent.rendezvous.state.blamed == "n1"
     exchanges = [agent.rendezvous.exchange for agent in both]
     texts = on_threads(*map(partial, exchanges, ("zero", "one"), [LIMIT_S] * 2))
     assert [sorted(each) for each in texts] == [["one", "zero"]] * 2
@@ -187,7 +198,7 @@ def test_reports_are_not_awaited_of_a_node_that_is_lost_after_the_end(agents):
     living, dying = both = agents(2, limits, timing=Timing(dead_after_s=2.0, last_call_s=0.1))
     for agent in both:
         agent.world()
-    dying.rendezvous.failed(1, original=True, reason="boom")
+    dying.rendezvous.report(Failed, 1, original=True, reason="boom")
     for agent in both:
         assert isinstance(agent.order(), Stop)
         agent.rendezvous.stopped()
@@ -195,7 +206,7 @@ def test_reports_are_not_awaited_of_a_node_that_is_lost_after_the_end(agents):
     # It ends without a word.
     dying.rendezvous._leaving = True
     assert living.rendezvous.exchange("text", 20.0) == ["text"]
-    assert dying.name not in living.rendezvous._state.present
+    assert dying.name not in living.rendezvous.state.present
 
 
 def test_single_node_restarts_without_pause(agents):
@@ -204,8 +215,8 @@ def test_single_node_restarts_without_pause(agents):
         world = agent.world()
         assert (world.epoch, world.restarts) == (epoch, epoch - 1)
         if epoch < 4:
-            agent.rendezvous.failed(epoch, original=True, reason="boom")
-    agent.rendezvous.succeeded(4)
+            agent.rendezvous.report(Failed, epoch, original=True, reason="boom")
+    agent.rendezvous.report(Succeeded, 4)
     agent.rendezvous.stopped()
     assert agent.order() == End(True, "boom")
 

@@ -26,7 +26,6 @@ from unisono.rendezvous.state import (
     Succeeded,
     Unmet,
     dumps,
-    holders,
     loads,
 )
 from unisono.rendezvous.transitions import apply
@@ -145,8 +144,11 @@ def test_nodes_come_and_go_in_a_running_world():
     state = apply(joined(rules, 2), LastCall(0))
     state = apply(state, Join(node(2), rules))
     assert (state.phase, state.epoch, ids(state)) == (Phase.RUNNING, 1, ["n0", "n1", "n2"])
-    assert (holders(state), [n.joined for n in state.order]) == (["n0", "n1"], [False, False, True])
-    assert holders(apply(state, Idle("n2", 1, False)), without="n0") == ["n1", "n2"]
+    assert (state.holders(), [n.joined for n in state.order]) == (
+        ["n0", "n1"],
+        [False, False, True],
+    )
+    assert apply(state, Idle("n2", 1, False)).holders(without="n0") == ["n1", "n2"]
     waits = apply(state, Join(node(3), rules))
     state = apply(waits, Lost("n0", "node h0 was lost"))
     # The spare node gets the place, and a number that no node had before.

@@ -134,7 +134,7 @@ class FickleStore(HashStore):
 def agents_rendezvous(store):
     node = Node(id="n", host="h", address="", nprocs=1)
     made = DynamicRendezvous.__new__(DynamicRendezvous)
-    made.__dict__.update(_state=State(), _member=SimpleNamespace(node=node, timing=Timing()))
+    made.__dict__.update(state=State(), _member=SimpleNamespace(node=node, timing=Timing()))
     return lambda: made._apply(
         PrefixStore("job", store), NodeJoin(node, Limits(min_nodes=1, max_nodes=1, max_restarts=0))
     )

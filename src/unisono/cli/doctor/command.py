@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from unisono.cli.flags import check_writable
+from unisono.cli.flags import add_parser, check_writable, write_text
 from unisono.cli.nodes import add_count_flag, add_node_flags, unknown_conf
 from unisono.errors import InvalidArgumentError
 
@@ -33,28 +33,15 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `doctor`."""
-    parser = commands.add_parser(
-        "doctor",
-        help="examine hosts and network before a job",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    summary = "examine hosts and network before a job"
+    parser = add_parser(commands, "doctor", summary, _DESCRIPTION, _doctor, epilog=_EPILOG)
     add_count_flag(parser, "ranks on this host (1)")
-    parser.add_argument(
-        "--hosts",
-        type=_names,
-        default=(),
-        metavar="NAME,NAME,...",
-        help="the hosts; they meet at the first, at torchrun's port 29400",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write facts and findings to a file")
-    parser.add_argument(
-        "--plot", metavar="FILE.png", help="draw round trips and rates of all pairs"
-    )
+    add = parser.add_argument
+    hosts = "the hosts; they meet at the first, at torchrun's port 29400"
+    add("--hosts", type=_names, default=(), metavar="NAME,NAME,...", help=hosts)
+    add("--json", metavar="FILE", help="write facts and findings to a file")
+    add("--plot", metavar="FILE.png", help="draw round trips and rates of all pairs")
     add_node_flags(parser)
-    parser.set_defaults(handler=_doctor, parser=parser)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -84,8 +71,7 @@ def _doctor(options: argparse.Namespace) -> int:
     for line in session.lines():
         print(line)
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(session.document(), file, indent=1)
+        write_text(options.json, json.dumps(session.document(), indent=1))
     if options.plot and len(session.facts.hosts) > 1:
         from unisono.cli.doctor.picture import plot
 

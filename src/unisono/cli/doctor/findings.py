@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 
+from unisono.base.grouping import grouped
 from unisono.base.sockets import is_loopback
 from unisono.cli.doctor.facts import ERROR, OK, WARNING, Examination, Finding, Host, Link, some
 
@@ -69,10 +70,7 @@ def endpoint_fault(host: Host, endpoint: str) -> Finding | None:
 
 def _merged(faults: Iterable[tuple[str, Finding]]) -> Iterator[Finding]:
     """Yield one finding for equal faults of several hosts; it has their names at `_NAMES`."""
-    hosts: dict[Finding, list[str]] = {}
-    for name, fault in faults:
-        hosts.setdefault(fault, []).append(name)
-    for fault, names in hosts.items():
+    for fault, names in grouped((fault, name) for name, fault in faults).items():
         fact, fix = (text.replace(_NAMES, some(names)) for text in (fault.fact, fault.fix))
         yield fault._replace(fact=fact, fix=fix)
 
@@ -212,9 +210,8 @@ def _name_fault(host: Host, name: str) -> str:
 
 def _versions(facts: Examination) -> Iterator[Finding]:
     for what in facts.hosts[0].versions:
-        places: dict[str, list[str]] = {}
-        for host in facts.hosts:
-            places.setdefault(host.versions.get(what) or "none", []).append(host.name)
+        found = ((host.versions.get(what) or "none", host.name) for host in facts.hosts)
+        places = grouped(found)
         if len(places) > 1:
             text = ", ".join(f"{version} on {some(names)}" for version, names in places.items())
             # Ranks exchange data in unisono's format and in the byte order of the processor.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.base import config
+from unisono.cli.flags import add_parser
 from unisono.cli.terminal import plain
 from unisono.errors import LaunchError
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from unisono.cli.look.verdict import Job
 
 _REFRESH_S = 1.0
+
+_TOP = """\
+Show what the ranks of a running job do, and for which rank they wait. The job needs no preparation.
+It must have a rank of the same user on this host, or a token."""
+
+_STACKS = "Print the Python stacks of all ranks of a running job; equal stacks once."
 
 _COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "wait %", "MB/s", "MiB", "place")
 
@@ -30,25 +37,13 @@ _WHICH = (
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-commands."""
-    top = commands.add_parser(
-        "top",
-        help="show what the ranks of a running job do, and for which rank they wait",
-        description="Show what the ranks of a running job do, and for which rank they wait. The "
-        "job needs no preparation. It must have a rank of the same user on this host, or a token.",
-        allow_abbrev=False,
-    )
+    summary = "show what the ranks of a running job do, and for which rank they wait"
+    top = add_parser(commands, "top", summary, _TOP, _top)
     _add_job(top)
     top.add_argument("--once", action="store_true", help="print the table once")
     top.add_argument("--json", action="store_true", help="print all states once, as JSON")
-    top.set_defaults(handler=_top, parser=top)
-    stacks = commands.add_parser(
-        "stacks",
-        help="print the Python stacks of the ranks of a running job",
-        description="Print the Python stacks of all ranks of a running job; equal stacks once.",
-        allow_abbrev=False,
-    )
-    _add_job(stacks)
-    stacks.set_defaults(handler=_stacks, parser=stacks)
+    summary = "print the Python stacks of the ranks of a running job"
+    _add_job(add_parser(commands, "stacks", summary, _STACKS, _stacks))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

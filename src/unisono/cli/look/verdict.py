@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from unisono.base.grouping import grouped
 from unisono.base.text import name_ranks
 from unisono.base.where import states_of
 from unisono.cli.look.ask import State
@@ -140,9 +141,7 @@ def verdict_of(job: Job) -> list[str]:
 
 def _placed(job: Job, ranks: Sequence[int], which: str = "") -> list[str]:
     """Return "ranks 1 and 2 are in load (data.py:5)" for each place of these ranks."""
-    places: dict[str, list[int]] = {}
-    for rank in ranks:
-        places.setdefault(job.place(rank), []).append(rank)
+    places = grouped((job.place(rank), rank) for rank in ranks)
     return [
         f"{name_ranks(same)}{which} {place.replace('is', _is(same), 1)}"
         if place.startswith("is ")

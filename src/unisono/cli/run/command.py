@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.cli.flags import add_flag, non_negative, seconds
+from unisono.cli.flags import add_flag, add_parser, non_negative, seconds
 from unisono.cli.nodes import add_node_flags, node_options, unknown_conf
 from unisono.cli.run.dry_run import describe
 from unisono.cli.run.output import add_output_flags, log_options
@@ -58,24 +58,20 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `run`."""
-    parser = commands.add_parser(
-        "run",
-        help="start a script on N processes",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="unisono run [options] script [argument ...]",
+    usage = "unisono run [options] script [argument ...]"
+    more = {"epilog": _EPILOG, "usage": usage, "allow_abbrev": True}
+    parser = add_parser(
+        commands, "run", "start a script on N processes", _DESCRIPTION, _run, **more
     )
     add_program_flags(parser)
-    add_flag(parser, "--dry-run", action="store_true", help="print the launch, and start nothing")
-    add_flag(
-        parser,
+    add = partial(add_flag, parser)
+    add("--dry-run", action="store_true", help="print the launch, and start nothing")
+    add(
         "--doctor",
         action="store_true",
         help="before the start, examine the hosts and their network as `unisono doctor` does",
     )
-    add_flag(
-        parser,
+    add(
         "--grace",
         "--shutdown-timeout",
         type=seconds,
@@ -83,28 +79,24 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="SECONDS",
         help=f"time between SIGTERM and SIGKILL to a worker ({GRACE_S:g})",
     )
-    add_flag(
-        parser,
+    add(
         "--error-json",
         metavar="PATH",
         help="write the failure report to this file as well, as JSON",
     )
-    add_flag(
-        parser,
+    add(
         "--stats",
         action="store_true",
         help="at the end, print the calls of this node's workers, and the ranks they waited for",
     )
-    add_flag(
-        parser,
+    add(
         "--bind",
         choices=MODES,
         default="none",
         help="CPUs of each worker: an equal share of the cores (core), a NUMA node (numa), "
         "cores if there are enough (auto), or all (none, the default)",
     )
-    add_flag(
-        parser,
+    add(
         "--warm",
         type=_count,
         default="all",
@@ -115,7 +107,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_node_flags(parser)
     add_output_flags(parser)
     add_torchrun_flags(parser)
-    parser.set_defaults(handler=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from typing import Any
 
 from unisono.base.config import environ
@@ -20,8 +21,8 @@ _TORCH_FIELDS = {"role_name": "role", "rank": "rank", "local_rank": "local_rank"
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; `log_options` reads them."""
     group = parser.add_argument_group("output")
-    add_flag(
-        group,
+    add = partial(add_flag, group)
+    add(
         "--log-dir",
         default="",
         metavar="DIR",
@@ -32,24 +33,21 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         ("-r", "--redirects", "write to files only"),
         ("-t", "--tee", "write to files and, with a prefix, to the console"),
     ):
-        add_flag(
-            group,
+        add(
             letter,
             name,
             type=checked(StdChoice.parse),
             metavar="STREAMS",
             help=f"{effect}; {streams}",
         )
-    add_flag(
-        group,
+    add(
         "--local-ranks-filter",
         type=checked(parse_ranges),
         metavar="RANKS",
         help="show only these workers of this node on the console, as in 0,4-7",
     )
     for name in ("stdout", "stderr"):
-        add_flag(
-            group,
+        add(
             f"--duplicate-{name}-filters",
             default="",
             metavar="TEXTS",

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag
@@ -24,18 +25,15 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
         may_vary=True,
     )
     # `_command` checks that only one is given: argparse would not see what the environment gives.
-    add_flag(
-        parser, "-m", "--module", action="store_true", help="run a module, as `python -m` does"
-    )
-    add_flag(parser, "--no-python", action="store_true", help="run any program, not a script")
-    add_flag(
-        parser,
+    add = partial(add_flag, parser)
+    add("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    add("--no-python", action="store_true", help="run any program, not a script")
+    add(
         "--run-path",
         action="store_true",
         help="run a script even with --no-python (torchrun would run it by runpy)",
     )
-    add_flag(
-        parser,
+    add(
         "--mpi",
         action="store_true",
         help="make the workers one MPI world (MPICH, Intel MPI) before the script imports mpi4py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from functools import partial
 
 from unisono.cli.flags import add_flag
 from unisono.launcher.signals import ENDING
@@ -17,8 +18,8 @@ _START_METHODS = ("spawn", "fork", "forkserver")
 def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     group = parser.add_argument_group("for command lines of torchrun")
-    add_flag(
-        group,
+    add = partial(add_flag, group)
+    add(
         "--signals-to-handle",
         type=_signals,
         default=",".join(ENDING),
@@ -26,34 +27,29 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
         help=f"signals that end the launch ({','.join(ENDING)}); SIGUSR1 and SIGUSR2 are "
         "otherwise passed on to the workers",
     )
-    add_flag(
-        group,
+    add(
         "--virtual-local-rank",
         action="store_true",
         help="each worker sees one GPU only (CUDA_VISIBLE_DEVICES) and has LOCAL_RANK=0",
     )
-    add_flag(
-        group,
+    add(
         "--numa-binding",
         choices=sorted(NUMA_BINDINGS),
         help="node and socket are --bind numa, the others --bind core",
     )
-    add_flag(
-        group,
+    add(
         "--start-method",
         choices=_START_METHODS,
         default="spawn",
         help="no effect: a script always runs in a new process",
     )
-    add_flag(
-        group,
+    add(
         "--event-log-handler",
         choices=("null", "console"),
         default="null",
         help="no effect: events are always reported on standard error",
     )
-    add_flag(
-        group,
+    add(
         "--logs-specs",
         type=_own_logs,
         default="default",

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from unisono.cli.flags import check_writable
+from unisono.cli.flags import add_parser, check_writable, write_text
 from unisono.cli.look.command import add_token_flag, find_jobs, token_of
 from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError, LaunchError
@@ -29,13 +29,8 @@ with Gloo or NCCL.
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command."""
-    parser = commands.add_parser(
-        "trace",
-        help="analyse or draw the recorded calls of all ranks",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    summary = "analyse or draw the recorded calls of all ranks"
+    parser = add_parser(commands, "trace", summary, _DESCRIPTION, _trace)
     parser.add_argument(
         "job",
         nargs="*",
@@ -50,7 +45,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="a timeline for Perfetto (.json), or a picture (.svg, .png, .pdf)",
     )
     add_token_flag(parser)
-    parser.set_defaults(handler=_trace, parser=parser)
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -72,8 +66,8 @@ def _trace(options: argparse.Namespace) -> int:
     lines = [plain(line) for line in report(ranks, groups)]
     print(*(lines[:1] if options.output else lines), plain(str(axis)), sep="\n")
     if options.output and options.output.endswith(".json"):
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(chrome_trace(ranks, groups, axis), file, separators=(",", ":"))
+        document = chrome_trace(ranks, groups, axis)
+        write_text(options.output, json.dumps(document, separators=(",", ":")))
     elif options.output:
         from unisono.cli.trace.picture import draw
 

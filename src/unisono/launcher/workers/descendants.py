@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection
 
 from unisono.base.deadline import Deadline
+from unisono.base.grouping import grouped
 from unisono.platform.processes import IS_LINUX, adopt_orphans, all_pids, children, entry_of, kill
 
 _PAUSE_S = 0.005
@@ -85,9 +86,7 @@ class Descendants:
     def _running(self, spared: Collection[int]) -> dict[int, str]:
         """Return the processes to kill, each with its start time."""
         table = {pid: entry for pid in all_pids() if (entry := entry_of(pid)) is not None}
-        families: dict[int, list[int]] = {}
-        for pid, entry in table.items():
-            families.setdefault(entry.parent, []).append(pid)
+        families = grouped((entry.parent, pid) for pid, entry in table.items())
         found: dict[int, str] = {}
         ahead = [os.getpid()]
         while ahead:

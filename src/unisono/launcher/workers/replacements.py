@@ -23,6 +23,7 @@ from unisono.launcher.workers.worker import Worker
 from unisono.rendezvous.dynamic import Answer, DynamicRendezvous
 from unisono.rendezvous.membership import State, loads
 from unisono.rendezvous.services import open_launched
+from unisono.rendezvous.state import Idle, Replaced, Unmet
 from unisono.stores import PrefixStore, Store, TCPStore
 
 _LOOK_S = 1.0
@@ -82,7 +83,7 @@ class Replacements:
         assert self._rendezvous is not None
         self.asked.append((worker, failure))
         self._back_off.begin()
-        self._rendezvous.ask_to_replace(self._place.world.epoch)
+        self._rendezvous.report(Replaced, self._place.world.epoch)
         return True
 
     def answered(self) -> tuple[Worker, WorkerFailure, Answer] | None:
@@ -141,7 +142,7 @@ class Replacements:
             claims = self._claims(range(first, first + count))
             self._met = all(claim.isdigit() for claim in claims)
             if any(claim and not claim.isdigit() for claim in claims):
-                self._rendezvous.cannot_meet(self._place.world.epoch)
+                self._rendezvous.report(Unmet, self._place.world.epoch)
                 self._met = True
         # Read before the document: these ranks may take a newcomer in as long as they run.
         others = self._rendezvous.others_hold_state
@@ -149,15 +150,15 @@ class Replacements:
         idle = self.newcomers.issuperset(running)
         if idle is not self._idle:
             self._idle = idle
-            self._rendezvous.idle(self._place.world.epoch, idle)
+            self._rendezvous.report(Idle, self._place.world.epoch, idle=idle)
         all_wait = idle and waiting.issuperset(worker.pid for worker in running)
         return list(running) if all_wait and not others else []
 
     @property
     def _may_wait(self) -> bool:
         """Whether workers may wait in `init_process_group` for the ranks of a node that is gone."""
-        lost = self._rendezvous is not None and self._rendezvous.has_lost_founders
-        return lost and not self._met
+        lost = self._rendezvous is not None and self._rendezvous.state.gone
+        return bool(lost) and not self._met
 
     def _claims(self, ranks: Sequence[int]) -> list[bytes]:
         """Return what ranks wrote into the store when they met the others; b"1" if not known."""

@@ -15,13 +15,13 @@ import threading
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.errors import (
     InvalidArgumentError,
-    QueueEmptyError,
     StoreConnectionError,
     StoreError,
     StoreTimeoutError,
@@ -29,22 +29,20 @@ from unisono.errors import (
 )
 from unisono.stores.api import (
     Store,
-    Value,
-    barrier_timeout,
     changed_too_often,
     check_integer,
     check_key,
-    check_keys,
-    check_value,
-    check_world_size,
-    keys_timeout,
     require_outside,
 )
-from unisono.stores.table import checked_sum
+from unisono.stores.table import Change, ChangeKind, Table
+from unisono.stores.table_store import T, TableStore
 
-T = TypeVar("T")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _LENGTH = struct.Struct("<I")
+_KINDS = {
+    **{ChangeKind.PUSH: "q", ChangeKind.POP: "q"},
+    **{ChangeKind.ARRIVE: "b", ChangeKind.WITHDRAW: "b"},
+}
 
 
 class Entry(NamedTuple):
@@ -81,7 +79,7 @@ class Unreachable(Exception):
     """The service did not answer, or it is unknown whether it did; the text has the reason."""
 
 
-class ServiceStore(Store):
+class ServiceStore(TableStore):
     """A store on a service that outlives the ranks.
 
     Every change also swaps the client's mark. After a broken connection the mark shows whether the
@@ -137,165 +135,29 @@ class ServiceStore(Store):
     def _hang_up(self) -> None:
         """Close all connections."""
 
-    def set(self, key: str, value: Value) -> None:
-        """Store `value` under `key`."""
-        self._write([Swap(_value(key), None, check_value(value))])
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        """Store each value under the key at the same position, all at once."""
+    def _change(self, changes: Sequence[Change]) -> list[Any]:
+        if len(changes) == 1 and changes[0].kind is not ChangeKind.SET:
+            return [self._change_one(changes[0])]
         # If a key occurs twice, its last value counts.
-        values_of = dict(self._pairs(keys, values))
-        self._write([Swap(_value(key), None, value) for key, value in values_of.items()])
-
-    def _write(self, swaps: list[Swap]) -> None:
-        self._check_open()
+        values = {_name(change): change.first for change in changes}
+        swaps = [Swap(name, None, value) for name, value in values.items()]
         most = self._most_swaps - 1
         for start in range(0, len(swaps), most):
-            self._change(swaps[start : start + most])
+            self._write(swaps[start : start + most])
+        return [None for _ in changes]
 
-    def append(self, key: str, value: Value) -> None:
-        """Append `value` to what `key` holds."""
-        more = check_value(value)
-        self._update(_value(key), lambda old: ((old or b"") + more, None))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number stored under `key` and return the sum."""
-        number = check_integer(amount, "amount")
-
-        def change(old: bytes | None) -> tuple[bytes, int]:
-            total = checked_sum(key, old, number)
-            return b"%d" % total, total
-
-        return self._update(_value(key), change)
-
-    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Store `desired` if `key` holds `expected`; see Store.compare_set."""
-        old, new = check_value(expected), check_value(desired)
-
-        def change(present: bytes | None) -> tuple[bytes | None, bytes]:
-            if present == old or (present is None and not old):
-                return new, new
-            return present, old if present is None else present
-
-        return self._update(_value(key), change)
-
-    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
-        """Return the value of `key`, waiting until there is one."""
-        return self._get("get", [check_key(key)], timeout)[0]
-
-    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """Return the values of all keys, waiting until each has one."""
-        return self._get("multi_get", check_keys(keys), timeout)
-
-    def _get(self, operation: str, keys: list[str], timeout: Timeout | None) -> list[bytes]:
-        deadline = self._deadline(timeout)
-        names = [_value(key) for key in keys]
-        found: list[bytes | None] = []
-
-        def look() -> bool:
-            found[:] = [entry.value for entry in self._entries(names)]
-            return None not in found
-
-        if not self._poll(deadline, look):
-            missing = [key for key, value in zip(keys, found, strict=True) if value is None]
-            raise keys_timeout(self, operation, keys, missing, deadline.timeout_s)
-        return [value for value in found if value is not None]
-
-    def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
-        """Return whether every key has a value."""
-        self._check_open()
-        return not self._missing(check_keys(keys))
-
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Block until every key has a value."""
-        names = check_keys(keys)
-        deadline = self._deadline(timeout)
-        if not self._poll(deadline, lambda: not self._missing(names)):
-            raise keys_timeout(self, "wait", names, self._missing(names), deadline.timeout_s)
-
-    def _missing(self, keys: list[str]) -> list[str]:
-        entries = self._entries([name for key in keys for name in (_value(key), _queue(key))])
-        pairs = zip(keys, entries[::2], entries[1::2], strict=True)
-        return [key for key, value, queue in pairs if value.value is None and queue.value is None]
-
-    def delete_key(self, key: str) -> bool:
-        """Remove the value of `key`; return whether there was one."""
-        name = _value(key)
-        return self._update(name, lambda old: (None, old is not None))
-
-    def num_keys(self) -> int:
-        """Return the number of keys with a value."""
-        return len(self.list_keys())
-
-    def list_keys(self) -> list[str]:
-        """Return all keys with a value, sorted."""
-        self._check_open()
-        start = _value("")
-        return sorted(name[len(start) :] for name in self._request(lambda: self._names(start)))
-
-    def queue_push(self, key: str, value: Value) -> None:
-        """Append `value` to the queue `key`."""
-        item = check_value(value)
-        more = _LENGTH.pack(len(item)) + item
-        self._update(_queue(key), lambda old: ((old or b"") + more, None))
-
-    def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
-        """Remove and return the oldest value of the queue `key`."""
-        name = _queue(key)
-        deadline = self._deadline(timeout)
-        while (item := self._update(name, _pop)) is None:
-            if not block:
-                raise QueueEmptyError(f"queue {key!r} on {self!r} is empty")
-            there = self._poll(deadline, lambda: self._entries([name])[0].value is not None)
-            # Another client may take each value that this one sees.
-            if not there or deadline.expired():
-                raise keys_timeout(self, "queue_pop", [key], [key], deadline.timeout_s)
-        return item
-
-    def queue_len(self, key: str) -> int:
-        """Return the number of values in the queue `key`."""
-        self._check_open()
-        (entry,) = self._entries([_queue(key)])
-        return len(_items(entry.value or b""))
-
-    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Block until `world_size` callers are inside `barrier(key)`."""
-        name, size = f"b/{check_key(key)}", check_world_size(world_size)
-        member = uuid.uuid4().hex
-        deadline = self._deadline(timeout)
-        inside = 0
-
-        def enter(old: bytes | None) -> tuple[bytes | None, None]:
-            head, *members = (old or b"%d" % size).decode().split(" ")
-            if int(head) != size:
-                raise InvalidArgumentError(
-                    f"barrier {key!r} was entered with world_size={head}, now with "
-                    f"world_size={size}"
-                )
-            members.append(member)
-            # The last member deletes the barrier, which releases all others.
-            return None if len(members) >= size else " ".join([head, *members]).encode(), None
-
-        def leave(old: bytes | None) -> tuple[bytes | None, int]:
-            head, *members = (old or b"").decode().split(" ")
-            if member not in members:
-                return old, 0
-            rest = [each for each in members if each != member]
-            return " ".join([head, *rest]).encode() if rest else None, len(members)
-
-        def free() -> bool:
-            return member not in (self._entries([name])[0].value or b"").decode().split(" ")
-
+    def _change_one(self, change: Change) -> Any:
         try:
-            self._update(name, enter)
-            if self._poll(deadline, free):
-                return
+            return self._update(_name(change), partial(_applied, change))
         except BaseException:
-            with contextlib.suppress(StoreError):
-                self._update(name, leave)
+            if change.kind is ChangeKind.ARRIVE:
+                # The caller may be inside, although it got no answer.
+                with contextlib.suppress(StoreError):
+                    self._change_one(Change(ChangeKind.WITHDRAW, change.key, change.second))
             raise
-        if inside := self._update(name, leave):
-            raise barrier_timeout(self, key, str(inside), size, deadline.timeout_s)
+
+    def _look(self, question: Callable[[Table], T]) -> T:
+        return question(_ServiceTable(self))
 
     def _check_open(self) -> None:
         super()._check_open()
@@ -309,10 +171,6 @@ class ServiceStore(Store):
         self._mark_name, self._mark = f"m/{uuid.uuid4().hex}", Entry(None, None)
         self._change_lock = threading.RLock()
 
-    def has_extended_api(self) -> bool:
-        """Return True."""
-        return True
-
     def close(self) -> None:
         """Close the connections; the last of `world_size` ranks deletes the keys."""
         if self._closed:
@@ -321,7 +179,8 @@ class ServiceStore(Store):
             if self._pid == os.getpid():
                 self._part()
         finally:
-            super().close()
+            # A thread that waits in a barrier sees that the store is closed.
+            Store.close(self)
             self._hang_up()
 
     def _part(self) -> None:
@@ -352,7 +211,7 @@ class ServiceStore(Store):
                 return old, False
             return b"%d %d" % (came + 1, left), True
 
-        if not self._poll(deadline, lambda: self._update("u", enter)):
+        if not self._poll(deadline, lambda _: self._update("u", enter)):
             raise StoreTimeoutError(
                 f"{self!r} still belongs to another run of {self.world_size} ranks after "
                 f"{deadline.timeout_s:g} s",
@@ -380,7 +239,7 @@ class ServiceStore(Store):
             self._pause(pause_s, deadline, name)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    def _change(self, swaps: list[Swap]) -> None:
+    def _write(self, swaps: list[Swap]) -> None:
         deadline = Deadline(self._timeout_s)
         while not self._try_change(swaps):
             self._pause(_FIRST_PAUSE_S, deadline, swaps[0].name)
@@ -416,10 +275,9 @@ class ServiceStore(Store):
         finally:
             lock.release()
 
-    def _poll(self, deadline: Deadline, question: Callable[[], bool]) -> bool:
-        """Ask until the answer is true; return False at the deadline."""
+    def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
         pause_s = _FIRST_PAUSE_S
-        while not question():
+        while not self._look(question):
             if deadline.expired():
                 return False
             time.sleep(min(pause_s * random.uniform(0.5, 1.0), deadline.remaining()))
@@ -444,29 +302,70 @@ class ServiceStore(Store):
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
 
-def _value(key: str) -> str:
-    return f"k/{check_key(key)}"
+class _ServiceTable(Table):
+    """The table in a service: it reads what it is asked."""
+
+    def __init__(self, store: ServiceStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def found(self, keys: Iterable[str]) -> list[bytes | None]:
+        return self._read("k", keys)
+
+    def names(self) -> list[str]:
+        found = self._store._request(lambda: self._store._names("k/"))
+        return [name.removeprefix("k/") for name in found]
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        found = self._read("kq", keys := list(keys))
+        pairs = zip(keys, found[::2], found[1::2], strict=True)
+        return [key for key, value, queue in pairs if value is queue is None]
+
+    def queue_len(self, key: str) -> int:
+        return _table("q", key, self._read("q", [key])[0]).queue_len(key)
+
+    def inside(self, key: str, member: Hashable) -> bool:
+        return _table("b", key, self._read("b", [key])[0]).inside(key, member)
+
+    def _read(self, kinds: str, keys: Iterable[str]) -> list[bytes | None]:
+        names = [f"{kind}/{key}" for key in keys for kind in kinds]
+        return [entry.value for entry in self._store._entries(names)]
 
 
-def _queue(key: str) -> str:
-    return f"q/{check_key(key)}"
+def _kind(change: Change) -> str:
+    return _KINDS.get(change.kind, "k")
 
 
-def _items(data: bytes) -> list[bytes]:
-    """Return the values of a queue, oldest first."""
-    items = []
+def _name(change: Change) -> str:
+    return f"{_kind(change)}/{change.key}"
+
+
+def _applied(change: Change, entry: bytes | None) -> tuple[bytes | None, Any]:
+    """Return the value of a name after a change, and the result of the change."""
+    table = _table(_kind(change), change.key, entry)
+    result = table.apply(change)
+    made = table.changes()
+    if made and made[0].kind is ChangeKind.PUSH:
+        return b"".join(_LENGTH.pack(len(each.first)) + each.first for each in made), result
+    if made and made[0].kind is ChangeKind.ARRIVE:
+        return b" ".join([made[0].first, *(each.second for each in made)]), result
+    return made[0].first if made else None, result
+
+
+def _table(kind: str, key: str, entry: bytes | None) -> Table:
+    """Return a table with one entry of a service."""
+    table = Table()
+    if entry is None:
+        return table
+    if kind == "k":
+        table.set(key, entry)
+    elif kind == "b":
+        size, *members = entry.split(b" ")
+        for member in members:
+            table.apply(Change(ChangeKind.ARRIVE, key, size, member))
     place = 0
-    while place < len(data):
-        (length,) = _LENGTH.unpack_from(data, place)
+    while kind == "q" and place < len(entry):
+        (length,) = _LENGTH.unpack_from(entry, place)
         place += _LENGTH.size + length
-        items.append(data[place - length : place])
-    return items
-
-
-def _pop(old: bytes | None) -> tuple[bytes | None, bytes | None]:
-    """Return the queue without its oldest value, and that."""
-    if not old:
-        return None, None
-    (length,) = _LENGTH.unpack_from(old)
-    end = _LENGTH.size + length
-    return old[end:] or None, old[_LENGTH.size : end]
+        table.queue_push(key, entry[place - length : place])
+    return table

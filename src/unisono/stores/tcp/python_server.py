@@ -56,31 +56,19 @@ CLOSE_S = 5.0
 _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
 
+@dataclass(eq=False, slots=True)
 class _Connection:
     """One client: its incomplete request, its unread replies, and its wait."""
 
-    __slots__ = (
-        "barrier",
-        "decoder",
-        "gate",
-        "peer",
-        "pending",
-        "promised",
-        "sock",
-        "unsent",
-        "watch",
-    )
-
-    def __init__(self, sock: socket.socket, peer: str, gate: Gate) -> None:
-        self.sock = sock
-        self.gate: Gate | None = gate
-        self.peer = peer
-        self.decoder = RequestDecoder()
-        self.pending: list[Request] = []
-        self.unsent = bytearray()
-        self.watch: Watch | None = None
-        self.barrier: str | None = None
-        self.promised: str | None = None
+    sock: socket.socket
+    peer: str
+    gate: Gate | None
+    decoder: RequestDecoder = field(default_factory=RequestDecoder)
+    pending: list[Request] = field(default_factory=list)
+    unsent: bytearray = field(default_factory=bytearray)
+    watch: Watch | None = None
+    barrier: str | None = None
+    promised: str | None = None
 
 
 class _Listeners:

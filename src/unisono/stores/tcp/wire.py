@@ -25,6 +25,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from unisono.errors import InvalidArgumentError, TransportError
@@ -246,16 +247,14 @@ def _read_list(fields: tuple[Field, ...], limits: _Limits) -> _Reader:
     return items
 
 
+@dataclass(slots=True)
 class _Limits:
     """The sizes that one message may still announce."""
 
-    __slots__ = ("key_bytes", "keys", "left_bytes", "value_bytes")
-
-    def __init__(self, key_bytes: int, value_bytes: int, keys: int, total_bytes: int) -> None:
-        self.key_bytes = key_bytes
-        self.value_bytes = value_bytes
-        self.keys = keys
-        self.left_bytes = total_bytes
+    key_bytes: int
+    value_bytes: int
+    keys: int
+    left_bytes: int
 
     def spend(self, nbytes: int) -> None:
         self.left_bytes -= nbytes
