@@ -37,8 +37,7 @@ def test_a_group_and_its_sub_group_have_the_engine_that_was_asked_for(engine, ca
 
 
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
-    monkeypatch.setattr("unisono.engines.native_engine._engine", None)
-    monkeypatch.setattr("unisono.engines.shared_memory._engine", None)
+    monkeypatch.setattr("unisono.base.seam._extension", None)
     monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     with pytest.raises(UnsupportedError, match="cannot use the native engine: it is not built"):
         run(shown, 2, engine="native")

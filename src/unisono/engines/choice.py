@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from unisono.base import config
-from unisono.base.extension import extension as native
-from unisono.base.extension import why_absent
 from unisono.base.log import get_logger, log_once
+from unisono.base.seam import cpp, why_absent
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.mpi_engine import MPIEngine
 from unisono.engines.mpi_library import library
 from unisono.engines.mpi_library import why_absent as why_no_mpi
-from unisono.engines.native_engine import NativeEngine, is_native_built
+from unisono.engines.native_engine import NativeEngine
 from unisono.engines.reference import ReferenceEngine
 from unisono.engines.shared_memory import host_id
 from unisono.errors import InvalidArgumentError, UnsupportedError
@@ -52,10 +51,9 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         log_once(_log, logging.INFO, "collectives run on the %s", str(engine_info()))
         return NativeEngine(comm, crowded=neighbours > usable_cores())
-    if not is_native_built():
-        why = why_absent
-    else:
-        why = "its ranks do not all have the same one, want it, and reach each other with it"
+    why = why_absent or (
+        "its ranks do not all have the same one, want it, and reach each other with it"
+    )
     if kind == "native":
         raise UnsupportedError(
             f"group '{comm.name}' on rank {comm.transport.rank} cannot use the native engine: {why}"
@@ -125,7 +123,7 @@ def engine_info() -> EngineInfo:
     wish = config.get("UNISONO_ENGINE")
     if wish == "mpi":
         engine, why = wish, why_no_mpi() or library().name
-    elif native is None:
+    elif why_absent:
         engine, why = "reference", why_absent
     elif wish == "reference":
         engine, why = wish, "UNISONO_ENGINE=reference"
@@ -136,10 +134,10 @@ def engine_info() -> EngineInfo:
     return EngineInfo(
         engine,
         why,
-        "" if native is None else config.get("UNISONO_CPU") or native.isa(),
-        () if native is None else tuple(native.isas()),
+        cpp.isa() and (config.get("UNISONO_CPU") or cpp.isa()),
+        tuple(cpp.isas()),
         memory,
         usable_cores(),
-        "" if native is None else native.BUILD,
+        cpp.BUILD,
         why_no_nccl() or "experimental: run on a single GPU only",
     )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
-from unisono.base.extension import extension as native
+from unisono.base.seam import cpp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,8 +58,6 @@ def run_in_cpp(function: F, kinds: Iterable[str]) -> F:
             its end, and "peer". C++ knows the parameters "group", "async_op", "tag" and "timeout"
             by their names. A call that gives any other parameter runs in Python.
     """
-    if native is None:
-        return function
     parameters = inspect.signature(function).parameters
     names = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
     positional = len(names)
@@ -70,21 +68,20 @@ def run_in_cpp(function: F, kinds: Iterable[str]) -> F:
     names = tuple(dict.fromkeys(names + shared))
     kind_of = dict(zip(names, kinds, strict=False))
     letters = "".join([_KINDS.get(kind_of.get(name, name), "-") for name in names])
-    made: Any = native.make_function(function, names, letters, positional)
-    functools.update_wrapper(made, function)
+    made: Any = cpp.make_function(function, names, letters, positional)
+    if made is not function:
+        functools.update_wrapper(made, function)
     return cast(F, made)
 
 
 def suspend() -> None:
     """Run every call in Python until `resume` was called as often as `suspend`."""
-    if native is not None:
-        native.suspend_calls()
+    cpp.suspend_calls()
 
 
 def resume() -> None:
     """Undo one `suspend`."""
-    if native is not None:
-        native.resume_calls()
+    cpp.resume_calls()
 
 
 def set_world(
@@ -101,11 +98,9 @@ def set_world(
         group_type: Its objects have a slot `calls`, which is that of their engine or None.
         work_type: Made from a completion and the name of its function, for a call with async_op.
     """
-    if native is not None:
-        native.set_world(world, stream, group_type, work_type)
+    cpp.set_world(world, stream, group_type, work_type)
 
 
 def set_default(group: Any) -> None:
     """Use `group` (None: no group) in calls without a group if the context variable is None."""
-    if native is not None:
-        native.set_default(group)
+    cpp.set_default(group)

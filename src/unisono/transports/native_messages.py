@@ -27,8 +27,8 @@ import numpy as np
 from unisono.base import config
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
+from unisono.base.seam import cpp as _engine
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError
 from unisono.transports.mailbox import MailboxMessages
@@ -121,8 +121,6 @@ class NativeMessages(Messages):
     @classmethod
     def make(cls, links: Links) -> NativeMessages | None:
         """Return new messages, or None if this process cannot have C++ messages."""
-        if _engine is None:
-            return None
         try:
             return cls(links)
         except OSError as error:

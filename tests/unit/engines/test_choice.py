@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 import unisono
+from unisono.base import seam
 from unisono.engines import Communicator, host_id, is_native_built, make_engine
 from unisono.errors import UnsupportedError
 from unisono.transports import InprocTransport
@@ -68,7 +69,7 @@ def test_engine_info(monkeypatch):
 
 
 def test_engine_info_without_the_extension_module(monkeypatch):
-    monkeypatch.setattr("unisono.engines.choice.native", None)
+    monkeypatch.setattr("unisono.engines.choice.cpp", seam._Python())
     monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     info = unisono.engine_info()
     assert info.engine == "reference"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from unisono.base.deadline import Deadline
+from unisono.base.seam import cpp, is_wanted
 from unisono.base.silence import LOOK_S, host_timeout_s, keep_alive, silent_s
-from unisono.stores.tcp.native_server import engine
 from unisono.stores.tcp.wire import (
     NO_REPLY,
     WAIT_CANCELED,
@@ -46,9 +46,9 @@ class Link(Protocol):
 def open_link(sock: socket.socket) -> Link:
     """Return a link over a connected socket, which the caller keeps."""
     limit_s = host_timeout_s() if keep_alive(sock) else math.inf
-    if engine() is not None:
+    if is_wanted():
         sock.settimeout(None)
-        link: Link = engine().StoreLink(sock.fileno(), limit_s)
+        link: Link = cpp.StoreLink(sock.fileno(), limit_s)
         return link
     return PythonLink(sock, limit_s)
 

@@ -10,21 +10,14 @@ import errno
 import os
 import socket
 import threading
-from typing import Any
 
-from unisono.base import config
-from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
+from unisono.base.seam import cpp as _engine
 from unisono.platform.posix import set_blocking
 from unisono.stores.tcp.python_server import CLOSE_S, ServerOptions
 
 # The same logger as the server in Python has.
 _LOG = get_logger("stores.tcp_server")
-
-
-def engine() -> Any:
-    """Return the extension module; None if it is not built, or not wanted (UNISONO_ENGINE)."""
-    return None if config.get("UNISONO_ENGINE") == "reference" else _engine
 
 
 class NativeServer:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 from typing import Protocol
 
+from unisono.base.seam import is_wanted
 from unisono.errors import InvalidArgumentError
-from unisono.stores.tcp.native_server import NativeServer, engine
+from unisono.stores.tcp.native_server import NativeServer
 from unisono.stores.tcp.python_server import PythonServer, ServerOptions
 
 
@@ -48,5 +49,5 @@ def start_server(
     """
     if not listeners:
         raise InvalidArgumentError("a store server needs at least one listening socket")
-    kind = PythonServer if engine() is None else NativeServer
+    kind = NativeServer if is_wanted() else PythonServer
     return kind(listeners, options or ServerOptions())

@@ -1,0 +1,61 @@
+"""The seam: the one module that decides between C++ and Python.
+
+Every other module takes from here what exists in both languages, and does not ask which one it got.
+What exists in C++ only is taken from `cpp`. `Python` stands there without the C++ engine.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from unisono.base import config
+from unisono.base.extension import extension as _extension
+from unisono.base.extension import why_absent as why_absent
+from unisono.errors import UnsupportedError
+
+T = TypeVar("T")
+
+
+class _Python:
+    """What stands for the extension module without it: everything that is not a class."""
+
+    BUILD = ""
+    dtype_codes: Any = staticmethod(dict)
+    isa = staticmethod(str)
+    isas: Any = staticmethod(list)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(f"{name} needs the C++ engine: {why_absent}")
+
+    def ticks(self) -> tuple[int, int]:
+        return time.monotonic_ns(), time.monotonic_ns()
+
+    def make_function(self, function: T, *_: object) -> T:
+        return function
+
+    def _nothing(self, *_: object) -> None:
+        """Do nothing: it prepares what only C++ does."""
+
+    add_own_folder = array_of = mark_worker = _nothing
+    resume_calls = set_default = set_world = suspend_calls = _nothing
+
+
+cpp: Any = _extension or _Python()
+"""The extension module, or what stands for it."""
+
+
+def choose(name: str, twin: T) -> T:
+    """Return what has this name in C++; without C++ its twin in Python."""
+    chosen: T = getattr(_extension, name, twin)
+    return chosen
+
+
+def is_native_built() -> bool:
+    """Whether the extension module is built, and fits this version."""
+    return _extension is not None
+
+
+def is_wanted() -> bool:
+    """Whether the C++ engine is there and UNISONO_ENGINE does not forbid it."""
+    return _extension is not None and config.get("UNISONO_ENGINE") != "reference"
