@@ -117,7 +117,10 @@ class CPUBackend(MessageBackend, ArrayBackend):
             self.world_number = comm.transport.world_number
         self._comm = comm
         self.trace = comm.trace
-        self._engine: Engine = make_engine(comm, options.engine)
+        kind = options.engine or config.get("UNISONO_ENGINE")
+        # Sub-groups have the engine of the world, whatever the environment says later.
+        self.spec = replace(spec, options=replace(options, engine=kind))
+        self._engine: Engine = make_engine(comm, kind)
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
         self._engine.pending_type = Pending

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from unisono.base import config
@@ -47,7 +46,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     if kind == "reference":
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
-    if all(hosts) and (len(set(hosts)) == 1 or _reach_each_other(comm, hosts)):
+    if all(hosts):
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         log_once(_log, logging.INFO, "collectives run on the %s", str(engine_info()))
         return NativeEngine(comm, crowded=neighbours > usable_cores())
@@ -61,14 +60,6 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     if comm.transport.rank == 0:
         log_once(_log, logging.WARNING, _SLOW, why)
     return ReferenceEngine(comm)
-
-
-def _reach_each_other(comm: Communicator, hosts: Sequence[str]) -> bool:
-    """Whether ranks of several hosts have C++ messages of equal versions."""
-    addresses = comm.transport.messages.addresses
-    versions = {host.partition("/")[0] for host in hosts}
-    reaches_all = all(pid or channels for pid, _, _, channels in addresses)
-    return bool(addresses) and reaches_all and len(versions) == 1
 
 
 class EngineInfo(NamedTuple):
