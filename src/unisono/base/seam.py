@@ -1,7 +1,7 @@
 """The seam: the one module that decides between C++ and Python.
 
 Every other module takes from here what exists in both languages, and does not ask which one it got.
-What exists in C++ only is taken from `cpp`. `Python` stands there without the C++ engine.
+What exists in C++ only is taken from `cpp`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from typing import Any, TypeVar
 from unisono.base import config
 from unisono.base.extension import extension as _extension
 from unisono.base.extension import why_absent as why_absent
-from unisono.errors import UnsupportedError
 
 T = TypeVar("T")
 
 
 class _Python:
-    """What stands for the extension module without it: everything that is not a class."""
+    """What stands for the extension module without it: what modules use before they choose."""
 
     BUILD = ""
     dtype_codes: Any = staticmethod(dict)
     isa = staticmethod(str)
     isas: Any = staticmethod(list)
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(f"{name} needs the C++ engine: {why_absent}")
 
     def ticks(self) -> tuple[int, int]:
         return time.monotonic_ns(), time.monotonic_ns()
@@ -58,4 +54,4 @@ def is_native_built() -> bool:
 
 def is_wanted() -> bool:
     """Whether the C++ engine is there and UNISONO_ENGINE does not forbid it."""
-    return _extension is not None and config.get("UNISONO_ENGINE") != "reference"
+    return is_native_built() and config.get("UNISONO_ENGINE") != "reference"

@@ -107,8 +107,8 @@ def why_no_nccl() -> str:
 def engine_info() -> EngineInfo:
     """Return the engine that groups of this process get, as far as one process can know.
 
-    A group uses the reference engine if any of its ranks reports another engine here. Then
-    `repr(group)` and the log show the engine of the group.
+    All ranks of a world must have the native engine, or none of them. `repr(group)` and the log
+    show the engine of a group.
     """
     memory = memory_kind()
     wish = config.get("UNISONO_ENGINE")

@@ -75,11 +75,7 @@ _HINTS = {
 }
 
 # Codes of the C++ engine for a rank that takes no part any more.
-_GONE = {
-    "LOST": "its process ended",
-    "LEFT": CLOSED,
-    "UNREACHABLE": "it cannot be reached",
-}
+_GONE = {"LOST": "its process ended", "LEFT": CLOSED, "UNREACHABLE": "it cannot be reached"}
 
 
 class Expired(Exception):

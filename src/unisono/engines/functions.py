@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 from unisono.base.seam import cpp
@@ -72,35 +71,3 @@ def run_in_cpp(function: F, kinds: Iterable[str]) -> F:
     if made is not function:
         functools.update_wrapper(made, function)
     return cast(F, made)
-
-
-def suspend() -> None:
-    """Run every call in Python until `resume` was called as often as `suspend`."""
-    cpp.suspend_calls()
-
-
-def resume() -> None:
-    """Undo one `suspend`."""
-    cpp.resume_calls()
-
-
-def set_world(
-    world: ContextVar[Any],
-    stream: ContextVar[Any],
-    group_type: type,
-    work_type: type,
-) -> None:
-    """Define where a call without a group finds its world, and the types of groups and works.
-
-    Args:
-        world: Holds an object whose `default` is a group. If it holds None: see `set_default`.
-        stream: Holds the stream that orders calls. If it holds None, calls run at once.
-        group_type: Its objects have a slot `calls`, which is that of their engine or None.
-        work_type: Made from a completion and the name of its function, for a call with async_op.
-    """
-    cpp.set_world(world, stream, group_type, work_type)
-
-
-def set_default(group: Any) -> None:
-    """Use `group` (None: no group) in calls without a group if the context variable is None."""
-    cpp.set_default(group)

@@ -169,18 +169,17 @@ def _publish(
 
 def _check_engines(hosts: Sequence[str], rank: int) -> None:
     """Check that all ranks move their data in C++, in one version, or all in Python."""
-    ranks: dict[str, list[int]] = {}
+    engines: dict[str, list[int]] = {}
     for other, host in enumerate(hosts):
-        ranks.setdefault(host.partition("/")[0], []).append(other)
-    if len(ranks) > 1:
-        engines = {
-            f"C++ (version {version})" if version else "Python": each
-            for version, each in ranks.items()
-        }
+        engine = f"C++ (version {host.partition('/')[0]})" if host else "Python"
+        engines.setdefault(engine, []).append(other)
+    if len(engines) > 1:
         shown = ", ".join(f"{engine} on {name_ranks(each)}" for engine, each in engines.items())
         raise UnsupportedError(
             f"the ranks of a world must have one engine, but they have {shown}",
-            context=Context(rank=rank, world_size=len(hosts), peers=tuple(ranks.get("", ()))),
+            context=Context(
+                rank=rank, world_size=len(hosts), peers=tuple(engines.get("Python", ()))
+            ),
             hint="unisono.engine_info() says on a rank why it has this engine; install the same "
             "unisono for all ranks, or give all of them UNISONO_ENGINE=reference",
         )
