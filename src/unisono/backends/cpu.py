@@ -118,7 +118,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
         self._comm = comm
         self.trace = comm.trace
         kind = options.engine or config.get("UNISONO_ENGINE")
-        # Sub-groups have the engine of the world, whatever the environment says later.
+        # Sub-groups have the engine of the world, although the environment may change.
         self.spec = replace(spec, options=replace(options, engine=kind))
         self._engine: Engine = make_engine(comm, kind)
         self._engine.set_timeout(spec.timeout_s)

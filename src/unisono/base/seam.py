@@ -1,7 +1,7 @@
 """The seam: the one module that decides between C++ and Python.
 
 Every other module takes from here what exists in both languages, and does not ask which one it got.
-What exists in C++ only is taken from `cpp`.
+`cpp` has the rest of C++.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Python:
-    """What stands for the extension module without it: what modules use before they choose."""
+    """Stands for the extension module without it; has the names that modules use unasked."""
 
     BUILD = ""
     dtype_codes: Any = staticmethod(dict)

@@ -106,7 +106,7 @@ class _Settings(NamedTuple):
 
 
 def _engine_of(pg_options: Any) -> str:
-    """Return what the agreement on a group says of its engine: ranks must not differ in it."""
+    """Return the engine of a new group for the agreement, in which ranks must not differ."""
     wish = getattr(pg_options, "engine", None)
     return "" if wish is None else f", engine={wish!r}"
 

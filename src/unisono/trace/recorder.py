@@ -152,7 +152,7 @@ def place_of(site: int, offset: int) -> tuple[str, int, str]:
 
 
 make_recorder: Callable[[int], Any] = choose("Recorder", Recorder)
-"""Return a recorder for a group of so many ranks."""
+"""Return a recorder for a group; takes its number of ranks."""
 
 read_ticks: Callable[[], tuple[int, int]] = cpp.ticks
 """Return the time in ticks, and on the monotonic clock in nanoseconds."""

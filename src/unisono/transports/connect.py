@@ -180,8 +180,8 @@ def _check_engines(hosts: Sequence[str], rank: int) -> None:
             context=Context(
                 rank=rank, world_size=len(hosts), peers=tuple(engines.get("Python", ()))
             ),
-            hint="unisono.engine_info() says on a rank why it has this engine; install the same "
-            "unisono for all ranks, or give all of them UNISONO_ENGINE=reference",
+            hint="unisono.engine_info() gives on each rank the reason for its engine; install the "
+            "same unisono for all ranks, or give all of them UNISONO_ENGINE=reference",
         )
 
 
