@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.ports import reserved_port
 from unisono.base import config as settings
-from unisono.base.extension import why_absent
+from unisono.base.seam import why_absent
 from unisono.platform.processes import IS_LINUX
 
 pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]

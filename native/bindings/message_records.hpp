@@ -28,15 +28,17 @@ class MessageRecords {
     return recorder_->begin(message, recorder_->count_message(), caller_site());
   }
 
-  // Python sends a message that is unreachable here in another way, and records it.
   void end(uint64_t record, Code code, int peer) {
-    if (recorder_ == nullptr) return;
-    const bool is_dropped = code == Code::unreachable;
-    const uint32_t outcome = is_dropped ? Recorder::kDropped : 1 + static_cast<uint32_t>(code);
-    recorder_->end_message(record, outcome, member_of(peer));
+    end_with(record, 1 + static_cast<uint32_t>(code), peer);
   }
+  // Python sends the message in another way, and records it.
+  void drop(uint64_t record, int peer) { end_with(record, Recorder::kDropped, peer); }
 
  private:
+  void end_with(uint64_t record, uint32_t outcome, int peer) {
+    if (recorder_ != nullptr) recorder_->end_message(record, outcome, member_of(peer));
+  }
+
   // The rank in the group; -1: none.
   int member_of(int rank) const {
     const auto found = std::find(ranks_->begin(), ranks_->end(), rank);

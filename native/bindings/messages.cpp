@@ -150,13 +150,6 @@ std::vector<OutcomeTuple> serve(Messages& messages) {
   return all;
 }
 
-void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint32_t info,
-             nb::handle data) {
-  const Bytes bytes(data, PyBUF_SIMPLE);
-  nb::gil_scoped_release unlocked;
-  messages.deliver(source, {context, tag, bytes.nbytes(), info}, bytes.data());
-}
-
 bool peer_down(Messages& messages, int peer, bool left) {
   return messages.peer_down(peer, left ? Code::left : Code::lost);
 }
@@ -214,8 +207,7 @@ class Port final : public unisono::Messenger {
       return messages_->send(plain.peer, plain.envelope, plain.data(), nanoseconds(timeout_s));
     });
     records_.end(record, outcome.code, plain.peer);
-    if (outcome.code == Code::ok) return nb::bool_(true);
-    return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(std::move(outcome)));
+    return outcome.code == Code::ok ? nb::bool_(true) : nb::cast(to_tuple(std::move(outcome)));
   }
 
   // Returns the source or the count (`partial`), and what `Messages.wait` returns if none came.
@@ -240,7 +232,11 @@ class Port final : public unisono::Messenger {
     if (!understand_send(array, to, tag, &plain)) return false;
     const uint64_t record = begin_record(plain, plain.kinds.first);
     const bool is_sent = sends_at_once(plain);
-    records_.end(record, is_sent ? Code::ok : Code::unreachable, plain.peer);
+    if (is_sent) {
+      records_.end(record, Code::ok, plain.peer);
+    } else {
+      records_.drop(record, plain.peer);
+    }
     return is_sent;
   }
 
@@ -365,8 +361,6 @@ void bind_p2p(nb::module_& m) {
          "Return the last receive into this memory after that number; 0: none.")
     .def("last_number", &Messages::last_number, "Number of the last started operation.")
     .def("serve", &serve, "Return outcomes; nothing after close().")
-    .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
-         nb::arg("info"), nb::arg("data"))
     .def("peer_down", &peer_down, nb::arg("peer"), nb::arg("left"),
          nb::call_guard<nb::gil_scoped_release>())
     .def("fail_context", &Messages::fail_context, nb::arg("context"), nb::arg("after") = 0,

@@ -98,7 +98,6 @@ void Delivery::take_arrival(const Lock& lock, Operation& op, std::list<Arrival>:
 // ---- messages -----------------------------------------------------------------------------
 
 void Delivery::accept(const Lock& lock, int source, const Envelope& envelope, const char* data) {
-  if (envelope.tag == kAnyTag) return close_context(lock, source, envelope.context);
   Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
     const bool fits = op->accept(source, envelope);

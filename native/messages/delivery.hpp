@@ -58,7 +58,7 @@ class Delivery {
   std::vector<Operation*> receives(const Lock& lock) const;
 
   // --- messages ---
-  // Accept a whole message that did not come through a ring or wire.
+  // Accept a message of this rank to itself.
   void accept(const Lock& lock, int source, const Envelope& envelope, const char* data);
   // Find the destination of the next frame of a rank. False: there is none now.
   bool open(const Lock& lock, int source, const Envelope& envelope);

@@ -211,14 +211,6 @@ std::vector<Outcome> Messages::serve() {
   return waiting_.serve(lock);
 }
 
-// ---- messages from Python's peers ----------------------------------------------------------
-
-void Messages::deliver(int source, const Envelope& envelope, const char* data) {
-  const Lock lock(lock_);
-  parts_.delivery.accept(lock, source, envelope, data);
-  waiting_.notify(lock);
-}
-
 // ---- beginning ----------------------------------------------------------------------------
 
 void Messages::begin(const Lock& lock, Operation& op) {

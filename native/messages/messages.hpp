@@ -92,9 +92,6 @@ class Messages {
   // outcome after close().
   std::vector<Outcome> serve();
 
-  // Accept a message that came over a link of Python.
-  void deliver(int source, const Envelope& envelope, const char* data);
-
   // Use a connected, non-blocking socket for messages with a rank, at most one per channel. This
   // object then owns the socket.
   void add_wire(int rank, int channel, int fd);

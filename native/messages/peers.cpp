@@ -117,16 +117,12 @@ void Peers::begin_send(const Lock& lock, Operation& op) {
     parts_.delivery.accept(lock, op.peer, op.envelope, op.data);
     return operations.finish(lock, op, Code::ok);
   }
-  const Code down = parts_.ends.down(lock, op.peer);
-  if (down != Code::ok) {
-    op.source = op.peer;
-    return operations.finish(lock, op, down);
-  }
   Peer& to = (*this)[op.peer];
-  if (!to.find_route(lock, op.envelope.nbytes)) {
-    return operations.finish(lock, op, Code::unreachable);
-  }
-  to.send(lock, op);
+  Code down = parts_.ends.down(lock, op.peer);
+  if (down == Code::ok && !to.find_route(lock, op.envelope.nbytes)) down = Code::unreachable;
+  if (down == Code::ok) return to.send(lock, op);
+  op.source = op.peer;
+  operations.finish(lock, op, down);
 }
 
 void Peers::cancel(const Lock& lock, Operation& op, Code code) {

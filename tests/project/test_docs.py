@@ -14,7 +14,7 @@ from tests.support.calls import check_usable
 from tests.support.programs import python
 from tests.support.tools import ROOT, tool
 from unisono.base.config import VARIABLES
-from unisono.base.extension import why_absent
+from unisono.base.seam import why_absent
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
 from unisono.schedules import build
 from unisono.simulate.timeline import in_rounds

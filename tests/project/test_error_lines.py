@@ -46,7 +46,7 @@ from unisono.stores.services.store import Entry, ServiceStore, Unreachable
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp import wire
 from unisono.stores.tcp.connection import Connection, ConnectionPool
-from unisono.stores.tcp.python_server import PythonServer, ServerOptions
+from unisono.stores.tcp.python_server import ServerOptions, StoreServer
 from unisono.stores.tcp.wire import Op, ReplyDecoder, encode_request
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key
@@ -292,7 +292,7 @@ def refused(call):
 def large_multi_get():
     """Ask a server for more than it sends at once."""
     listener = socket.create_server((HERE, 0))
-    server = PythonServer([listener], ServerOptions(max_reply_bytes=10))
+    server = StoreServer([listener], ServerOptions(max_reply_bytes=10))
     try:
         server._table.values["k"] = b"0123456789"
         server._multi_get(["k", "k"])

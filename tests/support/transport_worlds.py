@@ -31,9 +31,7 @@ LARGE = 512 * 1024
 WAYS = {
     "rings": ["ring"],
     "wires": ["wire"],
-    "rings+links": ["link", "ring"],
     "rings+wires": ["wire", "ring"],
-    "all": ["wire", "ring", "link"],
 }
 
 
@@ -81,9 +79,6 @@ def use_native(world, ways, channels=()):
             everybody.append(NativeMessages.make(transport))
     for rank, messages in enumerate(everybody):
         kinds = [ways[(rank + peer) % len(ways)] for peer in range(len(world))]
-        words = [
-            "" if way == "link" else other.endpoint
-            for way, other in zip(kinds, everybody, strict=True)
-        ]
+        words = [other.endpoint for other in everybody]
         messages.introduce(words, [way == "ring" for way in kinds], crowded=True)
         world[rank].messages = messages

@@ -1,15 +1,18 @@
 """What the engines could do differently, and must not."""
 
 import itertools
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import unisono as dist
 from tests.support.operations import Operations
-from unisono.base import log
+from unisono.backends import CPUOptions
+from unisono.base import log, seam
 from unisono.engines import shared_memory
-from unisono.errors import UnsupportedError
+from unisono.errors import CollectiveMismatchError, UnsupportedError
 from unisono.testing import run
 
 BOTH = pytest.mark.parametrize("engine", ["native", "reference"])
@@ -37,11 +40,69 @@ def test_a_group_and_its_sub_group_have_the_engine_that_was_asked_for(engine, ca
 
 
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
-    monkeypatch.setattr("unisono.engines.native_engine._engine", None)
-    monkeypatch.setattr("unisono.engines.shared_memory._engine", None)
+    monkeypatch.setattr("unisono.base.seam._extension", None)
     monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     with pytest.raises(UnsupportedError, match="cannot use the native engine: it is not built"):
         run(shown, 2, engine="native")
+
+
+def meet(rank, path, settings):
+    """Leave the world; meet the same ranks again, each with the settings of this test."""
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    mine = settings[rank]
+    os.environ.update({name: text for name, text in mine.items() if name.isupper()})
+    seam._extension = mine.get("extension", seam._extension)
+    shared_memory._engine = mine.get("engine", shared_memory._engine)
+    store = dist.FileStore(path, size)
+    with pytest.raises(UnsupportedError) as caught:
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=30.0)
+    assert not dist.is_initialized()
+    for name in mine:
+        os.environ.pop(name, None)
+    return caught.value.what, caught.value.context.peers
+
+
+REFERENCE, HIDDEN = {"UNISONO_ENGINE": "reference"}, {"extension": None}
+OTHER = {"engine": SimpleNamespace(ABI=1)}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("settings", "told", "peers"),
+    [
+        ([{}, REFERENCE, {}], "on ranks 0 and 2, Python on rank 1", (1,)),
+        ([HIDDEN, {}, REFERENCE], "Python on ranks 0 and 2, C++ (version ", (0, 2)),
+        ([{}, OTHER], "on rank 0, C++ (version 1) on rank 1", ()),
+    ],
+    ids=["unwanted", "absent", "another"],
+)
+def test_a_world_of_two_kinds_of_ranks_is_refused_by_all(tmp_path, settings, told, peers):
+    args = (str(tmp_path / "store"), settings)
+    (found,) = set(run(meet, len(settings), ranks="processes", args=args))
+    line, blamed = found
+    assert line.startswith("the ranks of a world must have one engine, but they have ")
+    assert told in line
+    assert blamed == peers
+
+
+@pytest.mark.native
+@pytest.mark.ranks(3, kind="processes")
+def test_ranks_that_want_other_engines_make_no_sub_group(rank):
+    mine = CPUOptions(engine="reference") if rank == 1 else None
+    for make in (
+        lambda: dist.new_group([0, 1], pg_options=mine),
+        lambda: dist.new_subgroups_by_enumeration([[0, 1], [2]], pg_options=mine),
+        lambda: dist.split_group(split_ranks=[[0, 1], [2]], pg_options=mine),
+    ):
+        with pytest.raises(CollectiveMismatchError, match="engine='reference'"):
+            make()
+    if rank == 1:
+        os.environ["UNISONO_ENGINE"] = "reference"
+    x = np.ones(3)
+    dist.all_reduce(x, group=dist.new_group())
+    os.environ.pop("UNISONO_ENGINE", None)
+    assert x.tolist() == [3, 3, 3]
 
 
 class Exchange(Operations):

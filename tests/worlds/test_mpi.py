@@ -403,7 +403,7 @@ def test_reasons_without_mpi(monkeypatch):
         with pytest.raises(UnsupportedError, match="started this process, but mpi4py loads"):
             fresh()
     with monkeypatch.context() as changed:
-        changed.setattr(mpi_library, "_engine", None)
+        changed.setattr(mpi_library, "why_no_engine", "it is not built")
         with pytest.raises(
             UnsupportedError, match="MPI cannot be used: the C\\+\\+ engine is missing"
         ):

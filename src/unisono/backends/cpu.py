@@ -117,8 +117,11 @@ class CPUBackend(MessageBackend, ArrayBackend):
             self.world_number = comm.transport.world_number
         self._comm = comm
         self.trace = comm.trace
+        kind = options.engine or config.get("UNISONO_ENGINE")
+        # Sub-groups have the engine of the world, although the environment may change.
+        self.spec = replace(spec, options=replace(options, engine=kind))
         try:
-            self._engine: Engine = make_engine(comm, options.engine)
+            self._engine: Engine = make_engine(comm, kind)
         except BaseException:
             comm.close()
             raise

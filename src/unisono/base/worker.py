@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from unisono.base.extension import extension
+from unisono.base.seam import cpp
 
 
 class Worker:
@@ -50,7 +50,6 @@ class Worker:
 
     def _begin(self, run: Callable[[], object]) -> None:
         self._register(threading.current_thread())
-        if extension is not None:
-            extension.mark_worker()
+        cpp.mark_worker()
         if self.is_here():
             run()

@@ -81,7 +81,7 @@ def new_group(
             _check_timeout(timeout)
             members = _check_members(ranks, default, sort_ranks)
             kind = "" if backend is None else f", backend={str(BackendConfig(backend))!r}"
-        default.agree(f"new_group({list(members)}{kind})", timeout=timeout)
+        default.agree(f"new_group({list(members)}{kind}{_engine_of(pg_options)})", timeout=timeout)
         return _make_counted_group(default, members, settings)
     members = _check_members(ranks, default, sort_ranks)
     if default.rank() not in members:
@@ -103,6 +103,12 @@ class _Settings(NamedTuple):
     pg_options: Any
     group_desc: str | None
     device_id: Any = None
+
+
+def _engine_of(pg_options: Any) -> str:
+    """Return the engine of a new group for the agreement, in which ranks must not differ."""
+    wish = getattr(pg_options, "engine", None)
+    return "" if wish is None else f", engine={wish!r}"
 
 
 def _make_counted_group(
@@ -200,7 +206,7 @@ def new_subgroups(
     lists = [ranks[at : at + size] for at in range(0, len(ranks), size)]
     if pg is current().default:
         return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
-    pg.agree(f"new_subgroups({size})", timeout=timeout)
+    pg.agree(f"new_subgroups({size}{_engine_of(pg_options)})", timeout=timeout)
     mine = next(part for part in lists if ranks[pg.rank()] in part)
     made = new_group(
         mine, timeout, backend, pg_options, use_local_synchronization=True, group_desc=group_desc
@@ -248,7 +254,8 @@ def new_subgroups_by_enumeration(
     with reporting_bad_arguments(default, call):
         _check_timeout(timeout)
         lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
-    default.agree(f"{call}({[list(part) for part in lists]})", timeout=timeout)
+    parts = f"{[list(part) for part in lists]}{_engine_of(pg_options)}"
+    default.agree(f"{call}({parts})", timeout=timeout)
     settings = _Settings(timeout, backend, pg_options, group_desc)
     groups = [_make_counted_group(default, part, settings) for part in lists]
     mine = (made for made, part in zip(groups, lists, strict=True) if default.rank() in part)
@@ -328,7 +335,8 @@ def split_group(
         else:
             raise InvalidArgumentError("split_ranks and color are both given; expected one")
     if color is None:
-        parent.agree(f"split_group({[list(part) for part in lists]})", timeout=timeout)
+        parts = f"{[list(part) for part in lists]}{_engine_of(pg_options)}"
+        parent.agree(f"split_group({parts})", timeout=timeout)
     else:
         lists = _lists_by_color(parent, mine, timeout)
     number = parent.counts["split"]

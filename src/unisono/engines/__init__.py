@@ -4,10 +4,11 @@ May import `transports`, `schedules`, `base` and `errors`. An engine knows buffe
 and opcodes; never a group's backend or an algorithm's name.
 """
 
+from unisono.base.seam import is_native_built
 from unisono.engines.api import Call, Communicator, Engine, Exchange, Prepared, Task
 from unisono.engines.choice import make_engine
 from unisono.engines.mpi_world import join as join_mpi
-from unisono.engines.native_engine import NativeEngine, is_native_built
+from unisono.engines.native_engine import NativeEngine
 from unisono.engines.reference import ReferenceEngine
 from unisono.engines.shared_memory import host_id, memory_host
 

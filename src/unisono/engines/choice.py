@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from unisono.base import config
-from unisono.base.extension import extension as native
-from unisono.base.extension import why_absent
 from unisono.base.log import get_logger, log_once
+from unisono.base.seam import cpp, why_absent
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.mpi_engine import MPIEngine
 from unisono.engines.mpi_library import library
 from unisono.engines.mpi_library import why_absent as why_no_mpi
-from unisono.engines.native_engine import NativeEngine, is_native_built
+from unisono.engines.native_engine import NativeEngine
 from unisono.engines.reference import ReferenceEngine
 from unisono.engines.shared_memory import host_id
 from unisono.errors import InvalidArgumentError, UnsupportedError
@@ -48,11 +46,11 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     if kind == "reference":
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
-    if all(hosts) and (len(set(hosts)) == 1 or _reach_each_other(comm, hosts)):
+    if all(hosts):
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         log_once(_log, logging.INFO, "collectives run on the %s", str(engine_info()))
         return NativeEngine(comm, crowded=neighbours > usable_cores())
-    if not is_native_built():
+    if why_absent:
         why = why_absent
     elif not comm.transport.allows_cpp:
         why = f"the transport {comm.transport.name!r} does not let C++ carry the messages"
@@ -65,14 +63,6 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     if comm.transport.rank == 0:
         log_once(_log, logging.WARNING, _SLOW, why)
     return ReferenceEngine(comm)
-
-
-def _reach_each_other(comm: Communicator, hosts: Sequence[str]) -> bool:
-    """Whether ranks of several hosts have C++ messages of equal versions."""
-    addresses = comm.transport.messages.addresses
-    versions = {host.partition("/")[0] for host in hosts}
-    reaches_all = all(pid or channels for pid, _, _, channels in addresses)
-    return bool(addresses) and reaches_all and len(versions) == 1
 
 
 class EngineInfo(NamedTuple):
@@ -120,14 +110,14 @@ def why_no_nccl() -> str:
 def engine_info() -> EngineInfo:
     """Return the engine that groups of this process get, as far as one process can know.
 
-    A group uses the reference engine if any of its ranks reports another engine here. Then
-    `repr(group)` and the log show the engine of the group.
+    All ranks of a world must have the native engine, or none of them. `repr(group)` and the log
+    show the engine of a group.
     """
     memory = memory_kind()
     wish = config.get("UNISONO_ENGINE")
     if wish == "mpi":
         engine, why = wish, why_no_mpi() or library().name
-    elif native is None:
+    elif why_absent:
         engine, why = "reference", why_absent
     elif wish == "reference":
         engine, why = wish, "UNISONO_ENGINE=reference"
@@ -138,10 +128,10 @@ def engine_info() -> EngineInfo:
     return EngineInfo(
         engine,
         why,
-        "" if native is None else config.get("UNISONO_CPU") or native.isa(),
-        () if native is None else tuple(native.isas()),
+        cpp.isa() and (config.get("UNISONO_CPU") or cpp.isa()),
+        tuple(cpp.isas()),
         memory,
         usable_cores(),
-        "" if native is None else native.BUILD,
+        cpp.BUILD,
         why_no_nccl() or "experimental: run on a single GPU only",
     )

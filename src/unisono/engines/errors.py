@@ -10,7 +10,7 @@ import time
 from typing import Any, NamedTuple
 
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension as _engine
+from unisono.base.seam import cpp as _engine
 from unisono.base.silence import HOST_FAILED
 from unisono.base.text import name_ranks
 from unisono.base.types import dtype_of_code
@@ -75,13 +75,7 @@ _HINTS = {
 }
 
 # Codes of the C++ engine for a rank that takes no part any more.
-_GONE: dict[int, str] = {}
-if _engine is not None:
-    _GONE |= {
-        _engine.LOST: "its process ended",
-        _engine.LEFT: CLOSED,
-        _engine.UNREACHABLE: "it cannot be reached",
-    }
+_GONE = {"LOST": "its process ended", "LEFT": CLOSED, "UNREACHABLE": "it cannot be reached"}
 
 
 class Expired(Exception):
@@ -127,7 +121,11 @@ def nested_call_error(comm: Communicator, op: str) -> UsageError:
 
 def takes_no_part(code: int) -> bool:
     """Whether a code of the C++ engine means that a rank is gone, or has aborted the group."""
-    return code in _GONE or code == _engine.ABORTED
+    return _why_gone(code) is not None or code == _engine.ABORTED
+
+
+def _why_gone(code: int) -> str | None:
+    return next((why for name, why in _GONE.items() if getattr(_engine, name) == code), None)
 
 
 def status_of_code(
@@ -150,13 +148,13 @@ def status_of_code(
         shares_memory: Whether the ranks share memory.
     """
     transport = comm.transport
-    if code in _GONE:
+    if (gone := _why_gone(code)) is not None:
         rank, left = comm.ranks[peer], code == _engine.LEFT
         down = transport.down(rank)
         if down is not None and down.left and code == _engine.LOST and shares_memory:
             # Without a link to it, the transport takes a rank that was killed for one that left.
             down = None
-        return down or LinkDown(rank, _GONE[code], left=left)
+        return down or LinkDown(rank, gone, left=left)
     if code == _engine.TIMEOUT:
         return Expired(asked)
     known = transport.failure(comm.context)

@@ -17,10 +17,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
-from unisono.base.extension import extension as native
+from unisono.base.seam import cpp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,8 +57,6 @@ def run_in_cpp(function: F, kinds: Iterable[str]) -> F:
             its end, and "peer". C++ knows the parameters "group", "async_op", "tag" and "timeout"
             by their names. A call that gives any other parameter runs in Python.
     """
-    if native is None:
-        return function
     parameters = inspect.signature(function).parameters
     names = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
     positional = len(names)
@@ -70,42 +67,7 @@ def run_in_cpp(function: F, kinds: Iterable[str]) -> F:
     names = tuple(dict.fromkeys(names + shared))
     kind_of = dict(zip(names, kinds, strict=False))
     letters = "".join([_KINDS.get(kind_of.get(name, name), "-") for name in names])
-    made: Any = native.make_function(function, names, letters, positional)
-    functools.update_wrapper(made, function)
+    made: Any = cpp.make_function(function, names, letters, positional)
+    if made is not function:
+        functools.update_wrapper(made, function)
     return cast(F, made)
-
-
-def suspend() -> None:
-    """Run every call in Python until `resume` was called as often as `suspend`."""
-    if native is not None:
-        native.suspend_calls()
-
-
-def resume() -> None:
-    """Undo one `suspend`."""
-    if native is not None:
-        native.resume_calls()
-
-
-def set_world(
-    world: ContextVar[Any],
-    stream: ContextVar[Any],
-    group_type: type,
-    work_type: type,
-) -> None:
-    """Define where a call without a group finds its world, and the types of groups and works.
-
-    Args:
-        world: Holds an object whose `default` is a group. If it holds None: see `set_default`.
-        stream: Holds the stream that orders calls. If it holds None, calls run at once.
-        group_type: Its objects have a slot `calls`, which is that of their engine or None.
-        work_type: Made from a completion and the name of its function, for a call with async_op.
-    """
-    if native is not None:
-        native.set_world(world, stream, group_type, work_type)
-
-
-def set_default(group: Any) -> None:
-    """Use `group` (None: no group) in calls without a group if the context variable is None."""
-    if native is not None:
-        native.set_default(group)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.base.extension import extension as _engine
+from unisono.base.seam import cpp as _engine
 from unisono.engines.api import Collective
 from unisono.engines.mpi_library import library
 from unisono.errors import UnsupportedError

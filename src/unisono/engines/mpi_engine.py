@@ -13,6 +13,7 @@ returns to Python, which looks for lost ranks and the deadline between further m
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
@@ -21,7 +22,7 @@ import numpy as np
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension as _engine
+from unisono.base.seam import cpp as _engine
 from unisono.base.types import dtype_named
 from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
@@ -61,8 +62,12 @@ _WRITES = "; MPI may still write the arrays of the call"
 
 _FLAG = dtype_named("uint8")
 
-# The program of each call for C++: MPI has the steps.
-_NO_STEPS: Any = None if _engine is None else _engine.Program(0, 0, 0, 0, 0)
+
+@functools.cache
+def _no_steps() -> Any:
+    """Return the program of each call for C++: MPI has the steps."""
+    return _engine.Program(0, 0, 0, 0, 0)
+
 
 # Calls that did not end, with the memory that MPI may still read and write.
 _unfinished: list[tuple[object, ...]] = []
@@ -268,7 +273,7 @@ class MPIEngine(QueueEngine):
             words = agreed.call.fingerprint, even, agreed.kind(self.over), agreed.count
             words = *words, agreed.members
         runner = _engine.MPIRunner(self._native_group, call or self._maker.nothing)
-        return _engine.Prepared(runner, _NO_STEPS, 1, 0, 0, *words)
+        return _engine.Prepared(runner, _no_steps(), 1, 0, 0, *words)
 
     def _call(
         self, what: Collective, prepared: Prepared, mine: int | None = None, largest: int = 0

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 from unisono.base import config
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension as _engine
-from unisono.base.extension import why_absent as why_no_engine
 from unisono.base.log import get_logger
+from unisono.base.seam import why_absent as why_no_engine
 from unisono.base.worker import Worker
 from unisono.errors import UnsupportedError
 from unisono.platform.processes import loaded_files
@@ -74,7 +73,7 @@ def library() -> Library:
     Raises:
         UnsupportedError: mpi4py or the library is missing, or the launcher fits another library.
     """
-    if _engine is None:
+    if why_no_engine:
         raise UnsupportedError(f"MPI cannot be used: the C++ engine is missing: {why_no_engine}")
     try:
         rc = importlib.import_module("mpi4py").rc

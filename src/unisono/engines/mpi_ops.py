@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
+from unisono.base.seam import cpp as _engine
 from unisono.base.types import DType, RedOpType, ReduceOp
 from unisono.engines.kernels import reduce_into
 from unisono.engines.mpi_calls import address

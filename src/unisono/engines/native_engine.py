@@ -20,8 +20,8 @@ import numpy as np
 from unisono.base import config
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
+from unisono.base.seam import cpp as _engine
 from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines.api import NO_STEPS, Communicator, Prepared, Task
 from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
@@ -48,7 +48,7 @@ _log = get_logger("engines.native")
 Array = np.ndarray[Any, Any]
 
 # A dtype without reductions, such as float8, is bytes to the C++ engine.
-_CODES: dict[str, int] = {} if _engine is None else _engine.dtype_codes()
+_CODES: dict[str, int] = _engine.dtype_codes()
 _BYTES = _CODES.get("uint8", 0)
 
 # How long a rank that takes no part any more has for its reason. Only two kinds of ranks need all
@@ -60,11 +60,6 @@ _SILENCE_S = 1.0
 _ABORT_WORDS_S = 5.0
 
 _INT64 = dtype_named("int64")
-
-
-def is_native_built() -> bool:
-    """Whether the extension module is built, and fits this version."""
-    return _engine is not None
 
 
 class _NativeProgram(SharedProgram):

@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension as _engine
+from unisono.base.seam import cpp as _engine
 from unisono.engines.api import Call, Communicator, Prepared, Task
 from unisono.engines.array_lists import Memory
 from unisono.engines.queue import OrderedEngine

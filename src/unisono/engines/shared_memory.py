@@ -18,8 +18,9 @@ import numpy as np
 
 from unisono.base import config
 from unisono.base.buffers import as_bytes
-from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger, log_once
+from unisono.base.seam import cpp as _engine
+from unisono.base.seam import is_wanted
 from unisono.engines.api import Communicator
 from unisono.engines.reference import Run
 from unisono.platform.machine import boot_and_processes
@@ -45,7 +46,7 @@ def host_id() -> str:
     text is "" on a rank that must use the reference engine, and unique on a rank that must not
     share memory. So the other ranks learn of both.
     """
-    if _engine is None or config.get("UNISONO_ENGINE") == "reference":
+    if not is_wanted():
         return ""
     memory = memory_host()
     return memory and f"{_engine.ABI}/{memory}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from unisono.backends import DeviceBackend, Pending
 from unisono.base.buffers import device_of
-from unisono.engines import functions
+from unisono.base.seam import cpp
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.groups.protocols import GroupView
 from unisono.groups.table import OPS, OpSchema, schema_of
@@ -75,10 +75,7 @@ class Dispatcher:
         self._composed.clear()
         self.is_plain = not self._kernels and not self._wrappers
         # C++ runs a call without wrappers and registered kernels, so it must not run any.
-        if suspended:
-            functions.suspend()
-        else:
-            functions.resume()
+        (cpp.suspend_calls if suspended else cpp.resume_calls)()
 
     def kernel(self, op: str, device: str) -> Kernel:
         """Return the kernel that runs `op` on arrays of `device`, with its wrappers."""

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import TypeAlias
 
 from unisono.base import log
+from unisono.base.seam import cpp
 from unisono.base.streams import stream_variable
-from unisono.engines import functions
 from unisono.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
@@ -64,7 +64,7 @@ class World:
     def default(self, group: ProcessGroup | None) -> None:
         self._default = group
         if self is process_world:
-            functions.set_default(group)
+            cpp.set_default(group)
             log.set_rank(None if group is None else group.rank())
 
     def close(self, *, only: ProcessGroup | None = None) -> None:
@@ -127,7 +127,8 @@ process_world = World()
 """The world of this process, unless `use` has installed another."""
 
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
-functions.set_world(_context_world, stream_variable, ProcessGroup, Work)
+# A call without a group finds it so. The stream orders calls; None: calls run at once.
+cpp.set_world(_context_world, stream_variable, ProcessGroup, Work)
 
 
 def current() -> World:

@@ -10,8 +10,8 @@ from unisono.stores.files.store import FileStore as FileStore
 from unisono.stores.hash import HashStore as HashStore
 from unisono.stores.prefix import PrefixStore as PrefixStore
 from unisono.stores.tcp.client import TCPStore as TCPStore
-from unisono.stores.tcp.start import StoreServer as StoreServer
-from unisono.stores.tcp.start import start_server as start_server
+from unisono.stores.tcp.native_server import start_server as start_server
+from unisono.stores.tcp.python_server import StoreServer as StoreServer
 
 __all__ = [
     "DEFAULT_TIMEOUT",

@@ -20,7 +20,7 @@ import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
 from unisono.backends import Pending
-from unisono.base.extension import extension
+from unisono.base.seam import cpp
 from unisono.c10d import collectives
 from unisono.c10d.monitored_barrier import monitored_barrier
 from unisono.errors import UnisonoError
@@ -213,7 +213,7 @@ def _recv(self: Operations, args: Any, kwargs: Any) -> Any:
 
 def _array(tensor: Any) -> Any:
     """Return a plain tensor as an array."""
-    array = None if extension is None else extension.array_of(tensor)
+    array = cpp.array_of(tensor)
     if array is None:
         raise _NotShort
     return array

@@ -2,8 +2,9 @@
 
 from unisono.trace.files import write_after_failure, write_trace
 from unisono.trace.metrics import note_generation
+from unisono.trace.recorder import skip_folder
 from unisono.trace.records import GroupTrace, TraceRecord, all_traces
-from unisono.trace.ring import number_of_kind, skip_folder
+from unisono.trace.ring import number_of_kind
 from unisono.trace.start import make_trace
 from unisono.trace.stats import GroupStats, OperationStats, open_calls, stats_of, stragglers
 

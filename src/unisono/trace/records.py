@@ -22,6 +22,7 @@ from unisono.errors import (
     PeerLostError,
 )
 from unisono.trace import ring
+from unisono.trace.recorder import make_recorder, place_of, read_ticks
 
 MESSAGES = frozenset({"send", "recv", "recv_array", "probe"})
 """The operations that are messages between two ranks."""
@@ -105,7 +106,7 @@ class TraceRecord:
 
 
 # Wall clock = _scale * ticks; made again for each reading, so that a corrected clock counts.
-_first = ring.read_ticks()
+_first = read_ticks()
 
 
 def read_clocks() -> tuple[int, int]:
@@ -122,7 +123,7 @@ class _Clock:
     """Converts ticks to times."""
 
     def __init__(self) -> None:
-        self.ticks, now = ring.read_ticks()
+        self.ticks, now = read_ticks()
         monotonic_ns, wall_ns = read_clocks()
         self._wall_ns = wall_ns - (monotonic_ns - now)
         spent = self.ticks - _first[0]
@@ -157,7 +158,7 @@ class GroupTrace:
         self.name = name
         self.key = key
         self.number = next(_numbers)
-        self.recorder = ring.make_recorder(len(ranks))
+        self.recorder = make_recorder(len(ranks))
         with _lock:
             _all.add(self)
 
@@ -181,12 +182,12 @@ class GroupTrace:
     def waiting(self, peer: int) -> Iterator[None]:
         """Record that the collective that runs waits for a global rank in the with block."""
         recorder, member = self.recorder, self._member(peer)
-        recorder.waiting_for, (begun, _) = member, ring.read_ticks()
+        recorder.waiting_for, (begun, _) = member, read_ticks()
         try:
             yield
         finally:
             recorder.waiting_for = -1
-            recorder.add_wait(member, ring.read_ticks()[0] - begun)
+            recorder.add_wait(member, read_ticks()[0] - begun)
 
     def _member(self, peer: int | None) -> int:
         return -1 if peer is None or peer not in self.ranks else self.ranks.index(peer)
@@ -217,7 +218,7 @@ class GroupTrace:
         elif not row["outcome"]:
             # It is the only collective that runs.
             waited, waited_for = clock.ticks - row["started"], waiting_for
-        file, line, function = ring.place_of(row["site"], row["offset"])
+        file, line, function = place_of(row["site"], row["offset"])
         enqueued_ns = clock.when(row["enqueued"])
         assert enqueued_ns is not None
         return TraceRecord(

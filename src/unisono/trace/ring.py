@@ -1,4 +1,4 @@
-"""The ring in which a group's calls are recorded: its columns, and a recorder without C++.
+"""The columns of the ring in which a group's calls are recorded.
 
 A record has 88 bytes and fixed columns, so writing it takes no memory and no lock. Names are
 numbers: a *kind* stands for operation, dtype, algorithm and route.
@@ -6,19 +6,12 @@ numbers: a *kind* stands for operation, dtype, algorithm and route.
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from unisono.base.extension import extension as _engine
-from unisono.base.tracebacks import OWN_FOLDER, is_own, own_folders
 from unisono.base.types import DType
-
-Array = np.ndarray[Any, Any]
 
 RECORDS = 2048
 """Records of a ring; a power of 2, as in C++."""
@@ -83,152 +76,3 @@ def number_of_kind(
 def kind_of(number: int) -> Kind:
     """Return the kind of a number."""
     return _kinds[number]
-
-
-class Recorder:
-    """The recorder without C++; see native/core/recorder.hpp. Ticks are nanoseconds.
-
-    Args:
-        ranks: Number of ranks of the group.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ring = np.zeros(RECORDS, RECORD)
-        self._totals = np.zeros(KINDS, TOTAL)
-        self._by_rank = [0] * ranks
-        self._waits: dict[int, int] = {}
-        self._messages = 0
-        self._lock = threading.RLock()
-        self.waiting_for = -1
-        self.last = 0
-
-    def begin(self, kind: int, seq: int, word: int, count: int, peer: int) -> int:
-        """Begin a record of a call of the calling thread; return its number."""
-        site, offset = _caller_site()
-        now = time.monotonic_ns()
-        with self._lock:
-            self.last = number = self.last + 1
-            self._ring[number % RECORDS] = (
-                *(number, seq, word, count, now, 0, 0, 0, kind, peer, -1, site, offset, 0),
-            )
-        return number
-
-    def start(self, number: int) -> None:
-        """Mark a collective as running."""
-        self._waits = {}
-        self._set(number, started=time.monotonic_ns())
-
-    def end(self, number: int, outcome: int) -> None:
-        """End the record of a collective."""
-        waits = self._waits
-        self._finish(
-            number, outcome, sum(waits.values()), max(waits, key=waits.__getitem__, default=-1)
-        )
-
-    def end_message(self, number: int, outcome: int, peer: int) -> None:
-        """End the record of a message: all of its time was a wait for its peer."""
-        record = self._ring[number % RECORDS]
-        waited = time.monotonic_ns() - int(record["enqueued"])
-        if peer >= 0:
-            self._by_rank[peer] += waited
-        self._set(number, started=record["enqueued"], peer=peer)
-        self._finish(number, outcome, waited, peer)
-
-    def count_message(self) -> int:
-        """Return the number for the next message."""
-        with self._lock:
-            self._messages += 1
-            return self._messages
-
-    def add_wait(self, rank: int, ticks: int) -> None:
-        """Add a wait of the collective that runs."""
-        self._waits[rank] = self._waits.get(rank, 0) + ticks
-        self._by_rank[rank] += ticks
-
-    def snapshot(self) -> bytes:
-        """Return the bytes of the ring."""
-        return self._ring.tobytes()
-
-    def totals(self) -> bytes:
-        """Return the bytes of the totals by kind."""
-        return self._totals.tobytes()
-
-    def waited(self) -> list[int]:
-        """Return the ticks that this rank has waited for each rank."""
-        return list(self._by_rank)
-
-    def _set(self, number: int, **columns: int) -> None:
-        record = self._ring[number % RECORDS]
-        if record["number"] == number:
-            for name, value in columns.items():
-                record[name] = value
-
-    def _finish(self, number: int, outcome: int, waited: int, waited_for: int) -> None:
-        now, record = time.monotonic_ns(), self._ring[number % RECORDS]
-        if record["number"] != number:
-            return
-        self._set(number, ended=now, waited=waited, waited_for=waited_for, outcome=outcome)
-        if outcome != DROPPED:
-            taken, total = now - int(record["enqueued"]), self._totals[record["kind"]]
-            total["calls"] += 1
-            total["elements"] += record["count"]
-            total["ticks"] += taken
-            total["worst"] = max(int(total["worst"]), taken)
-
-
-def make_recorder(ranks: int) -> Any:
-    """Return a recorder: in C++ if it is built."""
-    return Recorder(ranks) if _engine is None else _engine.Recorder(ranks)
-
-
-def read_ticks() -> tuple[int, int]:
-    """Return the time in ticks, and on the monotonic clock in nanoseconds."""
-    if _engine is None:
-        now = time.monotonic_ns()
-        return now, now
-    ticks, now = _engine.ticks()
-    return int(ticks), int(now)
-
-
-# ---- call sites -------------------------------------------------------------------------------
-
-if _engine is not None:
-    _engine.add_own_folder(OWN_FOLDER)
-
-
-def skip_folder(folder: str) -> None:
-    """Leave out the frames of a library above this library: in call sites and in tracebacks."""
-    if folder not in own_folders:
-        own_folders.append(folder)
-        if _engine is not None:
-            _engine.add_own_folder(folder)
-
-
-# A program that makes code objects without end must not fill the memory.
-_MOST_CODES = 4096
-_codes: list[CodeType | None] = [None]
-_code_numbers: dict[CodeType, int] = {}
-
-
-def _caller_site() -> tuple[int, int]:
-    """Return the number of the code object outside this library, and the instruction."""
-    frame = sys._getframe(1)
-    while is_own(frame.f_code.co_filename):
-        if frame.f_back is None:
-            return 0, -1
-        frame = frame.f_back
-    number = _code_numbers.get(frame.f_code)
-    if number is None and len(_codes) < _MOST_CODES:
-        number = _code_numbers[frame.f_code] = len(_codes)
-        _codes.append(frame.f_code)
-    return number or 0, frame.f_lasti
-
-
-def place_of(site: int, offset: int) -> tuple[str, int, str]:
-    """Return file, line and function of a call site; ("", 0, "") if it is unknown."""
-    known = 0 < site < len(_codes)
-    code = (_codes[site] if known else None) if _engine is None else _engine.code_of(site)
-    if code is None:
-        return "", 0, ""
-    lines = (line for first, end, line in code.co_lines() if first <= offset < end)
-    return code.co_filename, next(lines, None) or code.co_firstlineno, code.co_qualname

@@ -105,7 +105,7 @@ class Transport(Carrier):
         calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
-        wires: Makes connections for messages in C++; None: this transport cannot.
+        wires: Makes connections for messages in C++. None: C++ reaches ranks of this host only.
         round_trip_us: Between hosts, equal on all ranks; a `round_trip_class`, 0 on one host.
         trips_us: The round trip from each rank to the store, None if unknown; empty on one host.
         words: The word that each rank published beside its address.

@@ -76,6 +76,7 @@ def connect(
 
     Raises:
         RendezvousError: Some ranks never came, or cannot listen; names them.
+        UnsupportedError: Some ranks have the C++ engine, others not, or another version.
     """
     addresses: list[str] = []
     try:
@@ -90,8 +91,10 @@ def connect(
             _publish(store, rank, world_size, deadline, f"{_FAILED}{line}")
         raise
     try:
-        in_cpp = host and world_size > 1 and transport.allows_cpp
-        messages = NativeMessages.make(transport) if in_cpp else None
+        # Without wires C++ reaches the memory of ranks, and of no process that hides it.
+        is_reached = transport.wires is not None or config.get_flag("UNISONO_SHARED_MEMORY")
+        is_native = bool(host) and world_size > 1 and transport.allows_cpp and is_reached
+        messages = NativeMessages.make(transport) if is_native else None
         if messages is not None:
             # Before the addresses are published: a faster rank may send before this rank returns.
             transport.messages = messages
@@ -102,6 +105,7 @@ def connect(
         mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} {transport.address}"
         number, published = _publish(store, rank, world_size, deadline, mine)
         hosts, endpoints, words, trips, found = published
+        _check_engines(hosts, rank)
         addresses += found
         transport.world_number = number
         transport.hosts = _placed(hosts)
@@ -143,6 +147,24 @@ def _publish(
         )
     columns = [] if failed else zip(*(text.split(" ", 4) for text in texts), strict=True)
     return number, [list(column) for column in columns]
+
+
+def _check_engines(hosts: Sequence[str], rank: int) -> None:
+    """Check that all ranks move their data in C++, in one version, or all in Python."""
+    engines: dict[str, list[int]] = {}
+    for other, host in enumerate(hosts):
+        engine = f"C++ (version {host.partition('/')[0]})" if host else "Python"
+        engines.setdefault(engine, []).append(other)
+    if len(engines) > 1:
+        shown = ", ".join(f"{engine} on {name_ranks(each)}" for engine, each in engines.items())
+        raise UnsupportedError(
+            f"the ranks of a world must have one engine, but they have {shown}",
+            context=Context(
+                rank=rank, world_size=len(hosts), peers=tuple(engines.get("Python", ()))
+            ),
+            hint="unisono.engine_info() gives on each rank the reason for its engine; install the "
+            "same unisono for all ranks, or give all of them UNISONO_ENGINE=reference",
+        )
 
 
 def round_trip_us(hosts: Sequence[str], trips_us: Sequence[int | None]) -> int:

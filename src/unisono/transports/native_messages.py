@@ -2,9 +2,8 @@
 
 Every rank makes its rings and publishes how to open them. A rank that sends to a rank of its host
 opens the rings through the owner's process id and compares a nonce. For ranks of other hosts, or if
-the rings cannot be opened, the transport makes a wire: a connection whose socket C++ takes over. A
-rank without the extension has no rings; its messages go through the transport. C++ matches the
-messages of all three kinds, so that a receive from any source searches one place.
+the rings cannot be opened, the transport makes a wire: a connection whose socket C++ takes over.
+C++ matches the messages of both kinds, so that a receive from any source searches one place.
 
 A rank that waits moves the bytes itself. A server thread, started on first use, moves the bytes of
 other transfers. It releases the interpreter lock while it works or sleeps. The transport detects
@@ -27,15 +26,13 @@ import numpy as np
 from unisono.base import config
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
+from unisono.base.seam import cpp as _engine
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError
-from unisono.transports.mailbox import MailboxMessages
 from unisono.transports.messages import (
     ANY_TAG,
     CLOSED,
-    Arrival,
     Cancelled,
     Failure,
     Key,
@@ -82,8 +79,7 @@ class NativeMessages(Messages):
     """One rank's end of the messages in C++.
 
     Args:
-        links: The transport. It makes wires, carries messages to ranks without shared memory or
-            wires, and detects ranks that are gone.
+        links: The transport. It makes wires, and detects ranks that are gone.
 
     Attributes:
         endpoint: How other ranks reach this rank's rings, or make wires to it; without spaces.
@@ -94,8 +90,6 @@ class NativeMessages(Messages):
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        # Sends to ranks that C++ cannot reach.
-        self._mailbox = MailboxMessages(links)
         if links.wires is not None:
             links.wires.take = self._add_wire
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
@@ -121,8 +115,6 @@ class NativeMessages(Messages):
     @classmethod
     def make(cls, links: Links) -> NativeMessages | None:
         """Return new messages, or None if this process cannot have C++ messages."""
-        if _engine is None:
-            return None
         try:
             return cls(links)
         except OSError as error:
@@ -136,7 +128,7 @@ class NativeMessages(Messages):
         """Set how to reach the other ranks; called before the first message.
 
         Args:
-            endpoints: The endpoints of all ranks; "" for a rank without C++ messages.
+            endpoints: The endpoints of all ranks.
             near: Whether the memory of a rank may be opened.
             crowded: Whether more ranks than cores take part on this host.
             far: Whether hosts are far apart, equal on all ranks. Larger data then travel with the
@@ -145,10 +137,9 @@ class NativeMessages(Messages):
         addresses: list[Address] = []
         theirs = []
         for endpoint, is_near in zip(endpoints, near, strict=True):
-            pid, fd, nonce, most = endpoint.split(":") if endpoint else (0, 0, "", self._channels)
+            pid, fd, nonce, most = endpoint.split(":")
             theirs.append(int(most))
-            has_wires = endpoint and self._links.wires is not None
-            channels = min(self._channels, theirs[-1]) if has_wires else 0
+            channels = 0 if self._links.wires is None else min(self._channels, theirs[-1])
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._warn_of_channels(theirs)
         self.addresses = addresses
@@ -175,11 +166,6 @@ class NativeMessages(Messages):
         outcome = self.native.start_send(
             transfer.peer, transfer.context, tag_of(*transfer.tag), transfer.info, transfer.into
         )
-        if outcome[1] == _engine.UNREACHABLE:
-            del self._held[id(transfer)]
-            transfer._messages = None
-            self._mailbox.send(transfer)
-            return
         self._begun(transfer, outcome)
         del self._held[id(transfer)]
         if not transfer.done():
@@ -263,9 +249,6 @@ class NativeMessages(Messages):
 
     def cancel(self, transfer: Transfer, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
-        if transfer._messages is None:
-            self._mailbox.cancel(transfer)
-            return
         if Transfer.done(transfer):
             return
         # A thread that waits for the transfer finishes it, with this cause.
@@ -287,6 +270,8 @@ class NativeMessages(Messages):
             left = bool(code == _engine.LEFT)
             reason = CLOSED if left else "it is gone"
             return self._links.down(source) or LinkDown(source, reason, left)
+        if code == _engine.UNREACHABLE:
+            return LinkDown(source, "it cannot be reached")
         if code == _engine.ABORTED and (failure := self._links.failure(context)) is not None:
             return failure
         if code in (_engine.CANCELLED, _engine.TIMEOUT):
@@ -314,11 +299,6 @@ class NativeMessages(Messages):
                 Transfer.done(transfer)
 
     # ---- calls of the transport -----------------------------------------------------------
-
-    def deliver(self, key: Key, arrival: Arrival) -> None:
-        data = arrival.data if arrival.data.nbytes else b""
-        tag = tag_of(key.kind, key.tag)
-        self.native.deliver(arrival.source, key.context, tag, arrival.info, data)
 
     def _add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
         self.native.add_wire(peer, channel, sock.detach())

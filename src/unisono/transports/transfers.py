@@ -201,12 +201,6 @@ class Messages(Protocol):
     def cancel(self, transfer: Transfer) -> None:
         """End a transfer with `Cancelled` unless it has ended."""
 
-    def deliver(self, key: Key, arrival: Arrival) -> None:
-        """Match a message that came over a link; no other code may change its data.
-
-        A receive that was posted after `claim` returned None takes the message at once.
-        """
-
     def peer_down(self, error: LinkDown) -> None:
         """End the transfers with a lost rank, after everything that it sent is received."""
 
@@ -222,6 +216,22 @@ class Messages(Protocol):
     def has_receive(self, peer: int, key: Key) -> bool:
         """Whether a receive from this rank waits."""
 
+    # Messages in Python come over links.
+
+    def claim(self, source: int, key: Key) -> Transfer | None:
+        """Remove and return the receive into which the next message can be read, or None.
+
+        Raises:
+            ValueError: No message may come over a link, because C++ moves all of them.
+        """
+        raise ValueError("it sent data over a connection for control messages")
+
+    def deliver(self, key: Key, arrival: Arrival) -> None:
+        """Match a message that came over a link; no other code may change its data.
+
+        A receive that was posted after `claim` returned None takes the message at once.
+        """
+
     # Messages in C++ can do more.
 
     def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> Any:
@@ -234,10 +244,6 @@ class Messages(Protocol):
             ranks: Global ranks of its members.
             codes: The `info` of a message, by the buffer format of the array.
         """
-        return None
-
-    def claim(self, source: int, key: Key) -> Transfer | None:
-        """Remove and return the receive into which the next message can be read, or None."""
         return None
 
     def has_left(self, peer: int) -> bool:

@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 import unisono
+from unisono.base import seam
 from unisono.engines import Communicator, host_id, is_native_built, make_engine
 from unisono.errors import UnsupportedError
 from unisono.transports import InprocTransport
@@ -39,14 +40,14 @@ def test_ranks_of_one_host_share_memory(choose):
     assert word
     assert choose((word, word)) == "native"
     assert choose((word, word), "reference") == "reference"
+    assert choose((word, "9/elsewhere")) == "native"
 
 
 @needs_native
-@pytest.mark.parametrize("hosts", [("a", "b"), ("a", ""), ("", "")])
-def test_other_ranks_use_messages(choose, hosts):
-    assert choose(hosts) == "reference"
+def test_ranks_that_do_not_want_it_use_the_reference_engine(choose):
+    assert choose(("", "")) == "reference"
     with pytest.raises(UnsupportedError, match="cannot use the native engine: its "):
-        choose(hosts, "native")
+        choose(("", ""), "native")
 
 
 def test_one_rank_that_wants_the_reference_engine_decides_for_all(monkeypatch):
@@ -68,7 +69,7 @@ def test_engine_info(monkeypatch):
 
 
 def test_engine_info_without_the_extension_module(monkeypatch):
-    monkeypatch.setattr("unisono.engines.choice.native", None)
+    monkeypatch.setattr("unisono.engines.choice.cpp", seam._Python())
     monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     info = unisono.engine_info()
     assert info.engine == "reference"

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from unisono.base.extension import extension
+from unisono.base.seam import cpp as extension
 from unisono.base.types import RedOpType, ReduceOp, dtype_named
 from unisono.engines.kernels import reduce_into
 

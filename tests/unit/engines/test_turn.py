@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from unisono.base.extension import extension as engine
+from unisono.base.seam import cpp as engine
+from unisono.base.seam import is_native_built
 from unisono.platform.proc import read_text
 
-pytestmark = pytest.mark.skipif(engine is None, reason="the C++ engine is not built")
+pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
 
 def test_calls_that_the_end_of_the_queue_drops_are_over():

@@ -13,7 +13,7 @@ import pytest
 import unisono as dist
 from tests.support.transport_worlds import WAYS, connected, use_native
 from unisono.base.deadline import Deadline
-from unisono.base.extension import extension
+from unisono.base.seam import cpp as extension
 from unisono.engines import is_native_built
 from unisono.transports import Key, native_messages
 from unisono.transports.messages import Cancelled, Kind

@@ -2,13 +2,13 @@
 
 import pytest
 
-from unisono.stores.tcp.native_server import engine
+from unisono.base.seam import is_wanted
 
 
 @pytest.fixture(params=["native", "python"])
 def server_kind(request, monkeypatch) -> str:
     """Make every store server of the test, also in processes it starts, one of that kind."""
-    if request.param == "native" and engine() is None:
+    if request.param == "native" and not is_wanted():
         pytest.skip("the C++ engine is not built")
     monkeypatch.setenv("UNISONO_ENGINE", "reference" if request.param == "python" else "native")
     return request.param

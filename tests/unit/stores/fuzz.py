@@ -19,7 +19,7 @@ import time
 from unisono.errors import UnisonoError
 from unisono.platform.processes import resident_bytes
 from unisono.stores import TCPStore
-from unisono.stores.tcp.link import PythonLink, open_link
+from unisono.stores.tcp.link import StoreLink, open_link
 from unisono.stores.tcp.token import HELLO
 from unisono.stores.tcp.wire import MAGIC, Op, encode_reply, encode_request
 
@@ -167,7 +167,7 @@ def fuzz_client(seconds: float, rng: random.Random) -> int:
     while time.monotonic() < end:
         client, server = socket.socketpair()
         with client, server:
-            link = open_link(client) if rng.random() < 0.5 else PythonLink(client)
+            link = open_link(client) if rng.random() < 0.5 else StoreLink(client)
             server.sendall(mutated(rng, b"".join(replies(rng) for _ in range(5)))[:4096])
             server.shutdown(socket.SHUT_WR)
             with contextlib.suppress(OSError, ValueError, OverflowError):

@@ -22,7 +22,7 @@ from unisono.stores import FileStore, HashStore, PrefixStore
 from unisono.stores.files.log import RecordLog
 from unisono.stores.services.store import Entry, ServiceStore
 from unisono.stores.table import ChangeKind
-from unisono.stores.tcp.link import PythonLink, open_link
+from unisono.stores.tcp.link import StoreLink, open_link
 from unisono.stores.tcp.wire import Op, encode_reply
 from unisono.transports.connect import connect
 
@@ -98,7 +98,7 @@ def test_change_of_a_service_that_another_thread_holds_up():
         store.set("k", "v")
 
 
-@pytest.mark.parametrize("make_link", [open_link, PythonLink])
+@pytest.mark.parametrize("make_link", [open_link, StoreLink])
 def test_reply_that_comes_byte_by_byte(make_link):
     client, server = socket.socketpair()
     reply = encode_reply(Op.GET, bytes(1 << 22))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from unisono.base.seam import is_wanted
 from unisono.base.sockets import listen
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
 from unisono.stores import TCPStore, start_server
-from unisono.stores.tcp.native_server import engine
 from unisono.testing.check_store import STORE_CHECKS
 
 pytestmark = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def test_torch_client_sees_the_same_on_both_servers(server_kind, theirs, torch_o
         server.close()
 
 
-@pytest.mark.skipif(engine() is None, reason="the Python server would wait for the GIL for ever")
+@pytest.mark.skipif(not is_wanted(), reason="the Python server would wait for the GIL for ever")
 def test_torch_client_in_the_servers_own_process(theirs, torch_on_torch):
     assert theirs.output_of("beside") == torch_on_torch
 

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.transport_worlds import KEY, LARGE, SOON, WAYS, tcp_world, use_native, works
+from tests.support.transport_worlds import (
+    KEY,
+    LARGE,
+    SOON,
+    WAYS,
+    connected,
+    tcp_world,
+    use_native,
+    works,
+)
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.engines import is_native_built
@@ -19,6 +28,7 @@ from unisono.errors import PeerLostError
 from unisono.testing import run
 from unisono.transports import LinkDown
 from unisono.transports.native_messages import NativeMessages
+from unisono.transports.transfers import Transfer
 
 
 def mixed(rank, path, settings):
@@ -163,15 +173,41 @@ def test_who_claims_to_be_on_this_host_has_to_show_its_memory():
         assert world[0].wires._made == {(1, 1)}
 
 
-REFERENCE = {"UNISONO_ENGINE": "reference"}
-APART = {"UNISONO_SHARED_MEMORY": "0"}
+def test_a_message_over_a_link_ends_the_link_where_cpp_moves_messages():
+    with tcp_world(2) as world:
+        use_native(world, WAYS["wires"], [1, 1])
+        works(*world)
+        data = memoryview(bytes(8))
+        world[0].transmit(1, KEY, Transfer(1, KEY.context, KEY[1:], data))
+        waiting = world[1].recv(0, KEY, memoryview(bytearray(8)))
+        assert waiting.wait_until(Deadline(SOON))
+        assert isinstance(waiting.error, LinkDown)
+        assert waiting.error.reason == "it sent data over a connection for control messages"
 
 
-@pytest.mark.parametrize("settings", [[{}, REFERENCE, APART, {}], [APART, APART, REFERENCE]])
-def test_ranks_of_all_kinds_in_one_world(tmp_path, settings):
-    size = len(settings)
-    path = str(tmp_path / "store")
-    results = run(mixed, size, ranks="processes", args=(path, settings))
+def test_a_rank_whose_memory_cannot_be_opened_is_named():
+    """Without wires there is no other way to it."""
+    world = connected("inproc", 2)
+    try:
+        messages = [NativeMessages(transport) for transport in world]
+        own, other = (each.endpoint.split(":") for each in messages)
+        strange = ":".join([*other[:2], "0" * len(other[2]), other[3]])
+        messages[0].introduce([":".join(own), strange], [True, True], crowded=True)
+        world[0].messages = messages[0]
+        for send in range(2):
+            sent = world[0].send(1, KEY, memoryview(bytes(8)), send)
+            assert sent.wait_until(Deadline(SOON))
+            assert isinstance(sent.error, LinkDown)
+            assert (sent.error.peer, sent.error.reason) == (1, "it cannot be reached")
+        messages[1].close()
+    finally:
+        for transport in world:
+            transport.close()
+
+
+def test_ranks_that_share_memory_or_not_in_one_world(tmp_path):
+    apart = [{}, {"UNISONO_SHARED_MEMORY": "0"}, {}, {}]
+    results = run(mixed, 4, ranks="processes", args=(str(tmp_path / "store"), apart))
     for rank, (boxes, least, most) in enumerate(results):
-        assert boxes == [peer for peer in range(size) if peer != rank]
-        assert least == most == size * (size + 1) / 2
+        assert boxes == [peer for peer in range(4) if peer != rank]
+        assert least == most == 10

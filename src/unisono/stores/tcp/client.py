@@ -36,8 +36,8 @@ from unisono.stores.api import (
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp.connection import ConnectionPool
 from unisono.stores.tcp.handshake import TOKEN_HINT
-from unisono.stores.tcp.python_server import ServerOptions
-from unisono.stores.tcp.start import StoreServer, start_server
+from unisono.stores.tcp.native_server import start_server
+from unisono.stores.tcp.python_server import ServerOptions, StoreServer
 from unisono.stores.tcp.token import REFUSED_KEY
 from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
 

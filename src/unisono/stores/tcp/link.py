@@ -7,11 +7,11 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from unisono.base.deadline import Deadline
+from unisono.base.seam import cpp, is_wanted
 from unisono.base.silence import LOOK_S, host_timeout_s, keep_alive, silent_s
-from unisono.stores.tcp.native_server import engine
 from unisono.stores.tcp.wire import (
     NO_REPLY,
     WAIT_CANCELED,
@@ -29,32 +29,26 @@ Request = tuple[Any, ...]
 """An Op and its arguments."""
 
 
-class Link(Protocol):
+def open_link(sock: socket.socket) -> StoreLink:
+    """Return a link over a connected socket, which the caller keeps."""
+    limit_s = host_timeout_s() if keep_alive(sock) else math.inf
+    if is_wanted():
+        sock.settimeout(None)
+        link: StoreLink = cpp.StoreLink(sock.fileno(), limit_s)
+        return link
+    return StoreLink(sock, limit_s)
+
+
+class StoreLink:
     """One end of a connection, used by one thread at a time; unusable after an exception.
 
     Both calls raise TimeoutError, or another OSError if the connection is lost. A malformed reply
     raises ValueError. A request beyond the limits raises OverflowError or InvalidArgumentError.
+
+    Args:
+        sock: The connection.
+        limit_s: How long the host of the server may be silent.
     """
-
-    def exchange(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
-        """Make requests in one round trip and return their results; None for a write."""
-
-    def cancel(self, timeout_s: float) -> bool:
-        """Cancel a WAIT or BARRIER that timed out; return whether it had ended before."""
-
-
-def open_link(sock: socket.socket) -> Link:
-    """Return a link over a connected socket, which the caller keeps."""
-    limit_s = host_timeout_s() if keep_alive(sock) else math.inf
-    if engine() is not None:
-        sock.settimeout(None)
-        link: Link = engine().StoreLink(sock.fileno(), limit_s)
-        return link
-    return PythonLink(sock, limit_s)
-
-
-class PythonLink:
-    """The link in Python; the host of the server may be silent for `limit_s`."""
 
     def __init__(self, sock: socket.socket, limit_s: float = math.inf) -> None:
         self._sock = sock
@@ -63,7 +57,7 @@ class PythonLink:
         self._replies: list[Any] = []
 
     def exchange(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
-        """Make requests in one round trip; see Link."""
+        """Make requests in one round trip and return their results; None for a write."""
         deadline = Deadline(timeout_s)
         data = []
         for op, *args in requests:
@@ -85,7 +79,7 @@ class PythonLink:
         ]
 
     def cancel(self, timeout_s: float) -> bool:
-        """Cancel a wait; see Link."""
+        """Cancel a WAIT or BARRIER that timed out; return whether it had ended before."""
         deadline = Deadline(timeout_s)
         self._send(encode_request(Op.CANCEL_WAIT), deadline)
         # The reply still expected is either the late end of the wait or its cancellation. If it is

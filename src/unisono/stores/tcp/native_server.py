@@ -12,19 +12,14 @@ import socket
 import threading
 from typing import Any
 
-from unisono.base import config
-from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
+from unisono.base.seam import cpp, is_wanted
+from unisono.errors import InvalidArgumentError
 from unisono.platform.posix import set_blocking
-from unisono.stores.tcp.python_server import CLOSE_S, ServerOptions
+from unisono.stores.tcp.python_server import CLOSE_S, ServerOptions, StoreServer
 
 # The same logger as the server in Python has.
 _LOG = get_logger("stores.tcp_server")
-
-
-def engine() -> Any:
-    """Return the extension module; None if it is not built, or not wanted (UNISONO_ENGINE)."""
-    return None if config.get("UNISONO_ENGINE") == "reference" else _engine
 
 
 class NativeServer:
@@ -44,7 +39,7 @@ class NativeServer:
         set_blocking(log_fd, False)
         sockets = [listener.detach() for listener in listeners]
         try:
-            self._server = _engine.StoreServer(
+            self._server = cpp.StoreServer(
                 sockets,
                 log_fd,
                 options.token,
@@ -85,3 +80,33 @@ def _log_lines(fd: int, port: int) -> None:
     with open(fd, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             _LOG.warning("port %d: %s", port, line.rstrip())
+
+
+def start_server(
+    listeners: list[socket.socket], options: ServerOptions | None = None
+) -> StoreServer:
+    """Serve a new, empty store on listening sockets, which are taken over.
+
+    The server answers torch's clients and unisono's. Differences from torch's own server:
+
+    - A failed compare_set wakes no waiter.
+    - A wait for several keys ends when all of them exist at the same time.
+    - A caller that leaves a barrier does not count.
+    - If a woken queue waiter dies, the next waiter gets the value.
+    - `barrier` leaves no key.
+
+    Clients prove that they know the token. A client without a token (torch's) is served if it is
+    a process of this user on this machine, or if the server serves strangers.
+
+    Args:
+        listeners: All on the same port.
+        options: The clients it serves, and its limits; no token if None.
+
+    Raises:
+        InvalidArgumentError: No listening socket was given.
+    """
+    if not listeners:
+        raise InvalidArgumentError("a store server needs at least one listening socket")
+    kind: Any = NativeServer if is_wanted() else StoreServer
+    server: StoreServer = kind(listeners, options or ServerOptions())
+    return server

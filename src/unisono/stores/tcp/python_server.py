@@ -53,7 +53,7 @@ _REST_S = 0.1
 CLOSE_S = 5.0
 """Seconds for which `close` waits for a server's thread."""
 
-_SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
+_SERVERS: weakref.WeakSet[StoreServer] = weakref.WeakSet()
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +136,7 @@ class ServerOptions:
     log_window_s: float = 60.0
 
 
-class PythonServer:
+class StoreServer:
     """Serves torch's TCPStore protocol on listening sockets that it takes over.
 
     Args:
@@ -183,7 +183,7 @@ class PythonServer:
         return len(self._connections)
 
     def __repr__(self) -> str:
-        return f"<PythonServer port={self.port} clients={self.clients}>"
+        return f"<StoreServer port={self.port} clients={self.clients}>"
 
     def _run(self) -> None:
         try:

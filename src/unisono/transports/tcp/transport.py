@@ -2,9 +2,8 @@
 
 Each of two ranks may connect to the other. If both dial at once, the connection of the lower rank
 stays. One connection per pair carries both directions, so that its end (EOF) cannot overtake data.
-If both ranks have the C++ extension, there are further connections for messages, called wires. They
-are made the same way and then handed to C++. The link remains for questions, failures and the end
-of a rank.
+If C++ moves the messages, there are further connections for them, called wires. They are made the
+same way and then handed to C++. The link carries questions, failures and the end of a rank alone.
 
 The I/O thread receives all arriving data and finishes sends that the kernel did not accept at once.
 It waits for nothing but the selector.
