@@ -3,8 +3,7 @@
 They work for every collective, for every world size and for blocks of different size, so they are
 the fallback. The root exchanges data with all ranks in one round, its nearest right neighbour
 first. all_to_all does all exchanges in one round, too. Otherwise every rank sends to its k-th right
-neighbour in round k and receives from its k-th left neighbour, so no rank gets several messages in
-the same round.
+neighbour in round k, and receives from its k-th left neighbour.
 
 In the formulas n is the size of the whole data (the vector, or p blocks), p the world size.
 Source: Open MPI's coll/base "linear" algorithms; the rotation is MPICH's for all-to-all.

@@ -65,7 +65,7 @@ def reduce_scatter(p: int) -> Schedule:
 
 
 def gather(p: int, root: int) -> Schedule:
-    """Receive one block after another; the root tells the third next rank when it may send.
+    """Receive one block after another; the root lets the third next rank send then.
 
     Cost: p-1 rounds, n/p sent by each rank, n(p-1)/p received by the root.
     Source: pHost's tokens for receivers (Gao et al., CoNEXT 2015).
@@ -83,7 +83,7 @@ def gather(p: int, root: int) -> Schedule:
 
 
 def scatter(p: int, root: int) -> Schedule:
-    """Send one block after another; a rank tells the root that it has its block.
+    """Send one block after another; a rank reports to the root that it has its block.
 
     Cost: p-1 rounds, n(p-1)/p sent by the root.
     Source: as gather, backwards.
