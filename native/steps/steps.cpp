@@ -245,7 +245,6 @@ Status Steps::execute() {
   if (std::none_of(steps_, steps_ + count_, has_elements)) return wait_for_sends(nullptr, nullptr);
   for (at_ = 0; at_ < count_; ++at_) {
     const Step& step = steps_[at_];
-    if (step.count == 0) continue;
     post_ahead();
     if (sends(step.op)) {
       if (at_ >= early_end_) send(step);
@@ -275,7 +274,7 @@ Status Steps::compute(const Step& step) {
 Status Steps::receive(const Step& step) {
   char* into = address_of(step.dst_buf, step.dst_off);
   char* const into_end = into + bytes(step);
-  while (into != into_end) {
+  do {  // once, too, if the message has no elements
     if (receives_.empty()) {
       // Not posted yet, because a send still reads its memory.
       const Status status = wait_for_sends(into, into_end);
@@ -296,7 +295,7 @@ Status Steps::receive(const Step& step) {
     into += receiving.nbytes;
     post_ahead();
     messages_->programs().try_progress();
-  }
+  } while (into != into_end);
   return {};
 }
 

@@ -49,7 +49,8 @@ void Steps::recycle(const Receiving& receiving) {
 }
 
 void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
-  for (size_t sent = 0; sent < nbytes;) {
+  size_t sent = 0;
+  do {
     const size_t piece = std::min(kChunkBytes, nbytes - sent);
     Operation* op = new_op(peer, tag, piece);
     op->is_send = true;
@@ -57,7 +58,7 @@ void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
     sends_.push_back({op, data + sent, data + sent + piece});
     holds_sends_ ? held_sends_.push_back(op) : begin_send(*op);
     sent += piece;
-  }
+  } while (sent < nbytes);
 }
 
 void Steps::begin_send(Operation& op) {
@@ -94,7 +95,7 @@ void Steps::post_ahead() {
 
 // Post the next piece of the next receive. False: not possible now.
 bool Steps::post_next() {
-  while (next_ < count_ && (!receives(steps_[next_].op) || steps_[next_].count == 0)) ++next_;
+  while (next_ < count_ && !receives(steps_[next_].op)) ++next_;
   if (next_ == count_ || next_ > at_ + kAheadSteps) return false;
   const Step& step = steps_[next_];
   const size_t nbytes = std::min(kChunkBytes, bytes(step) - next_byte_);

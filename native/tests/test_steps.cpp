@@ -165,6 +165,22 @@ void test_timeout_and_abort() {
 }
 
 // Open operations are cancelled: no byte is written into memory that the caller may have freed.
+// A message without elements holds its receiver back until it is sent.
+void test_empty_message() {
+  on_ranks(2, 2, [](Steps& steps, Messages&, int rank) {
+    const Step copy{kCopy, -1, kOutput, 0, kOutput, 1, 1, -1, -1, -1};
+    const Step send{kSend, 1, kOutput, 0, -1, -1, 0, -1, -1, -1};
+    const Step receive{kRecv, 0, -1, -1, kOutput, 0, 0, -1, -1, -1};
+    std::vector<int64_t> data{1, 2};
+    assert(run(steps, {rank == 0 ? send : receive, copy}, data, 0).is_ok());
+    assert(data[1] == 1);
+    data[1] = 2;
+    if (rank == 0) return;
+    assert(run(steps, {receive, copy}, data, 0, kMoment).code == Code::timeout);
+    assert(data[1] == 2);
+  });
+}
+
 void test_no_memory() {
   std::atomic<bool> is_over{false};
   on_ranks(2, 1, [&](Steps& steps, Messages& messages, int rank) {
@@ -213,6 +229,7 @@ int main() {
   test_disagreement(4);
   test_uneven();
   test_timeout_and_abort();
+  test_empty_message();
   test_no_memory();
   test_bad_programs_are_refused();
   std::puts("ok");

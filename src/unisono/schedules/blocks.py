@@ -1,11 +1,19 @@
-"""The common form of schedules that move one block per rank, or per pair of ranks."""
+"""The common form of schedules that move one block per rank, or per pair of ranks.
+
+A scatter is a gather backwards, and a reduce_scatter an all_gather backwards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from unisono.schedules.ir import Buf, Exchange, IntArray, Local, Schedule, copy
+import numpy as np
+
+from unisono.schedules.ir import Buf, Exchange, IntArray, Local, Op, Schedule, copy
+
+_BACKWARDS = {"gather": "scatter", "all_gather": "reduce_scatter"}
 
 
 def block_schedule(
@@ -43,3 +51,28 @@ def block_schedule(
         collective, algorithm, p, rounds, exchange, root,
         input_chunks=inputs, output_chunks=outputs, before=before or copy_own, **options,
     )  # fmt: skip
+
+
+def backwards(schedule: Schedule) -> Schedule:
+    """Return the scatter for a gather, or the reduce_scatter for an all_gather.
+
+    The rounds and their steps run in reverse. A send becomes a receive, which reduces in a
+    reduce_scatter, and a receive a send. INPUT and OUTPUT change places.
+    """
+    takes = Op.RECV if schedule.collective == "gather" else Op.RECV_REDUCE
+    ops, bufs = np.array([takes, Op.SEND, -1, Op.COPY]), np.array([Buf.OUTPUT, Buf.INPUT, 2, -1])
+
+    def turned(parts: Iterable[IntArray]) -> Iterable[IntArray]:
+        for rows in reversed(list(parts)):
+            rank, op, peer, src_buf, src, dst_buf, dst, n = rows.T
+            yield np.stack([rank, ops[op], peer, bufs[dst_buf], dst, bufs[src_buf], src, n]).T
+
+    return replace(
+        schedule,
+        collective=_BACKWARDS[schedule.collective],
+        input_chunks=schedule.output_chunks,
+        output_chunks=schedule.input_chunks,
+        exchange=lambda k, r: turned(schedule.exchange(schedule.rounds - 1 - k, r)),
+        before=lambda r: turned(schedule.after(r)),
+        after=lambda r: turned(schedule.before(r)),
+    )

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from unisono.schedules.blocks import block_schedule
-from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
+from unisono.schedules.blocks import backwards, block_schedule
+from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, send
 
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "far_first"
@@ -48,29 +48,12 @@ def all_gather(p: int) -> Schedule:
 
 
 def reduce_scatter(p: int) -> Schedule:
-    """Pass partial sums 1, 2, 4, ... ranks to the right; the last rounds send the fewest blocks.
+    """Pass partial sums 1, 2, 4, ... ranks to the left; the last rounds send the fewest blocks.
 
     Cost: ceil(lg p) rounds, n(p-1)/p sent and reduced.
     Source: as the module, the all_gather in reverse.
     """
-    places, rounds = _places(p)
-
-    def sort(r: IntArray) -> Iterable[IntArray]:
-        column, block = r[:, None], np.arange(p)
-        yield copy(column, (INPUT, block), (SCRATCH, places[(block - column) % p]))
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        distance, taken, given, n = rounds[len(rounds) - 1 - k]
-        yield send(r, (r + distance) % p, SCRATCH, given, n)
-        yield recv_reduce(r, (r - distance) % p, SCRATCH, taken, n)
-
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (SCRATCH, places[0]), (OUTPUT, 0))
-
-    return block_schedule(
-        "reduce_scatter", NAME, p, len(rounds), exchange,
-        scratch_chunks=p, before=sort, after=own,
-    )  # fmt: skip
+    return backwards(all_gather(p))
 
 
 def _places(p: int) -> tuple[IntArray, list[tuple[int, int, int, int]]]:

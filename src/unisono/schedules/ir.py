@@ -21,6 +21,7 @@ size. Each rank that a post is meant for reads it exactly once. An engine withou
 therefore execute POST as SEND, READ as RECV and READ_REDUCE as RECV_REDUCE. A message is received
 in the round in which it is sent, so `rounds` is the number of latencies on the critical path.
 Within one round a rank sends before it receives, so no order of arrival deadlocks.
+A message of 0 chunks moves nothing: its receiver does not go on before the sender has come there.
 
 Buffers. INPUT is never written. A *vector* collective (all_reduce, broadcast, reduce, scan, exscan)
 works in place on OUTPUT, cut into chunks of balanced size. In the others a buffer is one block or

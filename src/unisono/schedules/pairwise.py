@@ -3,6 +3,10 @@
 This needs p = 2**k; the partner of round k is r xor k. For other world sizes a rank sends to its
 k-th right neighbour and receives from its k-th left neighbour, as in the linear algorithms.
 
+A root exchanges with its k-th right neighbour in round k. Sends do not wait, so without more all
+blocks would be under way at once. A switch may lose them, and TCP then waits 200 ms. So only
+`AT_ONCE` blocks are: other blocks wait for a message of 0 chunks that an earlier one has arrived.
+
 In the formulas n is the size of all p blocks, p the world size.
 Source: MPICH's "pairwise" algorithms; Thakur, Rabenseifner and Gropp 2005.
 """
@@ -13,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from unisono.schedules import linear
+from unisono.schedules.blocks import backwards
 from unisono.schedules.ir import (
     Buf,
     IntArray,
@@ -23,7 +28,10 @@ from unisono.schedules.ir import (
     send,
 )
 
-INPUT, OUTPUT = Buf.INPUT, Buf.OUTPUT
+INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
+
+AT_ONCE = 3
+"""Fewer: a link is idle while a message of 0 chunks is under way. More: a switch may lose data."""
 
 
 def all_to_all(p: int) -> Schedule:
@@ -54,6 +62,33 @@ def reduce_scatter(p: int) -> Schedule:
         yield recv_reduce(r, source, OUTPUT, 0)
 
     return replace(linear.reduce_scatter(p), algorithm="pairwise", exchange=exchange)
+
+
+def gather(p: int, root: int) -> Schedule:
+    """Receive one block after another; the root lets the third next rank send then.
+
+    Cost: p-1 rounds, n/p sent by each rank, n(p-1)/p received by the root.
+    Source: pHost's tokens for receivers (Gao et al., CoNEXT 2015).
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        peer, later = (root + 1 + k) % p, (root + k + AT_ONCE) % p
+        waits = 0 < k < p - AT_ONCE
+        yield send(r, later, SCRATCH, 0, 0, where=(r == root) & waits)
+        yield recv(r, root, SCRATCH, 0, 0, where=(r == later) & waits)
+        yield send(r, root, INPUT, 0, where=r == peer)
+        yield recv(r, peer, OUTPUT, peer, where=r == root)
+
+    return replace(linear.gather(p, root), algorithm="pairwise", rounds=p - 1, exchange=exchange)
+
+
+def scatter(p: int, root: int) -> Schedule:
+    """Send one block after another; a rank reports to the root that it has its block.
+
+    Cost: p-1 rounds, n(p-1)/p sent by the root.
+    Source: as gather, backwards.
+    """
+    return backwards(gather(p, root))
 
 
 def _partners(p: int, k: int, r: IntArray) -> tuple[IntArray, IntArray]:

@@ -35,7 +35,7 @@ def lower(schedule: Schedule, rank: int, layout: Layout) -> Program:
     """Return the program of `rank`; cached, because a training loop repeats its calls.
 
     Steps without elements are dropped. Both ends of a message drop it, because both compute the
-    same size. A barrier's steps have no elements and are kept.
+    same size. Kept are steps of no chunks, and those of a barrier.
 
     Raises:
         ScheduleError: The source and the destination of a local step differ in size.
@@ -44,13 +44,16 @@ def lower(schedule: Schedule, rank: int, layout: Layout) -> Program:
     ends = buffer_ends(schedule, rank, layout)
     steps, moved = _in_elements(schedule, rows, ends)
     scratch_ends = np.where(steps[:, 6] > 0, ends[rows.scratch], 0)
-    steps = steps[moved]
+    steps = steps[moved | (rows.chunks[:, _N] == 0)]
     steps.flags.writeable = False
     return Program(steps, int(scratch_ends.max(initial=0)))
 
 
 def lower_all(schedule: Schedule, layout: Layout) -> tuple[IntArray, IntArray]:
-    """Return the steps of all ranks, rank by rank, and the rank of each; for equal blocks."""
+    """Return the steps of all ranks, rank by rank, and the rank of each; for equal blocks.
+
+    Steps of no chunks are dropped: in shared memory no rank must be held back.
+    """
     rows = _all_rows(schedule, np.arange(schedule.world_size))
     steps, moved = _in_elements(schedule, rows, buffer_ends(schedule, 0, layout))
     return steps[moved], rows.chunks[moved, _RANK]

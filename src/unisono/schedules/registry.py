@@ -129,6 +129,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
     },
     "gather": {
         "linear": Entry(linear.gather, uneven=True),
+        "pairwise": Entry(pairwise.gather, uneven=True),
         "binomial": Entry(tree.binomial_gather),
         "one_shot": Entry(one_shot.gather, uneven=True),
     },
@@ -144,6 +145,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
     },
     "scatter": {
         "linear": Entry(linear.scatter, uneven=True),
+        "pairwise": Entry(pairwise.scatter, uneven=True),
         "binomial": Entry(tree.binomial_scatter),
         "one_shot": Entry(one_shot.scatter, uneven=True),
     },

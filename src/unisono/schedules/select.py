@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.far import far_apart, fastest, overflows
-from unisono.schedules.ir import REDUCING, ceil_log2, is_power_of_two
+from unisono.schedules.ir import REDUCING, ROOTED, ceil_log2, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
 from unisono.schedules.pipeline import depth_of
 from unisono.schedules.registry import available, entry
@@ -29,6 +29,8 @@ _PAIRED = {
     "reduce_scatter": ("pairwise",),
     "all_gather": ("ring",),
     "reduce": ("halving_doubling", "binomial"),
+    "gather": ("pairwise",),
+    "scatter": ("pairwise",),
 }
 
 
@@ -152,8 +154,8 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
         return fastest(collective, nbytes, p, topology.local, topology.round_trip_us)
     flat = _messages(collective, nbytes, p)
     if flat[0] in _AT_ONCE and collective in _PAIRED and topology.round_trip_us:
-        # The root of a reduce gets all vectors.
-        most = p - 1 if collective == "reduce" else topology.local * (p - topology.local)
+        # A root gets or sends everything.
+        most = (1 if collective in ROOTED else topology.local) * (p - topology.local)
         size = nbytes if flat[0] == "one_shot" and collective == "reduce" else nbytes // p
         if overflows(most, most * size):
             flat = _PAIRED[collective]

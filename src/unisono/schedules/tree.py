@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from unisono.schedules.blocks import block_schedule
+from unisono.schedules.blocks import backwards, block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
 from unisono.schedules.pipeline import Tree, binomial_level, tree_schedule
 
@@ -93,30 +93,10 @@ def binomial_gather(p: int, root: int) -> Schedule:
 def binomial_scatter(p: int, root: int) -> Schedule:
     """Send subtrees their blocks; the size of a subtree halves in every round.
 
-    The steps are those of `binomial_gather` in reverse.
-
     Cost: ceil(lg p) rounds, n(p-1)/p sent by the root.
     Source: MPICH's scatter "binomial".
     """
-    log2 = ceil_log2(p)
-
-    def rotate(r: IntArray) -> Iterable[IntArray]:
-        at_root = r == root
-        yield copy(r, (INPUT, root), (SCRATCH, 0), p - root, where=at_root)
-        yield copy(r, (INPUT, 0), (SCRATCH, p - root), root, where=at_root & (root > 0))
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        v, d = (r - root) % p, 1 << (log2 - 1 - k)
-        upper, lower = binomial_level(v, d, p)
-        yield send(r, (r + d) % p, SCRATCH, d, np.minimum(d, p - v - d), where=upper)
-        yield recv(r, (r - d) % p, SCRATCH, 0, np.minimum(d, p - v), where=lower)
-
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (SCRATCH, 0), (OUTPUT, 0))
-
-    return block_schedule(
-        "scatter", "binomial", p, log2, exchange, root, scratch_chunks=p, before=rotate, after=own
-    )
+    return backwards(binomial_gather(p, root))
 
 
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:

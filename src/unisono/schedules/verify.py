@@ -250,7 +250,7 @@ class _SymbolicWorld:
 
     def chunks(self, rank: int, buf: int, first: int, n: int) -> list[Chunk]:
         limit = _buffer_chunks(self.schedule, rank).get(buf, 0)
-        if n < 1 or first < 0 or first + n > limit:
+        if n < 0 or first < 0 or first + n > limit:
             self.fail(rank, f"chunks [{first}, {first + n}) of buffer {buf}, which has {limit}")
         return [(buf, chunk) for chunk in range(first, first + n)]
 

@@ -153,7 +153,7 @@ class Traffic:
         if barrier:
             nbytes = np.full_like(nbytes, self.message_bytes)
         rows = Rows(rank, kind, peer, nbytes, _REDUCES.take(op), stage)
-        keep = nbytes >= (0 if barrier else 1)
+        keep = (nbytes > 0) | (count == 0) | barrier
         if not self.work:
             keep &= kind != WORK
         if not keep.all():

@@ -94,14 +94,23 @@ def test_an_estimate_holds_for_all_sizes_between_powers_of_2():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "p", "local", "trip_us", "expected"),
+    ("op", "nbytes", "p", "local", "trip_us", "expected"),
     [
-        (MIB, 8, 2, NEAR_US, "pairwise"),  # 12 messages of 128 KiB leave a host at once
-        (512 * KIB, 8, 2, NEAR_US, "linear"),  # they fit the buffer of a switch
-        (MIB, 8, 2, 0, "linear"),  # one host
-        (16 * MIB, 4, 1, NEAR_US, "linear"),  # few messages
-        (4 * MIB, 4, 2, NEAR_US, "pairwise"),
+        # 12 messages of 128 KiB leave a host at once
+        ("all_to_all", MIB, 8, 2, NEAR_US, "pairwise"),
+        ("all_to_all", 512 * KIB, 8, 2, NEAR_US, "linear"),  # they fit the buffer of a switch
+        ("all_to_all", MIB, 8, 2, 0, "linear"),  # one host
+        ("all_to_all", 16 * MIB, 4, 1, NEAR_US, "linear"),  # few messages
+        ("all_to_all", 4 * MIB, 4, 2, NEAR_US, "pairwise"),
+        ("gather", 2 * MIB, 8, 2, NEAR_US, "pairwise"),
+        ("gather", MIB, 8, 2, NEAR_US, "linear"),
+        ("gather", 16 * MIB, 8, 2, 0, "linear"),
+        ("gather", 16 * MIB, 4, 1, NEAR_US, "linear"),
+        ("gather", 16 * MIB, 8, 2, 4000, "pairwise"),
+        ("gather", 64 * KIB, 8, 2, 16_000, "linear"),
+        ("scatter", 2 * MIB, 8, 1, NEAR_US, "pairwise"),
+        ("scatter", 16 * MIB, 8, 2, 4000, "pairwise"),
     ],
 )
-def test_ranks_of_all_to_all_do_not_send_everything_at_once(nbytes, p, local, trip_us, expected):
-    assert select("all_to_all", nbytes, Topology(p, False, local, trip_us)).algorithm == expected
+def test_ranks_do_not_send_everything_at_once(op, nbytes, p, local, trip_us, expected):
+    assert select(op, nbytes, Topology(p, False, local, trip_us)).algorithm == expected

@@ -45,7 +45,7 @@ def test_far_first_sends_fewest_blocks_to_the_farthest(p):
         assert peer == distance
         assert blocks == len([o for o in range(0, p, 2 * distance) if o + distance < p])
         assert held - 1 <= blocks <= held
-        assert sent(scatter, rounds - 1 - k) == [(peer, blocks)]
+        assert sent(scatter, rounds - 1 - k) == [(p - peer, blocks)]
 
 
 def test_far_first_crosses_pods_less_often_than_bruck():

@@ -142,6 +142,7 @@ def places_by_loops(schedule, size):
     p = schedule.world_size
     units = min(size, schedule.block_chunks)
     programs = [lower(schedule, r, layout_for(schedule, units)).steps.tolist() for r in range(p)]
+    programs = [[row for row in rows if row[6]] for rows in programs]
     posts, stages = [[] for _ in range(p)], [0] * p
     for rank, rows in enumerate(programs):
         for at, row in enumerate(rows):

@@ -178,3 +178,31 @@ def test_data_that_travel_with_a_refused_agreement_reach_no_array():
     """Hosts far apart send up to 1 MiB before all ranks have agreed."""
     with Network(3, LINK._replace(gbps=1.0, buffer_bytes=4 << 20)) as network:
         assert [code for code, _ in launched(network, EARLY)] == [0, 0, 0]
+
+
+ROOTED = """
+import numpy as np
+import unisono as dist
+dist.init_process_group(timeout=60)
+rank, size = dist.get_rank(), dist.get_world_size()
+for root in (0, size - 1):
+    for counts in ([100_000] * size, [0, 70_000, 1, 0, 90_000]):
+        ranks = [np.full(count, each + 0.5) for each, count in enumerate(counts)]
+        at_root = rank == root
+        for how in ({}, {"algorithm": "pairwise"}):
+            out = [np.zeros_like(each) for each in ranks] if at_root else None
+            dist.gather(ranks[rank], out, dst=root, **how)
+            assert not at_root or all(map(np.array_equal, out, ranks))
+            one = np.zeros_like(ranks[rank])
+            dist.scatter(one, ranks if at_root else None, src=root, **how)
+            assert np.array_equal(one, ranks[rank])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_blocks_to_and_from_a_root_in_turn(engine, monkeypatch):
+    """5 hosts have 800 KB each for a root, and the switch keeps 256 KiB."""
+    monkeypatch.setenv("UNISONO_ENGINE", engine)
+    with Network(5, ShapedLink(gbps=1.0, buffer_bytes=256 << 10)) as network:
+        assert [code for code, _ in launched(network, ROOTED)] == [0] * 5
