@@ -15,8 +15,7 @@ its arguments. With an explicit stream, Python runs every call.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
@@ -24,53 +23,34 @@ from unisono.base.extension import extension as native
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_KINDS = {
-    "reads": "r",
-    "writes": "w",
-    "reads_list": "R",
-    "writes_list": "W",
-    "op": "o",
-    "root": "n",
-    "group": "g",
-    "async_op": "f",
-    "sent": "s",
-    "received": "v",
-    "sent_soon": "S",
-    "received_soon": "V",
-    "peer": "p",
-    "tag": "t",
-    "partial": "h",
-    "algorithm": "a",
-    "deterministic": "e",
-    "timeout": "d",
+KINDS = {
+    **{"op": "o", "root": "n", "group": "g", "async_op": "f"},
+    **{"peer": "p", "tag": "t", "partial": "h"},
+    **{"algorithm": "a", "deterministic": "e", "timeout": "d"},
 }
+"""The kinds of parameters by name; `Kind` in native/bindings/arguments.hpp has those of arrays."""
 
 
-def run_in_cpp(function: F, kinds: Iterable[str]) -> F:
+def run_in_cpp(function: F, kinds: str) -> F:
     """Return a function that C++ runs if it can; `function` itself without the C++ engine.
 
     Args:
         function: It runs every other call. If the arguments of a collective are new, it gets one
             more keyword, `_learn`: a function for what `Engine.prepare` returns for the call.
-        kinds: The kinds of the first parameters. For an array "reads" or "writes", for a list of
-            arrays of one shape "reads_list" or "writes_list", otherwise "op" or "root". For a
-            message: "sent" or "received" for the array, with "_soon" if the call does not wait for
-            its end, and "peer". C++ knows the parameters "group", "async_op", "tag" and "timeout"
-            by their names. A call that gives any other parameter runs in Python.
+        kinds: The kinds of the parameters before `group`. C++ knows the others by their names. A
+            call that gives a parameter without a kind runs in Python.
     """
     if native is None:
         return function
-    parameters = inspect.signature(function).parameters
-    names = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
-    positional = len(names)
+    code = getattr(function, "__wrapped__", function).__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     # A message has neither an algorithm nor an order of reduction.
-    shared: tuple[str, ...] = ("algorithm", "deterministic", "timeout")
-    if "async_op" not in names:
-        shared = ("partial", "timeout") if "partial" in parameters else ("timeout",)
-    names = tuple(dict.fromkeys(names + shared))
-    kind_of = dict(zip(names, kinds, strict=False))
-    letters = "".join([_KINDS.get(kind_of.get(name, name), "-") for name in names])
-    made: Any = native.make_function(function, names, letters, positional)
+    how = ("algorithm", "deterministic", "timeout") if "async_op" in names else ("timeout",)
+    names = tuple(dict.fromkeys(names + how))
+    letters = kinds[: names.index("group")]
+    for name in names[len(letters) :]:
+        letters += KINDS.get(name, "-")
+    made: Any = native.make_function(function, names, letters, code.co_argcount)
     functools.update_wrapper(made, function)
     return cast(F, made)
 
