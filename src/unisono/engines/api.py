@@ -18,7 +18,7 @@ from unisono.base.types import DType, RedOpType, ReduceOp
 from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
 from unisono.rendezvous.launchers import local_rank
-from unisono.schedules import Buf, Layout, Program, Schedule, lower
+from unisono.schedules import Buf, Layout, Program, Schedule, SharedProgram, lower
 from unisono.trace import make_trace, number_of_kind
 from unisono.transports import Transport
 from unisono.transports.connect import round_trip_us
@@ -222,7 +222,9 @@ class Prepared:
     source: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.writes_output = bool((self.program.steps[:, 4] == Buf.OUTPUT).any())
+        program = self.program
+        rows = program.pieces if isinstance(program, SharedProgram) else program.steps
+        self.writes_output = bool((rows[:, 4] == Buf.OUTPUT).any())
 
     @property
     def divisor(self) -> int:
