@@ -297,10 +297,11 @@ def build(
     name = f"{collective} ({algorithm})"
     if world_size < 1:
         raise InvalidArgumentError(f"{name}: world size is {world_size}, expected 1 or more")
-    usable = available(collective, world_size, local=local)
-    if algorithm not in usable:
+    serving = available(collective, world_size, local=local)
+    if algorithm not in serving:
+        usable = ", ".join(serving)
         raise InvalidArgumentError(
-            f"{name} needs {found.needs}, got {world_size} (for {world_size}: {', '.join(usable)})"
+            f"{name} needs {found.needs}, got {world_size} (for {world_size}: {usable})"
         )
     if pipeline < 1 or (pipeline > 1 and not found.pipelined):
         expected = "1 or more" if found.pipelined else "1: it has no pipeline"
