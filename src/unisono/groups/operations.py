@@ -1,7 +1,7 @@
 """Every operation: name, parameters, checks, c10d's names, and the call of the backend.
 
-Each is one method with a decorator, which makes its row in `OPS` from its parameters. What the
-operation does is in the docstring of its function, if it has one. Other code uses the rows:
+Each is one method with a decorator, which makes its row in `OPS` from its parameters. The docstring
+of its function describes it, if it has a function. Other code uses the rows:
 
     groups/dispatch.py        kernels of devices
     groups/c10d_methods.py    c10d's forms of the methods

@@ -51,7 +51,7 @@ class OpSchema(NamedTuple):
 
 
 def row_of(check: Callable[..., Any], c10d_op: str, *, in_lists: bool) -> OpSchema:
-    """Return the row of a method, whose parameters tell by name and type what they are.
+    """Return the row of a method, made of the names and types of its parameters.
 
     An array is written if its name begins with "output", or if no name does.
     """
