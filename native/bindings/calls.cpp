@@ -247,7 +247,7 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
     arrays.input.fill();
     arrays.output.fill();
     status = task.runner->run(task.program, task.buffers, task.reduce, task.words.of_call(seq),
-                             timeout_ns, &unlocker);
+                              timeout_ns, &unlocker);
     if (status.is_ok()) {
       task.finish();
       if (!what.keeps_output()) arrays.output.write_back();

@@ -52,16 +52,16 @@ class Prepared {
   Task task(const Arrays& arrays, char* scratch) const {
     const Argument &input = arrays.input, &output = arrays.output;
     Task task{runner_,
-            program_->view(),
-            {input.data, input.nbytes / itemsize_, output.data, output.nbytes / itemsize_,
-             output.is_readonly, scratch, program_->scratch_count, itemsize_, list_of(input),
-             list_of(output)},
-            reduce_,
-            words_};
+              program_->view(),
+              {input.data, input.nbytes / itemsize_, output.data, output.nbytes / itemsize_,
+               output.is_readonly, scratch, program_->scratch_count, itemsize_, list_of(input),
+               list_of(output)},
+              reduce_,
+              words_};
     task.divide = divide_;
     task.divisor = members_;
     task.program.is_checked = checked_input_ == task.buffers.input_count &&
-                             checked_output_ == task.buffers.output_count && !output.is_readonly;
+                              checked_output_ == task.buffers.output_count && !output.is_readonly;
     return task;
   }
   // A run has found that the program fits these buffers; see Program::is_checked. To check it again
