@@ -30,10 +30,10 @@ from unisono.backends import CallOptions, CPUBackend, DeviceBackend, GroupSpec, 
 from unisono.backends.neighbors import Links
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as native
 from unisono.base.integers import as_flag, as_integer, as_splits
 from unisono.base.streams import explicit_stream
 from unisono.base.types import Array, Arrays, ReduceOp, as_reduce_op
-from unisono.engines.functions import run_in_cpp
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -45,7 +45,7 @@ from unisono.groups.dispatch import dispatcher
 from unisono.groups.keywords import SHARED, How, check_keywords
 from unisono.groups.participation import Participation
 from unisono.groups.stream_queue import P2P, StreamCall, StreamQueue
-from unisono.groups.table import OPS, OpSchema, row_of, schema_of
+from unisono.groups.table import KINDS, OPS, OpSchema, row_of, schema_of
 from unisono.groups.work import Work
 from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo
 
@@ -630,10 +630,24 @@ def _nothing(output: Any) -> Pending:
 
 
 def in_cpp(function: F) -> F:
-    """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it.
+    """Let C++ run the calls of an operation's function if it can; see `engines.functions`.
 
-    `isend` and `irecv` are `send` and `recv` without a wait.
+    C++ knows the parameters before `group` by the row of the operation, and the others by their
+    names. A call that gives a parameter without a kind runs in Python. If the arguments of a
+    collective are new, the function gets one more keyword, `_learn`. `isend` and `irecv` are
+    `send` and `recv` without a wait.
     """
+    if native is None:
+        return function
     op, is_started = function.__name__, function.__name__ in ("isend", "irecv")
     kinds = OPS[op[is_started:]].repeat or ""
-    return run_in_cpp(function, kinds.capitalize() if is_started else kinds)
+    code = getattr(function, "__wrapped__", function).__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    # A message has neither an algorithm nor an order of reduction.
+    how = ("algorithm", "deterministic", "timeout") if "async_op" in names else ("timeout",)
+    names = tuple(dict.fromkeys(names + how))
+    letters = (kinds.capitalize() if is_started else kinds)[: names.index("group")]
+    for name in names[len(letters) :]:
+        letters += KINDS.get(name, "-")
+    made: Any = native.make_function(function, names, letters, code.co_argcount)
+    return cast(F, functools.update_wrapper(made, function))

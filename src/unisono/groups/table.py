@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from unisono.engines.functions import KINDS
 from unisono.errors import InvalidArgumentError
+
+KINDS = {
+    **{"op": "o", "root": "n", "group": "g", "async_op": "f"},
+    **{"peer": "p", "tag": "t", "partial": "h"},
+    **{"algorithm": "a", "deterministic": "e", "timeout": "d"},
+}
+"""The kinds of parameters by name; `Kind` in native/bindings/arguments.hpp has those of arrays."""
 
 FIELDS = {"root": "rootRank", "op": "reduceOp"}
 """The settings: our name of a parameter -> c10d's name in an options object."""
@@ -23,8 +29,7 @@ class OpSchema(NamedTuple):
             that c10d also takes inside a list of length 1: [tensor], [outputs].
         settings: Parameters that c10d has in an options object, or after the data.
         check: Checks the method's arguments and calls the backend, as check(group, *arguments).
-        repeat: The kinds of the method's parameters for C++, a letter of each; see
-            `engines.functions`.
+        repeat: The kinds of the method's parameters for C++, a letter of each; see `KINDS`.
         coalesced: Operation that replaces several calls of this operation in a coalescing block;
             "" if there is none.
     """
