@@ -239,24 +239,24 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
       return {Code::no_memory};
     }
   }
-  const Job job = what.job(arrays, scratch_.data());
+  const Task task = what.task(arrays, scratch_.data());
   Status status;
   {
     Unlocker unlocker(recorder_);
     if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
     arrays.input.fill();
     arrays.output.fill();
-    status = job.runner->run(job.program, job.buffers, job.reduce, job.words.of_call(seq),
-                             timeout_ns, &unlocker);
+    status = task.runner->run(task.program, task.buffers, task.reduce, task.words.of_call(seq),
+                              timeout_ns, &unlocker);
     if (status.is_ok()) {
-      job.finish();
+      task.finish();
       if (!what.keeps_output()) arrays.output.write_back();
     }
   }
   // Here, because Python would run the handlers before the first line of code that can handle an
   // exception of theirs.
   if (status.code == Code::waiting && PyErr_CheckSignals() != 0) status = {Code::interrupted};
-  if (status.is_ok() && !job.program.is_checked) what.remember_checked(job.buffers);
+  if (status.is_ok() && !task.program.is_checked) what.remember_checked(task.buffers);
   return status;
 }
 

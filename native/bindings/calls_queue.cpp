@@ -103,14 +103,14 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
 // Run a call on the thread that waits for it, if it is next and small. No code of Python runs here,
 // so a signal handler that raises still finds the call in the queue, where it goes on.
 static void run_here(CallQueue& queue, QueuedCall& call) {
-  if (!queue.claim(&call.job)) return;
+  if (!queue.claim(&call.task)) return;
   Unlocker unlocker(nullptr, true);
   // Without the interpreter lock if the run waited: later calls must not wait for that lock.
-  queue.settle(&call.job, call.job.run(&unlocker));
+  queue.settle(&call.task, call.task.run(&unlocker));
 }
 
 bool Calls::wait_well(QueuedCall& call) const {
-  const uint64_t seq = call.job.seq;
+  const uint64_t seq = call.task.seq;
   while (!queue_->is_over(seq)) {
     // Python raises an error if the group has gone or the calling thread would wait for itself.
     if (closed_ || fork_guard_.is_forked() || is_worker || queue_->is_mine() ||
@@ -125,7 +125,7 @@ bool Calls::wait_well(QueuedCall& call) const {
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
-  return !call.job.handed;
+  return !call.task.handed;
 }
 
 }  // namespace unisono

@@ -19,17 +19,17 @@ QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::ob
       arrays_{argument_of(input_), argument_of(output_)} {
   const Prepared& what = *nb::inst_ptr<Prepared>(prepared);
   scratch_.resize(what.scratch_bytes());
-  job = what.job(arrays_, scratch_.data());
-  words_ = job.words;
-  job.can_move = what.can_move() && arrays_.input.nbytes + arrays_.output.nbytes <= kHoldBytes;
-  job.deadline_ns = now_ns() + nanoseconds(time_s);
+  task = what.task(arrays_, scratch_.data());
+  words_ = task.words;
+  task.can_move = what.can_move() && arrays_.input.nbytes + arrays_.output.nbytes <= kHoldBytes;
+  task.deadline_ns = now_ns() + nanoseconds(time_s);
   if (recorder_.is_valid() && !recorder_.is_none()) {
-    job.recorder = nb::inst_ptr<Recorder>(recorder_);
+    task.recorder = nb::inst_ptr<Recorder>(recorder_);
   }
 }
 
 uint64_t QueuedCall::push(CallQueue& queue) {
-  // Before the push, because the server may begin the job at once. To find the caller may collect
+  // Before the push, because the server may begin the task at once. To find the caller may collect
   // garbage, and so run code that makes calls or closes the group.
   uint64_t seq = queue.last() + 1;
   for (begin(seq); queue.last() + 1 != seq; begin(seq)) {
@@ -37,7 +37,7 @@ uint64_t QueuedCall::push(CallQueue& queue) {
     seq = queue.last() + 1;
   }
   try {
-    if (queue.push(&job) != 0) return seq;
+    if (queue.push(&task) != 0) return seq;
   } catch (const std::bad_alloc&) {
     drop_record();
     throw;
@@ -48,14 +48,14 @@ uint64_t QueuedCall::push(CallQueue& queue) {
 
 // Otherwise the call would be shown as one that has not ended.
 void QueuedCall::drop_record() {
-  if (job.record != 0) job.recorder->end(job.record, Recorder::kDropped, {});
+  if (task.record != 0) task.recorder->end(task.record, Recorder::kDropped, {});
 }
 
 void QueuedCall::begin(uint64_t seq) {
-  job.words = words_.of_call(seq);
-  if (job.recorder == nullptr) return;
+  task.words = words_.of_call(seq);
+  if (task.recorder == nullptr) return;
   const Recorded& recorded = nb::inst_ptr<Prepared>(prepared_)->recorded();
-  job.record = job.recorder->begin(recorded, seq, caller_site());
+  task.record = task.recorder->begin(recorded, seq, caller_site());
 }
 
 }  // namespace unisono

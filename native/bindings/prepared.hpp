@@ -48,21 +48,21 @@ class Prepared {
   bool keeps_output() const { return members_ == 0; }
   bool copies_output() const { return copies_; }
   size_t scratch_bytes() const { return static_cast<size_t>(program_->scratch_count * itemsize_); }
-  // Return the job of a call on these arrays. `scratch` has scratch_bytes() bytes.
-  Job job(const Arrays& arrays, char* scratch) const {
+  // Return the task of a call on these arrays. `scratch` has scratch_bytes() bytes.
+  Task task(const Arrays& arrays, char* scratch) const {
     const Argument &input = arrays.input, &output = arrays.output;
-    Job job{runner_,
-            program_->view(),
-            {input.data, input.nbytes / itemsize_, output.data, output.nbytes / itemsize_,
-             output.is_readonly, scratch, program_->scratch_count, itemsize_, list_of(input),
-             list_of(output)},
-            reduce_,
-            words_};
-    job.divide = divide_;
-    job.divisor = members_;
-    job.program.is_checked = checked_input_ == job.buffers.input_count &&
-                             checked_output_ == job.buffers.output_count && !output.is_readonly;
-    return job;
+    Task task{runner_,
+              program_->view(),
+              {input.data, input.nbytes / itemsize_, output.data, output.nbytes / itemsize_,
+               output.is_readonly, scratch, program_->scratch_count, itemsize_, list_of(input),
+               list_of(output)},
+              reduce_,
+              words_};
+    task.divide = divide_;
+    task.divisor = members_;
+    task.program.is_checked = checked_input_ == task.buffers.input_count &&
+                              checked_output_ == task.buffers.output_count && !output.is_readonly;
+    return task;
   }
   // A run has found that the program fits these buffers; see Program::is_checked. To check it again
   // in each call costs a twentieth of a small call.
@@ -101,7 +101,7 @@ class QueuedCall {
 
   QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
              double time_s, nanobind::object recorder);
-  // Begin the record and queue the job. Returns its number; 0: the queue is closed.
+  // Begin the record and queue the task. Returns its number; 0: the queue is closed.
   uint64_t push(CallQueue& queue);
   QueuedCall(const QueuedCall&) = delete;
   QueuedCall& operator=(const QueuedCall&) = delete;
@@ -109,7 +109,7 @@ class QueuedCall {
   const nanobind::object& input() const { return input_; }
   const nanobind::object& output() const { return output_; }
 
-  Job job;
+  Task task;
   double timeout_s = 0;
   nanobind::object result;  // of a call that C++ has queued: its output as the caller gave it
 

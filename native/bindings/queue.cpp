@@ -1,4 +1,4 @@
-// A group's queue for Python. Its jobs run without the interpreter lock.
+// A group's queue for Python. Its tasks run without the interpreter lock.
 #include "core/queue.hpp"
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,7 @@ namespace unisono {
 
 namespace {
 
-// (reason, number of the job, status code, peer)
+// (reason, number of the task, status code, peer)
 std::tuple<int, uint64_t, int, int> serve(CallQueue& queue) {
   CallQueue::Served served;
   {
@@ -31,7 +31,7 @@ std::tuple<int, uint64_t, int, int> serve(CallQueue& queue) {
           served.status.peer};
 }
 
-// False: the time-out came first. A signal handler that raises ends the wait, and the job
+// False: the time-out came first. A signal handler that raises ends the wait, and the task
 // continues.
 bool wait(CallQueue& queue, uint64_t seq, double timeout_s) {
   const int64_t deadline_ns = now_ns() + nanoseconds(timeout_s);
@@ -65,7 +65,7 @@ void bind_queue(nb::module_& m) {
          nb::arg("prepared"), nb::arg("input").none(), nb::arg("output").none(),
          nb::arg("timeout_s"), nb::arg("recorder").none(), "A prepared call with its memory.")
     .def_prop_ro(
-      "record", [](const QueuedCall& call) { return call.job.record; },
+      "record", [](const QueuedCall& call) { return call.task.record; },
       "The number of its record; 0: Python records it.")
     .def_prop_ro(
       "memory",
@@ -79,14 +79,14 @@ void bind_queue(nb::module_& m) {
     .def_prop_ro(
       "left_s",
       [](const QueuedCall& call) {
-        return static_cast<double>(call.job.deadline_ns - unisono::now_ns()) * 1e-9;
+        return static_cast<double>(call.task.deadline_ns - unisono::now_ns()) * 1e-9;
       },
       "Seconds until its deadline, which may be negative.")
     .def_prop_ro(
-      "seq", [](const QueuedCall& call) { return call.job.seq; },
+      "seq", [](const QueuedCall& call) { return call.task.seq; },
       "Its number; 0 before it is queued.")
     .def_prop_ro(
-      "is_handed", [](const QueuedCall& call) { return call.job.handed; },
+      "is_handed", [](const QueuedCall& call) { return call.task.handed; },
       "Once it is over: whether serve() reports its end.");
 
   nb::class_<CallQueue> queue(m, "CallQueue");
@@ -109,7 +109,7 @@ void bind_queue(nb::module_& m) {
     .def("finish", &CallQueue::finish, nb::arg("seq"), "End the call with which serve() returned.")
     .def("is_over", &CallQueue::is_over, nb::arg("seq"))
     .def(
-      "watch", [](CallQueue& queue, QueuedCall& call) { return queue.watch(&call.job); },
+      "watch", [](CallQueue& queue, QueuedCall& call) { return queue.watch(&call.task); },
       nb::arg("call"), "Have serve() report its end; False: it has ended well already.")
     .def("wait", &unisono::wait, nb::arg("seq"), nb::arg("timeout_s"),
          "Wait until a call is over; return whether it is.")

@@ -14,16 +14,16 @@ namespace unisono {
 
 namespace {
 
-// How long the server waits for further jobs before it reports that jobs have ended. Shorter: a
-// loop of calls is disturbed. Longer: the owner keeps the memory of ended jobs for that time.
+// How long the server waits for further tasks before it reports that tasks have ended. Shorter: a
+// loop of calls is disturbed. Longer: the owner keeps the memory of ended tasks for that time.
 constexpr int64_t kIdleNs = 10'000'000;
 
-// The first sleep of the server after a job; each further one is twice as long. Shorter: it wakes
-// for nothing more often. Longer: a job for which no thread waits begins later.
+// The first sleep of the server after a task; each further one is twice as long. Shorter: it wakes
+// for nothing more often. Longer: a task for which no thread waits begins later.
 constexpr int64_t kFirstNapNs = 20'000;
 // Then a push wakes the server.
 constexpr int64_t kLastNapNs = 500'000;
-// The longest nap while waiting threads run the jobs. Longer: a job for which no thread waits
+// The longest nap while waiting threads run the tasks. Longer: a task for which no thread waits
 // begins later. Shorter: the server takes more of the core on which those threads run.
 constexpr int64_t kBesideNapNs = 160'000;
 
@@ -38,7 +38,7 @@ void sleep_exactly() {
 
 }  // namespace
 
-Status Job::run(Idler* idler) const {
+Status Task::run(Idler* idler) const {
   if (recorder != nullptr) recorder->start(record);
   const int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
   const Status status = runner->run(program, buffers, reduce, words, left_ns, idler);
@@ -52,18 +52,18 @@ bool CallQueue::runs() const {
   return is_running() || owner_.load(std::memory_order_acquire) != 0;  // pairs with give()
 }
 
-uint64_t CallQueue::push(Job* job) {
+uint64_t CallQueue::push(Task* task) {
   {
     const std::lock_guard<std::mutex> lock(lock_);
     if (is_closed_) return 0;
-    job->seq = seq_ + 1;
-    queue_.push_back(job);
-    // Not before, because a job that finds no memory must not count.
+    task->seq = seq_ + 1;
+    queue_.push_back(task);
+    // Not before, because a task that finds no memory must not count.
     ++seq_;
     pending_.fetch_add(1, std::memory_order_relaxed);
   }
   ring();
-  return job->seq;
+  return task->seq;
 }
 
 uint64_t CallQueue::close() {
@@ -73,7 +73,7 @@ uint64_t CallQueue::close() {
     is_closed_ = true;
     if (!queue_.empty()) first = queue_.front()->seq;
     pending_.fetch_sub(queue_.size(), std::memory_order_release);  // pairs with is_free()
-    for (Job* job : queue_) job->handed = true;
+    for (Task* task : queue_) task->handed = true;
     queue_.clear();
     // release: pairs with is_over()
     dropped_from_.store(first != 0 ? first : seq_ + 1, std::memory_order_release);
@@ -90,12 +90,12 @@ CallQueue::Served CallQueue::serve() {
   sleep_exactly();
   while (true) {
     const uint64_t seen = bell_.load(std::memory_order_seq_cst);  // pairs with ring()
-    Job* const job = next();
-    if (job == nullptr) {
-      // A waiting thread may have a job that it gives back.
+    Task* const task = next();
+    if (task == nullptr) {
+      // A waiting thread may have a task that it gives back.
       if (is_closed_ && !is_running()) return {kClosed, 0, {}};
       if (seen != seen_before) {
-        // Jobs have come, and waiting threads run them. A nap costs these threads no wake-up.
+        // Tasks have come, and waiting threads run them. A nap costs these threads no wake-up.
         seen_before = seen;
         has_run = true;
         nap_ns = std::min(nap_ns, kBesideNapNs);
@@ -117,25 +117,25 @@ CallQueue::Served CallQueue::serve() {
       if (has_run && bell_.load(std::memory_order_seq_cst) == seen) return {kIdle, 0, {}};
       continue;
     }
-    if (job->runner == nullptr) return {kForeign, job->seq, {}};
-    const Status status = job->has_run ? job->outcome : job->run();
+    if (task->runner == nullptr) return {kForeign, task->seq, {}};
+    const Status status = task->has_run ? task->outcome : task->run();
     has_run = true;
     nap_ns = kFirstNapNs;
     const std::lock_guard<std::mutex> lock(lock_);
-    const Served served{status.is_ok() ? kEnded : kFailed, job->seq, status};
+    const Served served{status.is_ok() ? kEnded : kFailed, task->seq, status};
     if (served.reason == kEnded) {
-      const bool reports = job->handed = job->watched;
-      end(served.seq);  // the owner may free the job from here on
+      const bool reports = task->handed = task->watched;
+      end(served.seq);  // the owner may free the task from here on
       if (!reports) continue;
     } else {
-      job->handed = true;
+      task->handed = true;
     }
     return served;
   }
 }
 
-// Take the next job that may run; nullptr: there is none.
-Job* CallQueue::next() {
+// Take the next task that may run; nullptr: there is none.
+Task* CallQueue::next() {
   const std::lock_guard<std::mutex> lock(lock_);
   // acquire: pairs with give()
   if (running_ || owner_.load(std::memory_order_acquire) != 0) return nullptr;
@@ -144,40 +144,40 @@ Job* CallQueue::next() {
     return std::exchange(settled_, nullptr);
   }
   if (queue_.empty()) return nullptr;
-  Job* const job = queue_.front();
+  Task* const task = queue_.front();
   queue_.pop_front();
   running_ = true;
-  begun_.store(job->seq, std::memory_order_relaxed);
-  if (job->runner == nullptr) job->handed = true;
-  return job;
+  begun_.store(task->seq, std::memory_order_relaxed);
+  if (task->runner == nullptr) task->handed = true;
+  return task;
 }
 
-bool CallQueue::claim(const Job* job) {
-  if (!job->can_move) return false;
+bool CallQueue::claim(const Task* task) {
+  if (!task->can_move) return false;
   const std::lock_guard<std::mutex> lock(lock_);
   // acquire: pairs with give()
-  if (running_ || settled_ != nullptr || queue_.empty() || queue_.front() != job ||
+  if (running_ || settled_ != nullptr || queue_.empty() || queue_.front() != task ||
       owner_.load(std::memory_order_acquire) != 0) {
     return false;
   }
   queue_.pop_front();
   running_ = true;
-  begun_.store(job->seq, std::memory_order_relaxed);
+  begun_.store(task->seq, std::memory_order_relaxed);
   return true;
 }
 
-void CallQueue::settle(Job* job, Status status) {
+void CallQueue::settle(Task* task, Status status) {
   {
     const std::lock_guard<std::mutex> lock(lock_);
-    if (status.is_ok() && !job->watched) {
-      end(job->seq);  // the owner may free the job from here on
-      // The server may have looked for the next job while this one ran.
+    if (status.is_ok() && !task->watched) {
+      end(task->seq);  // the owner may free the task from here on
+      // The server may have looked for the next task while this one ran.
       if (!queue_.empty()) ring();
       return;
     }
-    job->has_run = status.code != Code::postponed;
-    job->outcome = status;
-    settled_ = job;
+    task->has_run = status.code != Code::postponed;
+    task->outcome = status;
+    settled_ = task;
     running_ = false;
   }
   ring();
@@ -191,7 +191,7 @@ void CallQueue::finish(uint64_t seq) {
 
 void CallQueue::end(uint64_t seq) {
   running_ = false;
-  // Before `ended_`: a thread that has waited for this job must find the turn free.
+  // Before `ended_`: a thread that has waited for this task must find the turn free.
   pending_.fetch_sub(1, std::memory_order_release);  // pairs with is_free()
   // Both pair with wait(): either this load sees the waiter, or the waiter sees the end.
   ended_.store(seq, std::memory_order_seq_cst);
@@ -199,10 +199,10 @@ void CallQueue::end(uint64_t seq) {
   if (is_closed_) ring();
 }
 
-bool CallQueue::watch(Job* job) {
+bool CallQueue::watch(Task* task) {
   const std::lock_guard<std::mutex> lock(lock_);
-  if (is_over(job->seq)) return job->handed;
-  job->watched = true;
+  if (is_over(task->seq)) return task->handed;
+  task->watched = true;
   return true;
 }
 

@@ -15,8 +15,8 @@
 
 namespace unisono {
 
-// A call with everything that is needed to run it. The owner keeps the job until it is over.
-struct Job {
+// A call with everything that is needed to run it. The owner keeps the task until it is over.
+struct Task {
   Runner* runner = nullptr;  // nullptr: Python runs the call
   Program program{};
   Buffers buffers{};
@@ -25,8 +25,8 @@ struct Job {
   int64_t deadline_ns = 0;
   uint64_t seq = 0;       // set by push()
   bool watched = false;   // serve() must report its end, because not only waiters need it
-  bool handed = false;    // the thread that serves reports the end of the job
-  bool can_move = false;  // a waiting thread may run the job; see CallQueue::claim()
+  bool handed = false;    // the thread that serves reports the end of the task
+  bool can_move = false;  // a waiting thread may run the task; see CallQueue::claim()
   bool has_run = false;   // a waiting thread has run it, with the end `outcome`
   Status outcome{};
   Recorder* recorder = nullptr;  // nullptr: the call is not recorded
@@ -47,9 +47,9 @@ struct Job {
 // numbers.
 //
 // Either a caller has the turn, for a call that runs on the caller's thread, or the queue has it.
-// While the queue holds a job, no caller gets the turn. Callers of take(), give(), push() and
+// While the queue holds a task, no caller gets the turn. Callers of take(), give(), push() and
 // close() hold a lock of their own (Python's). So a call that finds the queue empty needs no atomic
-// read-modify-write operation. The server, a thread that runs queued jobs, needs no such lock.
+// read-modify-write operation. The server, a thread that runs queued tasks, needs no such lock.
 class CallQueue {
  public:
   static uintptr_t this_thread() { return static_cast<uintptr_t>(pthread_self()); }
@@ -72,62 +72,62 @@ class CallQueue {
     }
   }
   bool is_free() const {
-    // acquire: pairs with end(), so that this thread sees what the last job wrote
+    // acquire: pairs with end(), so that this thread sees what the last task wrote
     return owner_.load(std::memory_order_relaxed) == 0 &&
            pending_.load(std::memory_order_acquire) == 0;
   }
   // Whether a call runs, on a caller's thread or for the queue.
   bool runs() const;
 
-  // Queue a job, set its number and return the number; 0 if the queue is closed.
-  uint64_t push(Job* job);
-  // Drop the jobs that have not begun, and end the server. Returns the number of the first dropped
-  // job, or 0 if there was none.
+  // Queue a task, set its number and return the number; 0 if the queue is closed.
+  uint64_t push(Task* task);
+  // Drop the tasks that have not begun, and end the server. Returns the number of the first dropped
+  // task, or 0 if there was none.
   uint64_t close();
 
   enum Reason {
     kClosed,   // the queue was closed
-    kIdle,     // unreported jobs have ended, and no further job came for a moment
-    kForeign,  // the caller of serve() must run the job and then call finish()
-    kFailed,   // the job has failed; the caller cleans up and then calls finish()
-    kEnded,    // the job, which is watched, has ended well
+    kIdle,     // unreported tasks have ended, and no further task came for a moment
+    kForeign,  // the caller of serve() must run the task and then call finish()
+    kFailed,   // the task has failed; the caller cleans up and then calls finish()
+    kEnded,    // the task, which is watched, has ended well
   };
   struct Served {
     Reason reason;
     uint64_t seq;
     Status status;
   };
-  // Run jobs until something must be done that is not in a program.
+  // Run tasks until something must be done that is not in a program.
   Served serve();
-  // End the job with which serve() returned.
+  // End the task with which serve() returned.
   void finish(uint64_t seq);
-  // Take a job, which the calling thread must run and settle(). False: another thread does.
+  // Take a task, which the calling thread must run and settle(). False: another thread does.
   //
-  // To hand a small job to the server and to wake up takes ten times as long as to run it.
-  bool claim(const Job* job);
-  // The run of a claimed job has ended. The server reports the end, or runs the job again if it was
+  // To hand a small task to the server and to wake up takes ten times as long as to run it.
+  bool claim(const Task* task);
+  // The run of a claimed task has ended. The server reports the end, or runs the task again if it was
   // postponed.
-  void settle(Job* job, Status status);
+  void settle(Task* task, Status status);
 
-  // Whether a job has ended or was dropped.
+  // Whether a task has ended or was dropped.
   bool is_over(uint64_t seq) const {
     // acquire: pairs with end()
     return ended_.load(std::memory_order_acquire) >= seq ||
            seq >= dropped_from_.load(std::memory_order_acquire);
   }
-  // Have serve() report the end of a job. False: the job has ended well already.
-  bool watch(Job* job);
-  // Wait until a job is over. False: the time-out came first.
+  // Have serve() report the end of a task. False: the task has ended well already.
+  bool watch(Task* task);
+  // Wait until a task is over. False: the time-out came first.
   bool wait(uint64_t seq, int64_t timeout_ns);
   // Wait until no call runs. Called after close().
   bool wait_until_still(int64_t timeout_ns);
   // The number of the last call that took the turn or was queued.
   uint64_t last() const { return seq_; }
-  // The number of the last queued job that began.
+  // The number of the last queued task that began.
   uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
 
  private:
-  Job* next();
+  Task* next();
   bool is_running() const {
     const std::lock_guard<std::mutex> lock(lock_);
     return running_ || settled_ != nullptr;
@@ -139,19 +139,19 @@ class CallQueue {
   void end_nap();
 
   std::atomic<uintptr_t> owner_{0};  // the thread that runs a call as its caller; 0: none
-  std::atomic<size_t> pending_{0};   // jobs that are not over
+  std::atomic<size_t> pending_{0};   // tasks that are not over
   uint64_t seq_ = 0;
   std::atomic<bool> is_closed_{false};
   mutable std::mutex lock_;  // guards queue_, settled_ and running_
-  std::deque<Job*> queue_;
-  Job* settled_ = nullptr;  // a claimed job that the server must continue
+  std::deque<Task*> queue_;
+  Task* settled_ = nullptr;  // a claimed task that the server must continue
   bool running_ = false;
   std::atomic<uint64_t> begun_{0};
   std::atomic<uint64_t> dropped_from_{std::numeric_limits<uint64_t>::max()};
   alignas(128) std::atomic<uint64_t> bell_{0};   // changes when the server must look again
   std::atomic<uint32_t> listens_{0};             // whether the server sleeps until it is woken
   std::atomic<uint32_t> naps_{0};                // whether it sleeps and looks again by itself
-  alignas(128) std::atomic<uint64_t> ended_{0};  // number of the last job that has ended
+  alignas(128) std::atomic<uint64_t> ended_{0};  // number of the last task that has ended
   std::atomic<uint32_t> waiters_{0};             // threads that sleep until ended_ changes
 };
 

@@ -1,4 +1,4 @@
-// The order of a queue's calls on all threads, and every way in which a job ends.
+// The order of a queue's calls on all threads, and every way in which a task ends.
 #include "core/queue.hpp"
 
 #include <cassert>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kMinute = 60'000'000'000;
 
-// Counts its runs. The fingerprint of a job is the code with which it ends.
+// Counts its runs. The fingerprint of a task is the code with which it ends.
 class Counter final : public Runner {
  public:
   Status run(const Program&, const Buffers&, ReduceFn, AgreementWords words, int64_t,
@@ -35,8 +35,8 @@ class Counter final : public Runner {
   std::atomic<bool> aborted_{false};
 };
 
-std::unique_ptr<Job> job(Runner* runner, uint64_t ends = Counter::kGood) {
-  auto made = std::make_unique<Job>();
+std::unique_ptr<Task> task(Runner* runner, uint64_t ends = Counter::kGood) {
+  auto made = std::make_unique<Task>();
   made->runner = runner;
   made->words = {ends, 1};
   return made;
@@ -66,18 +66,18 @@ void test_calls_of_both_kinds_take_turns() {
   Server server(turn);
   int expected = 0;
   for (int round = 0; round < 2000; ++round) {
-    std::vector<std::unique_ptr<Job>> jobs;
+    std::vector<std::unique_ptr<Task>> tasks;
     for (int i = 0; i < round % 5; ++i) {
-      jobs.push_back(job(&counter));
-      const uint64_t seq = turn.push(jobs.back().get());
+      tasks.push_back(task(&counter));
+      const uint64_t seq = turn.push(tasks.back().get());
       if (turn.take() != 0) {
         assert(turn.wait(seq, 1'000'000'000));
         turn.give();
       }
       ++expected;
     }
-    // Freed at once, because no thread may use a job that is over.
-    for (auto& each : jobs) {
+    // Freed at once, because no thread may use a task that is over.
+    for (auto& each : tasks) {
       assert(turn.wait(each->seq, kMinute));
       each.reset();
     }
@@ -97,7 +97,7 @@ void test_a_job_waits_for_a_caller_that_has_the_turn() {
   Server server(turn);
   for (int round = 0; round < 500; ++round) {
     assert(turn.take() != 0);
-    const auto mine = job(&counter);
+    const auto mine = task(&counter);
     turn.push(mine.get());
     assert(!turn.wait(mine->seq, 10'000));
     assert(counter.runs == round);
@@ -113,7 +113,7 @@ void test_a_job_waits_for_a_caller_that_has_the_turn() {
 void test_the_server_returns_for_other_work() {
   CallQueue turn;
   Counter counter;
-  const auto foreign = job(nullptr), bad = job(&counter, Counter::kBad), good = job(&counter);
+  const auto foreign = task(nullptr), bad = task(&counter, Counter::kBad), good = task(&counter);
   for (const auto* each : {&foreign, &bad, &good}) turn.push(each->get());
   CallQueue::Served served = turn.serve();
   assert(served.reason == CallQueue::kForeign && served.seq == 1 && foreign->handed);
@@ -126,7 +126,7 @@ void test_the_server_returns_for_other_work() {
   assert(turn.watch(good.get()));
   served = turn.serve();
   assert(served.reason == CallQueue::kEnded && served.seq == 3 && good->handed && turn.is_over(3));
-  const auto last = job(&counter);
+  const auto last = task(&counter);
   turn.push(last.get());
   assert(turn.serve().reason == CallQueue::kIdle);
   assert(turn.is_over(4) && !last->handed && !turn.watch(last.get()) && turn.is_free());
@@ -138,7 +138,7 @@ void test_each_end_is_reported_once() {
   Server server(turn);
   int reported = 0;
   for (int round = 0; round < 2000; ++round) {
-    const auto mine = job(&counter);
+    const auto mine = task(&counter);
     turn.push(mine.get());
     if (round % 3 == 0) std::this_thread::yield();
     reported += turn.watch(mine.get());
@@ -155,8 +155,8 @@ class Postponer final : public Idler {
   void idle() override {}
 };
 
-// Run a job here if it can be had, as a waiting thread does.
-bool run_here(CallQueue& turn, Job& mine) {
+// Run a task here if it can be had, as a waiting thread does.
+bool run_here(CallQueue& turn, Task& mine) {
   Postponer idler;
   if (!turn.claim(&mine)) return false;
   turn.settle(&mine, mine.run(&idler));
@@ -170,7 +170,7 @@ void test_a_waiting_thread_runs_its_job() {
   int reported = 0, failed = 0, claimed = 0;
   for (int round = 0; round < 4000; ++round) {
     const uint64_t ends[] = {Counter::kGood, Counter::kBad, Counter::kLate};
-    const auto first = job(&counter), mine = job(&counter, ends[round % 3]);
+    const auto first = task(&counter), mine = task(&counter, ends[round % 3]);
     mine->can_move = round % 10 != 0;
     if (round % 7 == 0) turn.push(first.get());
     turn.push(mine.get());
@@ -192,11 +192,11 @@ void test_a_waiting_thread_runs_its_job() {
   assert(server.reported[CallQueue::kEnded] == reported);
 }
 
-// A thread that has claimed its job may lose its core for long.
+// A thread that has claimed its task may lose its core for long.
 void test_the_server_goes_on_after_a_claimed_job() {
   CallQueue turn;
   Counter counter;
-  const auto mine = job(&counter), next = job(&counter);
+  const auto mine = task(&counter), next = task(&counter);
   mine->can_move = true;
   turn.push(mine.get());
   assert(turn.claim(mine.get()));
@@ -214,7 +214,7 @@ void test_the_server_goes_on_after_a_claimed_job() {
 void test_closing_waits_for_a_thread_that_runs_its_job() {
   CallQueue turn;
   Counter counter;
-  const auto mine = job(&counter, Counter::kLate), later = job(&counter);
+  const auto mine = task(&counter, Counter::kLate), later = task(&counter);
   mine->can_move = later->can_move = true;
   turn.push(mine.get());
   turn.push(later.get());
@@ -231,7 +231,7 @@ void test_closing_drops_what_has_not_begun() {
   CallQueue turn;
   Counter counter;
   Server server(turn);
-  const auto stuck = job(&counter, Counter::kStuck), later = job(&counter);
+  const auto stuck = task(&counter, Counter::kStuck), later = task(&counter);
   turn.push(stuck.get());
   turn.push(later.get());
   while (turn.begun() != 1) std::this_thread::yield();

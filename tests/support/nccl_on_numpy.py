@@ -29,10 +29,10 @@ class OnNumPy(NCCLBackend):
     def split(self, spec):
         return OnNumPy(spec)
 
-    def _submit(self, spec, operands, options, **how):
+    def _submit(self, *call):
         # NCCL chooses them itself; the results must be those of all algorithms.
-        options = options._replace(algorithm=None, deterministic=False)
-        return super()._submit(spec, operands, options, **how)
+        options = call[-1]._replace(algorithm=None, deterministic=False)
+        return super()._submit(*call[:-1], options)
 
     def _returned(self, call, options):
         if not options.async_op and self._batch is None:

@@ -1,7 +1,4 @@
-"""Collectives for one kind of device each: cpu (built in), and what others register.
-
-May import `engines`, `transports`, `stores`, `schedules`, `base` and `errors`.
-"""
+"""Operations for one kind of device each: cpu and nccl, and what others register."""
 
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.backends.cpu import CPUBackend

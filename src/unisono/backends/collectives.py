@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from unisono.backends import flat
 from unisono.backends.api import CallOptions, DeviceBackend, Pending
@@ -27,22 +27,6 @@ from unisono.base.types import RedOpType, ReduceOp, code_of
 from unisono.errors import InvalidArgumentError
 
 
-class Operands(NamedTuple):
-    """The memory of one call.
-
-    Attributes:
-        subject: The array that describes the call in an error.
-        input: INPUT of the program.
-        output: OUTPUT of the program.
-        results: The arrays that the caller gets as result.
-    """
-
-    subject: Flat | None
-    input: Flat | None = None
-    output: Flat | None = None
-    results: Sequence[Any] = ()
-
-
 class ArrayBackend(DeviceBackend):
     """The collectives of a backend whose `_submit` moves flat memory.
 
@@ -57,14 +41,20 @@ class ArrayBackend(DeviceBackend):
     def _submit(
         self,
         spec: CallSpec,
-        operands: Operands,
+        subject: Flat | None,
+        input: Flat | None,
+        output: Flat | None,
+        results: Sequence[Any],
         options: CallOptions,
     ) -> Pending:
         """Submit one collective.
 
         Args:
             spec: The call without its memory.
-            operands: Its memory.
+            subject: The array that describes the call in an error.
+            input: INPUT of the program.
+            output: OUTPUT of the program.
+            results: The arrays that the caller gets as result.
             options: How to run it.
         """
 
@@ -74,12 +64,12 @@ class ArrayBackend(DeviceBackend):
         is_root = self.spec.rank == root
         data = self.memory.one(tensor, write=not is_root)
         spec = CallSpec("broadcast", "broadcast", data.count, root, members=0 if is_root else None)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options)
+        return self._submit(spec, data, None, data, [tensor], options)
 
     def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         data = self.memory.one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
         spec = CallSpec("all_reduce", "all_reduce", data.count, op=op)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options)
+        return self._submit(spec, data, None, data, [tensor], options)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
@@ -88,7 +78,7 @@ class ArrayBackend(DeviceBackend):
         data = self.memory.many(tensors, write=True, name="tensors", private=private, repeats=True)
         called = "all_reduce_coalesced"
         spec = CallSpec("all_reduce", called, data.count, op=op, agreed=data.sizes)
-        return self._submit(spec, Operands(data, None, data, tensors), options)
+        return self._submit(spec, data, None, data, tensors, options)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp, options: CallOptions) -> Pending:
         is_root = self.spec.rank == root
@@ -96,7 +86,7 @@ class ArrayBackend(DeviceBackend):
         data = self.memory.one(tensor, write=is_root, private=private)
         members = None if is_root else 0
         spec = CallSpec("reduce", "reduce", data.count, root, op, members=members)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options)
+        return self._submit(spec, data, None, data, [tensor], options)
 
     def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
         data = self.memory.one(tensor, write=False)
@@ -104,13 +94,13 @@ class ArrayBackend(DeviceBackend):
         blocks = require_blocks(target.sizes, self.spec.rank, data.count, "tensor_list")
         data = self.memory.apart(data, target)
         spec = CallSpec("all_gather", "all_gather", data.count, splits=blocks)
-        return self._submit(spec, Operands(data, data, target, outputs), options)
+        return self._submit(spec, data, data, target, outputs, options)
 
     def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
         data, target = self._pair(tensor, output, "output_tensor")
         blocks = self._blocks(target, data, options, "output_tensor", "input_tensor")
         spec = CallSpec("all_gather", "all_gather_into_tensor", data.count, splits=blocks)
-        return self._submit(spec, Operands(data, data, target, [output]), options)
+        return self._submit(spec, data, data, target, [output], options)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], options: CallOptions
@@ -124,9 +114,8 @@ class ArrayBackend(DeviceBackend):
                 f"each of {self.spec.size} ranks"
             )
         spec = CallSpec("all_gather", "all_gather_coalesced", data.count, agreed=data.sizes)
-        return self._submit(
-            spec, Operands(data, self.memory.apart(data, target), target, flat), options
-        )
+        given = self.memory.apart(data, target)
+        return self._submit(spec, data, given, target, flat, options)
 
     def all_gather_into_tensor_coalesced(
         self, outputs: Sequence[Any], tensors: Sequence[Any], options: CallOptions
@@ -138,7 +127,7 @@ class ArrayBackend(DeviceBackend):
         require_stripes(self.spec.size, target, data, "outputs", "inputs")
         called = "all_gather_into_tensor_coalesced"
         spec = CallSpec("all_gather", called, data.count, agreed=data.sizes)
-        return self._submit(spec, Operands(data, data, target, outputs), options)
+        return self._submit(spec, data, data, target, outputs, options)
 
     def gather(
         self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
@@ -148,7 +137,7 @@ class ArrayBackend(DeviceBackend):
         if target is not None:
             data = self.memory.apart(data, target)
         spec = CallSpec("gather", "gather", data.count, root, splits=blocks)
-        return self._submit(spec, Operands(data, data, target, outputs or []), options)
+        return self._submit(spec, data, data, target, outputs or [], options)
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
@@ -158,7 +147,7 @@ class ArrayBackend(DeviceBackend):
         if data is not None:
             data = self.memory.apart(data, target)
         spec = CallSpec("scatter", "scatter", target.count, root, splits=blocks)
-        return self._submit(spec, Operands(target, data, target, [output]), options)
+        return self._submit(spec, target, data, target, [output], options)
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
@@ -170,7 +159,7 @@ class ArrayBackend(DeviceBackend):
         blocks = require_blocks(data.sizes, self.spec.rank, target.count, "input_list")
         data = self.memory.apart(data, target)
         spec = CallSpec("reduce_scatter", "reduce_scatter", target.count, op=op, splits=blocks)
-        return self._submit(spec, Operands(target, data, target, [output]), options)
+        return self._submit(spec, target, data, target, [output], options)
 
     def reduce_scatter_tensor(
         self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
@@ -181,7 +170,7 @@ class ArrayBackend(DeviceBackend):
             data.make_private()
         called = "reduce_scatter_tensor"
         spec = CallSpec("reduce_scatter", called, target.count, op=op, splits=blocks)
-        return self._submit(spec, Operands(target, data, target, [output]), options)
+        return self._submit(spec, target, data, target, [output], options)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Any], tensors: Sequence[Any], op: ReduceOp, options: CallOptions
@@ -193,7 +182,7 @@ class ArrayBackend(DeviceBackend):
         require_stripes(self.spec.size, data, target, "inputs", "outputs")
         called = "reduce_scatter_tensor_coalesced"
         spec = CallSpec("reduce_scatter", called, target.count, op=op, agreed=target.sizes)
-        return self._submit(spec, Operands(target, data, target, outputs), options)
+        return self._submit(spec, target, data, target, outputs, options)
 
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
@@ -202,7 +191,7 @@ class ArrayBackend(DeviceBackend):
         target = self.memory.listed(outputs, write=True, name="output_tensor_list", like=data.dtype)
         data = self.memory.apart(data, target)
         splits = Splits(data.sizes, target.sizes)
-        return self._exchange("all_to_all", Operands(data, data, target, outputs), splits, options)
+        return self._exchange("all_to_all", data, target, outputs, splits, options)
 
     def all_to_all_single(
         self,
@@ -216,8 +205,8 @@ class ArrayBackend(DeviceBackend):
         size = self.spec.size
         ins = split_sizes(data.shape or (), input_splits, size, "input")
         outs = split_sizes(target.shape or (), output_splits, size, "output")
-        operands = Operands(data, data, target, [output])
-        return self._exchange("all_to_all_single", operands, Splits(ins, outs), options)
+        splits = Splits(ins, outs)
+        return self._exchange("all_to_all_single", data, target, [output], splits, options)
 
     def neighbor_all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], links: Links, options: CallOptions
@@ -238,7 +227,7 @@ class ArrayBackend(DeviceBackend):
         called = "neighbor_all_to_all"
         sizes = Sizes(links, code, sent, received)
         spec = CallSpec(called, called, sum(sent), splits=sizes)
-        return self._submit(spec, Operands(subject, data, target, outputs), options)
+        return self._submit(spec, subject, data, target, outputs, options)
 
     def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         return self._prefix("scan", tensor, op, options, self.spec.rank + 1)
@@ -254,7 +243,7 @@ class ArrayBackend(DeviceBackend):
         """Submit a reduction over the first `members` ranks."""
         data = self.memory.one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
         spec = CallSpec(name, name, data.count, op=op, members=members)
-        return self._submit(spec, Operands(data, None, data, [tensor]), options)
+        return self._submit(spec, data, None, data, [tensor], options)
 
     def _blocks(
         self, whole: Flat, part: Flat, options: CallOptions, whole_name: str, part_name: str
@@ -268,7 +257,13 @@ class ArrayBackend(DeviceBackend):
         return require_blocks(sizes, self.spec.rank, part.count, whole_name)
 
     def _exchange(
-        self, called: str, operands: Operands, splits: Splits, options: CallOptions
+        self,
+        called: str,
+        data: Flat,
+        target: Flat,
+        outputs: Sequence[Any],
+        splits: Splits,
+        options: CallOptions,
     ) -> Pending:
         """Submit an all_to_all. Sizes may differ by rank; then the ranks compare them."""
         sent, received = splits
@@ -278,7 +273,8 @@ class ArrayBackend(DeviceBackend):
                 f"{received[0]}"
             )
         count = sent[0] if splits.even else sum(sent) // self.spec.size
-        return self._submit(CallSpec("all_to_all", called, count, splits=splits), operands, options)
+        spec = CallSpec("all_to_all", called, count, splits=splits)
+        return self._submit(spec, data, data, target, outputs, options)
 
     def _all_blocks(
         self, own: Flat, arrays: Sequence[Any] | None, root: int, *, write: bool, name: str

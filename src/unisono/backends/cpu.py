@@ -7,6 +7,7 @@ concatenation, so a schedule has one input and one output only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from unisono.backends import tuning
 from unisono.backends.agreement import agree, refuse
 from unisono.backends.api import CallOptions, CPUOptions, GroupSpec, Pending
-from unisono.backends.collectives import ArrayBackend, Operands
+from unisono.backends.collectives import ArrayBackend
 from unisono.backends.flat import Flat
 from unisono.backends.p2p import MessageBackend, Port
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
@@ -139,7 +140,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
     # ---- calls without arrays ------------------------------------------------------------
 
     def barrier(self, options: CallOptions) -> Pending:
-        return self._submit(CallSpec("barrier", "barrier", 0), Operands(None), options)
+        return self._submit(CallSpec("barrier", "barrier", 0), None, None, None, (), options)
 
     def agree(self, text: str, options: CallOptions) -> Pending:
         return agree(self._engine, text, options.deadline, inline=not options.async_op)
@@ -229,10 +230,12 @@ class CPUBackend(MessageBackend, ArrayBackend):
     def _submit(
         self,
         spec: CallSpec,
-        operands: Operands,
+        subject: Flat | None,
+        input: Flat | None,
+        output: Flat | None,
+        results: Sequence[Any],
         options: CallOptions,
     ) -> Pending:
-        subject, input, output, outputs = operands
         op = spec.op
         self.require_usable(options.label or spec.called)
         dtype = NO_DTYPE if subject is None else subject.dtype
@@ -253,7 +256,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
             if prepared.members:
                 output.write_back()
 
-        pending = Pending(outputs, runs_here=self._engine.runs_here)
+        pending = Pending(results, runs_here=self._engine.runs_here)
         task = Task(
             prepared,
             input=None if input is None else input.memory,

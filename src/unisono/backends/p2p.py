@@ -219,7 +219,7 @@ class Port:
 
     All calls take a NumPy array of a common dtype, a global rank (None: any source) and a tag. They
     return None or False if the call is not plain. A send to this rank itself or to another host is
-    not plain either. The public functions call C++ without this class; see `engines.functions`.
+    not plain either. The public functions call C++ without this class (`groups.operations.in_cpp`).
 
     Attributes:
         try_send: Send an array if this takes no wait; returns whether it was sent.

@@ -1,4 +1,1 @@
-"""torch.distributed's functions over process groups.
-
-May import `groups`, `rendezvous`, `stores`, `base` and `errors`.
-"""
+"""torch.distributed's functions over process groups."""

@@ -425,6 +425,7 @@ def all_to_all_single(
     return work if async_op else None
 
 
+@in_cpp
 def scan(
     tensor: Array,
     op: ReduceOp = ReduceOp.SUM,
@@ -462,6 +463,7 @@ def scan(
     return work if async_op else None
 
 
+@in_cpp
 def exscan(
     tensor: Array,
     op: ReduceOp = ReduceOp.SUM,

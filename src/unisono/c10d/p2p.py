@@ -88,6 +88,7 @@ def irecv(
     """
     if (pg := member_group(group, "irecv")) is None:
         return None
+    check_keywords("recv", "irecv", how)
     peer = sender_of(pg, "irecv", src, group_src)
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 
@@ -159,6 +160,7 @@ def recv(
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
+    check_keywords("recv", "recv", how)
     peer = sender_of(pg, "recv", src, group_src)
     if not partial:
         return pg.recv(tensor, peer, tag, **how).source_rank()

@@ -1,7 +1,6 @@
-"""Executing programs over links.
+"""Run programs over links, in the order of a group's calls.
 
-May import `transports`, `schedules`, `base` and `errors`. An engine knows buffers, peers, offsets
-and opcodes; never a group's backend or an algorithm's name.
+An engine knows buffers, peers, offsets and opcodes. It selects no algorithm.
 """
 
 from unisono.base.seam import is_native_built

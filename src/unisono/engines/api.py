@@ -18,7 +18,7 @@ from unisono.base.types import DType, RedOpType, ReduceOp
 from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
 from unisono.rendezvous.launchers import local_rank
-from unisono.schedules import Buf, Layout, Program, Schedule, lower
+from unisono.schedules import Buf, Layout, Program, Schedule, SharedProgram, lower
 from unisono.trace import make_trace, number_of_kind
 from unisono.transports import Transport
 from unisono.transports.connect import round_trip_us
@@ -222,7 +222,9 @@ class Prepared:
     source: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.writes_output = bool((self.program.steps[:, 4] == Buf.OUTPUT).any())
+        program = self.program
+        rows = program.pieces if isinstance(program, SharedProgram) else program.steps
+        self.writes_output = bool((rows[:, 4] == Buf.OUTPUT).any())
 
     @property
     def divisor(self) -> int:
@@ -298,7 +300,7 @@ class Engine(ABC):
     """Whether the engine divides results by `Prepared.divisor`; if not, `Task.finish` does."""
 
     calls: Any = None
-    """Runs calls without Python code, if the engine can; see `engines.functions`."""
+    """Runs calls without Python code, if the engine can; see `groups.operations.in_cpp`."""
 
     pending_type: Any = Completion
     """Type of the completion of a call that C++ makes; made from (outputs, deadline, runs_here)."""

@@ -68,17 +68,14 @@ class _NativeProgram(SharedProgram):
     native: Any
 
     def __init__(self, shared: SharedProgram) -> None:
-        super().__init__(
-            shared.steps, shared.scratch_count, shared.pieces, shared.loops, shared.pieces_scratch
-        )
-        native = _engine.Program(
+        super().__init__(shared.messages, shared.pieces, shared.loops, shared.pieces_scratch)
+        self.native = _engine.Program(
             shared.pieces.ctypes.data,
             len(shared.pieces),
             shared.loops.ctypes.data,
             len(shared.loops),
             shared.pieces_scratch,
         )
-        object.__setattr__(self, "native", native)
 
 
 @functools.lru_cache(maxsize=1024)

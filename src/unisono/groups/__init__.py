@@ -1,4 +1,1 @@
-"""Objects with state: process groups, works, and torch.distributed's functions over them.
-
-May import `backends`, `rendezvous`, `stores`, `base` and `errors`.
-"""
+"""Objects with state: process groups with their operations, worlds, works, the dispatcher."""

@@ -30,7 +30,7 @@ from typing import Any
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.stream_queue import P2P
-from unisono.groups.table import OpSchema
+from unisono.groups.table import FIELDS, OpSchema
 from unisono.groups.work import Work
 
 GROUP_DEFAULT = timedelta(milliseconds=-1)
@@ -114,8 +114,6 @@ class BarrierOptions(_Options):
     device_ids: list[int] = field(default_factory=list)
     device: Any = None
 
-
-_FIELDS = {"root": "rootRank", "op": "reduceOp"}
 
 # Our name of a parameter -> c10d's names.
 _KEYWORDS = {
@@ -204,11 +202,11 @@ def read_c10d_form(schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, 
     if opts is None:
         return C10dCall(schema, given)
     for name in settings:
-        if not hasattr(opts, _FIELDS[name]):
+        if not hasattr(opts, FIELDS[name]):
             raise ArgumentTypeError(
-                f"the options of {schema.name} have no {_FIELDS[name]}: {type(opts).__name__}"
+                f"the options of {schema.name} have no {FIELDS[name]}: {type(opts).__name__}"
             )
-        given[name] = getattr(opts, _FIELDS[name])
+        given[name] = getattr(opts, FIELDS[name])
     given["timeout"] = None if opts.timeout == GROUP_DEFAULT else opts.timeout
     return C10dCall(schema, given, getattr(opts, "rootTensor", 0))
 

@@ -1,6 +1,7 @@
 """Every operation: name, parameters, checks, c10d's names, and the call of the backend.
 
-Each is one method with a decorator, which makes its row in `OPS`. Other code uses the rows:
+Each is one method with a decorator, which makes its row in `OPS` from its parameters. The docstring
+of its function describes it, if it has a function. Other code uses the rows:
 
     groups/dispatch.py        kernels of devices
     groups/c10d_methods.py    c10d's forms of the methods
@@ -30,9 +31,9 @@ from unisono.backends.neighbors import Links
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline
 from unisono.base.integers import as_flag, as_integer, as_splits
+from unisono.base.seam import cpp
 from unisono.base.streams import explicit_stream
 from unisono.base.types import Array, Arrays, ReduceOp, as_reduce_op
-from unisono.engines.functions import run_in_cpp
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -44,7 +45,7 @@ from unisono.groups.dispatch import dispatcher
 from unisono.groups.keywords import SHARED, How, check_keywords
 from unisono.groups.participation import Participation
 from unisono.groups.stream_queue import P2P, StreamCall, StreamQueue
-from unisono.groups.table import OPS, OpSchema, schema_of
+from unisono.groups.table import KINDS, OPS, OpSchema, row_of, schema_of
 from unisono.groups.work import Work
 from unisono.transports.messages import ANY_TAG, PROC_NULL, MessageInfo
 
@@ -54,21 +55,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def operation(
-    c10d_op: str = "",
-    data: str = "",
-    settings: str = "",
-    repeat: str | None = None,
-    *,
-    coalesces: bool = False,
-    shared: bool = False,
+    c10d_op: str = "", *, in_lists: bool = False, coalesces: bool = False, shared: bool = False
 ) -> Callable[[F], F]:
     """Make an operation of a method that checks its arguments and calls the backend.
 
+    All else in its row follows from the method's parameters, see `row_of`.
+
     Args:
         c10d_op: As in `OpSchema`.
-        data: As in `OpSchema`.
-        settings: As in `OpSchema`.
-        repeat: As in `OpSchema`.
+        in_lists: Whether c10d takes each array inside a list.
         coalesces: Whether an operation NAME_coalesced replaces several calls in a block.
         shared: Whether c10d has a method of this name; the method takes c10d's form, too.
     """
@@ -76,9 +71,9 @@ def operation(
     def made(check: F) -> F:
         name = check.__name__.strip("_")
         check.__qualname__ = f"ProcessGroup.{name}"
-        forms, coalesced = (name,) * shared, f"{name}_coalesced" * coalesces
-        schema = OpSchema(name, c10d_op, forms, data, settings, check, repeat, coalesced)
-        OPS[name] = schema
+        schema = OPS[name] = row_of(check, c10d_op, in_lists=in_lists)._replace(
+            c10d_methods=(name,) * shared, coalesced=f"{name}_coalesced" * coalesces
+        )
         is_c10d_form = test_of_form(schema) if shared else None
 
         @functools.wraps(check)
@@ -114,7 +109,7 @@ class Operations:
     Attributes:
         backends: By device type; empty when the group is closed.
         stream_queue: Made by the first call in a stream.
-        calls: Read by the C++ engine, see engines/functions.py.
+        calls: Read by the C++ engine, see `groups.operations.in_cpp`.
         port: Takes plain messages of CPU arrays; see `backends.p2p.Port`.
         _block: Records calls instead of making them; see c10d/coalescing.py.
     """
@@ -154,43 +149,41 @@ class Operations:
 
     # ---- collectives ----------------------------------------------------------------------
 
-    @operation("broadcast_", "[tensor]", "root", "tensor:writes root", shared=True)
+    @operation("broadcast_", in_lists=True, shared=True)
     def broadcast(self, tensor: Array, root: int = 0, **how: Unpack[How]) -> Work:
-        """Copy root's tensor into the tensors of all ranks."""
+        """As `unisono.broadcast`."""
         root = _member(self, root, "root")
         return self._work(self._on(tensor).broadcast(tensor, root, self._options(how)))
 
-    @operation("allreduce_", "[tensor]", "op", "tensor:writes op", coalesces=True)
+    @operation("allreduce_", in_lists=True, coalesces=True)
     def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Replace each rank's tensor by the reduction over all ranks."""
+        """As `unisono.all_reduce`."""
         op = as_reduce_op(op)
         return self._work(self._on(tensor).all_reduce(tensor, op, self._options(how)))
 
-    @operation("allreduce_coalesced_", "tensors", "op")
+    @operation("allreduce_coalesced_")
     def all_reduce_coalesced(
         self, tensors: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
-        """all_reduce of several tensors of one dtype, as one message."""
+        """As `unisono.all_reduce_coalesced`."""
         first, op = _first(tensors, "tensors"), as_reduce_op(op)
         return self._work(self._on(first).all_reduce_coalesced(tensors, op, self._options(how)))
 
-    @operation("reduce_", "[tensor]", "root op", "tensor:writes root op", shared=True)
+    @operation("reduce_", in_lists=True, shared=True)
     def reduce(
         self, tensor: Array, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
-        """Replace root's tensor by the reduction over all ranks; other ranks keep theirs."""
+        """As `unisono.reduce`."""
         root, op = _member(self, root, "root"), as_reduce_op(op)
         return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
 
-    @operation("allgather_", "[outputs] [tensor]", "", "outputs:writes_list tensor:reads")
+    @operation("allgather_", in_lists=True)
     def all_gather(self, outputs: Arrays, tensor: Array, **how: Unpack[How]) -> Work:
-        """Copy rank i's tensor into outputs[i] on all ranks."""
+        """As `unisono.all_gather`."""
         one_each(self, outputs, "tensor_list")
         return self._work(self._on(tensor).all_gather(outputs, tensor, self._options(how)))
 
-    @operation(
-        "_allgather_base_", "output tensor", "", "output:writes tensor:reads", coalesces=True
-    )
+    @operation("_allgather_base_", coalesces=True)
     def all_gather_into_tensor(
         self,
         output: Array,
@@ -199,23 +192,23 @@ class Operations:
         output_split_sizes: Sequence[int] | None = None,
         **how: Unpack[How],
     ) -> Work:
-        """Concatenate the tensors of all ranks in the output of each rank.
+        """As `unisono.all_gather_into_tensor`, also of different sizes.
 
         `output_split_sizes`: rows of dimension 0 from each rank; equal parts if None.
         """
         options = self._options(how, as_splits(output_split_sizes, "output_split_sizes"))
         return self._work(self._on(tensor).all_gather_into_tensor(output, tensor, options))
 
-    @operation("allgather_coalesced_", "outputs tensors")
+    @operation("allgather_coalesced_")
     def all_gather_coalesced(
         self, outputs: Sequence[Arrays], tensors: Arrays, **how: Unpack[How]
     ) -> Work:
-        """all_gather of several tensors of one dtype, as one message: `outputs[rank][i]`."""
+        """As `unisono.all_gather_coalesced`."""
         one_each(self, outputs, "output_tensor_lists")
         on = self._on(_first(tensors, "input_tensor_list"))
         return self._work(on.all_gather_coalesced(outputs, tensors, self._options(how)))
 
-    @operation("allgather_into_tensor_coalesced_", "outputs tensors")
+    @operation("allgather_into_tensor_coalesced_")
     def all_gather_into_tensor_coalesced(
         self, outputs: Arrays, tensors: Arrays, **how: Unpack[How]
     ) -> Work:
@@ -231,54 +224,34 @@ class Operations:
         on = self._on(_paired(outputs, tensors))
         return self._work(on.all_gather_into_tensor_coalesced(outputs, tensors, self._options(how)))
 
-    @operation(
-        "gather_",
-        "[outputs] [tensor]",
-        "root",
-        "tensor:reads outputs:writes_list root",
-        shared=True,
-    )
+    @operation("gather_", in_lists=True, shared=True)
     def gather(
         self, tensor: Array, outputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
     ) -> Work:
-        """Copy rank i's tensor into outputs[i] on root; `outputs` is None on other ranks."""
+        """As `unisono.gather`."""
         root = _member(self, root, "root")
         list_on_root(self, outputs, root, "gather_list")
         return self._work(self._on(tensor).gather(tensor, outputs, root, self._options(how)))
 
-    @operation(
-        "scatter_", "[output] [inputs]", "root", "output:writes inputs:reads_list root", shared=True
-    )
+    @operation("scatter_", in_lists=True, shared=True)
     def scatter(
         self, output: Array, inputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
     ) -> Work:
-        """Copy root's inputs[i] into the output of rank i; `inputs` is None on other ranks."""
+        """As `unisono.scatter`."""
         root = _member(self, root, "root")
         list_on_root(self, inputs, root, "scatter_list")
         return self._work(self._on(output).scatter(output, inputs, root, self._options(how)))
 
-    @operation(
-        "reduce_scatter_",
-        "[output] [inputs]",
-        "op",
-        "output:writes inputs:reads_list op",
-        shared=True,
-    )
+    @operation("reduce_scatter_", in_lists=True, shared=True)
     def reduce_scatter(
         self, output: Array, inputs: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
-        """Fill rank i's output with the reduction of inputs[i] over all ranks."""
+        """As `unisono.reduce_scatter`."""
         one_each(self, inputs, "input_list")
         op = as_reduce_op(op)
         return self._work(self._on(output).reduce_scatter(output, inputs, op, self._options(how)))
 
-    @operation(
-        "_reduce_scatter_base_",
-        "output tensor",
-        "op",
-        "output:writes tensor:reads op",
-        coalesces=True,
-    )
+    @operation("_reduce_scatter_base_", coalesces=True)
     def reduce_scatter_tensor(
         self,
         output: Array,
@@ -288,7 +261,7 @@ class Operations:
         input_split_sizes: Sequence[int] | None = None,
         **how: Unpack[How],
     ) -> Work:
-        """Fill rank i's output with the reduction of the i-th part of `tensor` over all ranks.
+        """As `unisono.reduce_scatter_tensor`, also of different sizes.
 
         `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
         """
@@ -296,7 +269,7 @@ class Operations:
         options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))
         return self._work(self._on(output).reduce_scatter_tensor(output, tensor, op, options))
 
-    @operation("reduce_scatter_tensor_coalesced_", "outputs tensors", "op", shared=True)
+    @operation("reduce_scatter_tensor_coalesced_", shared=True)
     def reduce_scatter_tensor_coalesced(
         self,
         outputs: Arrays,
@@ -317,20 +290,14 @@ class Operations:
         options = self._options(how)
         return self._work(on.reduce_scatter_tensor_coalesced(outputs, tensors, op, options))
 
-    @operation("alltoall_", "outputs inputs", "", "outputs:writes_list inputs:reads_list")
+    @operation("alltoall_")
     def all_to_all(self, outputs: Arrays, inputs: Arrays, **how: Unpack[How]) -> Work:
-        """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
+        """As `unisono.all_to_all`."""
         one_each(self, outputs, "output_tensor_list")
         one_each(self, inputs, "input_tensor_list")
         return self._work(self._on(inputs[0]).all_to_all(outputs, inputs, self._options(how)))
 
-    @operation(
-        "alltoall_base_",
-        "output tensor output_split_sizes input_split_sizes",
-        "",
-        "output:writes tensor:reads output_split_sizes input_split_sizes",
-        shared=True,
-    )
+    @operation("alltoall_base_", shared=True)
     def all_to_all_single(
         self,
         output: Array,
@@ -339,13 +306,13 @@ class Operations:
         input_split_sizes: Sequence[int] | None = None,
         **how: Unpack[How],
     ) -> Work:
-        """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
+        """As `unisono.all_to_all_single`."""
         taken = as_splits(output_split_sizes, "output_split_sizes")
         given = as_splits(input_split_sizes, "input_split_sizes")
         on, options = self._on(tensor), self._options(how)
         return self._work(on.all_to_all_single(output, tensor, taken, given, options))
 
-    @operation("", "outputs inputs", "links")
+    @operation()
     def neighbor_all_to_all(
         self, outputs: Arrays, inputs: Arrays, links: Links, **how: Unpack[How]
     ) -> Work:
@@ -353,21 +320,21 @@ class Operations:
         on = self._on(next(iter([*inputs, *outputs]), None))
         return self._work(on.neighbor_all_to_all(outputs, inputs, links, self._options(how)))
 
-    @operation("", "tensor", "op")
+    @operation()
     def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Replace rank r's tensor by the reduction over ranks 0..r."""
+        """As `unisono.scan`."""
         op = as_reduce_op(op)
         return self._work(self._on(tensor).scan(tensor, op, self._options(how)))
 
-    @operation("", "tensor", "op")
+    @operation()
     def exscan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
-        """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own."""
+        """As `unisono.exscan`."""
         op = as_reduce_op(op)
         return self._work(self._on(tensor).exscan(tensor, op, self._options(how)))
 
-    @operation("barrier", repeat="", shared=True)
+    @operation("barrier", shared=True)
     def barrier(self, **how: Unpack[How]) -> Work:
-        """End on no rank before every rank has begun."""
+        """As `unisono.barrier`."""
         return self._work(self._on().barrier(self._options(how)))
 
     @operation()
@@ -389,7 +356,7 @@ class Operations:
 
     # ---- point to point -------------------------------------------------------------------
 
-    @operation("send", "[tensor] peer tag", "", "tensor:sent peer", shared=True)
+    @operation("send", in_lists=True, shared=True)
     def send(self, tensor: Array, peer: int, tag: int = 0, **how: Unpack[How]) -> Work:
         """Send to a rank; done when the tensor may be changed. `PROC_NULL`: send nothing."""
         peer, tag, options = _peer(self, peer, "dst"), _tag(tag), self._options(how)
@@ -397,7 +364,7 @@ class Operations:
             return self._work(Pending([tensor], done=True))
         return self._work(self._on(tensor).send(tensor, peer, tag, options))
 
-    @operation("recv_", "[tensor] peer tag", "", "tensor:received peer", shared=True)
+    @operation("recv_", in_lists=True, shared=True)
     def recv(
         self, tensor: Array, peer: int | None = None, tag: int = 0, **how: Unpack[How]
     ) -> Work:
@@ -410,7 +377,7 @@ class Operations:
             return self._work(_nothing(tensor))
         return self._work(self._on(tensor).recv(tensor, peer, tag, options))
 
-    @operation("recv_any_source_", "[tensor] tag")
+    @operation("recv_any_source_", in_lists=True)
     def recv_any_source(self, tensor: Array, tag: int = 0, **how: Unpack[How]) -> Work:
         """Receive from any rank; the work's `source_rank` is the sender.
 
@@ -423,7 +390,7 @@ class Operations:
         tag = _tag(tag, receives=True)
         return self._work(self._on(tensor).recv_any_source(tensor, tag, self._options(how)))
 
-    @operation("", "", "peer tag")
+    @operation()
     def recv_array(self, peer: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
         """Receive a message of any size and dtype; the work's `result()` is [its elements]."""
         peer = None if peer is None else _peer(self, peer, "src")
@@ -432,7 +399,7 @@ class Operations:
             return self._work(_nothing(np.empty(0, np.uint8)))
         return self._work(self._on().recv_array(peer, tag, options))
 
-    @operation("", "", "peer tag")
+    @operation()
     def probe(self, peer: int | None = None, tag: int = ANY_TAG, **how: Unpack[How]) -> Work:
         """Wait for a message, and leave it there; the work's `result()` is [`MessageInfo`]."""
         peer = None if peer is None else _peer(self, peer, "src")
@@ -663,11 +630,33 @@ def _nothing(output: Any) -> Pending:
 
 
 def in_cpp(function: F) -> F:
-    """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it.
+    """Return a function that C++ runs as far as it can; `function` itself without C++.
 
-    `isend` and `irecv` are `send` and `recv` without a wait.
+    A small collective takes half a microsecond between two processes. The way through the groups,
+    the dispatcher, the backend and the engine takes ten times that. So the function looks in C++
+    for the prepared call of its arguments: function, group, dtypes, shapes, root, op, algorithm and
+    order. A number as time-out is for this call only. The arrays must be NumPy arrays, plain
+    tensors of torch, or lists of them; C++ packs arrays that are not contiguous. C++ runs the
+    prepared call at once, or queues it for the progress thread. All other calls run `function`; if
+    the arguments of a collective are new, it gets one more keyword, `_learn`, for what
+    `Engine.prepare` returns.
+
+    A wrapper in the dispatcher suspends this, because the meaning of a call then depends on more
+    than its arguments. With an explicit stream, Python runs every call.
+
+    C++ knows the parameters before `group` by the row of the operation, and the others by their
+    names. A call that gives a parameter without a kind runs in Python. `isend` and `irecv` are
+    `send` and `recv` without a wait.
     """
-    op = function.__name__
-    soon = "_soon" if op in ("isend", "irecv") else ""
-    kinds = OPS[op[bool(soon) :]].parameters.values()
-    return run_in_cpp(function, [kind + soon * (kind in ("sent", "received")) for kind in kinds])
+    op, is_started = function.__name__, function.__name__ in ("isend", "irecv")
+    kinds = OPS[op[is_started:]].repeat or ""
+    code = getattr(function, "__wrapped__", function).__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    # A message has neither an algorithm nor an order of reduction.
+    how = ("algorithm", "deterministic", "timeout") if "async_op" in names else ("timeout",)
+    names = tuple(dict.fromkeys(names + how))
+    letters = (kinds.capitalize() if is_started else kinds)[: names.index("group")]
+    for name in names[len(letters) :]:
+        letters += KINDS.get(name, "-")
+    made: Any = cpp.make_function(function, names, letters, code.co_argcount)
+    return function if made is function else cast(F, functools.update_wrapper(made, function))

@@ -10,7 +10,7 @@ import numpy as np
 
 from unisono.errors import ScheduleError
 from unisono.schedules.ir import BoolArray, Buf, IntArray, Schedule
-from unisono.schedules.layout import Layout, buffer_bounds, buffer_ends
+from unisono.schedules.layout import Layout, buffer_ends
 
 _RANK, _OP, _PEER, _SRC_BUF, _SRC, _DST_BUF, _DST, _N = range(8)
 
@@ -111,8 +111,9 @@ def _all_rows(schedule: Schedule, ranks: IntArray) -> _Rows:
 @lru_cache(maxsize=256)
 def bases_of(schedule: Schedule) -> IntArray:
     """Return the index in `buffer_ends` of the first bound of each buffer, and of the -1."""
-    bounds = buffer_bounds(schedule, 0, Layout(0))
-    return np.cumsum([0, *map(len, bounds.values())])
+    inputs = schedule.input_chunks
+    lengths = inputs + (inputs > 0), schedule.output_chunks + 1, schedule.scratch_chunks + 1
+    return np.cumsum([0, *lengths])
 
 
 def _in_elements(schedule: Schedule, rows: _Rows, ends: IntArray) -> tuple[IntArray, BoolArray]:

@@ -58,12 +58,6 @@ class Entry:
     two_level: bool = False
     registered: bool = False
 
-    def serves(self, world_size: int, local: int) -> bool:
-        """Return whether the algorithm works for `world_size` ranks, `local` on each host."""
-        levels = 1 < local < world_size and world_size % local == 0
-        applies = self.applies is None or self.applies(world_size)
-        return applies and (levels or not self.two_level)
-
 
 def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> Entry:
     return Entry(builder, is_power_of_two, "a power of two as world size", uneven=uneven)
@@ -210,7 +204,9 @@ def register_schedule(schedule: Schedule) -> None:
     found = _TABLE[collective].get(name)
     if found is not None:
         if not (
-            found.registered and found.serves(size, 1) and _same(found.builder(size), schedule)
+            found.registered
+            and name in available(collective, size)
+            and _same(found.builder(size), schedule)
         ):
             raise InvalidArgumentError(
                 f"register {name!r}: {collective} has another such algorithm"
@@ -267,10 +263,11 @@ def available(
 def _available(
     known: tuple[tuple[str, Entry], ...], world_size: int, uneven: bool, ordered: bool, local: int
 ) -> tuple[str, ...]:
-    found = []
-    for name, candidate in known:
-        fits = (candidate.uneven or not uneven) and (candidate.ordered or not ordered)
-        if fits and candidate.serves(world_size, local):
+    found, levels = [], 1 < local < world_size and world_size % local == 0
+    for name, each in known:
+        fits = (each.uneven or not uneven) and (each.ordered or not ordered)
+        fits = fits and (levels or not each.two_level)
+        if fits and (each.applies is None or each.applies(world_size)):
             found.append(name)
     return tuple(found)
 
@@ -302,8 +299,9 @@ def build(
     name = f"{collective} ({algorithm})"
     if world_size < 1:
         raise InvalidArgumentError(f"{name}: world size is {world_size}, expected 1 or more")
-    if not found.serves(world_size, local):
-        usable = ", ".join(available(collective, world_size, local=local))
+    serving = available(collective, world_size, local=local)
+    if algorithm not in serving:
+        usable = ", ".join(serving)
         raise InvalidArgumentError(
             f"{name} needs {found.needs}, got {world_size} (for {world_size}: {usable})"
         )

@@ -11,8 +11,9 @@ SEND and POST are the same here, and so are RECV and READ: a message is a post w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +35,13 @@ _REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE)
 _TAKES = (Op.RECV, Op.READ, *_REDUCES)
 
 
-@dataclass(frozen=True, eq=False)
 class SharedProgram(Program):
     """One rank's part of a call, as messages and in the form for shared memory.
 
-    The attributes of `Program` are the call with messages, for ranks that share no memory.
+    The attributes of `Program` are the call with messages, made for ranks that share no memory.
 
     Attributes:
+        messages: Returns the call with messages.
         pieces: int64 [n, 10]: the columns of `Program.steps`, then (slot, offset, stage) of the
             post. `slot` is the rank that owns the slot, `offset` is in elements. Readers wait until
             the posting rank has reached `stage`. A READ_REDUCE with a source is dst = src (op) the
@@ -51,9 +52,25 @@ class SharedProgram(Program):
         pieces_scratch: Elements of SCRATCH for one piece.
     """
 
-    pieces: IntArray
-    loops: IntArray
-    pieces_scratch: int
+    def __init__(
+        self,
+        messages: Callable[[], Program],
+        pieces: IntArray,
+        loops: IntArray,
+        pieces_scratch: int = 0,
+    ) -> None:
+        self.messages = messages
+        self.pieces = pieces
+        self.loops = loops
+        self.pieces_scratch = pieces_scratch
+
+    @property
+    def steps(self) -> IntArray:
+        return self.messages().steps
+
+    @property
+    def scratch_count(self) -> int:
+        return self.messages().scratch_count
 
 
 @lru_cache(maxsize=1024)
@@ -64,11 +81,11 @@ def lower_shared(
 
     All ranks get the same pieces. `count` is as in `layout`.
     """
-    messages = lower(schedule, rank, Layout(count))
+    messages = partial(lower, schedule, rank, Layout(count))
     if schedule.collective == "barrier":
         # No rank leaves the agreement on a call before all ranks have entered it.
         nothing, once = np.empty((0, 10), np.int64), np.array([[0, 0, 1, 0, 0]])
-        return SharedProgram(messages.steps, 0, nothing, once, 0)
+        return SharedProgram(messages, nothing, once)
     piece = _piece_count(schedule, count, itemsize, slot_bytes)
     if piece is None:
         return None
@@ -88,9 +105,7 @@ def lower_shared(
         scratch = max(scratch, used)
         steps.append(rows)
     table = np.ascontiguousarray(np.concatenate(steps))
-    return SharedProgram(
-        messages.steps, messages.scratch_count, table, np.array(loops, np.int64), scratch
-    )
+    return SharedProgram(messages, table, np.array(loops, np.int64), scratch)
 
 
 def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int) -> int | None:
@@ -149,7 +164,7 @@ def _outline(schedule: Schedule, units: int) -> _Outline:
     """Return the outline of `units` units; the same on all ranks, so that they agree on places."""
     steps, ranks = lower_all(schedule, Layout(units))
     begins = np.searchsorted(ranks, np.arange(schedule.world_size + 1))
-    gives, takes = (np.isin(steps[:, 0], ops) for ops in (_GIVES, _TAKES))
+    gives, takes = np.isin(steps[:, 0], _GIVES), np.isin(steps[:, 0], _TAKES)
     posts, reads = np.flatnonzero(gives), np.flatnonzero(takes)
     # The first of consecutive posts of a rank begins a stage.
     begun = gives.copy()
@@ -290,15 +305,12 @@ def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
     steps = outline.rows[first:end]
     rows = _join_rows(_move_posts_first(steps), rank)
     bases = _bases(schedule, units)
-    src, dst = (
-        np.where(rows[:, buf] < 0, bases[-1], bases[rows[:, buf]] + rows[:, off])
-        for buf, off in ((2, 3), (4, 5))
-    )
-    scratch = 0
-    if int(Buf.SCRATCH) in rows[:, (2, 4)]:
+    scratch, bufs = 0, rows[:, (2, 4)]
+    places = np.where(bufs < 0, bases[-1], bases[bufs] + rows[:, (3, 5)])
+    if int(Buf.SCRATCH) in bufs:
         aside = steps[:, (2, 4)] == Buf.SCRATCH
         scratch = int((steps[:, (3, 5)] + steps[:, 6:7])[aside].max())
-    return _UnitPiece(rows, src, dst, int(bases[Buf.SCRATCH]) + scratch)
+    return _UnitPiece(rows, places[:, 0], places[:, 1], int(bases[Buf.SCRATCH]) + scratch)
 
 
 def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArray, int]:

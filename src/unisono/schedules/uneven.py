@@ -58,9 +58,7 @@ def lower_uneven(
                 rows.append([Op.RECV, peer, -1, -1, Buf.OUTPUT, target, count, peer, slot, 1])
         loops.append([first, len(rows), 1, 0, 0])
     table = np.array(rows, np.int64)
-    return SharedProgram(
-        messages.steps, messages.scratch_count, table, np.array(loops, np.int64), 0
-    )
+    return SharedProgram(lambda: messages, table, np.array(loops, np.int64))
 
 
 def _others(rank: int, p: int) -> list[int]:

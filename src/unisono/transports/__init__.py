@@ -1,7 +1,6 @@
 """Moving bytes between ranks: inproc (ranks are threads), tcp, and what is registered.
 
-May import `stores`, `base` and `errors`. A transport knows ranks, contexts and bytes; never a
-group name, a collective or a dtype.
+A transport knows ranks, contexts and bytes, but no group, no collective and no array.
 """
 
 from unisono.transports.api import Transport, has_ended

@@ -539,7 +539,7 @@ NOTHING: frozenset[str] = frozenset()
 
 
 def takes_job(order: Orders, by: str) -> Body:
-    """What next() and claim() do; a claim takes no job that was claimed before."""
+    """What next() and claim() do; a claim takes no task that was claimed before."""
     yield from lock("queue")
     state = (yield Read("state", PLAIN)) or NOTHING
     found = NOTHING
@@ -570,7 +570,7 @@ def gives(order: Orders) -> Body:
 
 
 def settles(order: Orders, is_over: bool) -> Body:
-    """End the run of a claimed job, which is over or was postponed."""
+    """End the run of a claimed task, which is over or was postponed."""
     yield Write("memory", 1, PLAIN)
     yield from lock("queue")
     state = (yield Read("state", PLAIN)) - {"runs"}
@@ -607,7 +607,7 @@ def queue_server(order: Orders, sleeps: str = "listens") -> Thread:
 # Who pushes and who gives hold the same lock, Python's. So they are one thread here.
 @protocol
 def a_job_behind_a_call(order: Orders) -> list[Thread]:
-    """A caller that gives the turn away wakes the server, which runs the job that was queued."""
+    """A caller that gives the turn away wakes the server, which runs the task that was queued."""
 
     def callers() -> Body:
         yield from pushes(order)
@@ -618,7 +618,7 @@ def a_job_behind_a_call(order: Orders) -> list[Thread]:
 
 @protocol
 def a_job_after_a_call(order: Orders) -> list[Thread]:
-    """Whoever queues a job wakes the server, which finds the turn free."""
+    """Whoever queues a task wakes the server, which finds the turn free."""
 
     def callers() -> Body:
         yield from gives(order)
@@ -629,7 +629,7 @@ def a_job_after_a_call(order: Orders) -> list[Thread]:
 
 @protocol
 def a_nap_ends(order: Orders) -> list[Thread]:
-    """A thread that waits for a job wakes the server from a nap."""
+    """A thread that waits for a task wakes the server from a nap."""
 
     def waiter() -> Body:
         yield from pushes(order)
@@ -652,7 +652,7 @@ def a_nap_ends_with_a_call(order: Orders) -> list[Thread]:
 
 @protocol
 def a_job_is_claimed(order: Orders) -> list[Thread]:
-    """One thread runs a job, the waiting thread or the server, after the call before it."""
+    """One thread runs a task, the waiting thread or the server, after the call before it."""
 
     def caller() -> Body:
         yield Write("memory", 1, PLAIN)
@@ -670,7 +670,7 @@ def a_job_is_claimed(order: Orders) -> list[Thread]:
 
 @protocol
 def a_job_behind_a_claimed_job(order: Orders) -> list[Thread]:
-    """A thread that has run its job wakes the server, which could not run the next job before."""
+    """A thread that has run its task wakes the server, which could not run the next task before."""
 
     def waiter() -> Body:
         yield from settles(order, is_over=True)
@@ -680,7 +680,7 @@ def a_job_behind_a_claimed_job(order: Orders) -> list[Thread]:
 
 @protocol
 def a_job_is_postponed(order: Orders) -> list[Thread]:
-    """A thread that gives its job back wakes the server, which runs it after that thread."""
+    """A thread that gives its task back wakes the server, which runs it after that thread."""
 
     def waiter() -> Body:
         yield from settles(order, is_over=False)
@@ -700,7 +700,7 @@ def a_job_is_postponed_during_a_nap(order: Orders) -> list[Thread]:
 
 @protocol
 def a_job_ends(order: Orders) -> list[Thread]:
-    """The server wakes the thread that waits for a job, which then finds the turn free."""
+    """The server wakes the thread that waits for a task, which then finds the turn free."""
 
     def server() -> Body:
         yield Write("memory", 1, PLAIN)
@@ -731,7 +731,7 @@ def a_job_ends(order: Orders) -> list[Thread]:
 
 @protocol
 def the_turn_is_free(order: Orders) -> list[Thread]:
-    """A caller that finds no job pending finds what the last job wrote."""
+    """A caller that finds no task pending finds what the last task wrote."""
 
     def server() -> Body:
         yield Write("memory", 1, PLAIN)
@@ -746,7 +746,7 @@ def the_turn_is_free(order: Orders) -> list[Thread]:
 
 @protocol
 def a_job_is_dropped(order: Orders) -> list[Thread]:
-    """Whoever finds that a job was dropped may free it."""
+    """Whoever finds that a task was dropped may free it."""
 
     def closer() -> Body:
         yield Write("handed", 1, PLAIN)

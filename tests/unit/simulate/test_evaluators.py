@@ -34,7 +34,7 @@ def drawn_call(collective, algorithm, size, seed):
     """Return a schedule, a number of bytes, and ranks per host."""
     rng = random.Random(f"{collective} {algorithm} {size} {seed}")
     local = rng.choice([n for n in range(2, size) if size % n == 0] or [1])
-    if not entry(collective, algorithm).serves(size, local):
+    if algorithm not in available(collective, size, local=local):
         return None
     root = rng.randrange(size) if collective in ROOTED else -1
     pipeline = rng.randint(1, 3) if entry(collective, algorithm).pipelined else 1

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from unisono.backends.api import CallOptions, GroupSpec, Pending
-from unisono.backends.collectives import ArrayBackend, Operands
+from unisono.backends.collectives import ArrayBackend
 from unisono.backends.cpu import CPUBackend
+from unisono.backends.flat import Flat
 from unisono.backends.nccl import flat
 from unisono.backends.nccl.calls import Calls, GPUCall
 from unisono.backends.nccl.flat import GPUFlat, index_of
@@ -101,13 +102,15 @@ class NCCLBackend(ArrayBackend):
     def _submit(
         self,
         spec: CallSpec,
-        operands: Operands,
+        subject: Flat | None,
+        input: Flat | None,
+        output: Flat | None,
+        results: Sequence[Any],
         options: CallOptions,
     ) -> Pending:
-        subject = operands.subject
         called = options.label or spec.called
         self._require_usable(called)
-        memory = [each for each in (operands.input, operands.output) if isinstance(each, GPUFlat)]
+        memory = [each for each in (input, output) if isinstance(each, GPUFlat)]
         dtype = NO_DTYPE if subject is None else subject.dtype
         if not memory:
             # A rank without neighbours takes part in the comparison only.
@@ -120,7 +123,7 @@ class NCCLBackend(ArrayBackend):
                 f"{called}: NCCL chooses algorithm and order itself",
                 hint="use arrays in CPU memory for algorithm= and deterministic=",
             )
-        source, target = (each if isinstance(each, GPUFlat) else None for each in operands[1:3])
+        source, target = (each if isinstance(each, GPUFlat) else None for each in (input, output))
 
         def run() -> list[Any]:
             given, into = ([] if each is None else each.pieces() for each in (source, target))
@@ -137,7 +140,7 @@ class NCCLBackend(ArrayBackend):
             if before and seen.wait_until(None) and seen.error is not None:
                 return seen
             kernels = self._connected(gpu, options.deadline, called)
-            call = GPUCall(prepared.call.text, operands.results, seen, options.deadline, [])
+            call = GPUCall(prepared.call.text, results, seen, options.deadline, [])
             self._enqueue(call, memory, None if spec.members == 0 else target, run)
         return self._returned(call, options)
 
