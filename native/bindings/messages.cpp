@@ -173,7 +173,7 @@ class Port final : public unisono::Messenger {
   // `type`: the type of the arrays that are handled here. `words`: from the buffer format of a
   // dtype to the word in a message's `info`. `open`: see Receive.
   Port(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
-       nb::handle type, const std::map<std::string, uint32_t>& words, nb::dict open)
+       nb::handle type, const std::map<std::string, uint32_t>& words, nb::object open)
       : messages_(std::move(messages)),
         context_(context),
         ranks_(shared_ranks(std::move(ranks))),
@@ -371,7 +371,7 @@ void bind_p2p(nb::module_& m) {
   nb::class_<unisono::Messenger>(m, "Messenger");
   nb::class_<Port, unisono::Messenger>(m, "Port")
     .def(nb::init<std::shared_ptr<Messages>, uint64_t, std::vector<int>, nb::handle,
-                  const std::map<std::string, uint32_t>&, nb::dict>(),
+                  const std::map<std::string, uint32_t>&, nb::object>(),
          nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
          nb::arg("words"), nb::arg("open"))
     .def("set_recorder", &Port::set_recorder, nb::arg("recorder"), nb::arg("kinds"),

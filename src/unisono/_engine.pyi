@@ -425,7 +425,7 @@ class Port(Messenger):
         ranks: Sequence[int],
         type: object,
         words: Mapping[str, int],
-        open: dict,
+        open: object,
     ) -> None: ...
     def set_recorder(self, recorder: Recorder, kinds: Mapping[str, tuple[int, int]]) -> None:
         """Record messages from now on."""

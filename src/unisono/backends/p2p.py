@@ -1,7 +1,7 @@
 """Point-to-point calls of the CPU backend: one message each, matched by source and tag.
 
 A plain call does not run this code: C++ takes it from the public function to the rings of the host
-or to a wire. Only its failure, and a receive that has to wait, are a matter of `Port`.
+or to a wire. Only its failure, and more than a wait for a started receive, are a matter of `Port`.
 """
 
 from __future__ import annotations
