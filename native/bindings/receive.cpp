@@ -23,7 +23,7 @@ void Receive::begin(Outcome outcome, nb::handle self) {
     throw nb::python_error();
   }
   if (found == self.ptr()) return;
-  // The server was told of the end first.
+  // The server has put the end there first.
   outcome_ = nb::borrow(found);
   is_over_ = true;
   PyDict_DelItem(open_.ptr(), key.ptr());

@@ -232,7 +232,7 @@ class _Sent:
 
 
 class Port:
-    """What C++ asks of Python for the plain messages of one group.
+    """Makes what C++ needs of Python for the plain messages of one group.
 
     A plain message is that of a NumPy array of a common dtype, or of a contiguous tensor. A send to
     this rank itself or to another host is not plain. See `engines.functions`.
