@@ -172,7 +172,7 @@ class Calls {
   // See open_queue(). Not valid: Python queues calls.
   nanobind::object engine_, queued_, discards_, is_locked_;
   SlottedType<4> queued_type_;  // of native, engine, prepared and watcher
-  int kept_ = 0;  // calls and bytes since the last discards_()
+  int kept_ = 0;                // calls and bytes since the last discards_()
   int64_t kept_bytes_ = 0;
   bool closed_ = false;
   unsigned long caller_ = 0;

@@ -23,8 +23,7 @@ constexpr int64_t kKeptBytes = 64 * 1024;
 void Calls::open_queue(nb::object engine, nb::object type, nb::object calls, nb::object discards,
                        nb::object is_locked) {
   engine_ = std::move(engine);
-  queued_type_ =
-    SlottedType<4>(std::move(type), {"native", "engine", "prepared", "watcher"});
+  queued_type_ = SlottedType<4>(std::move(type), {"native", "engine", "prepared", "watcher"});
   queued_ = std::move(calls);
   discards_ = std::move(discards);
   is_locked_ = std::move(is_locked);
@@ -48,8 +47,8 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
                                    arrays.output.memory(), timeout_s_, recorder_ref_);
     call->result = output;
     QueuedCall& native = *call;
-    queued = queued_type_.make({nb::cast(call.release(), nb::rv_policy::take_ownership), engine_,
-                                prepared, nb::none()});
+    queued = queued_type_.make(
+      {nb::cast(call.release(), nb::rv_policy::take_ownership), engine_, prepared, nb::none()});
     // The garbage collector visits it only after track(). Otherwise thousands of calls in flight
     // make it visit all objects of the program again and again, which takes longer than the calls.
     // Until then the object refers to nothing of the caller but arrays.

@@ -259,8 +259,7 @@ void set_world(nb::object world, nb::object stream, nb::object group_type, nb::o
   global.calls_offset = SlottedType<1>::offset_of(group_type, "calls");
   global.group_type = group_type.release().ptr();
   delete global.works;
-  global.works =
-    new SlottedType<4>(std::move(work_type), {"_end", "_op", "_group", "_output"});
+  global.works = new SlottedType<4>(std::move(work_type), {"_end", "_op", "_group", "_output"});
 }
 
 // (status code, peer)

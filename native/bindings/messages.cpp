@@ -239,8 +239,8 @@ class Port final : public unisono::Messenger {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     const nb::object made = nb::inst_alloc(nb::type<Receive>());
-    Receive& receive = *new (nb::inst_ptr<Receive>(made))
-      Receive(messages_, records_, open_, makes, nb::borrow(array), nb::borrow(owner));
+    Receive& receive = *new (nb::inst_ptr<Receive>(made)) Receive(
+      messages_, records_, open_, makes, nb::borrow(array), nb::borrow(owner));
     nb::inst_mark_ready(made);
     receive.peer = nb::borrow(from);
     receive.tag = nb::borrow(tag);

@@ -22,8 +22,8 @@ inline nanobind::object array_of(Outcome outcome) {
   char* const data = outcome.memory.release();
   const nanobind::capsule owner(data,
                                 [](void* bytes) noexcept { delete[] static_cast<char*>(bytes); });
-  return nanobind::cast(nanobind::ndarray<nanobind::numpy, uint8_t, nanobind::ndim<1>>(
-    data, {outcome.nbytes}, owner));
+  return nanobind::cast(
+    nanobind::ndarray<nanobind::numpy, uint8_t, nanobind::ndim<1>>(data, {outcome.nbytes}, owner));
 }
 
 inline OutcomeTuple to_tuple(Outcome outcome) {
