@@ -58,7 +58,7 @@ bool Receive::wait_well() {
 
 nb::object Receive::message(nb::handle self) {
   if (made_.is_valid()) return made_;
-  const nb::object made = makes_(self);
+  nb::object made = makes_(self);
   // Another thread, or a signal handler, may have been here meanwhile.
   if (made_.is_valid()) return made_;
   made_ = made;
