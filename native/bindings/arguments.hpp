@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "bindings/calls.hpp"
+#include "bindings/slots.hpp"
 
 namespace unisono {
 
@@ -15,7 +16,7 @@ struct Global {
   PyObject* world = nullptr;   // context variable of the current world; None: the process's world
   PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit stream
   PyObject* group_type = nullptr;
-  PyObject* work_type = nullptr;
+  SlottedType<4>* works = nullptr;  // of an end, op, group and output
   PyObject* default_group = nullptr;
   // Of the slot of a group that holds its Calls: getting it by name takes a tenth of a small call.
   Py_ssize_t calls_offset = 0;

@@ -81,7 +81,7 @@ void Calls::set_messenger(nb::object messenger, nb::object failed, nb::object re
 
 int Calls::visit(visitproc visit, void* arg) const {
   for (const nb::object* each :
-       {&queue_ref_, &continues_, &resized_, &engine_, &queued_type_, &queued_, &discards_,
+       {&queue_ref_, &continues_, &resized_, &engine_, &queued_type_.type(), &queued_, &discards_,
         &is_locked_, &last_call_, &runner_, &messenger_ref_, &message_failed_, &receives_, &sent_,
         &recorder_ref_}) {
     Py_VISIT(each->ptr());
@@ -104,7 +104,7 @@ void Calls::clear() {
   messenger_ref_.reset();
   messenger_ = nullptr;
   for (nb::object* each : {&continues_, &resized_, &message_failed_, &receives_, &sent_, &queued_,
-                           &engine_, &queued_type_, &discards_, &is_locked_}) {
+                           &engine_, &queued_type_.type(), &discards_, &is_locked_}) {
     each->reset();
   }
 }
@@ -123,16 +123,18 @@ nb::object Calls::run_message(const Message& message, const Argument& packed,
   // The elements after a shorter message keep their values.
   if (message.is_sent || message.is_partial) packed.fill();
   if (message.is_started) {
+    static PyObject* const names[] = {PyUnicode_InternFromString("send"),
+                                      PyUnicode_InternFromString("recv")};
     const nb::object array = nb::borrow(message.array), owner = nb::borrow(message.owner);
-    // Python code that runs below may destroy the group.
-    const nb::object kept = nb::borrow(group);
+    // A collection of garbage below may destroy the group.
+    const nb::object kept = nb::borrow(group), sent = sent_;
     if (message.is_sent) {
       if (!messenger_->try_send(array, peer, tag)) return {};
-      return nb::borrow(global.work_type)(sent_(nb::make_tuple(owner)), "send");
+      return global.works->make({sent, names[0], nb::none(), owner});
     }
-    const nb::object end = receives_(array, peer, tag, owner, limit_s);
+    const nb::object end = messenger_->start_recv(array, owner, peer, tag, limit_s, receives_);
     if (end.is_none()) return {};
-    return nb::borrow(global.work_type)(end, "recv", kept);
+    return global.works->make({end, names[1], kept, owner});
   }
   const nb::object result =
     message.is_sent ? messenger_->send(message.array, peer, tag, limit_s)

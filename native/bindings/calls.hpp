@@ -12,6 +12,7 @@
 
 #include "bindings/arrays.hpp"
 #include "bindings/prepared.hpp"
+#include "bindings/slots.hpp"
 #include "core/fork_guard.hpp"
 #include "core/program.hpp"
 #include "core/queue.hpp"
@@ -60,6 +61,9 @@ class Messenger {
   virtual bool try_send(nanobind::handle array, nanobind::handle to, nanobind::handle tag) = 0;
   virtual nanobind::object recv(nanobind::handle array, nanobind::handle from, nanobind::handle tag,
                                 double timeout_s, bool partial) = 0;
+  virtual nanobind::object start_recv(nanobind::handle array, nanobind::handle owner,
+                                      nanobind::handle from, nanobind::handle tag, double timeout_s,
+                                      const nanobind::object& makes) = 0;
 };
 
 // A place in the cache. Python's table of prepared calls (backends/prepared_calls.py) has the same
@@ -92,9 +96,8 @@ class Calls {
   void open_queue(nanobind::object engine, nanobind::object type, nanobind::object calls,
                   nanobind::object discards, nanobind::object is_locked);
   // Send and receive plain messages through `messenger`. None: Python must. `failed(op, result,
-  // array, peer, tag, timeout_s)` returns the error of a failed message. `receives(array, peer, tag,
-  // owner, timeout_s)` starts a receive and returns its end, or None. `sent(arrays)` returns the end
-  // of a message that was sent.
+  // array, peer, tag, timeout_s)` returns the error of a failed message. `receives`: makes the
+  // Message of a Receive. `sent`: the end of every message that was sent at once.
   void set_messenger(nanobind::object messenger, nanobind::object failed, nanobind::object receives,
                      nanobind::object sent);
 
@@ -134,7 +137,7 @@ class Calls {
   // Run a call on this thread if the group's turn is free. False: Python must run the call.
   // `timeout_s` below 0: that of the group.
   bool run_now(const CachedCall& what, Arrays& arrays, double timeout_s);
-  // Queue a call. Returns the arguments for a new Work; None: Python must make the call.
+  // Queue a call. Returns its Work; no object: Python must make the call.
   nanobind::object queue(const CachedCall& what, const Arrays& arrays);
   // Wait for the end of a queued call. False: it has not ended well, or Python must wait.
   bool wait_well(QueuedCall& call) const;
@@ -167,8 +170,9 @@ class Calls {
   CallQueue* queue_;
   nanobind::object continues_, resized_;
   // See open_queue(). Not valid: Python queues calls.
-  nanobind::object engine_, queued_type_, queued_, discards_, is_locked_;
-  int kept_ = 0;  // calls and bytes since the last discards_()
+  nanobind::object engine_, queued_, discards_, is_locked_;
+  SlottedType<4> queued_type_;  // of native, engine, prepared and watcher
+  int kept_ = 0;                // calls and bytes since the last discards_()
   int64_t kept_bytes_ = 0;
   bool closed_ = false;
   unsigned long caller_ = 0;

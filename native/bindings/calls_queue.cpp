@@ -1,4 +1,5 @@
 // Asynchronous calls that C++ queues, and how a thread waits for them.
+#include "bindings/arguments.hpp"
 #include "bindings/calls.hpp"
 #include "bindings/waits.hpp"
 
@@ -17,30 +18,12 @@ namespace {
 constexpr int kKeptCalls = 32;
 constexpr int64_t kKeptBytes = 64 * 1024;
 
-// Return an object of a class of Python. No code of Python runs, so no signal handler does.
-//
-// The garbage collector visits the object only after track(). Otherwise thousands of calls in
-// flight make it visit all objects of the program again and again, which takes longer than the
-// calls. Until then the object refers to nothing of the caller but arrays.
-nb::object made(const nb::object& type) {
-  auto* const plain = reinterpret_cast<PyTypeObject*>(type.ptr());
-  PyObject* const object = plain->tp_alloc(plain, 0);
-  if (object == nullptr) throw nb::python_error();
-  PyObject_GC_UnTrack(object);
-  return nb::steal(object);
-}
-
-// Set an attribute. A name that is made once saves a twentieth of an asynchronous call.
-void set(const nb::object& object, PyObject* name, nb::handle value) {
-  if (PyObject_SetAttr(object.ptr(), name, value.ptr()) != 0) throw nb::python_error();
-}
-
 }  // namespace
 
 void Calls::open_queue(nb::object engine, nb::object type, nb::object calls, nb::object discards,
                        nb::object is_locked) {
   engine_ = std::move(engine);
-  queued_type_ = std::move(type);
+  queued_type_ = SlottedType<4>(std::move(type), {"native", "engine", "prepared", "watcher"});
   queued_ = std::move(calls);
   discards_ = std::move(discards);
   is_locked_ = std::move(is_locked);
@@ -50,7 +33,7 @@ void Calls::open_queue(nb::object engine, nb::object type, nb::object calls, nb:
 nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
   // A queued call uses its arrays in place.
   const bool copies = !arrays.input.copies.empty() || !arrays.output.copies.empty();
-  if (!queued_.is_valid() || copies || what.prepared->copies_output()) return nb::none();
+  if (!queued_.is_valid() || copies || what.prepared->copies_output()) return {};
   const Inside inside(*this, PyThread_get_thread_ident());
   const nb::object queued_calls = queued_;
   nb::object queued, output;
@@ -64,14 +47,12 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
                                    arrays.output.memory(), timeout_s_, recorder_ref_);
     call->result = output;
     QueuedCall& native = *call;
-    queued = made(queued_type_);
-    static PyObject* const names[] = {
-      PyUnicode_InternFromString("native"), PyUnicode_InternFromString("engine"),
-      PyUnicode_InternFromString("prepared"), PyUnicode_InternFromString("watcher")};
-    set(queued, names[0], nb::cast(call.release(), nb::rv_policy::take_ownership));
-    set(queued, names[1], engine_);
-    set(queued, names[2], prepared);
-    set(queued, names[3], nb::none());
+    queued = queued_type_.make(
+      {nb::cast(call.release(), nb::rv_policy::take_ownership), engine_, prepared, nb::none()});
+    // The garbage collector visits it only after track(). Otherwise thousands of calls in flight
+    // make it visit all objects of the program again and again, which takes longer than the calls.
+    // Until then the object refers to nothing of the caller but arrays.
+    PyObject_GC_UnTrack(queued.ptr());
     queued_calls.attr("append")(queued);
     bool is_pushed = false;
     try {
@@ -80,16 +61,16 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
     }
     if (!is_pushed) {
       queued_calls.attr("remove")(queued);
-      return nb::none();
+      return {};
     }
   } catch (const std::bad_alloc&) {
-    return nb::none();
+    return {};
   } catch (nb::python_error& error) {
     // No memory. Python makes the call, or refuses it on all ranks.
     if (!error.matches(PyExc_Exception)) throw;
-    return nb::none();
+    return {};
   }
-  const nb::object arguments = nb::make_tuple(queued, name, nb::none(), output);
+  const nb::object work = global.works->make({queued, name, nb::none(), output});
   kept_bytes_ += arrays.input.nbytes + arrays.output.nbytes;
   if (++kept_ >= kKeptCalls || kept_bytes_ > kKeptBytes) {
     kept_ = 0;
@@ -97,7 +78,7 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
     const nb::object discards = discards_;
     discards();
   }
-  return arguments;
+  return work;
 }
 
 // Run a call on the thread that waits for it, if it is next and small. No code of Python runs here,

@@ -84,9 +84,7 @@ nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* c
 nb::object call_prepared(Arguments& known, const CachedCall& what) {
   if (what.prepared == nullptr) return {};
   if (known.is_async) {
-    const nb::object arguments = known.calls->queue(what, known.arrays);
-    if (arguments.is_none()) return {};
-    return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
+    return known.calls->queue(what, known.arrays);
   }
   return known.calls->run_now(what, known.arrays, known.timeout_s) ? nb::none() : nb::object();
 }
@@ -258,11 +256,10 @@ nb::object make_function(nb::object function, const std::vector<nb::str>& names,
 void set_world(nb::object world, nb::object stream, nb::object group_type, nb::object work_type) {
   global.world = world.release().ptr();
   global.stream = stream.release().ptr();
-  const nb::object slot = group_type.attr("calls");
-  if (Py_TYPE(slot.ptr()) != &PyMemberDescr_Type) throw nb::type_error("calls must be a slot");
-  global.calls_offset = reinterpret_cast<PyMemberDescrObject*>(slot.ptr())->d_member->offset;
+  global.calls_offset = SlottedType<1>::offset_of(group_type, "calls");
   global.group_type = group_type.release().ptr();
-  global.work_type = work_type.release().ptr();
+  delete global.works;
+  global.works = new SlottedType<4>(std::move(work_type), {"_end", "_op", "_group", "_output"});
 }
 
 // (status code, peer)

@@ -1,6 +1,5 @@
 // The messages between two ranks, for Python.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -24,6 +23,8 @@
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
 #include "bindings/message_records.hpp"
+#include "bindings/outcomes.hpp"
+#include "bindings/receive.hpp"
 #include "bindings/view.hpp"
 #include "bindings/waits.hpp"
 #include "messages/messages.hpp"
@@ -33,38 +34,18 @@ using unisono::Bytes;
 using unisono::Code;
 using unisono::Envelope;
 using unisono::Outcome;
+using unisono::Receive;
 using unisono::Messages;
 using unisono::nanoseconds;
+using unisono::OutcomeTuple;
+using unisono::to_tuple;
+using unisono::unlocked;
 using unisono::View;
 
 namespace {
 
-// (number, code, source, nbytes, info, tag, message or None)
-using OutcomeTuple = std::tuple<uint64_t, int, int, uint64_t, uint32_t, int64_t, nb::object>;
-
 // Up to this size, releasing the interpreter lock costs as much as the copy of a message.
 constexpr uint64_t kSmallBytes = 16 * 1024;
-
-// An array over the memory of a message, which it then owns.
-nb::object array_of(Outcome outcome) {
-  if (outcome.memory == nullptr) return nb::none();
-  char* const data = outcome.memory.release();
-  const nb::capsule owner(data, [](void* bytes) noexcept { delete[] static_cast<char*>(bytes); });
-  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {outcome.nbytes}, owner));
-}
-
-OutcomeTuple to_tuple(Outcome outcome) {
-  if (outcome.code == Code::interrupted) throw nb::python_error();
-  const auto& [number, code, source, nbytes, info, tag, memory] = outcome;
-  return {number, static_cast<int>(code), source, nbytes, info, tag, array_of(std::move(outcome))};
-}
-
-// Call a function without the interpreter lock.
-template <class Function>
-Outcome unlocked(Function function) {
-  nb::gil_scoped_release unlocked;
-  return function();
-}
 
 unisono::Ranks shared_ranks(std::vector<int> ranks) {
   return std::make_shared<const std::vector<int>>(std::move(ranks));
@@ -183,14 +164,15 @@ void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
 class Port final : public unisono::Messenger {
  public:
   // `type`: the type of the arrays that are handled here. `words`: from the buffer format of a
-  // dtype to the word in a message's `info`.
+  // dtype to the word in a message's `info`. `open`: see Receive.
   Port(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
-       nb::handle type, const std::map<std::string, uint32_t>& words)
+       nb::handle type, const std::map<std::string, uint32_t>& words, nb::object open)
       : messages_(std::move(messages)),
         context_(context),
         ranks_(shared_ranks(std::move(ranks))),
         type_(type.ptr()),
-        records_(ranks_) {
+        records_(ranks_),
+        open_(std::move(open)) {
     for (const auto& [format, word] : words) formats_.of(format.c_str()).word = word;
   }
 
@@ -247,19 +229,28 @@ class Port final : public unisono::Messenger {
     for (const auto& [format, both] : kinds) formats_.of(format.c_str()).kinds = both;
   }
 
-  // Returns what `Messages.start_recv` returns, and the number of the record. The caller keeps the
-  // memory alive, and ends the record.
-  nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
+  // Returns a Receive.
+  nb::object start_recv(nb::handle array, nb::handle owner, nb::handle from, nb::handle tag,
+                        double timeout_s, const nb::object& makes) override {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
-    const uint64_t record = begin_record(plain, plain.kinds.second);
+    const nb::object made = nb::inst_alloc(nb::type<Receive>());
+    Receive& receive = *new (nb::inst_ptr<Receive>(made)) Receive(
+      messages_, records_, open_, makes, nb::borrow(array), nb::borrow(owner));
+    nb::inst_mark_ready(made);
+    receive.peer = nb::borrow(from);
+    receive.tag = nb::borrow(tag);
+    receive.timeout_s = timeout_s;
+    receive.deadline_ns = unisono::now_ns() + nanoseconds(timeout_s);
+    receive.record = begin_record(plain, plain.kinds.second);
     Outcome outcome;
     {
       std::optional<nb::gil_scoped_release> unlocked;
       if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
       outcome = messages_->start_recv(plain.peer, plain.envelope, plain.data(), ranks_);
     }
-    return nb::make_tuple(to_tuple(std::move(outcome)), record);
+    receive.begin(std::move(outcome), made);
+    return made;
   }
 
  private:
@@ -319,6 +310,7 @@ class Port final : public unisono::Messenger {
   PyObject* type_;  // borrowed: its module keeps it alive longer
   unisono::Formats formats_;
   unisono::MessageRecords records_;
+  nb::object open_;
 };
 
 }  // namespace
@@ -373,13 +365,10 @@ void bind_p2p(nb::module_& m) {
   nb::class_<unisono::Messenger>(m, "Messenger");
   nb::class_<Port, unisono::Messenger>(m, "Port")
     .def(nb::init<std::shared_ptr<Messages>, uint64_t, std::vector<int>, nb::handle,
-                  const std::map<std::string, uint32_t>&>(),
+                  const std::map<std::string, uint32_t>&, nb::object>(),
          nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
-         nb::arg("words"))
-    .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
-         "Send if no waiting is needed; return whether it was sent.")
+         nb::arg("words"), nb::arg("open"))
     .def("set_recorder", &Port::set_recorder, nb::arg("recorder"), nb::arg("kinds"),
-         nb::keep_alive<1, 2>(), "Record messages from now on.")
-    .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
-         "Return (as Messages.start_recv, record); None: Python handles it.");
+         nb::keep_alive<1, 2>(), "Record messages from now on.");
+  bind_receive(m);
 }

@@ -424,15 +424,53 @@ class Port(Messenger):
         ranks: Sequence[int],
         type: object,
         words: Mapping[str, int],
+        open: object,
     ) -> None: ...
-    def try_send(self, array: object, to: object | None, tag: object) -> bool:
-        """Send if no waiting is needed; return whether it was sent."""
-
     def set_recorder(self, recorder: Recorder, kinds: Mapping[str, tuple[int, int]]) -> None:
         """Record messages from now on."""
 
-    def start_recv(self, array: object, from_: object | None, tag: object) -> object:
-        """Return (as Messages.start_recv, record); None: Python handles it."""
+class Receive:
+    @property
+    def array(self) -> object:
+        """The memory."""
+
+    @property
+    def owner(self) -> object:
+        """The caller's argument."""
+
+    @property
+    def peer(self) -> object:
+        """Global rank; None for any."""
+
+    @property
+    def tag(self) -> object: ...
+    @property
+    def number(self) -> int:
+        """As of Messages.start_recv."""
+
+    @property
+    def record(self) -> int:
+        """The number of its record; 0: it has ended."""
+
+    @property
+    def timeout_s(self) -> float:
+        """The whole time-out."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its deadline, which may be negative."""
+
+    def wait_well(self) -> bool:
+        """Wait for the end; False: it has failed, or `pending` must wait."""
+
+    def has_ended_well(self) -> bool:
+        """False: `pending` knows."""
+
+    def pending(self, output: object | None) -> object:
+        """Return its Message."""
+
+    def on_end(self, callback: object) -> bool:
+        """False: `pending` must have the callback."""
 
 class MPICall:
     def __init__(

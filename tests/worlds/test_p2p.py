@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,17 +12,14 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import wait_until
-from unisono.backends.p2p import Port
 from unisono.errors import (
     ClosedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
-    PeerLostError,
     UnisonoError,
     UnsupportedError,
 )
-from unisono.groups.process_group import ProcessGroup
 
 pytestmark = pytest.mark.sweep(1)
 
@@ -374,29 +372,6 @@ def check_destroyed_under_a_receive(rank):
     dist.barrier()
 
 
-@pytest.mark.native
-@pytest.mark.ranks(2, kind="processes")
-def test_a_group_that_is_destroyed_inside_irecv_is_kept_by_the_work(rank):
-    """A signal handler may do so, for example; here it is a profile function."""
-
-    def destroy(frame, event, argument):
-        if event == "return" and frame.f_code is Port.irecv.__code__:
-            sys.setprofile(None)
-            dist.destroy_process_group()
-            gc.collect()
-
-    x = np.zeros(3)
-    if rank == 0:
-        dist.irecv(np.zeros(1), 1).cancel()
-        sys.setprofile(destroy)
-        work = dist.irecv(x, 1)
-        sys.setprofile(None)
-        assert sys.getrefcount(work._group) > 1
-        assert isinstance(work._group, ProcessGroup)
-        with pytest.raises((ClosedError, PeerLostError)):
-            work.wait()
-
-
 @pytest.mark.ranks(2)
 def test_a_callback_on_the_server_cancels_the_next_message_without_a_pause(rank):
     if rank == 1:
@@ -516,3 +491,63 @@ def test_a_small_receive_is_polled_chained_to_dropped_or_ended_by_another(rank):
         assert dist.irecv(last, 0, tag=3).wait()
         assert [polled.sum(), dropped.sum(), last.sum()] == [6, 14, 18]
     dist.barrier()
+
+
+@pytest.mark.parametrize("count", [4, 1 << 16])
+@pytest.mark.ranks(2, kind="both")
+def test_a_receive_ends_once_however_it_is_waited_for(rank, count):
+    if rank == 1:
+        for tag in range(6):
+            dist.barrier()
+            dist.send(np.full(count, float(tag)), 0, tag=tag)
+        return
+    boxes = [np.zeros(count) for _ in range(6)]
+    works = [dist.irecv(box, 1 if tag else None, tag=tag) for tag, box in enumerate(boxes)]
+    dist.barrier()
+    assert works[0].wait()
+    assert (works[0].source_rank(), works[0].tag(), works[0]._received()) == (1, 0, count)
+    assert works[0].result()[0] is boxes[0]
+    dist.barrier()
+    ends = []
+    waiting = [threading.Thread(target=lambda: ends.append(works[1].wait())) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    wait_until(works[1].is_completed)
+    for thread in waiting:
+        thread.join()
+    assert ends == [True] * 3
+    dist.barrier()
+    assert works[2].get_future().wait()[0] is boxes[2]
+    dist.barrier()
+    wait_until(works[3].is_success)
+    # Dropped before it ends: its memory is kept.
+    kept = weakref.ref(boxes[4])
+    works[4] = boxes[4] = None
+    gc.collect()
+    assert kept() is not None
+    dist.barrier()
+    dist.barrier()
+    assert works[5].wait()
+    assert works[5].wait()
+    assert works[5].exception() is None
+    assert [float(box.sum()) for box in boxes if box is not None] == [
+        count * tag for tag in (0, 1, 2, 3, 5)
+    ]
+
+
+@pytest.mark.native
+@pytest.mark.ranks(2, kind="both")
+def test_a_receive_that_has_not_come_in_time_is_cancelled(rank):
+    if rank == 0:
+        box = np.zeros(4)
+        work = dist.irecv(box, 1, timeout=0.01)
+        with pytest.raises(CollectiveTimeoutError, match=r"^recv\(float64\[4\], src=1, tag=0\) "):
+            work.wait()
+        with pytest.raises(CollectiveTimeoutError):
+            work.wait()
+    dist.barrier()
+    if rank == 0:
+        dist.recv(box, 1)
+        assert (box == 7).all()
+    else:
+        dist.send(np.full(4, 7.0), 0)

@@ -1,13 +1,12 @@
 """Point-to-point calls of the CPU backend: one message each, matched by source and tag.
 
 A plain call does not run this code: C++ takes it from the public function to the rings of the host
-or to a wire. Only its failure, and a receive that has to wait, are a matter of `Port`.
+or to a wire. Only its failure, and more than a wait for a started receive, are a matter of `Port`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -85,7 +84,7 @@ class Message(Transfer):
                 self.count = self.nbytes // data.dtype.itemsize
                 if not isinstance(data, np.ndarray):
                     data.unpack()
-        if comm.trace is not None:
+        if comm.trace is not None and self._record:
             comm.trace.end_message(self._record, error, peer)
         if error is not None:
             write_after_failure(aside=True)
@@ -214,25 +213,39 @@ def _wait(message: Message, options: CallOptions) -> Message:
     return message
 
 
+class _Sent:
+    """The end of a message that C++ has sent at once, in place of its `Pending`."""
+
+    def wait_well(self) -> bool:
+        """Return True, as the call has ended."""
+        return True
+
+    has_ended_well = wait_well
+
+    def pending(self, output: Any) -> Pending:
+        """Return the end, with the result `output`."""
+        return Pending([output], done=True)
+
+    def on_end(self, callback: Callable[[], object]) -> bool:
+        """Return False: `pending` must have the callback."""
+        return False
+
+
 class Port:
-    """Plain messages of one group, with little Python code on their way.
+    """Makes what C++ needs of Python for the plain messages of one group.
 
-    All calls take a NumPy array of a common dtype, a global rank (None: any source) and a tag. They
-    return None or False if the call is not plain. A send to this rank itself or to another host is
-    not plain either. The public functions call C++ without this class (`groups.operations.in_cpp`).
-
-    Attributes:
-        try_send: Send an array if this takes no wait; returns whether it was sent.
+    A plain message is that of a NumPy array of a common dtype, or of a contiguous tensor. A send to
+    this rank itself or to another host is not plain. See `groups.operations.in_cpp`.
     """
 
     def __init__(self, comm: Communicator, messenger: Any) -> None:
         self._comm = comm
         self._messages: Any = comm.transport.messages
         self._among = frozenset(comm.others)
+        # It ends the records in the recorder.
         self._messenger = messenger
         if comm.trace is not None:
             messenger.set_recorder(comm.trace.recorder, _kinds())
-        self.try_send = messenger.try_send
 
     @classmethod
     def of(cls, comm: Communicator, calls: Any) -> Port | None:
@@ -245,27 +258,19 @@ class Port:
             return None
         port = cls(comm, messenger)
         if calls is not None:
-            calls.set_messenger(messenger, port.failure, port.irecv, partial(Pending, done=True))
+            calls.set_messenger(messenger, port.failure, port.message, _Sent())
         return port
 
-    def irecv(
-        self, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
-    ) -> Pending | None:
-        """Start receiving; None: not a plain call.
-
-        Args:
-            array: The memory.
-            peer: Global rank; None for any.
-            tag: Of the message.
-            owner: The argument of the caller; keeps the memory alive.
-            timeout_s: From now on.
-        """
-        messages, words, deadline = self._messages, ("recv", array, peer, tag), Deadline(timeout_s)
-        is_server = messages.is_server
-        message = Message(self._comm, words, deadline, array, 0, self._among, is_server)
-        message.outputs = [owner]
-        start = partial(self._messenger.start_recv, array, peer, tag)
-        return message if messages.start(message, array, start) else None
+    def message(self, started: Any) -> Message:
+        """Return the end of a receive that C++ has started (`Receive` in native/bindings)."""
+        words = "recv", started.array, started.peer, started.tag
+        deadline = Deadline.ending(started.timeout_s, started.left_s)
+        is_server = self._messages.is_server
+        message = Message(self._comm, words, deadline, started.array, 0, self._among, is_server)
+        message.outputs = [started.owner]
+        message._record = started.record
+        self._messages.adopt(message, started.number)
+        return message
 
     def failure(
         self, op: str, outcome: Outcome, array: Any, peer: int | None, tag: int, timeout_s: float

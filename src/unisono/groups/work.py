@@ -24,7 +24,7 @@ _log = get_logger("groups.work")
 
 
 class _Queued(Protocol):
-    """A call that C++ has queued."""
+    """A call that C++ has queued, or a message."""
 
     def wait_well(self) -> bool:
         """Wait for the end; False if the call has not ended well, or `pending` must wait."""
@@ -50,6 +50,9 @@ class Work:
 
     Source: torch.distributed.Work (2.13).
     """
+
+    # C++ makes the work of a repeated call, without `__init__`.
+    __slots__ = ("__dict__", "__weakref__", "_end", "_group", "_op", "_output")
 
     def __init__(
         self, end: Pending | _Queued, op: str, group: object = None, output: Any = None

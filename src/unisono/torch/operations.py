@@ -20,8 +20,7 @@ import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
 from unisono.backends import Pending
-from unisono.base.seam import cpp
-from unisono.c10d import collectives
+from unisono.c10d import collectives, p2p
 from unisono.c10d.monitored_barrier import monitored_barrier
 from unisono.errors import UnisonoError
 from unisono.groups.c10d_methods import GROUP_DEFAULT, refusing
@@ -34,7 +33,7 @@ from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
 from unisono.torch.special import make_special
 from unisono.torch.values import are_fake, dense, done
-from unisono.torch.work import TorchWork
+from unisono.torch.work import torch_work
 
 __all__ = ["Operations"]
 
@@ -42,7 +41,6 @@ Method = Callable[..., Any]
 
 _profiled = torch._C._autograd._profiler_enabled
 _OPTIONS = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
-_SENT = Work(Pending(done=True), "send")
 
 
 class _NotShort(Exception):
@@ -123,13 +121,7 @@ def _collective(name: str, function: Method, read: Method | None = None) -> Meth
 
 def _short(function: Method, read: Method) -> Method:
     """Return the short way of a collective; see `_collective`."""
-    python = getattr(function, "__wrapped__", function)
-    typed = function.__name__ == "all_reduce"
-
-    @in_cpp
-    @functools.wraps(python)
-    def learned(*arguments: Any, **how: Any) -> Any:
-        return python(*arguments, **how) if "_learn" in how else NotImplemented
+    learned = _learned(function)
 
     def short(self: Operations, args: Any, kwargs: Any) -> Any:
         if kwargs:
@@ -153,9 +145,21 @@ def _short(function: Method, read: Method) -> Method:
             outputs = [outputs]
         elif outputs and type(outputs[0]) is list:
             outputs = outputs[0]
-        return TorchWork(work, outputs, self, typed and outputs[0].dtype is torch.float16)
+        return torch_work(work, outputs, self)
 
     return short
+
+
+def _learned(function: Method) -> Method:
+    """Return unisono's function as far as C++ runs or learns it; else it is NotImplemented."""
+    python = getattr(function, "__wrapped__", function)
+
+    @in_cpp
+    @functools.wraps(python)
+    def learned(*arguments: Any, **how: Any) -> Any:
+        return python(*arguments, **how) if "_learn" in how else NotImplemented
+
+    return learned
 
 
 def _one(values: Any) -> Any:
@@ -190,33 +194,23 @@ def _rank(group: ProcessGroup, rank: int) -> int:
     return group.ranks[rank]
 
 
-def _send(self: Operations, args: Any, kwargs: Any) -> Any:
-    """Send if the message can go at once."""
-    group = self.unisono
-    if kwargs or (port := group.plain_port) is None:
-        return NotImplemented
-    tensors, peer, tag = args
-    sent = port.try_send(_array(_one(tensors)), _rank(group, peer), tag)
-    return TorchWork(_SENT, tensors, self) if sent else NotImplemented
+def _message(function: Method) -> Method:
+    """Return the short way of a message; a receive without a rank is from any."""
+    learned = _learned(function)
+
+    def short(self: Operations, args: Any, kwargs: Any) -> Any:
+        if kwargs:
+            return NotImplemented
+        group = self.unisono
+        tensors, *ranks, tag = args
+        peer = _rank(group, ranks[0]) if ranks else None
+        work = learned(_one(tensors), peer, group, tag)
+        return work if work is NotImplemented else torch_work(work, tensors, self)
+
+    return short
 
 
-def _recv(self: Operations, args: Any, kwargs: Any) -> Any:
-    """Start receiving, from any rank if the arguments name none."""
-    group = self.unisono
-    if kwargs or (port := group.plain_port) is None:
-        return NotImplemented
-    tensors, *source, tag = args
-    peer, tensor = _rank(group, source[0]) if source else None, _one(tensors)
-    started = port.irecv(_array(tensor), peer, tag, tensor, group.timeout_s)
-    return NotImplemented if started is None else TorchWork(Work(started, "recv"), tensors, self)
-
-
-def _array(tensor: Any) -> Any:
-    """Return a plain tensor as an array."""
-    array = cpp.array_of(tensor)
-    if array is None:
-        raise _NotShort
-    return array
+_send, _recv = _message(p2p.isend), _message(p2p.irecv)
 
 
 class Operations:
@@ -307,7 +301,7 @@ class Operations:
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Send to a rank; the work is done when the tensor may be changed."""
         work = self.unisono.send(dense(_single(tensors)), dstRank, tag, async_op=True)
-        return TorchWork(work, tensors, self)
+        return torch_work(work, tensors, self)
 
     @_operation(_recv)
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
@@ -321,7 +315,7 @@ class Operations:
 
     def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> Any:
         work = self.unisono.recv(dense(_single(tensors)), source, tag, async_op=True)
-        return TorchWork(work, tensors, self)
+        return torch_work(work, tensors, self)
 
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; return its work, or None if it was synchronous."""
@@ -339,8 +333,7 @@ class Operations:
             work = Work(Pending(done=True), schema.name)
         if not call.given["async_op"]:
             return None
-        typed = schema.name == "all_reduce" and outputs[0].dtype is torch.float16
-        return TorchWork(work, outputs, self, typed)
+        return torch_work(work, outputs, self)
 
 
 def _single(tensors: list[Tensor]) -> Any:

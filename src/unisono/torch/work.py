@@ -17,7 +17,7 @@ from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.errors import for_torch
 from unisono.torch.futures import listed
 
-__all__ = ["Caller", "TorchWork"]
+__all__ = ["Caller", "TorchWork", "torch_work"]
 
 _NO_LIMIT = timedelta(0)
 # The Python function that calls C++ in a backward pass.
@@ -37,26 +37,17 @@ class Caller(Protocol):
 
 
 class TorchWork(torch_dist.Work):
-    """One operation that was submitted; it is safe to drop the object.
-
-    Args:
-        work: The unisono work.
-        outputs: The tensors that hold the result.
-        caller: torch's process group that made the call.
-        typed: Whether C++ needs the future's value to be a list of tensors.
+    """One operation that was submitted; it is safe to drop the object. `torch_work` makes it.
 
     Source: torch.distributed.Work (2.13).
     """
 
-    __slots__ = ("_asker", "_caller", "_future", "_gate", "_outputs", "_typed", "_work")
+    __slots__ = ("_asker", "_caller", "_future", "_gate", "_outputs", "_work")
 
-    def __init__(self, work: Work, outputs: list[Any], caller: Caller, typed: bool = False) -> None:
-        super().__init__()
-        self._work = work
-        self._outputs = outputs
-        self._caller = caller
-        self._typed = typed
-        self._future: torch.futures.Future[list[Any]] | None = None
+    _work: Work
+    _outputs: list[Any]
+    _caller: Caller
+    _future: torch.futures.Future[list[Any]] | None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Block until done; return True, or raise the operation's error."""
@@ -113,9 +104,10 @@ class TorchWork(torch_dist.Work):
             # `set_exception` it would stay a Python value, on which DDP fails with a segmentation
             # fault.
             future = self._gate.then(self._outcome)
-            self._future = listed(future, self._outputs) if self._typed else future
+            typed = self._work._op == "all_reduce" and self._outputs[0].dtype is torch.float16
+            self._future = listed(future, self._outputs) if typed else future
             self._asker = get_ident()
-            self._work.on_end(self._open if _is_asked_by_ddp() and not self._typed else self._ended)
+            self._work.on_end(self._open if _is_asked_by_ddp() and not typed else self._ended)
             self._asker = 0
         return self._future
 
@@ -133,6 +125,22 @@ class TorchWork(torch_dist.Work):
         if (error := self.exception()) is not None:
             raise error
         return self._outputs
+
+
+def torch_work(work: Work, outputs: list[Any], caller: Caller) -> TorchWork:
+    """Return torch's work; a constructor in Python would take as long again.
+
+    Args:
+        work: The unisono work.
+        outputs: The tensors that hold the result.
+        caller: torch's process group that made the call.
+    """
+    made = TorchWork()
+    made._work = work
+    made._outputs = outputs
+    made._caller = caller
+    made._future = None
+    return made
 
 
 def _is_asked_by_ddp() -> bool:

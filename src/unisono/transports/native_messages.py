@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,8 @@ class NativeMessages(Messages):
             links.wires.take = self._add_wire
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.RLock()
-        self._open: dict[int, Transfer] = {}
-        self._early: dict[int, Outcome] = {}
+        # Transfers, receives that C++ has started, and ends of what has not been entered yet.
+        self._open: dict[int, Any] = {}
         # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.
         self._held: dict[int, object] = {}
         self._server = Worker(f"unisono-messages-{links.rank}")
@@ -183,39 +183,22 @@ class NativeMessages(Messages):
         into = memoryview(bytearray(1)) if takes else into
         source, sources = (-1, list(transfer.among)) if peer is None else (peer, [])
         to = source, transfer.context, tag_of(*transfer.tag), transfer.info
-        words = *to, into, sources, takes
-        self.start(transfer, into, lambda: (self.native.start_recv(*words), None))
-
-    def start(
-        self, transfer: Any, memory: Any, start: Callable[[], tuple[Outcome, int | None] | None]
-    ) -> bool:
-        """Begin a receive with a function that starts it in C++.
-
-        Args:
-            transfer: The receive; it keeps its memory, and gets the number of the record.
-            memory: This memory, as C++ gets it.
-            start: Returns what is known of the end, and this number if there is a record. None if
-                C++ does not take the receive.
-
-        Returns:
-            Whether C++ has taken it.
-        """
         transfer._move_by(self, receives=True)
         self._held[id(transfer)] = transfer
         before = self.native.last_number()
         try:
-            if (started := start()) is None:
-                return False
-            outcome, record = started
-            if record is not None:
-                transfer._record = record
-            self._begun(transfer, outcome)
+            self._begun(transfer, self.native.start_recv(*to, into, sources, takes))
         except BaseException:
-            self._cancel_interrupted(memory, before)
+            self._cancel_interrupted(into, before)
             raise
         finally:
             del self._held[id(transfer)]
-        return True
+
+    def adopt(self, transfer: Transfer, number: int) -> None:
+        """End a receive that C++ has started and entered."""
+        transfer._move_by(self, receives=True)
+        transfer._number = number
+        self._ensure_server()
 
     def has_receive(self, peer: int, key: Key) -> bool:
         return bool(self.native.has_receive(peer, key.context, tag_of(key.kind, key.tag)))
@@ -279,7 +262,7 @@ class NativeMessages(Messages):
         return ClosedError("the transport was closed")
 
     def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> Any:
-        return _engine.Port(self.native, context, list(ranks), np.ndarray, codes)
+        return _engine.Port(self.native, context, list(ranks), np.ndarray, codes, self._open)
 
     def _cancel_interrupted(self, into: Any, before: int) -> None:
         """Cancel a receive that Ctrl-C interrupted while it was started, if it was started.
@@ -288,12 +271,9 @@ class NativeMessages(Messages):
             into: Its memory, as given by the caller.
             before: The last number of a transfer before this receive.
         """
-        try:
-            number = self.native.number_of(into, before)
-        except (TypeError, ValueError, BufferError):
-            return  # C++ takes no such memory
+        number = self.native.number_of(into, before)
         if number:
-            transfer = self._open.get(number)
+            transfer = _transfer(self._open.get(number, ()))
             self.native.cancel(number, [] if transfer is None else transfer._outcomes)
             if transfer is not None:
                 Transfer.done(transfer)
@@ -363,9 +343,9 @@ class NativeMessages(Messages):
         return True
 
     def _of_context(self, context: int) -> list[Transfer]:
-        with self._lock:
-            # `finish` removes transfers without the lock, so iterate over a copy.
-            return [t for t in list(self._open.values()) if t.context == context]
+        # A copy, because other threads remove transfers.
+        found = [_transfer(each) for each in list(self._open.values())]
+        return [t for t in found if t is not None and t.context == context]
 
     def _begun(self, transfer: Transfer, outcome: Outcome) -> None:
         """Finish a transfer that C++ has started with this outcome, now or when it ends."""
@@ -373,26 +353,19 @@ class NativeMessages(Messages):
         if not number:
             self._finish(transfer, outcome)
             return
-        with self._lock:
-            early = self._early.pop(number, None)
-            if early is None:
-                self._open[number] = transfer
-        if early is not None:
+        if (early := self._open.setdefault(number, transfer)) is not transfer:
+            del self._open[number]
             self._finish(transfer, early)
         self._ensure_server()
 
     def _end(self, outcome: Outcome) -> None:
-        transfer = self._remove(outcome[0], outcome)
-        if transfer is not None:
+        number = outcome[0]
+        # If it ended before the call that started it came back, that call finds the outcome.
+        if (found := self._open.setdefault(number, outcome)) is not outcome:
+            self._open.pop(number, None)
+            transfer = _transfer(found)
+            assert transfer is not None
             self._finish(transfer, outcome)
-
-    def _remove(self, number: int, outcome: Outcome) -> Transfer | None:
-        with self._lock:
-            transfer = self._open.pop(number, None)
-            if transfer is None:
-                # It ended before the call that started it came back.
-                self._early[number] = outcome
-            return transfer
 
     def _finish(self, transfer: Transfer, outcome: Outcome) -> None:
         status = None
@@ -434,3 +407,10 @@ class NativeMessages(Messages):
                 links.notice_end(rank, context)
                 if sends:
                     links.knock(rank)
+
+
+def _transfer(entry: Any) -> Transfer | None:
+    """Return what an entry of the open transfers stands for; None: of an end without one."""
+    if isinstance(entry, tuple):
+        return None
+    return entry if isinstance(entry, Transfer) else entry.pending(None)
