@@ -129,6 +129,7 @@ check: $(STAMP)
 		--cache-dir .mypy_cache/win32
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/python tools/size.py
+	@$(BIN)/python tools/names.py
 	@$(BIN)/python tools/prose.py
 	@$(BIN)/python tools/tidy.py
 

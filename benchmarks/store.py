@@ -30,7 +30,7 @@ from store_servers import KINDS, Server, why_not
 from unisono.bench.report import machine
 from unisono.errors import StoreConnectionError
 from unisono.stores import TCPStore
-from unisono.stores.tcp.wire import MAGIC, Op, encode_request
+from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
 
 _CALLS = 300
 _RAW_OPS = 10_000
@@ -240,7 +240,7 @@ def _raw(server: Server) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if server.kind != "redis":
-        sock.sendall(encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.PING, 1))
+        sock.sendall(encode_request(RequestOp.VALIDATE, MAGIC) + encode_request(RequestOp.PING, 1))
         if sock.recv(4) != (1).to_bytes(4, "little"):
             sock.close()
             raise StoreConnectionError(f"the {server.kind} server did not answer a PING")
@@ -260,7 +260,7 @@ def _connections(servers: dict[str, Server], load: Load, results: _Results) -> N
             request = (
                 _resp("INCRBY", "n", "1")
                 if server.kind == "redis"
-                else encode_request(Op.ADD, "/n", 1)
+                else encode_request(RequestOp.ADD, "/n", 1)
             )
             cpu_us = server.cpu_us()
             time_s = load(server, request, count, _RAW_OPS)
@@ -295,7 +295,7 @@ def _barrier(servers: dict[str, Server], load: Load, results: _Results) -> None:
     """Measure how long many clients take to pass a barrier."""
     for server in servers.values():
         if server.kind != "redis":
-            time_s = load(server, encode_request(Op.BARRIER, "/b", _MANY), _MANY, _MANY)
+            time_s = load(server, encode_request(RequestOp.BARRIER, "/b", _MANY), _MANY, _MANY)
             results.add(f"{_MANY} clients pass a barrier", "ms", server.kind, time_s * 1e3)
 
 

@@ -36,7 +36,7 @@ import unisono
 from unisono.backends.cpu import CPUBackend
 from unisono.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure, quartile
 from unisono.schedules.select import select
-from unisono.schedules.tables import Measured, Shape, Table
+from unisono.schedules.tables import ChoiceTable, GroupShape, Measured
 from unisono.schedules.tuning import mean_us, rules_of, topology_of
 from unisono.testing.hosts import Network
 
@@ -75,7 +75,7 @@ def main() -> None:
 class Half(NamedTuple):
     """One run: the shape of its world, and all times."""
 
-    shape: Shape
+    shape: GroupShape
     rounds: Rounds
 
     def measured(self, statistic: Callable[[list[float]], float]) -> Measured:
@@ -89,7 +89,9 @@ class Half(NamedTuple):
     def read(cls, file: Path) -> Half:
         """Return the run of a file."""
         fields = json.loads(file.read_text(encoding="utf-8"))
-        return cls(Shape(*fields["shape"]), {(op, n): times for op, n, times in fields["rounds"]})
+        return cls(
+            GroupShape(*fields["shape"]), {(op, n): times for op, n, times in fields["rounds"]}
+        )
 
 
 def measure_as_rank(file: Path, seconds: float) -> None:
@@ -144,7 +146,7 @@ def judged(world: str, statistic: str, halves: list[Half]) -> str:
     columns: list[list[float]] = [[], [], [], [], []]
     for half, other in (halves, halves[::-1]):
         trained, tested = half.measured(quartile), other.measured(STATISTICS[statistic])
-        table = Table(half.shape, "", "", rules_of(trained, topology))
+        table = ChoiceTable(half.shape, "", "", rules_of(trained, topology))
         same = half.measured(STATISTICS[statistic])
         for op, nbytes in tested.keys() & trained.keys():  # a run may be out of time
             cell, seen = Cell(tested[op, nbytes]), Cell(trained[op, nbytes])

@@ -7,7 +7,7 @@
 
 namespace unisono::store {
 
-Address::Address(const sockaddr_storage& from) {
+PeerAddress::PeerAddress(const sockaddr_storage& from) {
   if (from.ss_family == AF_INET) {
     sockaddr_in v4;
     std::memcpy(&v4, &from, sizeof v4);
@@ -25,28 +25,28 @@ Address::Address(const sockaddr_storage& from) {
   }
 }
 
-std::string Address::text() const {
+std::string PeerAddress::text() const {
   char text[INET6_ADDRSTRLEN] = "?";
   inet_ntop(family_, bytes_, text, sizeof text);
   const std::string port = ":" + std::to_string(port_);
   return family_ == AF_INET6 ? "[" + std::string(text) + "]" + port : text + port;
 }
 
-bool Address::is_loopback() const {
+bool PeerAddress::is_loopback() const {
   if (family_ == AF_INET) return bytes_[0] == 127;
   in6_addr v6;
   std::memcpy(&v6, bytes_, sizeof v6);
   return family_ == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&v6);
 }
 
-bool Address::is_local(int fd) const {
+bool PeerAddress::is_local(int fd) const {
   if (is_loopback()) return true;
   // A connection to one of this machine's own addresses also comes from that address. No other
   // machine can have the address and receive the answers.
   sockaddr_storage found{};
   socklen_t size = sizeof found;
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&found), &size) != 0) return false;
-  const Address own(found);
+  const PeerAddress own(found);
   return family_ != AF_UNSPEC && family_ == own.family_ &&
          std::memcmp(bytes_, own.bytes_, sizeof bytes_) == 0;
 }

@@ -8,9 +8,9 @@
 
 namespace unisono::store {
 
-class Address {
+class PeerAddress {
  public:
-  explicit Address(const sockaddr_storage& from);
+  explicit PeerAddress(const sockaddr_storage& from);
 
   // Return "10.0.0.1:4242"; an IPv6 address is in brackets.
   std::string text() const;

@@ -27,7 +27,7 @@ struct Server::Connection final : Waiter {
   Server* owner;
   const int fd;
   const uint64_t id;
-  const Address peer;
+  const PeerAddress peer;
   Buffer in;
   Buffer out;
   Scanner scanner;

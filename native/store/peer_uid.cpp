@@ -37,11 +37,11 @@ bool ask(const Question& question, char* answer, std::size_t size) {
 
 }  // namespace
 
-bool Address::is_foreign(int fd) const {
+bool PeerAddress::is_foreign(int fd) const {
   sockaddr_storage found{};
   socklen_t found_size = sizeof found;
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&found), &found_size) != 0) return true;
-  const Address own(found);
+  const PeerAddress own(found);
   Question question;
   question.head.nlmsg_len = sizeof question;
   question.head.nlmsg_type = SOCK_DIAG_BY_FAMILY;

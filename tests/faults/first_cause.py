@@ -25,7 +25,7 @@ import unisono as dist
 from unisono.errors import UnisonoError
 from unisono.lowlevel import CPUOptions
 from unisono.stores import PrefixStore, TCPStore
-from unisono.transports.tcp.io_loop import Loop
+from unisono.transports.tcp.io_loop import IOLoop
 
 MEDIA = {
     "tcp": ({"UNISONO_SHARED_MEMORY": "0"}, None),
@@ -78,14 +78,14 @@ class Plan:
 
 
 def _slow_down(chance):
-    turn = Loop.turn
+    turn = IOLoop.turn
 
     def slow(loop):
         if chance.random() < 0.3:
             time.sleep(chance.random() * 0.03)
         turn(loop)
 
-    Loop.turn = slow
+    IOLoop.turn = slow
 
 
 def _end(way, rank):

@@ -24,7 +24,7 @@ from unisono.groups.membership import Document
 from unisono.groups.membership_store import first_proposal
 from unisono.groups.world import current
 from unisono.parallel import ElasticJob
-from unisono.rendezvous.membership import Arrival, Join, Member
+from unisono.rendezvous.membership import JoinRequest, Member, WaitingMember
 from unisono.stores import PrefixStore
 from unisono.testing import run
 
@@ -202,7 +202,7 @@ def look_before_the_commit(rank):
         assert not dist.membership_changed()
         # A process of this host that lives: this process.
         waits = Member(id="late", user=new_user(), current=False)
-        document.change(Join(Arrival(member=waits)))
+        document.change(JoinRequest(WaitingMember(member=waits)))
     dist.barrier()
     while not dist.membership_changed():
         time.sleep(0.001)

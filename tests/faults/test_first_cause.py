@@ -39,7 +39,7 @@ from tests.support.transport_worlds import connected, works
 from unisono.testing import run
 from unisono.transports import control
 from unisono.transports.control import FirstCause
-from unisono.transports.messages import Failure, Kind
+from unisono.transports.messages import Failure, Purpose
 
 LOST, LOST_2 = Failure("lost", "gone", [3], 0), Failure("lost", "gone", [2], 1)
 RAISED = Failure("failed", "rank 2 raised", [2], 2)
@@ -116,7 +116,7 @@ def test_a_rank_that_leaves_a_broken_group_is_not_blamed(rank):
     arrive = comm.transport.on_control
 
     def arrive_late(*frame):
-        if frame[2] is Kind.FAIL and not is_late:
+        if frame[2] is Purpose.FAIL and not is_late:
             held.append(frame)
         else:
             arrive(*frame)
@@ -155,7 +155,7 @@ def hold_reports(group, hold):
     send = comm.transport._control
 
     def send_late(peer, context, kind, words):
-        if kind is Kind.FAIL:
+        if kind is Purpose.FAIL:
             hold(peer)
         return send(peer, context, kind, words)
 
@@ -232,9 +232,9 @@ def test_a_rank_that_takes_a_failure_is_a_follower_for_the_rank_that_passed_it_o
     for each in world[:3]:
         each.linked = lambda: range(3)
     failure = Failure("lost", "rank 3 was lost", [3], 0)
-    world[2]._handle(0, 1, Kind.FAIL, {"failure": failure.words, "members": None})
+    world[2]._handle(0, 1, Purpose.FAIL, {"failure": failure.words, "members": None})
     assert world[1]._failures.get(1) is None  # rank 0 may still send what came before
-    world[1]._handle(0, 1, Kind.FAIL, {"failure": failure.words, "members": None})
+    world[1]._handle(0, 1, Purpose.FAIL, {"failure": failure.words, "members": None})
     assert world[1]._failures.get(1).peers == (3,)
     world[1].close()
     assert world[2].explain(world[2].down(1), 0.0, (1, 2)).peers == (3,)

@@ -37,9 +37,9 @@ from unisono.groups.membership_store import Document, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import World, current, use
 from unisono.rendezvous.joining import open_for_newcomer
-from unisono.rendezvous.membership import Arrival, Come, Member
+from unisono.rendezvous.membership import Come, Member, WaitingMember
+from unisono.rendezvous.state import AgentsState as Nodes
 from unisono.rendezvous.state import Node, Phase
-from unisono.rendezvous.state import State as Nodes
 from unisono.rendezvous.worker_world import WorkerStore
 from unisono.stores import FileStore, HashStore
 from unisono.testing import run
@@ -604,7 +604,7 @@ def test_a_newcomer_that_fails_leaves_no_trace(monkeypatch):
             seen.append((state.ids, len(state.waiting)))
             raise KeyboardInterrupt
 
-        come = Come(Arrival(member=Member(id="1.0"), min_size=2), 1, 1, 1)
+        come = Come(WaitingMember(member=Member(id="1.0"), min_size=2), 1, 1, 1)
         if fails is Membership:
             document.change(come)
         with monkeypatch.context() as patch, use(World()) as world:

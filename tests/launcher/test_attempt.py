@@ -7,7 +7,7 @@ import pytest
 
 from unisono.base.deadline import Deadline
 from unisono.launcher.attempt import Attempt, LaunchResources
-from unisono.launcher.environment import Place
+from unisono.launcher.environment import NodePlace
 from unisono.launcher.output.files import LogOptions, Output
 from unisono.launcher.signals import Signals
 from unisono.launcher.spec import LaunchSpec
@@ -41,7 +41,7 @@ def attempt_of():
             attempt = Attempt(
                 resources,
                 output,
-                Place.alone(2, master_port=1, run_id="test"),
+                NodePlace.alone(2, master_port=1, run_id="test"),
                 0,
                 stop_in_s=stop_in_s,
                 on_failure=failures.append,

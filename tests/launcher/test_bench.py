@@ -18,8 +18,17 @@ from unisono.bench import launch as bench_launch
 from unisono.bench import libraries
 from unisono.bench.data import Data
 from unisono.bench.launch import run_ranks
-from unisono.bench.plan import DTYPES, OPS, REDOPS, BenchPlan, Loop, Sizes, cases, parse_nbytes
-from unisono.bench.report import Table, bandwidths, fixed, summary
+from unisono.bench.plan import (
+    DTYPES,
+    OPS,
+    REDOPS,
+    BenchPlan,
+    LoopPlan,
+    SizeRange,
+    cases,
+    parse_nbytes,
+)
+from unisono.bench.report import ReportTable, bandwidths, fixed, summary
 from unisono.bench.worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.cli.main import main
 from unisono.engines import is_native_built
@@ -81,15 +90,15 @@ def test_other_sizes_are_refused(text):
 
 
 def test_sizes_go_up_by_a_factor_or_by_a_step():
-    by_factor = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=Sizes(8, 200, factor=4))
+    by_factor = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=SizeRange(8, 200, factor=4))
     assert [c.nbytes for c in cases("all_reduce", by_factor)] == [8, 32, 128]
-    by_step = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=Sizes(8, 24, step_bytes=8))
+    by_step = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=SizeRange(8, 24, step_bytes=8))
     assert [c.nbytes for c in cases("all_reduce", by_step)] == [8, 16, 24]
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
 def test_sizes_are_whole_blocks_and_none_comes_twice(op):
-    plan = BenchPlan(ops=(op,), nprocs=3, sizes=Sizes(4, 64))
+    plan = BenchPlan(ops=(op,), nprocs=3, sizes=SizeRange(4, 64))
     found = [(c.count, c.nbytes) for c in cases(op, plan)]
     unit = 12 if OPS[op].blocks else 4
     counts = [1, 2, 5] if OPS[op].blocks else [1, 2, 4, 8, 16]
@@ -143,8 +152,8 @@ def test_bandwidths_are_those_of_nccl_tests(op, factor):
             lambda: BenchPlan(("barrier",), 2, device="cuda", algorithm="ring"),
             "--device cuda takes no --algorithm, --engine or --hosts: NCCL moves the data",
         ),
-        (lambda: Sizes(min_bytes=16, max_bytes=8), "-b 16 is larger than -e 8"),
-        (lambda: Sizes(factor=1), "-f must be at least 2"),
+        (lambda: SizeRange(min_bytes=16, max_bytes=8), "-b 16 is larger than -e 8"),
+        (lambda: SizeRange(factor=1), "-f must be at least 2"),
     ],
 )
 def test_impossible_plans_name_the_flag(make, text):
@@ -206,7 +215,7 @@ def results(op, ranks, plan):
 @pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
 def test_check_finds_every_wrong_element_and_no_other(op, dtype):
     for redop in REDOPS if OPS[op].reduces else ["sum"]:
-        plan = BenchPlan(ops=(op,), nprocs=3, sizes=Sizes(6000, 6000), dtype=dtype, redop=redop,
+        plan = BenchPlan(ops=(op,), nprocs=3, sizes=SizeRange(6000, 6000), dtype=dtype, redop=redop,
                     root=1)  # fmt: skip
         (case,) = cases(op, plan)
         ranks = [Data(case, plan, rank) for rank in range(3)]
@@ -227,7 +236,7 @@ def test_check_finds_every_wrong_element_and_no_other(op, dtype):
 
 @pytest.mark.parametrize("redop", REDOPS)
 def test_timing_in_place_keeps_numbers_what_they_are(redop):
-    plan = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=Sizes(8, 8), redop=redop)
+    plan = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=SizeRange(8, 8), redop=redop)
     (case,) = cases("all_reduce", plan)
     data = Data(case, plan, 0)
     data.fill_for_timing()
@@ -262,7 +271,7 @@ def test_summary_has_geometric_means_and_the_cells_above_1():
 
 
 def test_table_has_the_columns_of_nccl_tests_and_two_per_peer(capsys):
-    table = Table(BenchPlan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi")))
+    table = ReportTable(BenchPlan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi")))
     table.take({"kind": "row", **row(nbytes=8_000_000, unisono=1000.0, gloo=4000.0, mpi=None)})
     table.end()
     lines = capsys.readouterr().out.splitlines()
@@ -284,11 +293,11 @@ def test_rich_adds_colours_and_changes_no_character(capsys, monkeypatch):
     rich_console = pytest.importorskip("rich.console")
     plan = BenchPlan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi"))
     message = {"kind": "row", **row(unisono=2.0, gloo=4.0, mpi=1.0, wrong=1)}
-    Table(plan).take(dict(message))
+    ReportTable(plan).take(dict(message))
     plain = capsys.readouterr().out
     coloured = rich_console.Console(force_terminal=True, width=200, highlight=False)
     monkeypatch.setattr("unisono.bench.report._console", lambda: coloured)
-    table = Table(plan)
+    table = ReportTable(plan)
     with coloured.capture() as captured:
         table.take(dict(message))
     assert "\x1b[31m" in captured.get()
@@ -476,7 +485,7 @@ def test_nccl_of_torch_gets_averages(op):
     asked = []
     given = {name: lambda *words: asked.append(words[-1]) for name in (op, f"{op}_single")}
     fake = SimpleNamespace(ReduceOp=SimpleNamespace(AVG="torch's AVG"), **given)
-    plan = BenchPlan(ops=(op,), nprocs=2, redop="avg", sizes=Sizes(8, 8))
+    plan = BenchPlan(ops=(op,), nprocs=2, redop="avg", sizes=SizeRange(8, 8))
     (case,) = cases(op, plan)
     library = libraries._C10d("nccl", fake, lambda tensor: tensor, fake.ReduceOp, {}, {})
     library.call(Data(case, plan, 0))()
@@ -509,7 +518,7 @@ class Silent:
 
 def test_ranks_that_say_nothing_are_ended(monkeypatch):
     monkeypatch.setattr(bench_launch, "_Spawned", Silent)
-    plan = BenchPlan(ops=("barrier",), nprocs=2, loop=Loop(timeout_s=0.001))
+    plan = BenchPlan(ops=("barrier",), nprocs=2, loop=LoopPlan(timeout_s=0.001))
     with pytest.raises(LaunchError, match=r"no rank of 2 sent a message for 0\.002 s"):
         list(run_ranks(plan))
     assert Silent.stopped

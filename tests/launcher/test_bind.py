@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from unisono.errors import InvalidArgumentError
 from unisono.launcher.ranges import format_ranges, parse_ranges
-from unisono.launcher.workers.cpu_binding import MODES, Binding, Machine
+from unisono.launcher.workers.cpu_binding import MODES, Binding, HostCPUs
 
 # Two NUMA nodes of four cores with two hardware threads each, as Linux numbers them.
-BIG = Machine([[[i, i + 8] for i in range(4)], [[i, i + 8] for i in range(4, 8)]])
+BIG = HostCPUs([[[i, i + 8] for i in range(4)], [[i, i + 8] for i in range(4, 8)]])
 
 
 @pytest.mark.linux("binds processes")
@@ -41,7 +41,7 @@ def test_shares(mode, nprocs, shares, threads):
 
 @pytest.mark.linux("binds processes")
 def test_time_limit_of_the_cgroup_lowers_the_threads_only():
-    binding = Binding.make("core", 2, Machine(BIG.nodes, quota_cpus=3.0))
+    binding = Binding.make("core", 2, HostCPUs(BIG.nodes, quota_cpus=3.0))
     assert [len(cpus) for cpus in binding.shares] == [8, 8]
     assert list(binding.threads) == [1, 1]
     assert binding.report.endswith(", cgroup limit 3 CPUs)")
@@ -67,7 +67,7 @@ def test_shares_are_disjoint_and_cover_all(nprocs):
 
 @pytest.mark.linux("binds processes")
 def test_this_host():
-    here = Machine.here()
+    here = HostCPUs.here()
     assert {cpu for core in here.cores for cpu in core} == os.sched_getaffinity(0)
     assert 0 < here.quota_cpus <= math.inf
     assert all(len(Binding.make(mode, 1).report) > 0 for mode in MODES if mode != "none")

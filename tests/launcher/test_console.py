@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidArgumentError
-from unisono.launcher.output.console import HOLD_S, Console, Fold, WorkerName, check_prefix
+from unisono.launcher.output.console import HOLD_S, Console, LineFold, WorkerName, check_prefix
 
 
 class Terminal:
@@ -101,7 +101,7 @@ LINES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc"), st.floats(
 
 @given(LINES)
 def test_folding_keeps_each_ranks_lines_and_their_order(lines):
-    fold, now_s, taken = Fold(), 0.0, []
+    fold, now_s, taken = LineFold(), 0.0, []
     expected, got = defaultdict(str), defaultdict(str)
     for rank, line, pause_s in lines:
         now_s += pause_s
@@ -120,7 +120,7 @@ def test_folding_keeps_each_ranks_lines_and_their_order(lines):
 
 
 def test_few_lines_are_held_at_a_time():
-    fold = Fold()
+    fold = LineFold()
     taken = []
     for number in range(5000):
         fold.add(0, b"%d" % number, 0.0)

@@ -19,7 +19,7 @@ from tests.support import netns
 from tests.support.launches import Launch
 from unisono.base import document
 from unisono.cli.doctor import examine, links, picture
-from unisono.cli.doctor.facts import Examination, Host, Limits, Link, Sharing
+from unisono.cli.doctor.facts import Examination, HostFacts, HostLink, Sharing, SystemLimits
 from unisono.cli.doctor.findings import endpoint_fault, findings
 from unisono.cli.doctor.host import why_not_readable
 from unisono.cli.doctor.links import _SIZES, Peer, Probe, Responder
@@ -27,14 +27,14 @@ from unisono.cli.doctor.session import Session
 from unisono.cli.main import main
 from unisono.cli.nodes import add_node_flags
 from unisono.errors import HandshakeError, InvalidArgumentError, RendezvousError
-from unisono.launcher.spec import Meeting
+from unisono.launcher.spec import NodeMeeting
 from unisono.platform.processes import IS_LINUX
 from unisono.rendezvous import state
 from unisono.rendezvous.member import Timing
 from unisono.stores import HashStore, PrefixStore, TCPStore
 from unisono.stores.tcp.refusals import refused_client
 from unisono.stores.tcp.token import REFUSED_KEY
-from unisono.stores.tcp.wire import Op
+from unisono.stores.tcp.wire import RequestOp
 
 needs_hosts = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -50,7 +50,7 @@ def host(number, **changes):
         "names": names,
         "versions": {"unisono": "1"},
     }
-    return Host(**fields | {"limits": Limits(cores=8)} | changes)
+    return HostFacts(**fields | {"limits": SystemLimits(cores=8)} | changes)
 
 
 def facts(count=2, changes=None, links=None, **fields):
@@ -62,7 +62,7 @@ def facts(count=2, changes=None, links=None, **fields):
     return Examination(
         hosts=[host(number, **changes.get(number, {})) for number in numbers],
         links=[
-            Link(
+            HostLink(
                 source=f"h{a}",
                 target=f"h{b}",
                 **{"address": f"10.0.0.{b}"} | good | links.get((a, b), {}),
@@ -164,20 +164,22 @@ FAULTS = {
         ("cores", "warning", "h1: 9 ranks share 8 cores"),
     ),
     "quota": (
-        facts(1, changes={1: {"nprocs": 4, "limits": Limits(cores=8, cpu_quota=1.5)}}),
+        facts(1, changes={1: {"nprocs": 4, "limits": SystemLimits(cores=8, cpu_quota=1.5)}}),
         ("cores", "warning", "h1: the cgroup has the time of 1.5 cores for 4 ranks"),
     ),
     "little memory": (
-        facts(1, changes={1: {"limits": Limits(memory_bytes=5 << 20)}}),
+        facts(1, changes={1: {"limits": SystemLimits(memory_bytes=5 << 20)}}),
         ("memory", "warning", "h1: 5 MiB of memory are left for 1 ranks"),
     ),
     "no descriptors": (
-        facts(1, changes={1: {"limits": Limits(descriptors=20)}}),
+        facts(1, changes={1: {"limits": SystemLimits(descriptors=20)}}),
         ("descriptors", "error", "h1: a rank needs 25 file descriptors and may have 20"),
     ),
     "few descriptors": (
         facts(
-            changes={n: {"nprocs": 8, "limits": Limits(cores=8, descriptors=40)} for n in (1, 2)}
+            changes={
+                n: {"nprocs": 8, "limits": SystemLimits(cores=8, descriptors=40)} for n in (1, 2)
+            }
         ),
         ("descriptors", "warning", "h1, h2: a rank needs up to 56 file descriptors"),
     ),
@@ -290,18 +292,18 @@ def test_an_endpoint_that_a_host_cannot_find(endpoint, addresses, text):
 
 
 def test_facts_survive_their_way_through_the_store():
-    given = host(1, limits=Limits(cpu_quota=2.5), sharing=Sharing(remote_read="x"))
-    again = document.loads(Host, document.dumps(given))
+    given = host(1, limits=SystemLimits(cpu_quota=2.5), sharing=Sharing(remote_read="x"))
+    again = document.loads(HostFacts, document.dumps(given))
     assert (again.limits, again.sharing) == (given.limits, given.sharing)
     assert findings(Examination(hosts=[again])) == findings(Examination(hosts=[given]))
 
 
 def test_facts_of_another_version_are_read():
-    values = document.plain(host(1, limits=Limits(cores=3)))
+    values = document.plain(host(1, limits=SystemLimits(cores=3)))
     del values["sharing"]["huge_pages"], values["admits"]
     values["limits"]["added"] = values["added"] = 1
-    again = document.parse(Host, values)
-    assert again.limits == Limits(cores=3)
+    again = document.parse(HostFacts, values)
+    assert again.limits == SystemLimits(cores=3)
     assert (again.name, again.admits, again.sharing) == ("h1", "token", Sharing())
 
 
@@ -393,10 +395,10 @@ def examiners(monkeypatch):
     monkeypatch.setattr(examine, "_RATES_S", 0.1)
 
     def make(count, join_timeout_s=60.0):
-        plan = examine.Plan(
+        plan = examine.ExamPlan(
             nprocs=1,
-            limits=state.Limits(min_nodes=count, max_nodes=count, max_restarts=0),
-            meeting=Meeting(timing=Timing(join_timeout_s=join_timeout_s)),
+            limits=state.JobLimits(min_nodes=count, max_nodes=count, max_restarts=0),
+            meeting=NodeMeeting(timing=Timing(join_timeout_s=join_timeout_s)),
             show=lambda line: None,
         )
         return [examine.Examiner(plan) for _ in range(count)]
@@ -416,7 +418,7 @@ def test_refused_stranger_does_not_end_an_examination_whose_hosts_come(examiners
     monkeypatch.setattr(examine, "refused_client", look)
     first, second = examiners(2)
     with TCPStore("127.0.0.1", 0, is_master=True) as server, ThreadPoolExecutor(2) as pool:
-        server._call(Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
+        server._call(RequestOp.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
         jobs = [pool.submit(first.examine, PrefixStore("x", server), lambda: False)]
         for _ in range(3):
             assert looks.acquire(timeout=20)

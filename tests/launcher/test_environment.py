@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from unisono.launcher.environment import Place, worker_environment
+from unisono.launcher.environment import NodePlace, worker_environment
 from unisono.rendezvous.state import Node
 from unisono.rendezvous.worker_world import WorkerWorld
 
@@ -15,7 +15,7 @@ NODES = tuple(
 def test_ranks_of_a_worker_of_the_third_node():
     world = WorkerWorld(members=NODES, group_rank=2, master_addr="a", master_port=1, restarts=5)
     variables = worker_environment(
-        1, Place(world=world, run_id="job", max_restarts=7), inherited={}
+        1, NodePlace(world=world, run_id="job", max_restarts=7), inherited={}
     )
     expected = {
         "RANK": "6",  # 2 + 3 workers of the nodes before
@@ -36,17 +36,17 @@ def test_ways_to_join_are_this_launchers_own():
     """A launcher that a newcomer of another job starts must not make its workers wait to join."""
     world = WorkerWorld(members=NODES, group_rank=1, master_addr="a", master_port=1)
     outer = {"UNISONO_JOIN": "1", "UNISONO_STORE": "redis://outer"}
-    own = worker_environment(0, Place(world=world, run_id="job"), inherited=outer)
+    own = worker_environment(0, NodePlace(world=world, run_id="job"), inherited=outer)
     assert {name: own[name] for name in outer} == dict.fromkeys(outer, "")
     assert (
         not outer.keys()
-        & worker_environment(0, Place(world=world, run_id="j"), inherited={}).keys()
+        & worker_environment(0, NodePlace(world=world, run_id="j"), inherited={}).keys()
     )
-    founders = Place(world=world, run_id="job", replaces=True)
+    founders = NodePlace(world=world, run_id="job", replaces=True)
     assert worker_environment(0, founders, inherited={})["UNISONO_JOIN"] == "0"
     joined = (*NODES[:1], replace(NODES[1], joined=True))
     world = replace(world, members=joined, store_url="redis://own")
-    own = worker_environment(0, Place(world=world, run_id="job"), inherited=outer)
+    own = worker_environment(0, NodePlace(world=world, run_id="job"), inherited=outer)
     assert {name: own[name] for name in outer} == {
         "UNISONO_JOIN": "1",
         "UNISONO_STORE": "redis://own",

@@ -10,7 +10,7 @@ import unisono
 from unisono.backends import tuning
 from unisono.cli.main import main
 from unisono.schedules import Topology, available, build, select
-from unisono.schedules.tables import Rule, Shape, Table
+from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
 from unisono.simulate import Costs, LinkSpec, Switch, simulate
 
 KIB, MIB = 1024, 1024**2
@@ -107,9 +107,11 @@ def test_an_empty_call(capsys, monkeypatch):
 @pytest.mark.native
 def test_a_table_and_its_times(capsys):
     times = {"linear": (40.0, 10.0), "one_shot": (50.0, 50.0)}
-    shape = Shape("native", "tcp", 8, 4, 250)
+    shape = GroupShape("native", "tcp", 8, 4, 250)
     rules = (Rule("reduce", 0, 2 * KIB, "linear"),)
-    table = Table(shape, tuning.machine(), unisono.__version__, rules, {("reduce", KIB): times})
+    table = ChoiceTable(
+        shape, tuning.machine(), unisono.__version__, rules, {("reduce", KIB): times}
+    )
     tuning.save(table)
     words = ("reduce", "800", "-p", "8", "--hosts", "2")
     (_, why), rows = explain(capsys, *words)

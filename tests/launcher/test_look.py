@@ -22,7 +22,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.where import stack_of
 from unisono.cli.look import ask, command, verdict
 from unisono.cli.look.ask import ask_job
-from unisono.cli.look.verdict import Job, jobs_of, verdict_of
+from unisono.cli.look.verdict import JobView, jobs_of, verdict_of
 from unisono.cli.main import main
 from unisono.errors import LaunchError, UnisonoError
 from unisono.platform.network import listeners
@@ -438,7 +438,7 @@ def test_deep_stack_is_cut_at_its_outer_end():
 
 def test_live_table_counts_the_time_of_a_call():
     def look(seq, now_s, seen):
-        job = Job("j", 2, {0: state(0, group("a", [0, 1], seq, runs=True))})
+        job = JobView("j", 2, {0: state(0, group("a", [0, 1], seq, runs=True))})
         seen = command._note_times([job], seen, now_s)
         return verdict_of(job)[0].partition(" for rank")[0], seen
 
@@ -519,7 +519,7 @@ def state(rank, *groups):
     ],
 )
 def test_verdict(states, expected):
-    assert verdict_of(Job("j", 2, {each["rank"]: each for each in states})) == expected
+    assert verdict_of(JobView("j", 2, {each["rank"]: each for each in states})) == expected
 
 
 def test_silent_ranks_are_observed_together(monkeypatch):

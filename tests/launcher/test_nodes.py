@@ -7,10 +7,10 @@ import pytest
 
 from unisono.cli.nodes import add_node_flags, node_options, unknown_conf, workers_per_node
 from unisono.errors import InvalidArgumentError
-from unisono.launcher.spec import Meeting
+from unisono.launcher.spec import NodeMeeting
 from unisono.platform.processes import IS_LINUX
 from unisono.rendezvous.member import Timing
-from unisono.rendezvous.state import Limits
+from unisono.rendezvous.state import JobLimits
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
@@ -27,8 +27,8 @@ def parse(*arguments):
 
 def test_defaults_are_one_node_without_restarts():
     assert parse() == {
-        "limits": Limits(min_nodes=1, max_nodes=1, max_restarts=0),
-        "meeting": Meeting(),
+        "limits": JobLimits(min_nodes=1, max_nodes=1, max_restarts=0),
+        "meeting": NodeMeeting(),
         "run_id": None,
         "role": "default",
         "master_port": 0,
@@ -38,7 +38,7 @@ def test_defaults_are_one_node_without_restarts():
 @pytest.mark.parametrize(("text", "low", "high"), [("1", 1, 1), ("3", 3, 3), ("2:5", 2, 5)])
 def test_number_of_nodes(text, low, high):
     options = parse(f"--nnodes={text}", "--rdzv-backend=c10d", "--rdzv-endpoint=a")
-    assert options["limits"] == Limits(min_nodes=low, max_nodes=high, max_restarts=0)
+    assert options["limits"] == JobLimits(min_nodes=low, max_nodes=high, max_restarts=0)
 
 
 @pytest.mark.parametrize("text", ["0", "2:1", "1:2:3", "x", "", "1:", "-1"])
@@ -62,7 +62,7 @@ def test_c10d():
     conf = "join_timeout=1,last_call_timeout=2,keep_alive_interval=3,keep_alive_max_attempt=4"
     options = parse(*flags, f"--rdzv-conf={conf},close_timeout=5,is_host=0", "--local-addr=me")
     assert options["run_id"] == "job"
-    assert options["meeting"] == Meeting(
+    assert options["meeting"] == NodeMeeting(
         endpoint=("a", 5),
         hosting=False,
         address="me",
@@ -133,7 +133,7 @@ def test_contradictions(flags, message):
     ],
 )
 def test_one_node_needs_no_meeting(flags):
-    assert parse(*flags)["meeting"] == Meeting()
+    assert parse(*flags)["meeting"] == NodeMeeting()
 
 
 @pytest.mark.parametrize("conf", ["join_timeout", "=1", "join_timeout="])

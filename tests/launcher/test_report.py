@@ -22,7 +22,7 @@ from unisono.launcher.report import (
 )
 from unisono.launcher.spec import LaunchResult, LaunchSpec
 from unisono.launcher.traceback_text import exception_line, extract_traceback, is_consequence
-from unisono.rendezvous.state import State
+from unisono.rendezvous.state import AgentsState
 
 PLAIN = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -261,7 +261,7 @@ def test_failures_of_another_node_that_cannot_be_read_hide_no_others():
     )
     texts = ["\ufffd", "[1]", document.dumps([other])]
     rendezvous = SimpleNamespace(
-        node_id="n1", state=State(), exchange=lambda mine, *_, **__: [*texts, mine]
+        node_id="n1", state=AgentsState(), exchange=lambda mine, *_, **__: [*texts, mine]
     )
     told = []
     agent = Agent(LaunchSpec(commands=[["true"]]), told.append)

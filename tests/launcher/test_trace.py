@@ -13,7 +13,7 @@ from tests.faults.scripts import LIMIT_S, ranks_of, started
 from tests.unit.trace.test_analysis import record, world
 from tests.unit.trace.test_timeline import arrows_of, parse
 from unisono.cli.look.command import find_jobs
-from unisono.cli.look.verdict import Job
+from unisono.cli.look.verdict import JobView
 from unisono.cli.main import main
 from unisono.cli.trace import gather
 from unisono.cli.trace.gather import ask_ranks
@@ -133,7 +133,7 @@ def test_several_jobs_must_be_named(capsys):
 
 
 def test_rank_without_a_group_of_unisono_has_no_records():
-    assert ask_ranks(Job("j", 1, {0: {"rank": 0, "pid": 1, "groups": []}})) == ([], [])
+    assert ask_ranks(JobView("j", 1, {0: {"rank": 0, "pid": 1, "groups": []}})) == ([], [])
 
 
 def test_silent_rank_is_left_out(monkeypatch):

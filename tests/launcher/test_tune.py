@@ -17,7 +17,7 @@ from unisono.cli.main import main
 from unisono.cli.tune import _progress
 from unisono.schedules import available, select
 from unisono.schedules.far import NEAR_US
-from unisono.schedules.tables import Rule, Shape, Table
+from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
 from unisono.schedules.tuning import rules_of, topology_of
 from unisono.testing.hosts import Network, why_no_hosts
 
@@ -36,7 +36,7 @@ def test_ranks_that_the_command_starts(cache, capfd):
     assert main(["tune", "all_reduce", "broadcast", "--nproc-per-node", "2", *SMALL]) == 0
     out, err = capfd.readouterr()
     (table,) = tuning.read_tables().values()
-    assert table.shape == Shape("native", "shared-memory", 2, 2)
+    assert table.shape == GroupShape("native", "shared-memory", 2, 2)
     (file,) = cache.iterdir()
     assert f"unisono tune: wrote {file} on " in err
     assert "unisono tune: 0 % all_reduce of 1024 bytes" in err
@@ -69,8 +69,8 @@ def test_ranks_of_a_launcher(tmp_path):
     words = ("-m", "unisono", "run", "--nproc-per-node", 3)
     done = python(*words, "-m", "unisono", "tune", "reduce", *SMALL, env=env)
     assert done.returncode == 0, done.stderr
-    table = Table.from_json("it", file.read_text())
-    assert table.shape == Shape("native", "tcp", 3, 1)
+    table = ChoiceTable.from_json("it", file.read_text())
+    assert table.shape == GroupShape("native", "tcp", 3, 1)
     script = "import unisono as d; d.init_process_group(); print(d.group.WORLD)"
     (tmp_path / "show.py").write_text(script)
     done = python(*words, tmp_path / "show.py", env=env)
@@ -105,7 +105,7 @@ def test_two_hosts_write_and_use_the_same_table(tmp_path):
         tuned = printed(network.hosts, "-m", "unisono", "tune", "reduce", *SMALL)
         assert all(f" on host{n}" in errors for n, (_, errors) in enumerate(tuned, 1))
         (file,) = (tmp_path / "unisono").iterdir()
-        table = Table.from_json("it", file.read_text())
+        table = ChoiceTable.from_json("it", file.read_text())
         assert table.shape[:-1] == ("native", "tcp", 4, 2)
         assert table.shape.round_trip_us >= NEAR_US
         assert table.about["hosts"] == 2
@@ -139,12 +139,12 @@ def test_the_measurement_is_equal_on_all_ranks(rank):
 
 
 def test_the_table_shows_what_rules_gain(cache, capsys):
-    shape = Shape("native", "tcp", 4, 1)
+    shape = GroupShape("native", "tcp", 4, 1)
     times = {"linear": (10.0, 10.0), "one_shot": (20.0, 45.0)}
     rules = (Rule("reduce", 0, 2048, "linear"),)
     measured = {("reduce", 1024): times}
     about = {"load": 1.5, "by": "\x1b[2J"}
-    tuning.save(Table(shape, tuning.machine(), dist.__version__, rules, measured, about))
+    tuning.save(ChoiceTable(shape, tuning.machine(), dist.__version__, rules, measured, about))
     assert main(["tune", "--show"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith("; load 1.5, by ?[2J")

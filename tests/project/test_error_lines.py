@@ -35,29 +35,29 @@ from unisono.cli import flags, nodes
 from unisono.engines import native_engine
 from unisono.launcher import guard
 from unisono.launcher.output.files import StdChoice, _create
-from unisono.launcher.workers.cpu_binding import Binding, Machine
+from unisono.launcher.workers.cpu_binding import Binding, HostCPUs
 from unisono.rendezvous import handlers, launchers, search
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
 from unisono.schedules import Buf, Schedule, build, layout_for, lower
 from unisono.schedules.ir import copy
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.stores.files.lock import FileLock
-from unisono.stores.services.store import Entry, ServiceStore, Unreachable
+from unisono.stores.services.store import ServiceStore, Unreachable, VersionedValue
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp import wire
 from unisono.stores.tcp.connection import Connection, ConnectionPool
 from unisono.stores.tcp.python_server import ServerOptions, StoreServer
-from unisono.stores.tcp.wire import Op, ReplyDecoder, encode_request
+from unisono.stores.tcp.wire import ReplyDecoder, RequestOp, encode_request
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.tcp.address import listen
 from unisono.transports.tcp.wire import HELLO, Hello
 
 MAX, SUM, PREMUL_SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM
 NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 init = dist.init_process_group
-KEY = Key(1, Kind.P2P, 0)
+KEY = Key(1, Purpose.P2P, 0)
 HERE = "127.0.0.1"
 # The package has a function of that name.
 LAUNCH = importlib.import_module("unisono.launcher.launch")
@@ -241,7 +241,7 @@ class Service(ServiceStore):
     def _fetch(self, names):
         if not self._answer:
             raise Unreachable("no")
-        return [Entry(None, None) for _ in names]
+        return [VersionedValue(None, None) for _ in names]
 
     def _swap(self, swaps):
         return None
@@ -330,7 +330,7 @@ def unlistening(tmp_path):
 def closed_pool(store):
     pool = ConnectionPool(HERE, store.port, b"")
     pool.close()
-    pool.ask(1.0, (Op.CHECK, (["k"],)))
+    pool.ask(1.0, (RequestOp.CHECK, (["k"],)))
 
 
 def closed_while_waiting(make):
@@ -381,7 +381,7 @@ def bad_reply():
     connection = Connection(ours, "here:1")
     with theirs:
         try:
-            raise connection._failure(ValueError("nonsense"), 1.0, ((Op.PING, 1),))
+            raise connection._failure(ValueError("nonsense"), 1.0, ((RequestOp.PING, 1),))
         finally:
             connection.close()
 
@@ -523,12 +523,13 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "world_size of a store cannot be 0": lambda: Service(world_size=0),
     "port must be 0 to 65535, got 65536": lambda: TCPStore(HERE, 65536),
     "port must be 0 to 65535, got -1": lambda: TCPStore(HERE, -1),
-    "MULTI_GET without keys has no reply to expect": lambda: ReplyDecoder().expect(Op.MULTI_GET, 0),
+    "MULTI_GET without keys has no reply to expect":
+        lambda: ReplyDecoder().expect(RequestOp.MULTI_GET, 0),
     "multi_get of 2 keys has 20 bytes; at most 10 are sent": large_multi_get,
     "one request may have 2 keys, got 3":
-        lambda: patched(wire, "MAX_KEYS", 2, lambda: encode_request(Op.CHECK, [""] * 3)),
+        lambda: patched(wire, "MAX_KEYS", 2, lambda: encode_request(RequestOp.CHECK, [""] * 3)),
     "one store request may have 10 bytes, got {}": lambda: patched(wire, "MAX_REQUEST_BYTES", 10,
-                        lambda: encode_request(Op.CHECK, ["long enough"])),
+                        lambda: encode_request(RequestOp.CHECK, ["long enough"])),
     # ---- schedules
     "all_reduce (ring): world size is 0, expected 1 or more":
         lambda: build("all_reduce", "ring", 0),
@@ -715,7 +716,7 @@ WITHOUT_A_WORLD["Transport"] = {
 }
 WITHOUT_A_WORLD["Launch"] = {
     "cannot bind each worker to cores of its own: 4 workers, 1 cores":
-        lambda: Binding.make("core", 4, Machine([[[0]]])),
+        lambda: Binding.make("core", 4, HostCPUs([[[0]]])),
     "cannot start the launcher's second process: {}": lambda: patched(
         guard.os, "fork", raising(BlockingIOError(11, "Resource temporarily unavailable")),
         lambda: guard.fork_launcher(())),

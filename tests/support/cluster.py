@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from unisono.rendezvous.member import (
+    AgentMemory,
     End,
-    Member,
     Start,
     Stop,
     Timing,
@@ -13,13 +13,13 @@ from unisono.rendezvous.member import (
     stopped,
 )
 from unisono.rendezvous.state import (
+    AgentsState,
     Failed,
+    JobLimits,
     Left,
-    Limits,
     Node,
     Phase,
     Replaced,
-    State,
     Succeeded,
     dumps,
     loads,
@@ -35,7 +35,7 @@ def node(number: int, nprocs: int = 1) -> Node:
 
 @dataclass
 class Agent:
-    member: Member
+    member: AgentMemory
     alive: bool = True
     beats: int = 0
     runs: int = 0
@@ -47,9 +47,9 @@ class Agent:
 class Cluster:
     """A shared state and the agents that work on it; every step checks the invariants."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: JobLimits) -> None:
         self.limits = limits
-        self.state = State()
+        self.state = AgentsState()
         self.now = 0.0
         self.agents: list[Agent] = []
         self.worlds: dict[int, tuple[str, ...]] = {}
@@ -58,7 +58,7 @@ class Cluster:
 
     def add(self, node_rank: int | None = None) -> Agent:
         new = replace(node(len(self.agents)), node_rank=node_rank)
-        member = Member(node=new, limits=self.limits, timing=TIMING)
+        member = AgentMemory(node=new, limits=self.limits, timing=TIMING)
         agent = Agent(member)
         self.agents.append(agent)
         return agent
@@ -69,7 +69,7 @@ class Cluster:
         assert loads(dumps(self.state)) == self.state
         self.check(before)
 
-    def check(self, before: State) -> None:
+    def check(self, before: AgentsState) -> None:
         state, limits = self.state, self.limits
         assert state.epoch in (before.epoch, before.epoch + 1)
         assert len(state.members) <= limits.max_nodes

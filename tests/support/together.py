@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from unisono.testing.report import Failure, report
+from unisono.testing.report import RankFailure, report
 
 
 def on_threads(*calls):
@@ -22,7 +22,7 @@ def on_threads(*calls):
     with ThreadPoolExecutor(len(calls)) as pool:
         results = list(pool.map(attempt, range(len(calls)), calls))
     if failed:
-        failures = {rank: Failure.of(error) for rank, error in failed}
+        failures = {rank: RankFailure.of(error) for rank, error in failed}
         failed.sort(key=lambda each: failures[each[0]].is_peer)
         ordered = {rank: failures[rank] for rank, _ in failed}
         error = failed[0][1]

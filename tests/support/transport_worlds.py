@@ -12,7 +12,7 @@ from tests.support.tools import ROOT
 from unisono.base.deadline import Deadline
 from unisono.engines import Communicator, ReferenceEngine
 from unisono.transports import InprocTransport, Key, TCPTransport
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.native_messages import NativeMessages
 
 UnixTransport = runpy.run_path(str(ROOT / "examples/unix_transport.py"))["UnixTransport"]
@@ -21,7 +21,7 @@ KINDS = {
     "tcp": TCPTransport,
     "unix": lambda rank, size, find: UnixTransport(None, rank, size, find),
 }
-KEY = Key(1, Kind.P2P, 0)
+KEY = Key(1, Purpose.P2P, 0)
 SOON = 30.0
 
 # From this size on a message goes over all channels.

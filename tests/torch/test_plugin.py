@@ -21,7 +21,7 @@ from unisono.groups.operations import OPS  # noqa: E402
 from unisono.torch.arguments import reduce_op  # noqa: E402
 from unisono.torch.callbacks import CallbackThreads  # noqa: E402
 from unisono.torch.errors import for_torch  # noqa: E402
-from unisono.torch.operations import Operations  # noqa: E402
+from unisono.torch.operations import TorchOperations  # noqa: E402
 
 PATIENCE_S = 60
 
@@ -349,5 +349,5 @@ def test_every_operation_that_torch_calls_is_a_method():
     names = {name for schema in OPS.values() for name in (schema.name, *schema.c10d_methods)}
     names = {name for name in names if hasattr(torch_dist.ProcessGroup, name)}
     assert len(names) > 20
-    assert names <= vars(Operations).keys()
-    assert {name for name in names if getattr(Operations, name).__name__ != name} == set()
+    assert names <= vars(TorchOperations).keys()
+    assert {name for name in names if getattr(TorchOperations, name).__name__ != name} == set()

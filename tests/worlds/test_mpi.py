@@ -28,7 +28,7 @@ from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
 from unisono.base.deadline import Deadline
 from unisono.engines import join_mpi, mpi_calls, mpi_engine, mpi_library
-from unisono.engines.mpi_engine import MPIEngine, _unfinished, _Watch
+from unisono.engines.mpi_engine import MPIEngine, _MPIWatch, _unfinished
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
 from unisono.stores import HashStore
@@ -414,9 +414,9 @@ def test_reasons_without_mpi(monkeypatch):
 STUCK = """
 from unisono.base.deadline import Deadline
 from unisono.engines.mpi_library import process
-from unisono.rendezvous.pmi import Job, PMIServer
+from unisono.rendezvous.pmi import MPIJob, PMIServer
 from unisono.stores import HashStore
-process.start(PMIServer(HashStore(), Job("k", 0, 2, ""), 0.2), Deadline(60))
+process.start(PMIServer(HashStore(), MPIJob("k", 0, 2, ""), 0.2), Deadline(60))
 """
 
 
@@ -613,15 +613,15 @@ def state_of(pid):
 
 def stop_when(engine, *, moving):
     """Stop this process when its next call waits in the agreement, or in MPI with its arrays."""
-    look = _Watch.look
+    look = _MPIWatch.look
 
     def stop(*args, **named):
         if engine._native_group.is_moving() == moving:
-            _Watch.look = look
+            _MPIWatch.look = look
             os.kill(os.getpid(), signal.SIGSTOP)
         look(*args, **named)
 
-    _Watch.look = stop
+    _MPIWatch.look = stop
 
 
 def kill_before_its_data_are_read(rank, kind, way):

@@ -22,7 +22,7 @@ from unisono.backends.nccl.gpu import GPU
 from unisono.backends.nccl.library import load
 from unisono.bench.data import Data
 from unisono.bench.libraries import open_library
-from unisono.bench.plan import OPS, REDOPS, BenchPlan, Sizes, cases
+from unisono.bench.plan import OPS, REDOPS, BenchPlan, SizeRange, cases
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -857,7 +857,7 @@ class BenchData(Data):
 
 def test_nccl4py_alone_does_every_operation_of_the_benchmark():
     plans = [
-        BenchPlan(tuple(OPS), 3, sizes=Sizes(600, 600), redop=redop, root=1) for redop in REDOPS
+        BenchPlan(tuple(OPS), 3, sizes=SizeRange(600, 600), redop=redop, root=1) for redop in REDOPS
     ]
     store = dist.HashStore()
     ops = [op for op in OPS if op != "barrier"]

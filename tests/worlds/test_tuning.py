@@ -9,14 +9,14 @@ import unisono as dist
 from tests.support.programs import python
 from unisono.backends import tuning
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.tables import Rule, Shape, Table
+from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
 
-MINE = Shape("native", "shared-memory", 2, 2)
+MINE = GroupShape("native", "shared-memory", 2, 2)
 
 
 def table(shape=MINE, algorithm="ring", machine=None, version=dist.__version__):
     rules = (Rule("all_reduce", 0, 1 << 20, algorithm),)
-    return Table(shape, machine or tuning.machine(), version, rules)
+    return ChoiceTable(shape, machine or tuning.machine(), version, rules)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def launched(folder, *settings):
 )
 def test_all_ranks_use_a_table_or_none_does(tmp_path, files, warning):
     """With a table the group uses ring; the built-in choice is one_shot."""
-    shape = Shape("native", "shared-memory", 3, 3)
+    shape = GroupShape("native", "shared-memory", 3, 3)
     digests = {}
     for name, algorithm in (("a", "ring"), ("b", "tree")):
         content = table(shape, algorithm)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from unisono.backends.flat import Flat
+from unisono.backends.flat import FlatMemory
+from unisono.base.buffers import Array
 from unisono.engines import Call, Communicator
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
-
-Array = np.ndarray[Any, Any]
 
 
 class Splits(NamedTuple):
@@ -100,7 +99,9 @@ def require_blocks(sizes: tuple[int, ...], rank: int, count: int, name: str) -> 
     return None if blocks.even else blocks
 
 
-def require_total(world_size: int, whole: Flat, part: int, whole_name: str, part_name: str) -> None:
+def require_total(
+    world_size: int, whole: FlatMemory, part: int, whole_name: str, part_name: str
+) -> None:
     """Check that `whole` has one part for each rank.
 
     Raises:
@@ -114,7 +115,7 @@ def require_total(world_size: int, whole: Flat, part: int, whole_name: str, part
 
 
 def require_stripes(
-    world_size: int, whole: Flat, part: Flat, whole_name: str, part_name: str
+    world_size: int, whole: FlatMemory, part: FlatMemory, whole_name: str, part_name: str
 ) -> None:
     """Check that every array of `whole` has one part for each rank.
 

@@ -20,8 +20,8 @@ from unisono.backends.blocks import (
     require_total,
     split_sizes,
 )
-from unisono.backends.flat import Flat
-from unisono.backends.neighbors import Links, Sizes
+from unisono.backends.flat import FlatMemory
+from unisono.backends.neighbors import MessageSizes, NeighborMessages
 from unisono.backends.prepared_calls import CallSpec
 from unisono.base.types import RedOpType, ReduceOp, code_of
 from unisono.errors import InvalidArgumentError
@@ -41,9 +41,9 @@ class ArrayBackend(DeviceBackend):
     def _submit(
         self,
         spec: CallSpec,
-        subject: Flat | None,
-        input: Flat | None,
-        output: Flat | None,
+        subject: FlatMemory | None,
+        input: FlatMemory | None,
+        output: FlatMemory | None,
         results: Sequence[Any],
         options: CallOptions,
     ) -> Pending:
@@ -209,7 +209,11 @@ class ArrayBackend(DeviceBackend):
         return self._exchange("all_to_all_single", data, target, [output], splits, options)
 
     def neighbor_all_to_all(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], links: Links, options: CallOptions
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        links: NeighborMessages,
+        options: CallOptions,
     ) -> Pending:
         data = target = like = None
         if inputs:
@@ -225,7 +229,7 @@ class ArrayBackend(DeviceBackend):
         sent, received = (() if each is None else each.sizes for each in (data, target))
         code = 0 if subject is None else code_of(subject.dtype)
         called = "neighbor_all_to_all"
-        sizes = Sizes(links, code, sent, received)
+        sizes = MessageSizes(links, code, sent, received)
         spec = CallSpec(called, called, sum(sent), splits=sizes)
         return self._submit(spec, subject, data, target, outputs, options)
 
@@ -246,7 +250,12 @@ class ArrayBackend(DeviceBackend):
         return self._submit(spec, data, None, data, [tensor], options)
 
     def _blocks(
-        self, whole: Flat, part: Flat, options: CallOptions, whole_name: str, part_name: str
+        self,
+        whole: FlatMemory,
+        part: FlatMemory,
+        options: CallOptions,
+        whole_name: str,
+        part_name: str,
     ) -> Blocks | None:
         """Return the sizes of the blocks of a tensor if they differ; check that they fit."""
         size, rows = self.spec.size, options.split_sizes
@@ -259,8 +268,8 @@ class ArrayBackend(DeviceBackend):
     def _exchange(
         self,
         called: str,
-        data: Flat,
-        target: Flat,
+        data: FlatMemory,
+        target: FlatMemory,
         outputs: Sequence[Any],
         splits: Splits,
         options: CallOptions,
@@ -277,8 +286,8 @@ class ArrayBackend(DeviceBackend):
         return self._submit(spec, data, data, target, outputs, options)
 
     def _all_blocks(
-        self, own: Flat, arrays: Sequence[Any] | None, root: int, *, write: bool, name: str
-    ) -> tuple[Flat | None, Blocks]:
+        self, own: FlatMemory, arrays: Sequence[Any] | None, root: int, *, write: bool, name: str
+    ) -> tuple[FlatMemory | None, Blocks]:
         """Return the arrays of all ranks (None except on the root), and the known sizes."""
         if self.spec.rank != root or arrays is None:
             return None, Blocks.own(own.count, self.spec.rank, self.spec.size)
@@ -286,7 +295,7 @@ class ArrayBackend(DeviceBackend):
         require_blocks(blocks.sizes, self.spec.rank, own.count, name)
         return blocks, Blocks.listed(blocks.sizes)
 
-    def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:
+    def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[FlatMemory, FlatMemory]:
         """Return input and output of a call, of one dtype; the input is copied if they overlap."""
         data = self.memory.one(tensor, write=False, name="input")
         target = self.memory.one(output, write=True, name=output_name)

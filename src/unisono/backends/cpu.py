@@ -16,13 +16,13 @@ from unisono.backends import tuning
 from unisono.backends.agreement import agree, refuse
 from unisono.backends.api import CallOptions, CPUOptions, GroupSpec, Pending
 from unisono.backends.collectives import ArrayBackend
-from unisono.backends.flat import Flat
+from unisono.backends.flat import FlatMemory
 from unisono.backends.p2p import MessageBackend, Port
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, ReduceOp, require_reducible
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 from unisono.engines import (
     Communicator,
     Engine,
@@ -36,7 +36,7 @@ from unisono.engines.errors import already_broken_error, closed_text, nested_cal
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError
 from unisono.schedules import Layout, Program, Schedule
-from unisono.schedules.tables import Shape, Table
+from unisono.schedules.tables import ChoiceTable, GroupShape
 from unisono.stores import PrefixStore
 from unisono.transports import connect, has_ended
 
@@ -44,7 +44,7 @@ _NOW = Deadline(0.0)
 """The deadline of a task that does not run."""
 
 
-def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
+def _fill(copies: list[FlatMemory], dtype: DType, op: ReduceOp | None) -> None:
     """Copy the values of the caller's arrays into the private copies of a call."""
     for data in copies:
         data.fill()
@@ -104,7 +104,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
         self,
         spec: GroupSpec,
         comm: Communicator | None = None,
-        tables: dict[Shape, Table] | None = None,
+        tables: dict[GroupShape, ChoiceTable] | None = None,
     ) -> None:
         super().__init__(spec)
         options = CPUOptions() if spec.options is None else spec.options
@@ -194,7 +194,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
         engine = self._engine
         if engine.is_in_call():
             # Another thread waits for that call.
-            Worker(f"unisono-close-{self._comm.name}").start(engine.close)
+            WorkerThread(f"unisono-close-{self._comm.name}").start(engine.close)
         else:
             engine.close()
 
@@ -230,9 +230,9 @@ class CPUBackend(MessageBackend, ArrayBackend):
     def _submit(
         self,
         spec: CallSpec,
-        subject: Flat | None,
-        input: Flat | None,
-        output: Flat | None,
+        subject: FlatMemory | None,
+        input: FlatMemory | None,
+        output: FlatMemory | None,
         results: Sequence[Any],
         options: CallOptions,
     ) -> Pending:

@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from unisono.base.buffers import BufferView, view
+from unisono.base.buffers import Array, BufferView, view
 from unisono.base.types import DType
 from unisono.engines.array_lists import adjacent, copy_back
 from unisono.errors import InvalidArgumentError
 
-Array = np.ndarray[Any, Any]
 
-
-class Flat:
+class FlatMemory:
     """Flat memory for a program, with the arrays that it stands for.
 
     Attributes:
@@ -87,10 +85,10 @@ class Flat:
             target.unpack()
 
 
-def one(tensor: Any, *, write: bool, name: str = "tensor", private: bool = False) -> Flat:
+def one(tensor: Any, *, write: bool, name: str = "tensor", private: bool = False) -> FlatMemory:
     """Return one array as flat memory; a copy of it if `private`."""
     target = view(tensor, write=write, name=name, pack=False)
-    data = Flat(target.array, [target])
+    data = FlatMemory(target.array, [target])
     if private:
         data.make_private()
     return data
@@ -104,7 +102,7 @@ def many(
     like: DType | None = None,
     private: bool = False,
     repeats: bool = False,
-) -> Flat:
+) -> FlatMemory:
     """Return several arrays of one dtype as one, in their order.
 
     Adjacent arrays, such as the rows of one array, are used in place unless `private`; others are
@@ -117,7 +115,7 @@ def many(
     views = views_of(tensors, write, name, like, repeats=repeats)
     arrays = [v.array for v in views]
     together = None if private or any(v.packed for v in views) else adjacent(arrays)
-    data = Flat(arrays if together is None else together, views)
+    data = FlatMemory(arrays if together is None else together, views)
     if together is None:
         data.make_private()
     return data
@@ -130,7 +128,7 @@ def listed(
     name: str,
     like: DType | None = None,
     places: Sequence[int] | None = None,
-) -> Flat:
+) -> FlatMemory:
     """Return an array for each rank or neighbour as a list, in place.
 
     Args:
@@ -144,10 +142,10 @@ def listed(
         InvalidArgumentError: As `many`.
     """
     views = views_of(tensors, write, name, like, places)
-    return Flat([v.array for v in views], views)
+    return FlatMemory([v.array for v in views], views)
 
 
-class _Striped(Flat):
+class _Striped(FlatMemory):
     """Arrays of p blocks each, block by block: the first block of all arrays, then the second."""
 
     def __init__(self, views: list[BufferView], blocks: int) -> None:
@@ -178,7 +176,7 @@ class _Striped(Flat):
 
 def striped(
     tensors: Sequence[Any], blocks: int, *, write: bool, name: str, like: DType | None = None
-) -> Flat:
+) -> FlatMemory:
     """Return arrays of `blocks` blocks each as one flat copy, in the order of blocks.
 
     Raises:
@@ -260,7 +258,7 @@ def _span(array: Array) -> tuple[int, int]:
     return start, end + array.itemsize
 
 
-def apart(source: Flat, target: Flat) -> Flat:
+def apart(source: FlatMemory, target: FlatMemory) -> FlatMemory:
     """Return `source`, copied if a program that fills `target` would overwrite it."""
     spans = [(*_span(a), False) for a in source.arrays if a.size]
     spans += [(*_span(a), True) for a in target.arrays if a.size]

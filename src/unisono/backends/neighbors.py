@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,14 +19,14 @@ from unisono.base.types import DType, dtype_of_code
 from unisono.engines import Call, Communicator, Exchange
 from unisono.engines.api import fingerprint_of
 from unisono.schedules import Buf, Op, Program
+from unisono.schedules.ir import IntArray
 
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Linked = tuple[Sequence[int], Sequence[int]]
 
 _SENDER, _GIVEN, _RECEIVER, _TAKEN, _KIND = range(5)
 
 
-class Links:
+class NeighborMessages:
     """The messages of an exchange; their table is the same on all ranks.
 
     The messages from one rank to another arrive in the order of the table.
@@ -53,7 +53,7 @@ class Links:
         self._kinds = len(np.unique(self.table[:, _KIND]))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Links) and self.digest == other.digest
+        return isinstance(other, NeighborMessages) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -71,7 +71,7 @@ class Links:
         order = np.argsort(rows[:, place])
         return np.take(rows, order, axis=0)
 
-    def sizes_by_kind(self, rank: int, sizes: Sizes) -> dict[int, int] | None:
+    def sizes_by_kind(self, rank: int, sizes: MessageSizes) -> dict[int, int] | None:
         """Return the size of each kind of message; None unless this rank's sizes show all."""
         seen: dict[int, int] = {}
         for rows, counts in (
@@ -84,7 +84,7 @@ class Links:
         return seen if len(seen) == self._kinds else None
 
 
-class Sizes(NamedTuple):
+class MessageSizes(NamedTuple):
     """The sizes of a rank's messages.
 
     Attributes:
@@ -94,7 +94,7 @@ class Sizes(NamedTuple):
         received: Elements of each output.
     """
 
-    links: Links
+    links: NeighborMessages
     code: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -105,7 +105,7 @@ class Sizes(NamedTuple):
         return len({*self.sent, *self.received}) <= 1
 
 
-def neighbor_exchange(comm: Communicator, sizes: Sizes, dtype: DType) -> Exchange:
+def neighbor_exchange(comm: Communicator, sizes: MessageSizes, dtype: DType) -> Exchange:
     """Return the program of an exchange, with the sizes to compare."""
     links, code, sent, received = sizes
     known = links.sizes_by_kind(comm.rank, sizes)
@@ -119,7 +119,7 @@ def neighbor_exchange(comm: Communicator, sizes: Sizes, dtype: DType) -> Exchang
     return Exchange(word, mine.ravel(), partial(_check, comm, links), program)
 
 
-def _steps(rank: int, sizes: Sizes) -> IntArray:
+def _steps(rank: int, sizes: MessageSizes) -> IntArray:
     """Return the steps of one rank: sends, copies to itself, receives."""
     begin_in = np.cumsum((0, *sizes.sent)).tolist()
     begin_out = np.cumsum((0, *sizes.received)).tolist()
@@ -141,7 +141,7 @@ def _steps(rank: int, sizes: Sizes) -> IntArray:
     return steps
 
 
-def _check(comm: Communicator, links: Links, call: Call, table: IntArray) -> None:
+def _check(comm: Communicator, links: NeighborMessages, call: Call, table: IntArray) -> None:
     """Check that each rank sends what the receiver expects.
 
     Args:

@@ -21,7 +21,7 @@ from unisono.engines.errors import MessageCall, message_error
 from unisono.errors import ClosedError, InvalidArgumentError, UsageError
 from unisono.trace import number_of_kind, write_after_failure
 from unisono.transports import Key, Transfer
-from unisono.transports.messages import Kind, MessageInfo
+from unisono.transports.messages import MessageInfo, Purpose
 from unisono.transports.transfers import ANYTHING, NOTHING, Outcome
 
 # Longer than a thread needs from the end of a transfer to the end of its call.
@@ -44,7 +44,7 @@ class Message(Transfer):
         runs_here: Callable[[], bool],
     ) -> None:
         _, _, peer, tag = words
-        super().__init__(peer, comm.context, (Kind.P2P, tag), into, info, among)
+        super().__init__(peer, comm.context, (Purpose.P2P, tag), into, info, among)
         self.deadline, self._runs_here = deadline, runs_here
         self._comm, self._words, self._record = comm, words, 0
         # Deleted by the call that ends it, as in `Completion`.
@@ -130,7 +130,7 @@ class MessageBackend(DeviceBackend):
     def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
         """Start sending `tensor` to a rank of the group."""
         comm, data = self._comm, view(tensor, write=False)
-        to, key = comm.ranks[peer], Key(comm.context, Kind.P2P, tag)
+        to, key = comm.ranks[peer], Key(comm.context, Purpose.P2P, tag)
         waits_for_itself = to == comm.transport.rank and not options.async_op and not comm.closed()
         if waits_for_itself and not comm.transport.messages.has_receive(to, key):
             raise InvalidArgumentError(

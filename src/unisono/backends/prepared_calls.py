@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,16 +30,15 @@ from unisono.backends.blocks import (
     sent_blocks,
     sent_splits,
 )
-from unisono.backends.flat import Flat
-from unisono.backends.neighbors import Sizes, neighbor_exchange
+from unisono.backends.flat import FlatMemory
+from unisono.backends.neighbors import MessageSizes, neighbor_exchange
 from unisono.base import config
+from unisono.base.buffers import Array
 from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines import Call, Communicator, Exchange, Prepared
 from unisono.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
-from unisono.schedules.tables import Table
-
-Array = np.ndarray[Any, Any]
+from unisono.schedules.tables import ChoiceTable
 
 # Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
@@ -91,7 +90,7 @@ class CallSpec(NamedTuple):
     elements: int
     root: int = -1
     op: ReduceOp | None = None
-    splits: Splits | Blocks | Sizes | None = None
+    splits: Splits | Blocks | MessageSizes | None = None
     agreed: tuple[object, ...] = ()
     members: int | None = None
 
@@ -116,7 +115,7 @@ class Subject(NamedTuple):
         return f"{self.dtype}[{' + '.join(map(str, sizes))}]"
 
 
-class _Wishes(NamedTuple):
+class _CallSettings(NamedTuple):
     """The settings of a call that are a part of its meaning; see `CallOptions`."""
 
     algorithm: str | None
@@ -166,7 +165,7 @@ class PreparedCalls:
         self,
         comm: Communicator,
         engine: ProgramMaker,
-        table: Table | None = None,
+        table: ChoiceTable | None = None,
         *,
         moves_data: bool = True,
     ) -> None:
@@ -182,7 +181,7 @@ class PreparedCalls:
         self._moves_data = moves_data
         self._prepared: dict[tuple[object, ...], Prepared] = {}
 
-    def get(self, spec: CallSpec, subject: Flat | None, options: CallOptions) -> Prepared:
+    def get(self, spec: CallSpec, subject: FlatMemory | None, options: CallOptions) -> Prepared:
         """Return a prepared call, made when the call is new.
 
         Args:
@@ -191,7 +190,7 @@ class PreparedCalls:
             options: Algorithm, label and order of reduction.
         """
         ordered = spec.op is not None and (options.deterministic or self.deterministic)
-        wishes = _Wishes(options.algorithm, options.label, ordered)
+        wishes = _CallSettings(options.algorithm, options.label, ordered)
         like = None if subject is None else Subject(subject.dtype, subject.shapes)
         return self._get(spec, like, wishes)
 
@@ -201,7 +200,7 @@ class PreparedCalls:
         subject = Subject(prepared.dtype, (shape,))
         return self._get(spec._replace(elements=prod(shape)), subject, wishes)
 
-    def _get(self, spec: CallSpec, subject: Subject | None, wishes: _Wishes) -> Prepared:
+    def _get(self, spec: CallSpec, subject: Subject | None, wishes: _CallSettings) -> Prepared:
         op, label = spec.op, wishes.label
         # The parts that identify dtype and op: hashing the objects would cost a microsecond.
         reduction = None if op is None else (op.op.value, op.factor)
@@ -231,7 +230,7 @@ class PreparedCalls:
         nbytes = count * itemsize
         shown = "" if subject is None else str(subject)
         text = f"{called}({', '.join(self._words(spec, shown, wish, ordered))})"
-        if isinstance(splits, Sizes):
+        if isinstance(splits, MessageSizes):
             call = Call.of(called, text, (collective, splits.links.digest, *agreed), nbytes)
             linked = neighbor_exchange(self._comm, splits, dtype)
             return Prepared(call, linked.program, dtype, reduce_op, linked, "", count)
@@ -299,10 +298,10 @@ class PreparedCalls:
         if splits is not None and not splits.even:
             words.append(
                 f"send {list(splits.sent)}, receive {list(splits.received)}"
-                if isinstance(splits, (Splits, Sizes))
+                if isinstance(splits, (Splits, MessageSizes))
                 else f"blocks of {list(splits.sizes)}"
             )
-        if isinstance(splits, Sizes):
+        if isinstance(splits, MessageSizes):
             words.append(splits.links.text)
         if op is not None:
             words.append(repr(op).removeprefix("ReduceOp."))

@@ -18,7 +18,7 @@ from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedE
 Factory = Callable[[GroupSpec, str], DeviceBackend]
 
 
-class _Entry(NamedTuple):
+class _BackendEntry(NamedTuple):
     factory: Factory
     devices: tuple[str, ...]
 
@@ -50,14 +50,14 @@ def _nccl(spec: GroupSpec, device: str) -> DeviceBackend:
 DEFAULT = "unisono"
 
 # "gloo" uses the same engine, so that a script needs no change but its import line.
-_backends: Registry[_Entry] = Registry(
+_backends: Registry[_BackendEntry] = Registry(
     "backend",
     "unisono.backends",
     {
-        "unisono": _Entry(_cpu, ("cpu",)),
-        "gloo": _Entry(_cpu, ("cpu",)),
-        "mpi": _Entry(_mpi, ("cpu",)),
-        "nccl": _Entry(_nccl, ("cuda",)),
+        "unisono": _BackendEntry(_cpu, ("cpu",)),
+        "gloo": _BackendEntry(_cpu, ("cpu",)),
+        "mpi": _BackendEntry(_mpi, ("cpu",)),
+        "nccl": _BackendEntry(_nccl, ("cuda",)),
     },
 )
 
@@ -75,7 +75,7 @@ def register_backend(name: str, factory: Factory, devices: Iterable[str] = ("cpu
     """
     if isinstance(devices, str):
         raise InvalidArgumentError(f"devices must be a list of names, got the string {devices!r}")
-    _backends.add(name, _Entry(factory, tuple(devices)))
+    _backends.add(name, _BackendEntry(factory, tuple(devices)))
 
 
 def known_backends() -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from unisono.base.log import get_logger, log_once
 from unisono.engines import Communicator, Engine
 from unisono.errors import InvalidArgumentError
 from unisono.platform.machine import cpu_model
-from unisono.schedules.tables import Shape, Table
+from unisono.schedules.tables import ChoiceTable, GroupShape
 
 _log = get_logger("tuning")
 
@@ -48,7 +48,7 @@ def folder() -> Path:
     return Path(cache) / "unisono"
 
 
-def file_of(shape: Shape) -> Path:
+def file_of(shape: GroupShape) -> Path:
     """Return the file of this machine's table for a shape."""
     named = config.get("UNISONO_TUNING")
     if named not in ("", "0"):
@@ -60,7 +60,7 @@ def _prefix() -> str:
     return f"tuning-{blake2b(machine().encode(), digest_size=4).hexdigest()}"
 
 
-def save(table: Table) -> Path:
+def save(table: ChoiceTable) -> Path:
     """Write a table to its file, in one step; return the file.
 
     Raises:
@@ -104,7 +104,7 @@ def files() -> list[Path]:
             and name.endswith(".json")]  # fmt: skip
 
 
-def read_tables(size: int | None = None) -> dict[Shape, Table]:
+def read_tables(size: int | None = None) -> dict[GroupShape, ChoiceTable]:
     """Return the tables of this machine, for groups of at most `size` ranks.
 
     Tables of other machines and versions, and broken files of the cache, are left out and logged.
@@ -119,7 +119,7 @@ def read_tables(size: int | None = None) -> dict[Shape, Table]:
         try:
             if file.exists() and not file.is_file():
                 raise InvalidArgumentError("no regular file")  # a pipe would block
-            table = Table.from_json(str(file), file.read_text(encoding="utf-8"))
+            table = ChoiceTable.from_json(str(file), file.read_text(encoding="utf-8"))
         except (InvalidArgumentError, OSError, UnicodeDecodeError) as error:
             why = error.what if isinstance(error, InvalidArgumentError) else reason_of(error)
             if config.get("UNISONO_TUNING"):
@@ -134,19 +134,21 @@ def read_tables(size: int | None = None) -> dict[Shape, Table]:
     return tables
 
 
-def published(tables: dict[Shape, Table]) -> str:
+def published(tables: dict[GroupShape, ChoiceTable]) -> str:
     """Return the digests of tables as a word, for the other ranks."""
     return ",".join(f"{shape}={table.digest}" for shape, table in tables.items()) or NONE
 
 
-def shape_of(engine: Engine) -> Shape:
+def shape_of(engine: Engine) -> GroupShape:
     """Return the shape of a group's table."""
     over = "shared-memory" if engine.shares_memory else engine.comm.transport.name
     comm = engine.comm
-    return Shape(engine.name, over, comm.size, engine.ranks_per_host, comm.round_trip_us)
+    return GroupShape(engine.name, over, comm.size, engine.ranks_per_host, comm.round_trip_us)
 
 
-def agreed(tables: dict[Shape, Table], shape: Shape, comm: Communicator) -> Table | None:
+def agreed(
+    tables: dict[GroupShape, ChoiceTable], shape: GroupShape, comm: Communicator
+) -> ChoiceTable | None:
     """Return the table for a group, or None if its ranks have none or different tables.
 
     Rank 0 of the group logs a warning if only some ranks have a table, or tables differ.
@@ -162,7 +164,7 @@ def agreed(tables: dict[Shape, Table], shape: Shape, comm: Communicator) -> Tabl
     return None
 
 
-def _digest(word: str, shape: Shape) -> str:
+def _digest(word: str, shape: GroupShape) -> str:
     for part in word.split(","):
         name, _, digest = part.partition("=")
         if name == str(shape):
@@ -170,7 +172,7 @@ def _digest(word: str, shape: Shape) -> str:
     return ""
 
 
-def _warn(digests: Sequence[str], ranks: Sequence[int], shape: Shape) -> None:
+def _warn(digests: Sequence[str], ranks: Sequence[int], shape: GroupShape) -> None:
     """Log which ranks have which table."""
     groups = {
         digest: [rank for rank, other in zip(ranks, digests, strict=True) if other == digest]

@@ -36,7 +36,7 @@ _WILDCARDS: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 # Errors of an address family that the host lacks. Another family can still succeed.
 _NO_FAMILY = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
 
-_Address = tuple[Any, ...]
+_SocketAddress = tuple[Any, ...]
 
 _LOG = get_logger("sockets")
 
@@ -141,7 +141,7 @@ def listening_host(listeners: Sequence[socket.socket]) -> str:
 
 
 def _listen_once(
-    found: list[tuple[int, _Address]], host: str, port: int
+    found: list[tuple[int, _SocketAddress]], host: str, port: int
 ) -> tuple[list[socket.socket], OSError | None]:
     """Listen in each family; return the sockets, and the error if a socket failed."""
     sockets: list[socket.socket] = []
@@ -178,7 +178,7 @@ def _port_of(sockets: list[socket.socket]) -> int:
     return int(sockets[0].getsockname()[1]) if sockets else 0
 
 
-def _bind(family: int, name: str, port: int, scope: _Address) -> socket.socket:
+def _bind(family: int, name: str, port: int, scope: _SocketAddress) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -260,7 +260,7 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
 
 
 def connect_first(
-    found: list[tuple[int, _Address]],
+    found: list[tuple[int, _SocketAddress]],
     deadline: Deadline,
     failures: list[tuple[str, str]],
     *,
@@ -305,7 +305,7 @@ def connect_first(
     return None
 
 
-def begin_call(family: int, address: _Address) -> socket.socket:
+def begin_call(family: int, address: _SocketAddress) -> socket.socket:
     """Begin to connect; return the socket. When it is writable, `why_not` returns the result.
 
     Raises:
@@ -335,7 +335,7 @@ def why_not(sock: socket.socket) -> str:
         return reason_of(error)
 
 
-def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:
+def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _SocketAddress]]:
     """Return (family, address) of `host`; for servers (`passive`) one address of each family."""
     name = _bare(host)
     numeric = _as_ip(name)
@@ -351,7 +351,7 @@ def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Ad
             socket.inet_pton(socket.AF_INET, name)
             return [(socket.AF_INET, (name, port))]
     flags = socket.AI_PASSIVE if passive else 0
-    found: list[tuple[int, _Address]] = []
+    found: list[tuple[int, _SocketAddress]] = []
     for family, _, _, _, address in socket.getaddrinfo(
         name or None, port, type=socket.SOCK_STREAM, flags=flags
     ):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from unisono.base.where import Row, is_of_user
+from unisono.base.where import FrameRow, is_of_user
 from unisono.platform.files import lock
 from unisono.platform.memory import new_memory_file
 from unisono.platform.posix import pread
@@ -66,7 +66,7 @@ class OfferedStack(NamedTuple):
     rank: int
     world_size: int
     run_id: str
-    rows: list[Row]
+    rows: list[FrameRow]
 
 
 def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
@@ -110,7 +110,7 @@ def _find(pid: int) -> tuple[int, list[str]] | None:
     return None
 
 
-def _rows(text: str) -> list[Row]:
+def _rows(text: str) -> list[FrameRow]:
     """Return the frames of faulthandler's text."""
     found = [_LINE.fullmatch(line) for line in text.splitlines()]
     return [(m[1], int(m[2]), m[3], is_of_user(m[1])) for m in found if m]

@@ -30,7 +30,7 @@ from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
 from unisono.base.reentry import has_lock
 from unisono.base.text import shown
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 from unisono.errors import ClosedError, CollectiveTimeoutError, UsageError
 
 P = ParamSpec("P")
@@ -199,8 +199,8 @@ class Stream:
         finally:
             stream_variable.reset(token)
 
-    def _new_worker(self) -> Worker:
-        return Worker(f"unisono-stream-{self.name}")
+    def _new_worker(self) -> WorkerThread:
+        return WorkerThread(f"unisono-stream-{self.name}")
 
     def _reach(self, mark: _Mark) -> None:
         self._put(lambda: mark.reach(self._error), always=True)

@@ -44,7 +44,7 @@ _STATES = {
 }
 
 
-Row = tuple[str, int, str, bool]
+FrameRow = tuple[str, int, str, bool]
 """File, line, function and whether it is the user's, of a frame."""
 
 
@@ -58,7 +58,7 @@ def place_of_thread(thread: int) -> str:
     return place_of(stack_of(frames.get(thread) or frames.get(threading.main_thread().ident or 0)))
 
 
-def place_of(rows: list[Row]) -> str:
+def place_of(rows: list[FrameRow]) -> str:
     """Return where a stack is: "in load (data.py:57), called from train.py:112".
 
     Args:
@@ -100,21 +100,21 @@ def is_of_user(path: str) -> bool:
     return not (path.startswith((_OURS, _STANDARD, "<frozen")) or _INSTALLED.search(path))
 
 
-def _place(row: Row) -> str:
+def _place(row: FrameRow) -> str:
     name = row[2]
     return f"at {_line(row)}" if name == "<module>" else f"in {name} ({_line(row)})"
 
 
-def _line(row: Row) -> str:
+def _line(row: FrameRow) -> str:
     return f"{os.path.basename(row[0])}:{row[1]}"
 
 
-def stack_of(frame: FrameType | None) -> list[Row]:
+def stack_of(frame: FrameType | None) -> list[FrameRow]:
     """Return the frames, innermost first.
 
     Outer frames of a very deep stack are left out.
     """
-    rows: list[Row] = []
+    rows: list[FrameRow] = []
     while frame is not None and len(rows) < _MOST_FRAMES:
         code = frame.f_code
         path = code.co_filename

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from unisono.base.seam import cpp
 
 
-class Worker:
+class WorkerThread:
     """Runs a function on one thread, which `start` starts.
 
     After Ctrl-C in `Thread.start` the caller does not know whether the thread runs. So the new

@@ -29,7 +29,7 @@ from unisono.stores import PrefixStore, Store, TCPStore
 TimedCall = Callable[[], object]
 
 
-class Library(Protocol):
+class BenchLibrary(Protocol):
     """A communication library that is connected."""
 
     name: str
@@ -57,7 +57,7 @@ class _C10d:
         dist: The module with the functions.
         wrap: Function that turns a NumPy array into an argument of the functions without a copy.
         reduce_ops: The module's `ReduceOp`.
-        packages: See `Library.versions`.
+        packages: See `BenchLibrary.versions`.
         extra: Further keywords of every collective.
     """
 
@@ -216,7 +216,7 @@ def _ping_pong(
     return round_trip
 
 
-def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Library:
+def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:
     """Connect one library.
 
     Args:
@@ -234,7 +234,7 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Libr
     return _open_torch(name, rank, plan, store)
 
 
-def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
+def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:
     unisono.init_process_group(
         "cpu:unisono,cuda:nccl" if plan.device == "cuda" else None,
         store=PrefixStore("unisono", store),
@@ -246,14 +246,14 @@ def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
     return unisono_library(plan.algorithm)
 
 
-def unisono_library(algorithm: str | None) -> Library:
+def unisono_library(algorithm: str | None) -> BenchLibrary:
     """Return unisono with its default group, which runs an algorithm or selects one if None."""
     extra = {"algorithm": algorithm} if algorithm else {}
     versions = {"unisono": unisono.__version__, "numpy": np.__version__}
     return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, extra)
 
 
-def _open_torch(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Library:
+def _open_torch(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:
     # Import by name: the package must not depend on torch, which only this peer needs.
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")

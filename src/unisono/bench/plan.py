@@ -79,7 +79,7 @@ OPS = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SizeRange:
     """The range of sizes of each operation, in bytes; iterate to get them.
 
     Attributes:
@@ -115,7 +115,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopPlan:
     """How each size is measured.
 
     Attributes:
@@ -155,8 +155,8 @@ class BenchPlan:
     ops: tuple[str, ...]
     nprocs: int
     hosts: int = 0
-    sizes: Sizes = Sizes()
-    loop: Loop = Loop()
+    sizes: SizeRange = SizeRange()
+    loop: LoopPlan = LoopPlan()
     dtype: str = "float32"
     redop: str = "sum"
     root: int = 0

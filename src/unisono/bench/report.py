@@ -16,10 +16,10 @@ from unisono.bench.plan import OPS, BenchPlan
 from unisono.platform.machine import cpu_model, load_average, usable_cores
 from unisono.platform.posix import require_posix
 
-Row = dict[str, Any]
+ReportRow = dict[str, Any]
 
 
-def bandwidths(row: Row, library: str) -> tuple[float, float]:
+def bandwidths(row: ReportRow, library: str) -> tuple[float, float]:
     """Return algbw and busbw in GB/s (1e9 bytes) of one library in one row.
 
     algbw = size / time;  busbw = algbw * factor of the operation.
@@ -29,7 +29,7 @@ def bandwidths(row: Row, library: str) -> tuple[float, float]:
     return algbw, algbw * OPS[row["op"]].bus_factor(row["ranks"])
 
 
-def ratio(row: Row, peer: str, of: str = "time_us") -> float | None:
+def ratio(row: ReportRow, peer: str, of: str = "time_us") -> float | None:
     """Return unisono's time divided by a peer's; None if the peer was not measured.
 
     Args:
@@ -41,7 +41,7 @@ def ratio(row: Row, peer: str, of: str = "time_us") -> float | None:
     return float(own[of] / other[of]) if other else None
 
 
-def summary(rows: Sequence[Row], peers: Sequence[str]) -> dict[str, dict[str, Any]]:
+def summary(rows: Sequence[ReportRow], peers: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return per operation and peer the geometric mean of the ratios and the sizes above 1."""
     found: dict[str, dict[str, Any]] = {}
     for op in dict.fromkeys(row["op"] for row in rows):
@@ -66,7 +66,7 @@ def summary(rows: Sequence[Row], peers: Sequence[str]) -> dict[str, dict[str, An
     return found
 
 
-def document(plan: BenchPlan, table: Table, arguments: Sequence[str]) -> dict[str, Any]:
+def document(plan: BenchPlan, table: ReportTable, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the document of `--json`."""
     return {
         "command": ["unisono", *arguments],
@@ -102,7 +102,7 @@ def fixed(number: float, width: int = 7) -> str:
     return f"{number:.1e}"
 
 
-class Table:
+class ReportTable:
     """nccl-tests' table with two further columns per peer; rich colours it on a terminal.
 
     Args:
@@ -114,7 +114,7 @@ class Table:
         self._console = _console()
         self.machine = machine()
         self.group = ""
-        self.rows: list[Row] = []
+        self.rows: list[ReportRow] = []
         self.notes: list[str] = []
 
     def take(self, message: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Table:
         self._print("#" + _aligned(names)[1:], "bold")
         self._print("#" + _aligned(units)[1:], "bold")
 
-    def _row(self, row: Row) -> None:
+    def _row(self, row: ReportRow) -> None:
         own = row["results"]["unisono"]
         algbw, busbw = bandwidths(row, "unisono")
         wrong = "N/A" if own["wrong"] is None else str(own["wrong"])

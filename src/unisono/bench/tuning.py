@@ -24,7 +24,7 @@ import numpy as np
 import unisono
 from unisono.bench.data import Data
 from unisono.bench.libraries import TimedCall, no_garbage_collection, slowest, unisono_library
-from unisono.bench.plan import BenchPlan, Case, Sizes, cases
+from unisono.bench.plan import BenchPlan, Case, SizeRange, cases
 from unisono.schedules import Topology, available, select
 from unisono.schedules.tables import Measured
 
@@ -34,7 +34,7 @@ Rounds = dict[tuple[str, int], dict[str, list[list[float]]]]
 OPS = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "all_to_all")
 """The operations that are measured by default."""
 
-SIZES = Sizes(1 << 10, 1 << 24, 4)
+SIZES = SizeRange(1 << 10, 1 << 24, 4)
 """The sizes: 1 KiB to 16 MiB."""
 
 # The share of the time at which each pass ends at the latest; the first has more algorithms.
@@ -61,7 +61,7 @@ class TuningPlan:
     """
 
     ops: tuple[str, ...] = OPS
-    sizes: Sizes = SIZES
+    sizes: SizeRange = SIZES
     limit_s: float = 45.0
 
 

@@ -28,7 +28,7 @@ import unisono
 from unisono.base import document
 from unisono.bench.data import Data, GPUData
 from unisono.bench.libraries import (
-    Library,
+    BenchLibrary,
     TimedCall,
     mpi_rank,
     no_garbage_collection,
@@ -92,7 +92,7 @@ class _BenchRank:
     """This rank: its libraries, and the store of all ranks."""
 
     def __init__(
-        self, rank: int, plan: BenchPlan, store: TCPStore, libraries: list[Library]
+        self, rank: int, plan: BenchPlan, store: TCPStore, libraries: list[BenchLibrary]
     ) -> None:
         self._rank, self._plan, self._store = rank, plan, store
         self._libraries = libraries
@@ -142,7 +142,7 @@ class _BenchRank:
             "results": results,
         }
 
-    def _prepare(self, library: Library, data: Data) -> _Ready | None:
+    def _prepare(self, library: BenchLibrary, data: Data) -> _Ready | None:
         """Make and check the call of a library; return None if the library cannot do it.
 
         A peer that fails is left out of the row, with a note. An error of unisono ends the run.

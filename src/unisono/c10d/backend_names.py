@@ -12,7 +12,7 @@ from unisono.backends.api import DeviceBackend, GroupSpec
 from unisono.errors import ArgumentTypeError
 
 
-class _Names(type):
+class _NameTables(type):
     """Tables that follow the registry, and torch's constants for what is registered later."""
 
     @property
@@ -40,7 +40,7 @@ class _Names(type):
         raise AttributeError(f"no backend is named {name.lower()!r}")
 
 
-class Backend(str, metaclass=_Names):
+class Backend(str, metaclass=_NameTables):
     """Names of backends: `Backend("GLOO")` is the string "gloo".
 
     When a backend is registered, its name in capitals becomes an attribute. torch's own names are

@@ -78,7 +78,7 @@ def coalescing_manager(
     pg = require_group(group)
     if pg._block is not None:
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
-    recorder, manager, since = _Recorder(), CoalescingManager(), pg.place()
+    recorder, manager, since = _BlockRecorder(), CoalescingManager(), pg.place()
     # Without `calls` the C++ engine runs no call of the group.
     calls, pg.calls, pg._block = pg.calls, None, recorder
     try:
@@ -116,7 +116,7 @@ class _Recorded(NamedTuple):
     how: dict[str, Any]
 
 
-class _Recorder:
+class _BlockRecorder:
     """Records the calls of a block, in place of the group."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from unisono.backends.neighbors import Links
+from unisono.backends.neighbors import NeighborMessages
 from unisono.base.deadline import Timeout
 from unisono.base.integers import as_integers
 from unisono.base.types import Array
@@ -33,8 +33,8 @@ from unisono.groups.keywords import CallKeywords
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.groups.world import Group, current, member_group, require_group, resolve
+from unisono.schedules.ir import IntArray
 
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 Periodic = bool | Sequence[bool]
 
 
@@ -100,13 +100,13 @@ class Neighbors:
             tuple(pg.ranks[rank] for rank in ranks) for ranks in lists
         )
         linked = range(len(self.destinations)), range(len(self.sources))
-        self._links = Links(table, f"graph of {len(table)} links", linked)
+        self._links = NeighborMessages(table, f"graph of {len(table)} links", linked)
 
     def __repr__(self) -> str:
         return f"Neighbors(sources={self.sources}, destinations={self.destinations})"
 
 
-class _Topology(NamedTuple):
+class _NeighborTopology(NamedTuple):
     """Links of a group, and the lengths of this rank's lists.
 
     Attributes:
@@ -114,7 +114,7 @@ class _Topology(NamedTuple):
         places: Entries in each of this rank's lists: inputs, outputs.
     """
 
-    links: Links
+    links: NeighborMessages
     places: tuple[int, int]
 
 
@@ -263,13 +263,13 @@ def _group_of(neighbors: DeviceMesh | Neighbors, group: Group) -> Group:
 
 def _topology(
     neighbors: DeviceMesh | Neighbors, periodic: Periodic, group: ProcessGroup
-) -> _Topology:
+) -> _NeighborTopology:
     """Return the links of a mesh or graph."""
     if isinstance(neighbors, Neighbors):
         if periodic is not True:
             raise InvalidArgumentError("periodic is for a mesh, not for Neighbors")
         places = len(neighbors.destinations), len(neighbors.sources)
-        return _Topology(neighbors._links, places)
+        return _NeighborTopology(neighbors._links, places)
     flags = _flags(periodic, neighbors.ndim)
     # A mesh never changes, and is asked before each exchange.
     found = neighbors._topologies.get((flags, group))
@@ -289,7 +289,7 @@ def _flags(periodic: Any, ndim: int) -> tuple[bool, ...]:
     return tuple(map(bool, flags))
 
 
-def _of_mesh(mesh: DeviceMesh, periodic: Sequence[bool], group: ProcessGroup) -> _Topology:
+def _of_mesh(mesh: DeviceMesh, periodic: Sequence[bool], group: ProcessGroup) -> _NeighborTopology:
     """Return the links of a mesh that has the ranks of a group."""
     if len(periodic) != mesh.ndim:
         raise InvalidArgumentError(f"periodic has {len(periodic)} flags for {mesh.ndim} dimensions")
@@ -305,7 +305,7 @@ def _of_mesh(mesh: DeviceMesh, periodic: Sequence[bool], group: ProcessGroup) ->
 
 def _of_grid(
     numbers: Sequence[int], shape: tuple[int, ...], periodic: Sequence[bool], rank: int
-) -> _Topology:
+) -> _NeighborTopology:
     """Return the links of a grid of ranks, for one rank."""
     grid = np.array(numbers).reshape(shape)
     rows = []
@@ -328,7 +328,9 @@ def _of_grid(
     table[:, 1] = _among_own(table[:, 0], table[:, 1])
     table[:, 3] = _among_own(table[:, 2], table[:, 3])
     text = f"grid {list(shape)}, periodic {list(periodic)}"
-    return _Topology(Links(table, text, linked), (2 * len(shape), 2 * len(shape)))
+    return _NeighborTopology(
+        NeighborMessages(table, text, linked), (2 * len(shape), 2 * len(shape))
+    )
 
 
 def _among_own(ranks: IntArray, places: IntArray) -> IntArray:

@@ -23,7 +23,7 @@ from unisono.groups.world import Group, member_group
 _SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
-class _State:
+class _StopState:
     """Whether this process was asked to stop, and whether it catches the signals.
 
     No events: a second signal may come while the handler of the first sets one, and would wait for
@@ -67,16 +67,16 @@ def should_stop(group: Group = None, *, timeout: Timeout | None = None) -> bool:
         return False
     with reporting_bad_arguments(pg, "should_stop"):
         timeout = None if timeout is None else to_seconds(timeout)
-    flag = np.array([_State.asked], dtype=np.int32)
+    flag = np.array([_StopState.asked], dtype=np.int32)
     pg.all_reduce(flag, ReduceOp.MAX, timeout=timeout).wait_on_host()
     return bool(flag[0])
 
 
 def _watch() -> None:
     """Catch the signals from now on, if called on the main thread; Python allows it only there."""
-    if _State.watching or threading.current_thread() is not threading.main_thread():
+    if _StopState.watching or threading.current_thread() is not threading.main_thread():
         return
-    _State.watching = True
+    _StopState.watching = True
     for name in _SIGNALS:
         if (signum := getattr(signal, name, None)) is not None:
             signal.signal(signum, _handler(signal.getsignal(signum)))
@@ -84,7 +84,7 @@ def _watch() -> None:
 
 def _handler(previous: Any) -> Callable[[int, FrameType | None], None]:
     def on_signal(signum: int, frame: FrameType | None) -> None:
-        _State.asked = True
+        _StopState.asked = True
         if callable(previous):
             previous(signum, frame)
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from unisono.bench.plan import ALL, DTYPES, OPS, PEERS, REDOPS, BenchPlan, Loop, Sizes
+from unisono.bench.plan import ALL, DTYPES, OPS, PEERS, REDOPS, BenchPlan, LoopPlan, SizeRange
 from unisono.cli.flags import (
     add_parser,
     add_sizes,
@@ -127,7 +127,7 @@ def _bench(options: argparse.Namespace) -> int:
         )
     # These modules import NumPy, which `unisono run`, with the same parser, must not load.
     from unisono.bench.launch import check_installed, run_ranks
-    from unisono.bench.report import Table, document
+    from unisono.bench.report import ReportTable, document
 
     plan = _plan(options)
     if options.plot and ALL in (options.datatype, options.op):
@@ -141,7 +141,7 @@ def _bench(options: argparse.Namespace) -> int:
         check_installed(feature)
     for path in filter(None, (options.json, options.plot)):
         check_writable(path)
-    table = Table(plan)
+    table = ReportTable(plan)
     for note in _notes(options, plan):
         table.take({"kind": "note", "text": note})
     try:
@@ -188,8 +188,8 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
         ops=ops,
         nprocs=nprocs,
         hosts=options.hosts,
-        sizes=Sizes(options.minbytes, options.maxbytes, options.stepfactor, options.stepbytes),
-        loop=Loop(
+        sizes=SizeRange(options.minbytes, options.maxbytes, options.stepfactor, options.stepbytes),
+        loop=LoopPlan(
             iters=options.iters,
             warmup=options.warmup_iters,
             rounds=options.rounds,

@@ -17,7 +17,7 @@ from unisono.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from unisono.schedules import Topology
-    from unisono.schedules.tables import Shape, Table
+    from unisono.schedules.tables import ChoiceTable, GroupShape
     from unisono.simulate import Machine
 
 _DESCRIPTION = """\
@@ -92,11 +92,11 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _shape(options: argparse.Namespace) -> Shape:
+def _shape(options: argparse.Namespace) -> GroupShape:
     """Return the shape of the group that the flags describe, as `backends.tuning` does."""
     from unisono.engines.choice import engine_info
     from unisono.schedules.far import round_trip_class
-    from unisono.schedules.tables import Shape
+    from unisono.schedules.tables import GroupShape
 
     if options.ranks % options.hosts:
         raise InvalidArgumentError(f"-p {options.ranks} does not fill {options.hosts} hosts")
@@ -112,7 +112,7 @@ def _shape(options: argparse.Namespace) -> Shape:
     options.hosts = len(sizes)
     local = max(sizes.values()) if len(set(sizes.values())) == 1 else 1
     over = "shared-memory" if near and options.hosts == 1 else transport
-    return Shape(engine, over, options.ranks, local if near else 1, trip_us)
+    return GroupShape(engine, over, options.ranks, local if near else 1, trip_us)
 
 
 def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
@@ -137,7 +137,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
 
 
 def _print(
-    options: argparse.Namespace, topology: Topology, table: Table | None, chosen: str
+    options: argparse.Namespace, topology: Topology, table: ChoiceTable | None, chosen: str
 ) -> None:
     """Print a line per algorithm that serves the call, the fastest first."""
     from unisono.schedules import available, build, select
@@ -167,7 +167,7 @@ def _print(
         print(line)
 
 
-def _measured(table: Table | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:
+def _measured(table: ChoiceTable | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:
     """Return the times of the measured size that is nearest, at most a factor of 4 away."""
     sizes = [size for name, size in table.measured if name == op] if table else []
     near = min(sizes, key=lambda size: abs(math.log2(size / (nbytes or 1))), default=0)

@@ -11,11 +11,11 @@ from typing import Any
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
 from unisono.errors import InvalidArgumentError, RendezvousError
-from unisono.launcher.spec import Meeting
+from unisono.launcher.spec import NodeMeeting
 from unisono.platform.machine import usable_cores
 from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.rendezvous.member import Timing
-from unisono.rendezvous.state import Limits
+from unisono.rendezvous.state import JobLimits
 
 _SERVICES = ("etcd", "redis")
 _BACKENDS = ("static", "c10d", *_SERVICES)
@@ -196,23 +196,23 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
     single = high == 1
     timing = Timing(poll_s=options.monitor_interval)
     # Check the flags about the rendezvous even if this is the only node.
-    meeting = Meeting() if options.standalone else _meeting(options, low, high)
+    meeting = NodeMeeting() if options.standalone else _meeting(options, low, high)
     return {
-        "limits": Limits(
+        "limits": JobLimits(
             min_nodes=low,
             max_nodes=high,
             max_restarts=options.max_restarts,
             replaces=options.restart == "worker",
             durable=options.restart == "worker" and bool(meeting.service) and not single,
         ),
-        "meeting": Meeting(timing=timing) if single else meeting,
+        "meeting": NodeMeeting(timing=timing) if single else meeting,
         "run_id": options.rdzv_id or (None if single else "none"),
         "role": options.role,
         "master_port": options.master_port or 0,
     }
 
 
-def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
+def _meeting(options: argparse.Namespace, low: int, high: int) -> NodeMeeting:
     backend, conf = options.rdzv_backend, options.rdzv_conf
     if backend not in _BACKENDS:
         raise InvalidArgumentError(
@@ -222,7 +222,7 @@ def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
     if backend == "static":
         return _static(options, low, high, common)
     if high == 1 and not options.rdzv_endpoint:
-        return Meeting(**common)
+        return NodeMeeting(**common)
     if not options.rdzv_endpoint:
         raise InvalidArgumentError(
             f"--nnodes {low}:{high} --rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT",
@@ -231,14 +231,14 @@ def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
             else "name one of the job's hosts; the agent there serves the store",
         )
     if backend in _SERVICES:
-        return Meeting(endpoint=_service(options), **common)
+        return NodeMeeting(endpoint=_service(options), **common)
     if conf.get("store_type", "tcp") == "file":
-        return Meeting(endpoint=options.rdzv_endpoint, **common)
+        return NodeMeeting(endpoint=options.rdzv_endpoint, **common)
     hosting = {"1": True, "true": True, "0": False, "false": False}.get(
         conf.get("is_host", "").lower()
     )
     endpoint = _endpoint(options.rdzv_endpoint, high)
-    return Meeting(endpoint=endpoint, hosting=hosting, **common)
+    return NodeMeeting(endpoint=endpoint, hosting=hosting, **common)
 
 
 def _service(options: argparse.Namespace) -> str:
@@ -250,7 +250,9 @@ def _service(options: argparse.Namespace) -> str:
     return f"{backend}{secured}://{options.rdzv_endpoint}/{prefix}?{'&'.join(secrets)}"
 
 
-def _static(options: argparse.Namespace, low: int, high: int, common: dict[str, Any]) -> Meeting:
+def _static(
+    options: argparse.Namespace, low: int, high: int, common: dict[str, Any]
+) -> NodeMeeting:
     if low != high:
         raise InvalidArgumentError(
             f"--nnodes {low}:{high} needs --rdzv-backend c10d: static is for a fixed number"
@@ -262,7 +264,7 @@ def _static(options: argparse.Namespace, low: int, high: int, common: dict[str, 
     endpoint = (options.master_addr, port)
     if options.rdzv_endpoint:
         endpoint = _endpoint(options.rdzv_endpoint, high)
-    return Meeting(
+    return NodeMeeting(
         endpoint=_known_port(*endpoint, "--master-port", high),
         hosting=rank == 0,
         node_rank=int(rank),

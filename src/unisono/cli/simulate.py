@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.bench.plan import OPS, Sizes
+from unisono.bench.plan import OPS, SizeRange
 from unisono.cli.flags import add_parser, add_sizes, non_negative, positive, write_text
 from unisono.errors import InvalidArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
     from unisono.simulate import Machine
 
-Row = dict[str, Any]
+SimulatedRow = dict[str, Any]
 
 # The parts of the critical path, as keys of a row.
 _PARTS = ("latency_us", "bytes_us", "busy_us", "ends_us")
@@ -60,11 +60,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _simulate(options: argparse.Namespace) -> int:
     net = _machine(options)
-    sizes = Sizes(options.minbytes, options.maxbytes or options.minbytes, options.stepfactor)
+    sizes = SizeRange(options.minbytes, options.maxbytes or options.minbytes, options.stepfactor)
     print(f"# {options.op}; net {net.name}: {net.values['about']}")
     columns = ("ranks", "size", "algorithm", "time us", "latency", "bytes", "busy", "ends")
     print("#" + _aligned([*columns, "published", "error"])[1:])
-    rows: list[Row] = []
+    rows: list[SimulatedRow] = []
     for p in options.ranks:
         for nbytes in sizes:
             rows += _rows(options, net, p, nbytes)
@@ -113,7 +113,7 @@ def machine_of(name: str, model: str | None = None) -> Machine:
     return replace(net, values=net.values | {"model": model or net.values["model"]})
 
 
-def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[Row]:
+def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[SimulatedRow]:
     """Yield and print a row per algorithm."""
     from unisono.schedules import available
 
@@ -140,7 +140,7 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
 
 def row_of(
     options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
-) -> Row:
+) -> SimulatedRow:
     """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
     from unisono.schedules import build
     from unisono.schedules.ir import ROOTED
@@ -181,7 +181,7 @@ def _aligned(cells: Sequence[str]) -> str:
     return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-def _plot(rows: list[Row], options: argparse.Namespace) -> None:
+def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:
     """Draw a line per algorithm, and the published times as crosses."""
     from unisono.bench.launch import check_installed
 

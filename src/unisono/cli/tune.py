@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from unisono.base import config
-from unisono.bench.plan import OPS, Sizes
+from unisono.bench.plan import OPS, SizeRange
 from unisono.cli.flags import add_parser, add_sizes, checked, positive, seconds
 from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError
@@ -21,7 +21,7 @@ from unisono.platform.machine import load_average, usable_cores
 
 if TYPE_CHECKING:
     from unisono.bench.tuning import TuningPlan
-    from unisono.schedules.tables import Table
+    from unisono.schedules.tables import ChoiceTable
 
 _PREFIX = "unisono tune: "
 # The part of the limit in which the ranks start.
@@ -76,7 +76,7 @@ def _tune(options: argparse.Namespace) -> int:
         for table in tuning.read_tables().values():
             _show(table)
         return 0
-    sizes = Sizes(options.minbytes, options.maxbytes, options.stepfactor)
+    sizes = SizeRange(options.minbytes, options.maxbytes, options.stepfactor)
     ops = tuple(dict.fromkeys(options.ops)) or measuring.OPS
     # The last call of a pass begins before the limit.
     limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
@@ -106,7 +106,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
     from unisono.backends import tuning
     from unisono.backends.cpu import CPUBackend
     from unisono.bench.tuning import PASSES, hosts, measure, quartiles
-    from unisono.schedules.tables import Table
+    from unisono.schedules.tables import ChoiceTable
     from unisono.schedules.tuning import rules_of, topology_of
 
     start_s, load = time.perf_counter(), load_average()
@@ -137,7 +137,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
             "hosts": len(set(names)),
         }
         rules = rules_of(measured, topology_of(shape))
-        table = Table(shape, tuning.machine(), unisono.__version__, rules, measured, about)
+        table = ChoiceTable(shape, tuning.machine(), unisono.__version__, rules, measured, about)
         if names.index(names[rank]) == rank:
             file = tuning.save(table)
             print(f"{_PREFIX}wrote {file} on {names[rank]}", file=sys.stderr)
@@ -150,7 +150,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
         unisono.destroy_process_group()
 
 
-def _show(table: Table) -> None:
+def _show(table: ChoiceTable) -> None:
     """Print the rules of a table, and what each gains."""
     from unisono.schedules.explain import nbytes_text
     from unisono.schedules.select import select

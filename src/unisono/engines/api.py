@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unisono.base.buffers import Array
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp
-from unisono.engines.array_lists import Memory
+from unisono.engines.array_lists import ArrayOrList
 from unisono.errors import ClosedError, Context
 from unisono.rendezvous.launchers import local_rank
 from unisono.schedules import Buf, Layout, Program, Schedule, SharedProgram, lower
@@ -23,8 +24,6 @@ from unisono.trace import make_trace, number_of_kind
 from unisono.transports import Transport
 from unisono.transports.connect import round_trip_us
 from unisono.transports.messages import Failure
-
-Array = np.ndarray[Any, Any]
 
 
 class Communicator:
@@ -258,8 +257,8 @@ class Task:
     """
 
     prepared: Prepared
-    input: Memory
-    output: Memory
+    input: ArrayOrList
+    output: ArrayOrList
     deadline: Deadline
     begin: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from unisono.base.buffers import Array
 
-Memory = Array | list[Array] | None
+ArrayOrList = Array | list[Array] | None
 """[count] contiguous, or several such arrays of one dtype; None: the program has no such buffer."""
 
 
-def are_even(memory: Memory) -> bool:
+def are_even(memory: ArrayOrList) -> bool:
     """Whether the memory is not a list, or a list of arrays of equal size."""
     return not isinstance(memory, list) or all(each.size == memory[0].size for each in memory)
 
 
-def concatenated(memory: Memory) -> Array | None:
+def concatenated(memory: ArrayOrList) -> Array | None:
     """Return a list as one array: its own memory if its arrays are adjacent, else a copy."""
     if not isinstance(memory, list):
         return memory
@@ -25,7 +23,7 @@ def concatenated(memory: Memory) -> Array | None:
     return np.concatenate(memory) if together is None else together
 
 
-def copy_back(array: Array | None, memory: Memory) -> None:
+def copy_back(array: Array | None, memory: ArrayOrList) -> None:
     """Copy the array that `concatenated` returned into the list, unless they share memory."""
     if array is None or not isinstance(memory, list):
         return

@@ -78,7 +78,7 @@ _HINTS = {
 _GONE = {"LOST": "its process ended", "LEFT": CLOSED, "UNREACHABLE": "it cannot be reached"}
 
 
-class Expired(Exception):
+class DeadlinePassed(Exception):
     """A wait inside a collective reached the deadline of the call.
 
     Args:
@@ -156,7 +156,7 @@ def status_of_code(
             down = None
         return down or LinkDown(rank, gone, left=left)
     if code == _engine.TIMEOUT:
-        return Expired(asked)
+        return DeadlinePassed(asked)
     known = transport.failure(comm.context)
     if code == _engine.ABORTED:
         blamed = comm.ranks[peer]
@@ -181,13 +181,15 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
         cause = comm.transport.explain(error, comm.made_s, comm.ranks)
         table = cause.table or _table_of_lost(error.peer, comm, call)
         return Failure(cause.kind, cause.reason, cause.peers, me, table)
-    if isinstance(error, Expired):
+    if isinstance(error, DeadlinePassed):
         return _time_out(comm, call, deadline, error)
     reason = f"{type(error).__name__} on rank {me}: {error}"
     return Failure("memory" if isinstance(error, MemoryError) else "internal", reason, [me], me)
 
 
-def _time_out(comm: Communicator, call: Call, deadline: Deadline, expired: Expired) -> Failure:
+def _time_out(
+    comm: Communicator, call: Call, deadline: Deadline, expired: DeadlinePassed
+) -> Failure:
     """Ask every other rank for its last call; blame the ranks that are behind or silent.
 
     An earlier answer counts for a rank that does not answer again. If this rank was not in the

@@ -6,13 +6,10 @@ which is what hardware does. Overflow follows the dtype silently, as in every MP
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from unisono.base.buffers import Array
 from unisono.base.types import DType, RedOpType, ReduceOp
-
-Array = np.ndarray[Any, Any]
 
 _UFUNCS: dict[RedOpType, np.ufunc] = {
     RedOpType.SUM: np.add,

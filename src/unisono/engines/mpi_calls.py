@@ -31,7 +31,7 @@ _MOST = 2**31 - 1
 _INPUT, _OUTPUT, _REQUEST = "input", "output", "request"
 
 Words = list[Any]
-Sizes = int | tuple[int, ...]
+ItemSizes = int | tuple[int, ...]
 
 
 @functools.cache
@@ -151,8 +151,8 @@ class CallMaker:
         if mine is None and blocks is None:
             words = [_INPUT, part, unit, _OUTPUT, part, unit, *root]
             return self._made(name, words, part, what.nbytes)
-        sent: Sizes = what.sent or ()
-        received: Sizes = what.received or ()
+        sent: ItemSizes = what.sent or ()
+        received: ItemSizes = what.received or ()
         if kind != "all_to_all":
             known = blocks or ()
             own = known[self._rank] if mine is None else mine

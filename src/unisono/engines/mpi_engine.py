@@ -20,27 +20,27 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
+from unisono.base.buffers import Array
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.seam import cpp as _engine
 from unisono.base.types import dtype_named
 from unisono.engines.api import Collective, Communicator, Prepared, Task
 from unisono.engines.array_lists import concatenated, copy_back
-from unisono.engines.errors import LATE_S, Expired, status_of_code
+from unisono.engines.errors import LATE_S, DeadlinePassed, status_of_code
 from unisono.engines.mpi_calls import CallMaker, address, handle, in_bytes, most_moved
 from unisono.engines.mpi_library import Helper, library, note_broken, process
 from unisono.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.engines.native_queue import QueueEngine
-from unisono.engines.reference import Run
+from unisono.engines.reference import TaskRun
 from unisono.engines.shared_memory import share_memory
 from unisono.errors import UnsupportedError
 from unisono.platform.machine import usable_cores
 from unisono.transports.control import Question
-from unisono.transports.messages import Failure, Kind
+from unisono.transports.messages import Failure, Purpose
 
-Array = np.ndarray[Any, Any]
 # INPUT and OUTPUT of a call, as C++ takes them.
-Arrays = tuple[Array | None, Array | None]
+ArrayPair = tuple[Array | None, Array | None]
 
 # Between two looks at the control plane in a wait for the helper thread.
 _LOOK_S = 5e-3
@@ -124,7 +124,7 @@ class MPIEngine(QueueEngine):
     def perform(self, task: Task) -> None:
         self._start_record(task)
         prepared, what = task.prepared, task.prepared.what
-        with Run(self.comm, task) as run:
+        with TaskRun(self.comm, task) as run:
             if self.comm.size == 1:
                 run.execute(prepared.program)
                 return
@@ -153,7 +153,7 @@ class MPIEngine(QueueEngine):
     def continue_task(self, task: Task, code: int, peer: int) -> None:
         # `prepare` returns no other calls.
         assert task.prepared.what is not None
-        arrays = cast(Arrays, (task.input, task.output))
+        arrays = cast(ArrayPair, (task.input, task.output))
         try:
             code = self._wait(task, code, peer, note=_WRITES)
         except BaseException:
@@ -221,7 +221,7 @@ class MPIEngine(QueueEngine):
 
     # ---- calls in C++ -----------------------------------------------------------------------
 
-    def _connect(self, task: Task, run: Run) -> None:
+    def _connect(self, task: Task, run: TaskRun) -> None:
         """Make MPI's communicator of this group."""
         comm, world = self.comm, self._MPI.COMM_WORLD
         # MPI would wait for an absent rank without a deadline, and without a name.
@@ -290,7 +290,7 @@ class MPIEngine(QueueEngine):
             itemsize = 1
         return self._maker.movement(what, unit, what.nbytes // itemsize, mine, largest)
 
-    def _run_in_cpp(self, task: Task, native: Any, arrays: Arrays, note: str = "") -> int:
+    def _run_in_cpp(self, task: Task, native: Any, arrays: ArrayPair, note: str = "") -> int:
         """Run a call in C++; return OK or UNEVEN."""
         try:
             # A signal handler may raise as soon as C++ returns.
@@ -310,7 +310,7 @@ class MPIEngine(QueueEngine):
             note: The effect of a time-out if MPI has the arrays.
         """
         if code == _engine.WAITING:
-            group, watch = self._native_group, _Watch(self.comm, task)
+            group, watch = self._native_group, _MPIWatch(self.comm, task)
             while code == _engine.WAITING:
                 if group.has_arrived():
                     self._confirm(task)
@@ -319,7 +319,7 @@ class MPIEngine(QueueEngine):
                 code, error = group.go_on()
             watch.close()
         if code == _engine.MISMATCH:
-            with Run(self.comm, task) as run:
+            with TaskRun(self.comm, task) as run:
                 raise run.mismatch()
         if code == _engine.LIBRARY:
             self._raise_error(task, self._MPI.Exception(error))
@@ -343,7 +343,7 @@ class MPIEngine(QueueEngine):
             while not has_answers and not limit.expired():
                 has_answers = question.wait_until(Deadline(_LOOK_S))
                 failure = comm.transport.failure(comm.context)
-                if failure is not None and failure.ends(Kind.COLLECTIVE, task.seq):
+                if failure is not None and failure.ends(Purpose.COLLECTIVE, task.seq):
                     raise failure
         finally:
             comm.transport.close_question(question)
@@ -356,12 +356,12 @@ class MPIEngine(QueueEngine):
         comm = self.comm
         comm.transport.ask(comm.context, 0, comm.others, Deadline(_REASON_S))
         time.sleep(_SETTLED_S)
-        _Watch(comm, task).look(last=True)
+        _MPIWatch(comm, task).look(last=True)
         raise RuntimeError(f"{self.over}: {error}") from error
 
     # ---- collectives ----------------------------------------------------------------------
 
-    def _collect(self, task: Task, what: Collective, arrays: Arrays) -> None:
+    def _collect(self, task: Task, what: Collective, arrays: ArrayPair) -> None:
         """Agree with the other ranks, and run MPI's collective."""
         prepared = task.prepared
         knows_op = self._knows_op(prepared)
@@ -372,7 +372,7 @@ class MPIEngine(QueueEngine):
             self._choose_op(task)
             self._run_in_cpp(task, self._in_cpp(self._call(what, prepared)), arrays, _WRITES)
 
-    def _collect_uneven(self, task: Task, what: Collective, arrays: Arrays) -> None:
+    def _collect_uneven(self, task: Task, what: Collective, arrays: ArrayPair) -> None:
         """Compare the sizes of all ranks, and run MPI's collective for these sizes."""
         given, out = arrays
         mine = out if what.kind == "scatter" else given
@@ -411,7 +411,7 @@ class MPIEngine(QueueEngine):
 
     def _run_blocking(self, task: Task, call: Callable[[], object]) -> None:
         """Run a call that blocks in MPI on the helper thread."""
-        watch = _Watch(self.comm, task)
+        watch = _MPIWatch(self.comm, task)
         done: Completion = self._helper.begin(call)
         try:
             while not done.wait_until(Deadline(_LOOK_S)):
@@ -425,7 +425,7 @@ class MPIEngine(QueueEngine):
             raise done.error
 
 
-class _Watch:
+class _MPIWatch:
     """The other ends of a wait in MPI: the deadline, a lost rank, and an abort."""
 
     def __init__(self, comm: Communicator, task: Task) -> None:
@@ -451,7 +451,7 @@ class _Watch:
                 continue
             self._left_s = self._left_s or time.monotonic()
             if isinstance(reason, Failure):
-                ends = reason.ends(Kind.COLLECTIVE, self._seq)
+                ends = reason.ends(Purpose.COLLECTIVE, self._seq)
             else:
                 ends = not reason.left
             if last or ends or time.monotonic() > self._left_s + _LEFT_S:
@@ -459,7 +459,7 @@ class _Watch:
         if self._asked is None and self._late.expired():
             self._asked = transport.inquire(comm.context, 0, comm.others, places=True)
         if self._deadline.expired():
-            raise Expired(self._asked, note())
+            raise DeadlinePassed(self._asked, note())
 
     def close(self) -> None:
         """End the question to the other ranks, if there is one."""

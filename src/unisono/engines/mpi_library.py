@@ -26,7 +26,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.seam import why_absent as why_no_engine
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 from unisono.errors import UnsupportedError
 from unisono.platform.processes import loaded_files
 from unisono.rendezvous.pmi import PMIServer
@@ -49,7 +49,7 @@ _PMI_VARIABLES = ("PMI_RANK", "PMI_FD", "PMI_PORT")
 _PMIX_VARIABLE = "PMIX_RANK"
 
 
-class Library(NamedTuple):
+class MPILibrary(NamedTuple):
     """An MPI library.
 
     Attributes:
@@ -67,7 +67,7 @@ class Library(NamedTuple):
 
 
 @functools.cache
-def library() -> Library:
+def library() -> MPILibrary:
     """Load mpi4py and the MPI library, and initialise nothing.
 
     Raises:
@@ -93,7 +93,7 @@ def library() -> Library:
     vendor, version = MPI.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
     # A handle is an int for MPICH's interface, and a pointer for Open MPI's.
-    found = Library(
+    found = MPILibrary(
         MPI,
         name,
         is_openmpi=MPI._sizeof(MPI.Comm) > 4,
@@ -113,7 +113,7 @@ def why_absent() -> str:
     return ""
 
 
-def _check_launcher(found: Library) -> None:
+def _check_launcher(found: MPILibrary) -> None:
     """Check that the launcher's MPI is that of the library.
 
     Otherwise MPI_Init ends the process without an exception (MPICH), or each process becomes a
@@ -132,7 +132,7 @@ def _check_launcher(found: Library) -> None:
     )
 
 
-def has_launcher(found: Library) -> bool:
+def has_launcher(found: MPILibrary) -> bool:
     """Whether a launcher of MPI processes, to which the library can speak, started this process."""
     env = config.environ()
     return any(name in env for name in _PMI_VARIABLES) or (found.has_pmix and _PMIX_VARIABLE in env)
@@ -143,7 +143,7 @@ class Helper:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], object], Completion] | None] = SimpleQueue()
-        self._worker = Worker(name)
+        self._worker = WorkerThread(name)
         self._running: Completion | None = None
 
     def begin(self, call: Callable[[], object]) -> Completion:
@@ -176,7 +176,7 @@ class Helper:
             del job, call, completion, error
 
 
-class _Process:
+class _MPIUse:
     """The use of MPI by this process.
 
     Attributes:
@@ -286,7 +286,7 @@ def unlink_shared_memory() -> None:
         Path(path).unlink(missing_ok=True)
 
 
-process = _Process()
+process = _MPIUse()
 
 
 def note_broken(stuck: list[Callable[[], bool]], *, lost: bool) -> None:

@@ -17,7 +17,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.process_identity import new_user
 from unisono.base.text import name_ranks
 from unisono.engines.mpi_library import (
-    Library,
+    MPILibrary,
     has_launcher,
     library,
     process,
@@ -25,7 +25,7 @@ from unisono.engines.mpi_library import (
 )
 from unisono.engines.shared_memory import memory_host
 from unisono.errors import Context, RendezvousError, StoreTimeoutError, UnsupportedError
-from unisono.rendezvous.pmi import Job, PMIServer, process_mapping
+from unisono.rendezvous.pmi import MPIJob, PMIServer, process_mapping
 from unisono.stores import PrefixStore, Store
 
 _START = "start the ranks with the library's mpiexec, or srun; with MPICH or Intel MPI also with "
@@ -115,7 +115,7 @@ def _check_libraries(rank: int, rows: Sequence[dict[str, Any]]) -> None:
         )  # fmt: skip
 
 
-def _check_worlds(rank: int, rows: Sequence[dict[str, Any]], found: Library) -> None:
+def _check_worlds(rank: int, rows: Sequence[dict[str, Any]], found: MPILibrary) -> None:
     _raise_reasons(rank, rows)
     names = {(row["world"], row["size"]) for row in rows}
     if len(names) == 1 and len({row["rank"] for row in rows}) == len(rows):
@@ -156,7 +156,7 @@ def _server(
         return None
     name = store.compare_set("name", "", f"unisono_{uuid.uuid4().hex}").decode()
     hosts = [row["host"] or str(other) for other, row in enumerate(rows)]
-    job = Job(name, rank, len(rows), process_mapping(hosts))
+    job = MPIJob(name, rank, len(rows), process_mapping(hosts))
     return PMIServer(PrefixStore("pmi", store), job, deadline.remaining())
 
 

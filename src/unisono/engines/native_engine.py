@@ -18,16 +18,17 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from unisono.base import config
+from unisono.base.buffers import Array
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.seam import cpp as _engine
 from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines.api import NO_STEPS, Communicator, Prepared, Task
-from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
+from unisono.engines.array_lists import ArrayOrList, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
-from unisono.engines.reference import Run
+from unisono.engines.reference import TaskRun
 from unisono.engines.shared_memory import SLOT_BYTES, share_memory
 from unisono.errors import InvalidArgumentError
 from unisono.schedules import (
@@ -44,8 +45,6 @@ from unisono.transports.control import Question
 from unisono.transports.messages import Failure
 
 _log = get_logger("engines.native")
-
-Array = np.ndarray[Any, Any]
 
 # A dtype without reductions, such as float8, is bytes to the C++ engine.
 _CODES: dict[str, int] = _engine.dtype_codes()
@@ -98,7 +97,7 @@ def _uneven(
     return None if shared is None else _NativeProgram(shared)
 
 
-def _whole(memory: Memory) -> Memory:
+def _whole(memory: ArrayOrList) -> ArrayOrList:
     return memory if are_even(memory) else concatenated(memory)
 
 
@@ -169,10 +168,10 @@ class NativeEngine(QueueEngine):
     def perform(self, task: Task) -> None:
         self._start_record(task)
         if not self._connected:
-            with Run(self.comm, task) as run:
+            with TaskRun(self.comm, task) as run:
                 self._connect(run)
         if self.comm.size == 1:
-            with Run(self.comm, task) as run:
+            with TaskRun(self.comm, task) as run:
                 run.execute(task.prepared.program)
             return
         status = self._execute(task, self._native(task.prepared))
@@ -280,7 +279,7 @@ class NativeEngine(QueueEngine):
         return status
 
     def _run_in_cpp(
-        self, task: Task, native: Any, given: Memory, result: Memory
+        self, task: Task, native: Any, given: ArrayOrList, result: ArrayOrList
     ) -> tuple[int, int]:
         left_s = task.deadline.remaining()
         status: tuple[int, int] = self.calls.run(native, given, result, left_s, task.seq)
@@ -310,7 +309,7 @@ class NativeEngine(QueueEngine):
         """Raise the exception that the reference engine would raise for this code."""
         comm = self.comm
         if code == _engine.MISMATCH:
-            with Run(comm, task) as run:
+            with TaskRun(comm, task) as run:
                 raise run.mismatch()
         if takes_no_part(code) and self._is_explained(comm.ranks[peer], code):
             code = _engine.ABORTED
@@ -338,7 +337,7 @@ class NativeEngine(QueueEngine):
 
     # ---- setting up -----------------------------------------------------------------------
 
-    def _connect(self, run: Run) -> None:
+    def _connect(self, run: TaskRun) -> None:
         """Make or open the group's memory; all ranks get the same result."""
         comm = self.comm
         if comm.size == 1:

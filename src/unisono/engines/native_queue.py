@@ -22,7 +22,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.seam import cpp as _engine
 from unisono.engines.api import Call, Communicator, Prepared, Task
-from unisono.engines.array_lists import Memory
+from unisono.engines.array_lists import ArrayOrList
 from unisono.engines.queue import OrderedEngine
 from unisono.errors import ClosedError
 from unisono.transports.messages import CallStatus
@@ -78,7 +78,7 @@ class QueuedCall:
             self._seq = int(native.seq)
         return self._seq
 
-    def pending(self, output: Memory) -> Any:
+    def pending(self, output: ArrayOrList) -> Any:
         """Return the completion; make it, with the result `output`, at the first call."""
         if (made := self.made) is None:
             engine = self.engine
@@ -265,7 +265,7 @@ class QueueEngine(OrderedEngine):
         numbers: tuple[int, int],
         status: tuple[int, int],
         raised: BaseException | None,
-        memory: tuple[Memory, Memory],
+        memory: tuple[ArrayOrList, ArrayOrList],
         timeout_s: float,
     ) -> None:
         """Continue a call that C++ ran on this thread, which still has the turn.

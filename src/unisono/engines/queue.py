@@ -19,10 +19,10 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.reentry import has_lock
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 from unisono.engines.api import Call, Communicator, Engine, Task
 from unisono.engines.errors import (
-    Expired,
+    DeadlinePassed,
     broken_group_error,
     closed_text,
     nested_call_error,
@@ -106,7 +106,7 @@ class OrderedEngine(Engine):
         self._drains = False
         self._closed = False
         self._finished = 0
-        self._worker = Worker(f"unisono-progress-{comm.name}")
+        self._worker = WorkerThread(f"unisono-progress-{comm.name}")
         comm.transport.on_failure(comm.context, self.note_failure)
         comm.transport.calls.watch(comm.context, self)
 
@@ -388,7 +388,7 @@ class OrderedEngine(Engine):
             failure = to_failure(error, comm, call, task.deadline)
             self.fail(failure)
             failed = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
-            if isinstance(error, (Failure, LinkDown, Expired)):
+            if isinstance(error, (Failure, LinkDown, DeadlinePassed)):
                 # The transport keeps the error, and its stack frames would keep the task's buffers.
                 error.__traceback__ = None
             else:

@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from unisono.base.buffers import as_bytes
+from unisono.base.buffers import Array, as_bytes
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Communicator, Task
 from unisono.engines.array_lists import concatenated, copy_back
-from unisono.engines.errors import LATE_S, Expired, mismatch_error, out_of_step
+from unisono.engines.errors import LATE_S, DeadlinePassed, mismatch_error, out_of_step
 from unisono.engines.kernels import reduce_into
 from unisono.engines.queue import OrderedEngine
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer
 from unisono.transports.control import Question
-from unisono.transports.messages import Failure, Kind
-
-Array = np.ndarray[Any, Any]
+from unisono.transports.messages import Failure, Purpose
 
 _AGREEMENT = struct.Struct("<QQ")
 # How long ranks that disagree wait for each other's texts. All of them are in this call.
@@ -45,18 +43,18 @@ class ReferenceEngine(OrderedEngine):
 
     def perform(self, task: Task) -> None:
         self._start_record(task)
-        with Run(self.comm, task) as run:
+        with TaskRun(self.comm, task) as run:
             program = run.agree() if self.comm.size > 1 else task.prepared.program
             run.execute(program)
 
 
-class Run:
+class TaskRun:
     """The execution of one task; the end of the with block cancels the open transfers."""
 
     def __init__(self, comm: Communicator, task: Task) -> None:
         self._comm = comm
         self._task = task
-        self._key = Key(comm.context, Kind.COLLECTIVE, task.seq)
+        self._key = Key(comm.context, Purpose.COLLECTIVE, task.seq)
         self._late = task.deadline.earlier(LATE_S)
         self._asked: Question | None = None
         self._open: list[Transfer] = []
@@ -260,6 +258,6 @@ class Run:
                 comm = self._comm
                 self._asked = comm.transport.inquire(comm.context, 0, comm.others, places=True)
             if not transfer.wait_until(self._task.deadline):
-                raise Expired(self._asked)
+                raise DeadlinePassed(self._asked)
         if transfer.error is not None:
             raise transfer.error

@@ -22,7 +22,7 @@ from unisono.base.log import get_logger, log_once
 from unisono.base.seam import cpp as _engine
 from unisono.base.seam import is_wanted
 from unisono.engines.api import Communicator
-from unisono.engines.reference import Run
+from unisono.engines.reference import TaskRun
 from unisono.platform.machine import boot_and_processes
 
 _log = get_logger("engines.native")
@@ -66,7 +66,7 @@ def memory_host() -> str:
     return f"{boot}/{container}{alone}"
 
 
-def share_memory(comm: Communicator, run: Run) -> tuple[Any, list[int]] | None:
+def share_memory(comm: Communicator, run: TaskRun) -> tuple[Any, list[int]] | None:
     """Make or open the memory of a group.
 
     Args:
@@ -81,7 +81,7 @@ def share_memory(comm: Communicator, run: Run) -> tuple[Any, list[int]] | None:
     return (segment, pids) if shared else None
 
 
-def _make(comm: Communicator, run: Run) -> tuple[Any, list[int], bool]:
+def _make(comm: Communicator, run: TaskRun) -> tuple[Any, list[int], bool]:
     size, nonce = comm.size, os.urandom(16)
     error, segment = _engine.Segment.create(size, SLOT_BYTES, nonce)
     others = range(1, size)
@@ -102,7 +102,7 @@ def _make(comm: Communicator, run: Run) -> tuple[Any, list[int], bool]:
     return segment, pids.tolist(), shared
 
 
-def _open(comm: Communicator, run: Run) -> tuple[Any, list[int], bool]:
+def _open(comm: Communicator, run: TaskRun) -> tuple[Any, list[int], bool]:
     size = comm.size
     run.send(0, memoryview(struct.pack("<i", os.getpid())))
     invitation = bytearray(_INVITATION.size + 4 * size)

@@ -30,16 +30,16 @@ from unisono.errors import (
 from unisono.groups.membership_store import YES, Document, WatchedStore, first_proposal
 from unisono.groups.process_group import ProcessGroup
 from unisono.rendezvous.membership import (
-    Arrival,
     Attendance,
     Come,
     Connected,
-    Event,
     Expired,
-    Join,
-    Lost,
+    JoinRequest,
     Member,
-    State,
+    MembershipEvent,
+    MembershipState,
+    MembersLost,
+    WaitingMember,
     founder,
     next_event,
 )
@@ -210,7 +210,7 @@ class Membership:
         state = self.document.read(_ANSWER_S)
         return (state.world, state.generation) > (self.world, self.generation)
 
-    def _meet(self, wishes: Wishes, old: ProcessGroup | None) -> State:
+    def _meet(self, wishes: Wishes, old: ProcessGroup | None) -> MembershipState:
         """Wait until a generation with this process is formed."""
         mine = Attendance(
             id=self.me.id,
@@ -218,13 +218,13 @@ class Membership:
             began_s=time.monotonic(),
             timeout_s=wishes.deadline.remaining(),
         )
-        arrival = Arrival(member=self.me, min_size=wishes.min_size, max_size=wishes.max_size)
+        arrival = WaitingMember(member=self.me, min_size=wishes.min_size, max_size=wishes.max_size)
         founders = len(self.members) if self.generation == 1 else 0
         if self.generation:
             self._drop_dead_newcomers(_patience(wishes))
-            first: Event = Come(arrival, self.world, self.generation, founders)
+            first: MembershipEvent = Come(arrival, self.world, self.generation, founders)
         else:
-            first = Join(arrival)
+            first = JoinRequest(arrival)
         state = self.document.change(first, _patience(wishes))
         ids = [each.id for each in self.members]
         # The links of an older generation do not belong to these members.
@@ -260,7 +260,9 @@ class Membership:
             if isinstance(event, Expired) and not self._takes_part(state):
                 raise self._gave_up(missing, wishes)
 
-    def _given_up(self, state: State, away: Collection[str], timeout_s: float) -> list[str]:
+    def _given_up(
+        self, state: MembershipState, away: Collection[str], timeout_s: float
+    ) -> list[str]:
         """Return those of `away` whose node the launcher gave up: they cannot come any more."""
         came = {each.id for each in state.came}
         if not (missing := [each for each in away if each not in came]):
@@ -275,7 +277,7 @@ class Membership:
         state = self.document.read(timeout_s)
         dead = tuple(each.id for each in state.waiting if is_dead(each.member.user))
         if dead:
-            self.document.change(Lost(dead, state.generation))
+            self.document.change(MembersLost(dead, state.generation))
 
     def _withdraw(self) -> None:
         """Report that this process does not wait any more, and is in no new generation."""
@@ -283,17 +285,19 @@ class Membership:
             state = self.document.read(_ANSWER_S)
             while True:
                 number = state.generation
-                state = self.document.change(Lost((self.me.id,), number), _ANSWER_S)
+                state = self.document.change(MembersLost((self.me.id,), number), _ANSWER_S)
                 if state.generation == number or self.me.id not in state.ids:
                     return
 
-    def _takes_part(self, state: State) -> bool:
+    def _takes_part(self, state: MembershipState) -> bool:
         """Whether this process waits in the meeting, or is a member of a new generation."""
         there = {each.id for each in (*state.came, *state.waiting)}
         moved = (state.world, state.generation) != (self.world, self.generation)
         return self.me.id in there or (moved and bool(self.generation or self.me.id in state.ids))
 
-    def _connect(self, state: State, timeout_s: float, backend: str | None) -> ProcessGroup | None:
+    def _connect(
+        self, state: MembershipState, timeout_s: float, backend: str | None
+    ) -> ProcessGroup | None:
         """Return the group of a generation, or None if one of its members is lost already."""
 
         def check() -> None:
@@ -336,7 +340,7 @@ class Membership:
 
     # ---- errors ---------------------------------------------------------------------------
 
-    def _succeeded_by(self, state: State) -> RendezvousError:
+    def _succeeded_by(self, state: MembershipState) -> RendezvousError:
         rank = self._rank
         first = state.members[0] if state.members else None
         where = f" (rank 0 is {describe(first.user)})" if first and first.user else ""
@@ -348,7 +352,7 @@ class Membership:
             hint="end this process; a new one joins with UNISONO_JOIN=1",
         )
 
-    def _gave_up(self, state: State, wishes: Wishes) -> RendezvousError:
+    def _gave_up(self, state: MembershipState, wishes: Wishes) -> RendezvousError:
         waited = f"waited {wishes.deadline.timeout_s:g} s"
         if not self.generation:
             return RendezvousError(
@@ -380,14 +384,14 @@ class Membership:
         return [each.id for each in self.members].index(self.me.id)
 
 
-def _users(state: State) -> list[tuple[str, str]]:
+def _users(state: MembershipState) -> list[tuple[str, str]]:
     """Return the id and the process of all members that are known."""
     members = {each.id: each.user for each in state.members}
     members |= {each.id: each.member.user for each in (*state.came, *state.waiting)}
     return [(each, user) for each, user in members.items() if user]
 
 
-def _ended(state: State, group: ProcessGroup | None, ids: Sequence[str]) -> list[str]:
+def _ended(state: MembershipState, group: ProcessGroup | None, ids: Sequence[str]) -> list[str]:
     """Return the ids of processes that have certainly ended; `ids` are those of the group."""
     came = {each.id for each in state.came}
     gone = {ids[rank] for rank, backend in _links(group) if backend.has_ended(rank)}

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.errors import StoreTimeoutError
-from unisono.rendezvous.membership import Event, State, apply, loads
+from unisono.rendezvous.membership import MembershipEvent, MembershipState, apply, loads
 from unisono.rendezvous.state import dumps
 from unisono.stores import PrefixStore, Store
 from unisono.stores.api import Value, changed_too_often
@@ -43,11 +43,11 @@ class Document:
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("unisono/membership", store)
 
-    def read(self, timeout: Timeout | None = None) -> State:
+    def read(self, timeout: Timeout | None = None) -> MembershipState:
         """Return the present state; `timeout` is the store's time to answer."""
         return loads(self._text(timeout))
 
-    def change(self, event: Event, timeout: Timeout | None = None) -> State:
+    def change(self, event: MembershipEvent, timeout: Timeout | None = None) -> MembershipState:
         """Apply an event; return the state after it."""
         text = self._text(timeout)
         deadline = Deadline(self._store.timeout)
@@ -78,11 +78,11 @@ class Document:
         with contextlib.suppress(StoreTimeoutError):
             self._store.wait([f"formed/{world}.{generation}"], LOOK_S)
 
-    def part(self, state: State) -> PrefixStore:
+    def part(self, state: MembershipState) -> PrefixStore:
         """Return the part of the store that belongs to the present generation alone."""
         return PrefixStore(f"{state.world}.{state.generation}", self._store)
 
-    def clear_before(self, state: State) -> None:
+    def clear_before(self, state: MembershipState) -> None:
         """Delete the keys of the generations before a state's; their members cannot go on."""
         for key in self._store.list_keys():
             found = _OF_GENERATION.match(key)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, Unpack, cast
 import numpy as np
 
 from unisono.backends import CallOptions, CPUBackend, DeviceBackend, GroupSpec, Pending
-from unisono.backends.neighbors import Links
+from unisono.backends.neighbors import NeighborMessages
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline
 from unisono.base.integers import as_flag, as_integer, as_splits
@@ -314,7 +314,7 @@ class Operations:
 
     @operation()
     def neighbor_all_to_all(
-        self, outputs: Arrays, inputs: Arrays, links: Links, **how: Unpack[How]
+        self, outputs: Arrays, inputs: Arrays, links: NeighborMessages, **how: Unpack[How]
     ) -> Work:
         """Exchange arrays with neighbours; see `unisono.neighbor_all_to_all`."""
         on = self._on(next(iter([*inputs, *outputs]), None))
@@ -637,7 +637,7 @@ def in_cpp(function: F) -> F:
     for the prepared call of its arguments: function, group, dtypes, shapes, root, op, algorithm and
     order. A number as time-out is for this call only. The arrays must be NumPy arrays, plain
     tensors of torch, or lists of them; C++ packs arrays that are not contiguous. C++ runs the
-    prepared call at once, or queues it for the progress thread. All other calls run `function`; if
+    prepared call at once, or queues it for the progress thread. All other calls run `function`. If
     the arguments of a collective are new, it gets one more keyword, `_learn`, for what
     `Engine.prepare` returns.
 

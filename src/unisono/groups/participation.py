@@ -28,7 +28,7 @@ _REFUSED = "_unisono_refused"
 _MESSAGES = ("send", "recv", "isend", "irecv", "probe", "batch_isend")
 """How the names of the calls begin in which not all ranks take part."""
 
-Place = tuple[int, int]
+CodePlace = tuple[int, int]
 """A place in the order of a group's calls; a later place is larger."""
 
 
@@ -138,11 +138,11 @@ class Participation:
         """Whether this rank could not even refuse a call. Then C++ must make no call."""
         return bool(self._missed)
 
-    def place(self, group: GroupView) -> Place:
+    def place(self, group: GroupView) -> CodePlace:
         """Return how many calls of the group this rank has made or refused."""
         return number_of(group.backends), self._late
 
-    def is_known_to_all(self, group: GroupView, error: BaseException, since: Place) -> bool:
+    def is_known_to_all(self, group: GroupView, error: BaseException, since: CodePlace) -> bool:
         """Return as `ProcessGroup.is_known_to_all`."""
         if _is_broken(group):
             return True

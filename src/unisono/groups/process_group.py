@@ -35,7 +35,7 @@ from unisono.groups.ending import (
     waits_here,
 )
 from unisono.groups.operations import Operations
-from unisono.groups.participation import Participation, Place, number_of
+from unisono.groups.participation import CodePlace, Participation, number_of
 from unisono.stores import PrefixStore, Store
 
 
@@ -290,11 +290,11 @@ class ProcessGroup(Operations):
             error.name_call(op)
         self._part.refuse(self, op, error, arguments, wait=how.get("async_op") is not True)
 
-    def place(self) -> Place:
+    def place(self) -> CodePlace:
         """Return this rank's place in the order of calls, for `is_known_to_all`."""
         return self._part.place(self)
 
-    def is_known_to_all(self, error: BaseException, since: Place) -> bool:
+    def is_known_to_all(self, error: BaseException, since: CodePlace) -> bool:
         """Return whether the other ranks have this error, or a report of it, in this block.
 
         Args:

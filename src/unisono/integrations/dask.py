@@ -10,8 +10,8 @@ from unisono.base.deadline import Deadline, Timeout
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError, UsageError
 from unisono.integrations import member
 from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
-from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import OUTSIDE, Ranks, T, collect
+from unisono.integrations.member import RankOutcome
+from unisono.integrations.outcomes import OUTSIDE, CallOnRanks, T, collect
 
 try:
     from distributed import Client, Future, wait
@@ -92,7 +92,7 @@ def run(
         call.at_store(_close)
 
 
-class _Tasks(Ranks):
+class _Tasks(CallOnRanks):
     """One task on each worker.
 
     Dask keeps a task pending for ever if the only worker that may run it has died. This class
@@ -122,7 +122,7 @@ class _Tasks(Ranks):
             future = self._client.submit(_rank, self.meeting, rank, fn, *args, **how)
             self.pending[future] = rank
 
-    def poll(self, timeout_s: float) -> Iterator[Outcome]:
+    def poll(self, timeout_s: float) -> Iterator[RankOutcome]:
         """Wait for the first tasks that end, and look for lost workers."""
         try:
             done = wait(list(self.pending), timeout=timeout_s, return_when="FIRST_COMPLETED").done
@@ -137,25 +137,25 @@ class _Tasks(Ranks):
             for future, rank in list(self.pending.items()):
                 if rank in lost:
                     del self.pending[future]
-                    yield Outcome(rank=rank, lost="the scheduler lost the connection to it")
+                    yield RankOutcome(rank=rank, lost="the scheduler lost the connection to it")
 
-    def _outcome(self, future: Future) -> Outcome | None:
+    def _outcome(self, future: Future) -> RankOutcome | None:
         """Return the outcome of a task that has ended; None if it is not here yet."""
         rank = self.pending[future]
         try:
-            outcome: Outcome = future.result(timeout=self._fetch_s)
+            outcome: RankOutcome = future.result(timeout=self._fetch_s)
             return outcome
         except TimeoutError:
             # The worker may have died after the end of the task; then Dask would wait for ever.
             self._fetch_s *= 2
             return None
         except KilledWorker as error:
-            return Outcome(rank=rank, lost=str(error))
+            return RankOutcome(rank=rank, lost=str(error))
         except Exception as error:
             return member.failure(self.meeting, rank, error, OUTSIDE)
 
 
-def _rank(meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Outcome:
+def _rank(meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> RankOutcome:
     return member.attempt(meeting, rank, lambda: member.join_and_call(meeting, rank, fn, *args))
 
 

@@ -1,7 +1,7 @@
 """A rank in the process of an actor, worker or task: join a group, call a function, leave.
 
 Such a process outlives its groups and is not the program's own. A failure therefore must not end
-the process: the rank reports it to the other ranks and returns it as an `Outcome`.
+the process: the rank reports it to the other ranks and returns it as an `RankOutcome`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ that have not started, so its error must be first."""
 _lock = threading.RLock()
 
 
-class _Process:
+class _OwnGroup:
     """The group of this process, and the rank that uses it now."""
 
     token = ""
@@ -38,7 +38,7 @@ class _Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RankOutcome:
     """The result or the failure of one call on one rank.
 
     Attributes:
@@ -63,11 +63,11 @@ class Outcome:
         return bool(self.text or self.lost)
 
 
-def attempt(meeting: Meeting, rank: int, action: Callable[[], Any]) -> Outcome:
+def attempt(meeting: Meeting, rank: int, action: Callable[[], Any]) -> RankOutcome:
     """Return the outcome of an action of this rank, which has the process for itself."""
     try:
         with _alone(meeting, rank):
-            return Outcome(rank=rank, value=action())
+            return RankOutcome(rank=rank, value=action())
     except KeyboardInterrupt:
         # The framework cancels the call in this way.
         raise
@@ -75,22 +75,22 @@ def attempt(meeting: Meeting, rank: int, action: Callable[[], Any]) -> Outcome:
         return failure(meeting, rank, error)
 
 
-def failure(meeting: Meeting, rank: int, error: BaseException, place: str = "") -> Outcome:
+def failure(meeting: Meeting, rank: int, error: BaseException, place: str = "") -> RankOutcome:
     """Return the outcome of a call that raised an error, by default in this process."""
     pickled = b""
     with contextlib.suppress(Exception):
         pickled = import_module(meeting.pickler).dumps(error)
     text = "".join(traceback.format_exception(error))
     place = place or f"pid {os.getpid()}, host {platform.node()}"
-    return Outcome(rank=rank, text=text, error=pickled, place=place)
+    return RankOutcome(rank=rank, text=text, error=pickled, place=place)
 
 
 @contextlib.contextmanager
 def _alone(meeting: Meeting, rank: int) -> Iterator[None]:
     """Refuse a second rank in this process."""
     with _lock:
-        if _Process.busy is not None:
-            token, other = _Process.busy
+        if _OwnGroup.busy is not None:
+            token, other = _OwnGroup.busy
             if token == meeting.token and other != rank:
                 raise UsageError(
                     f"ranks {other} and {rank} are threads of one process, {os.getpid()}: each "
@@ -102,11 +102,11 @@ def _alone(meeting: Meeting, rank: int) -> Iterator[None]:
                 f"rank {other}",
                 hint="wait for the end of that call, or choose other workers",
             )
-        _Process.busy = meeting.token, rank
+        _OwnGroup.busy = meeting.token, rank
     try:
         yield
     finally:
-        _Process.busy = None
+        _OwnGroup.busy = None
 
 
 def join(meeting: Meeting, rank: int) -> None:
@@ -119,9 +119,9 @@ def join(meeting: Meeting, rank: int) -> None:
         PeerLostError: The framework has started this rank again.
         RendezvousError: Other ranks did not come.
     """
-    if _Process.token == meeting.token:
+    if _OwnGroup.token == meeting.token:
         return  # Ray has made the call although it reported the actor as unavailable
-    _Process.token = ""
+    _OwnGroup.token = ""
     if process_world.default is not None:
         process_world.close()
     store = attend(meeting)
@@ -147,13 +147,13 @@ def join(meeting: Meeting, rank: int) -> None:
     process_world.on_close.append(store.close)
     assert process_world.default is not None
     process_world.default.set_timeout(group_timeout_s(None))
-    _Process.token = meeting.token
+    _OwnGroup.token = meeting.token
 
 
 def leave(meeting: Meeting) -> None:
     """Close the group of a meeting if this process is still in it."""
-    if _Process.token == meeting.token:
-        _Process.token = ""
+    if _OwnGroup.token == meeting.token:
+        _OwnGroup.token = ""
         if process_world.default is not None:
             process_world.close()
 
@@ -164,7 +164,7 @@ def call(meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Any
     Without the report the other ranks would wait for this rank until their time-out, because its
     process lives on. The rank stays if all ranks raise the error and the group is usable.
     """
-    if _Process.token != meeting.token:
+    if _OwnGroup.token != meeting.token:
         raise NotInitializedError(
             f"rank {rank} is no longer in this group: it raised an error in an earlier call, its "
             "process was started again, or the process joined another group",

@@ -12,7 +12,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.text import name_ranks
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
 from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
-from unisono.integrations.member import Outcome
+from unisono.integrations.member import RankOutcome
 from unisono.launcher.traceback_text import exception_line, is_consequence
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ SETTLE_S = 2.0
 survivor names the operation in which a rank was lost."""
 
 
-class Ranks:
+class CallOnRanks:
     """One call on all ranks of a group, in a framework.
 
     Args:
@@ -45,7 +45,7 @@ class Ranks:
         self.meeting = meeting
         self.names = names
 
-    def poll(self, timeout_s: float) -> Iterable[Outcome]:
+    def poll(self, timeout_s: float) -> Iterable[RankOutcome]:
         """Wait for at least one outcome, at most for a time; return each outcome once."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class Ranks:
         return fn(self.meeting, *args)
 
 
-def collect(ranks: Ranks, start: Deadline | None = None, *, hint: str = "") -> list[Any]:
+def collect(ranks: CallOnRanks, start: Deadline | None = None, *, hint: str = "") -> list[Any]:
     """Return the results of all ranks, by rank.
 
     Args:
@@ -68,7 +68,7 @@ def collect(ranks: Ranks, start: Deadline | None = None, *, hint: str = "") -> l
         Exception: The error of the rank that failed first, with a WorkerFailedError as its cause.
     """
     size = ranks.meeting.size
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, RankOutcome] = {}
     settle: Deadline | None = None
     while len(outcomes) < size and not (settle and (ranks.over or settle.expired())):
         for outcome in ranks.poll(min(POLL_S, settle.remaining()) if settle else POLL_S):
@@ -87,7 +87,7 @@ def collect(ranks: Ranks, start: Deadline | None = None, *, hint: str = "") -> l
     return [outcomes[rank].value for rank in range(size)]
 
 
-def _not_started(ranks: Ranks, missing: list[int], hint: str) -> RendezvousError:
+def _not_started(ranks: CallOnRanks, missing: list[int], hint: str) -> RendezvousError:
     size, timeout_s = ranks.meeting.size, ranks.meeting.timeout_s
     places = ", ".join(f"rank {rank} ({ranks.names[rank]})" for rank in missing[:8])
     return RendezvousError(
@@ -98,7 +98,7 @@ def _not_started(ranks: Ranks, missing: list[int], hint: str) -> RendezvousError
     )
 
 
-def _raise_first_cause(ranks: Ranks, outcomes: dict[int, Outcome]) -> NoReturn:
+def _raise_first_cause(ranks: CallOnRanks, outcomes: dict[int, RankOutcome]) -> NoReturn:
     """Raise the first error that is no consequence of another rank's end.
 
     If there is none, a rank was lost. The error of a survivor is better than the framework's,
@@ -140,7 +140,7 @@ def _peers(error: BaseException) -> tuple[int, ...]:
     return error.context.peers if isinstance(error, UnisonoError) else ()
 
 
-def _load(meeting: Meeting, outcome: Outcome) -> Exception:
+def _load(meeting: Meeting, outcome: RankOutcome) -> Exception:
     """Return the error of a rank; a WorkerFailedError if it cannot be unpickled here.
 
     Also if it is no Exception: a SystemExit would end the caller, perhaps with the exit code 0.

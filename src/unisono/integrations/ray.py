@@ -18,8 +18,8 @@ from unisono.errors import (
 )
 from unisono.integrations import member
 from unisono.integrations.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
-from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import OUTSIDE, Ranks, collect
+from unisono.integrations.member import RankOutcome
+from unisono.integrations.outcomes import OUTSIDE, CallOnRanks, collect
 
 try:
     import ray
@@ -175,19 +175,19 @@ class Group:
     def __repr__(self) -> str:
         return f"<Group of {self.size} Ray actors{', closed' if self._closed else ''}>"
 
-    def _call(self, action: Callable[..., Outcome], *args: Any) -> _Calls:
-        calls = _Calls(self._meeting, self._names)
+    def _call(self, action: Callable[..., RankOutcome], *args: Any) -> _ActorCalls:
+        calls = _ActorCalls(self._meeting, self._names)
         for rank in range(self.size):
             calls.pending[self._submit(rank, action, *args)] = rank
         return calls
 
-    def _submit(self, rank: int, action: Callable[..., Outcome], *args: Any) -> Any:
+    def _submit(self, rank: int, action: Callable[..., RankOutcome], *args: Any) -> Any:
         # A restarted actor must not repeat the call: it is no longer in the group.
         call = self._actors[rank].__ray_call__.options(max_task_retries=0)
         return call.remote(action, self._meeting, rank, *args)
 
 
-class _Calls(Ranks):
+class _ActorCalls(CallOnRanks):
     """The calls of one function on all actors.
 
     Attributes:
@@ -201,7 +201,7 @@ class _Calls(Ranks):
         self.pending: dict[Any, int] = {}
         self.again: Callable[[int], Any] | None = None
 
-    def poll(self, timeout_s: float) -> Iterator[Outcome]:
+    def poll(self, timeout_s: float) -> Iterator[RankOutcome]:
         """Wait for the first calls that end."""
         done, _ = ray.wait(list(self.pending), num_returns=1, timeout=timeout_s)
         for ref in done:
@@ -217,14 +217,16 @@ class _Calls(Ranks):
                     time.sleep(_AGAIN_S)
                     self.pending[self.again(rank)] = rank
                     continue
-                yield Outcome(rank=rank, lost=str(error).partition("\n")[0])
+                yield RankOutcome(rank=rank, lost=str(error).partition("\n")[0])
 
 
-def _join(actor: object, meeting: Meeting, rank: int) -> Outcome:
+def _join(actor: object, meeting: Meeting, rank: int) -> RankOutcome:
     return member.attempt(meeting, rank, lambda: member.join(meeting, rank))
 
 
-def _run(actor: object, meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any) -> Outcome:
+def _run(
+    actor: object, meeting: Meeting, rank: int, fn: Callable[..., Any], *args: Any
+) -> RankOutcome:
     return member.attempt(meeting, rank, lambda: member.call(meeting, rank, fn, actor, *args))
 
 

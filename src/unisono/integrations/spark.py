@@ -23,8 +23,8 @@ from unisono.integrations.meeting import (
     post,
     posts,
 )
-from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import OUTSIDE, Ranks, collect
+from unisono.integrations.member import RankOutcome
+from unisono.integrations.outcomes import OUTSIDE, CallOnRanks, collect
 
 try:
     from py4j.protocol import Py4JError
@@ -89,14 +89,14 @@ def run(
     )
     host = context.getConf().get("spark.driver.host") or "127.0.0.1"
     meeting = open_meeting(host, size, timeout, backend, _pickler.__name__)
-    job = _Job(context, meeting, functools.partial(_task, meeting, fn, args))
+    job = _BarrierStage(context, meeting, functools.partial(_task, meeting, fn, args))
     try:
         return collect(job, Deadline(timeout), hint=hint)
     finally:
         job.end()
 
 
-class _Job(Ranks):
+class _BarrierStage(CallOnRanks):
     """A barrier stage in a thread. Ranks post failures at the store, because Spark reports one."""
 
     def __init__(
@@ -108,7 +108,7 @@ class _Job(Ranks):
         super().__init__(meeting, [f"Spark task {rank}" for rank in range(meeting.size)])
         self._context = context
         self._group = f"unisono-{uuid.uuid4().hex}"
-        self._ended: queue.Queue[list[Outcome] | Exception] = queue.Queue()
+        self._ended: queue.Queue[list[RankOutcome] | Exception] = queue.Queue()
         self._seen: set[int] = set()
         self._thread = InheritableThread(target=self._run, args=(task,), daemon=True)
         self._thread.start()
@@ -122,10 +122,10 @@ class _Job(Ranks):
         except Exception as error:
             self._ended.put(error)
 
-    def poll(self, timeout_s: float) -> list[Outcome]:
+    def poll(self, timeout_s: float) -> list[RankOutcome]:
         """Wait for the end of the job, or for failures that ranks have posted."""
         deadline = Deadline(timeout_s)
-        ended: list[Outcome] | Exception = []
+        ended: list[RankOutcome] | Exception = []
         while not ended and not (failed := self._posted()) and not deadline.expired():
             with contextlib.suppress(queue.Empty):
                 ended = self._ended.get(timeout=min(_LOOK_S, deadline.remaining()))
@@ -136,13 +136,13 @@ class _Job(Ranks):
             ended = self._lost(ended)
         return [*failed, *ended]
 
-    def _posted(self) -> list[Outcome]:
+    def _posted(self) -> list[RankOutcome]:
         found = posts(self.meeting, FAILED)
         new = sorted(found.keys() - self._seen)
         self._seen.update(new)
         return [_pickler.loads(found[rank]) for rank in new]
 
-    def _lost(self, error: Exception) -> list[Outcome]:
+    def _lost(self, error: Exception) -> list[RankOutcome]:
         """Return which rank Spark reports as failed; none if another failure ended the job.
 
         Raises:
@@ -155,8 +155,8 @@ class _Job(Ranks):
         if task := _LOST_TASK.search(text):
             rank = int(task[1])
             if raised := _TRACEBACK.search(text, task.end()):
-                return [Outcome(rank=rank, text=raised[0], place=OUTSIDE)]
-            return [Outcome(rank=rank, lost=_cause(text, task.end()))]
+                return [RankOutcome(rank=rank, text=raised[0], place=OUTSIDE)]
+            return [RankOutcome(rank=rank, lost=_cause(text, task.end()))]
         if not self._seen:
             raise LaunchError(f"Spark ended the job: {_cause(text)}") from error
         return []

@@ -24,17 +24,17 @@ from unisono.base.config import get
 from unisono.base.deadline import Deadline
 from unisono.errors import LaunchError
 from unisono.launcher.attempt import Attempt, LaunchResources
-from unisono.launcher.environment import LOOPBACK, Place, new_launch_id
+from unisono.launcher.environment import LOOPBACK, NodePlace, new_launch_id
 from unisono.launcher.output.files import Output
 from unisono.launcher.report import SETTLE_S, WorkerFailure, root_cause_first, signal_name
 from unisono.launcher.signals import Signals
-from unisono.launcher.spec import LaunchResult, LaunchSpec, Meeting
+from unisono.launcher.spec import LaunchResult, LaunchSpec, NodeMeeting
 from unisono.launcher.traceback_text import is_consequence
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
-from unisono.rendezvous.dynamic import Answer, Changed, DynamicRendezvous
+from unisono.rendezvous.dynamic import Changed, DynamicRendezvous, RestartsLeft
 from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop
 from unisono.rendezvous.services import open_service, service_host
@@ -65,7 +65,7 @@ class _Orders:
     def __init__(self, rendezvous: DynamicRendezvous, notify: Callable[[str], None]) -> None:
         self._rendezvous = rendezvous
         self._notify = notify
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[RestartsLeft] = deque()
         self._stop_at = Deadline(0.0)
         self.end: End | None = None
         self.stop: Stop | None = None
@@ -84,18 +84,18 @@ class _Orders:
                     self.end, world = order, None
                     if not order.at_once:
                         self._notify(f"{order.reason}; the workers go on until they need it")
-                case Answer():
+                case RestartsLeft():
                     self._answers.append(order)
                 case Changed(reason):
                     self._notify(reason)
         return world
 
-    def answer(self) -> Answer | None:
+    def answer(self) -> RestartsLeft | None:
         """Take the oldest answer about a replacement; after the world's end each is a refusal."""
         self.take()
         if self._answers:
             return self._answers.popleft()
-        return None if self.end is None and self.stop is None else Answer(granted=False)
+        return None if self.end is None and self.stop is None else RestartsLeft(granted=False)
 
     def stop_in_s(self) -> float:
         """Return in how many seconds the workers must be stopped; infinity without an order."""
@@ -262,7 +262,7 @@ class Agent:
                     f"restart {used + 1} of {spec.limits.max_restarts}{later}"
                 )
 
-        place = Place(
+        place = NodePlace(
             world=world,
             run_id=self._run_id,
             max_restarts=spec.limits.max_restarts,
@@ -298,7 +298,7 @@ class Agent:
             self._rendezvous.stopped()
         return result
 
-    def _replacements(self, place: Place) -> Replacements:
+    def _replacements(self, place: NodePlace) -> Replacements:
         spec = self._resources.spec
         return Replacements(
             place,
@@ -387,7 +387,7 @@ def examination_store(store: Store, run_id: str) -> PrefixStore:
     return PrefixStore(f"{job_prefix(run_id)}/doctor", store)
 
 
-def open_shared(meeting: Meeting, canceled: Canceled) -> tuple[Store, str]:
+def open_shared(meeting: NodeMeeting, canceled: Canceled) -> tuple[Store, str]:
     """Open the store that all agents share; return it and this node's own address.
 
     Raises:

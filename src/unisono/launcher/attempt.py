@@ -16,7 +16,7 @@ from unisono.base.config import environ
 from unisono.base.stacks import offered_stacks
 from unisono.base.where import place_of
 from unisono.launcher.back_off import BackOff
-from unisono.launcher.environment import ERROR_FILE_VARIABLE, Place, worker_environment
+from unisono.launcher.environment import ERROR_FILE_VARIABLE, NodePlace, worker_environment
 from unisono.launcher.output.console import WorkerName
 from unisono.launcher.output.files import Output
 from unisono.launcher.output.reader import WorkerStream
@@ -78,7 +78,7 @@ class Attempt:
         self,
         resources: LaunchResources,
         output: Output,
-        place: Place,
+        place: NodePlace,
         number: int,
         *,
         stop_in_s: Callable[[], float],

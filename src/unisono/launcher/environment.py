@@ -22,7 +22,7 @@ def new_launch_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodePlace:
     """The place of one node's workers in the world; ranks follow the order of the nodes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place:
     replaces: bool = False
 
     @classmethod
-    def alone(cls, nprocs: int, *, master_port: int, run_id: str, token: str = "") -> Place:
+    def alone(cls, nprocs: int, *, master_port: int, run_id: str, token: str = "") -> NodePlace:
         """Return the place of the only node."""
         world = WorkerWorld(
             members=(Node(id="", host="", address=LOOPBACK, nprocs=nprocs),),
@@ -77,7 +77,7 @@ def _workers(nodes: Sequence[Node]) -> int:
 
 
 def worker_environment(
-    local_rank: int, place: Place, *, inherited: Mapping[str, str]
+    local_rank: int, place: NodePlace, *, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables to add for one worker.
 

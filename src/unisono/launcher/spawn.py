@@ -36,7 +36,7 @@ from unisono.errors import (
     UsageError,
     WorkerFailedError,
 )
-from unisono.launcher.environment import LOOPBACK, Place, new_launch_id, worker_environment
+from unisono.launcher.environment import LOOPBACK, NodePlace, new_launch_id, worker_environment
 from unisono.launcher.payload import CallArguments
 from unisono.launcher.report import ExitLog, leavers
 from unisono.launcher.signals import deferred, run_deferred
@@ -303,7 +303,9 @@ class SpawnContext:
 
     def _send_environment(self, port: int, token: str) -> None:
         children = self._group.workers
-        place = Place.alone(len(children), master_port=port, run_id=new_launch_id(), token=token)
+        place = NodePlace.alone(
+            len(children), master_port=port, run_id=new_launch_id(), token=token
+        )
         for child in children:
             env = worker_environment(child.rank, place, inherited=environ())
             with contextlib.suppress(OSError):  # the child has died, which join() will report

@@ -12,7 +12,7 @@ from unisono.launcher.report import WorkerFailure, signal_name
 from unisono.launcher.signals import ENDING
 from unisono.launcher.traceback_text import exception_line
 from unisono.rendezvous.member import Timing
-from unisono.rendezvous.state import Limits
+from unisono.rendezvous.state import JobLimits
 
 GRACE_S = 5.0
 """Default time between SIGTERM and SIGKILL.
@@ -23,7 +23,7 @@ collective delays the end of the launch.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class NodeMeeting:
     """How the agents of several nodes find each other; unused with one node.
 
     Attributes:
@@ -76,8 +76,10 @@ class LaunchSpec:
     grace_s: float = GRACE_S
     logs: LogOptions = field(default_factory=LogOptions)
     bind: str = "none"
-    limits: Limits = field(default_factory=lambda: Limits(min_nodes=1, max_nodes=1, max_restarts=0))
-    meeting: Meeting = field(default_factory=Meeting)
+    limits: JobLimits = field(
+        default_factory=lambda: JobLimits(min_nodes=1, max_nodes=1, max_restarts=0)
+    )
+    meeting: NodeMeeting = field(default_factory=NodeMeeting)
     run_id: str | None = None
     role: str = "default"
     master_port: int = 0

@@ -36,7 +36,7 @@ def stat_fields(pid: int) -> list[str]:
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
-class Entry(NamedTuple):
+class ProcessEntry(NamedTuple):
     """One line of the process table."""
 
     parent: int
@@ -44,14 +44,14 @@ class Entry(NamedTuple):
     started: str
 
 
-def entry_of(pid: int) -> Entry | None:
+def entry_of(pid: int) -> ProcessEntry | None:
     """Return the line of a process; None if there is none."""
     fields = stat_fields(pid)
     if not fields:
         return None
     # If the main thread ended before other threads, the state is Z but the process runs.
     running = fields[0] not in "ZX" or int(fields[17]) > 1
-    return Entry(parent=int(fields[1]), running=running, started=fields[19])
+    return ProcessEntry(parent=int(fields[1]), running=running, started=fields[19])
 
 
 def all_pids() -> list[int]:

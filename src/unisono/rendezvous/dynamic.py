@@ -21,8 +21,8 @@ from unisono.errors import StoreError, UnisonoError
 from unisono.rendezvous.endpoint import is_host_of
 from unisono.rendezvous.member import (
     Action,
+    AgentMemory,
     End,
-    Member,
     Start,
     Stop,
     Timing,
@@ -32,16 +32,16 @@ from unisono.rendezvous.member import (
     without_lost,
 )
 from unisono.rendezvous.state import (
+    AgentEvent,
+    AgentsState,
     Departure,
-    Event,
+    JobLimits,
     Left,
-    Limits,
-    Lost,
     MemberEvent,
     Node,
+    NodeLost,
     Phase,
     Replaced,
-    State,
     dumps,
     loads,
 )
@@ -59,7 +59,7 @@ _IDLE_POLL_S = 0.03
 
 
 @dataclass(frozen=True)
-class Answer:
+class RestartsLeft:
     """The answer to `ask_to_replace`: whether a restart was left, and how many of them are used."""
 
     granted: bool
@@ -73,7 +73,7 @@ class Changed:
     reason: str
 
 
-Order = WorkerWorld | Stop | End | Answer | Changed
+Order = WorkerWorld | Stop | End | RestartsLeft | Changed
 
 
 class DynamicRendezvous:
@@ -94,28 +94,28 @@ class DynamicRendezvous:
         wake: Function that is called on the thread after each order was put into the outbox.
     """
 
-    state = State()
+    state = AgentsState()
 
     def __init__(
         self,
         open_store: Callable[[Callable[[], bool]], tuple[Store, str]],
         node: Node,
-        limits: Limits,
+        limits: JobLimits,
         timing: Timing,
         *,
         run_id: str,
         worker_store: WorkerStore | None = None,
         wake: Callable[[], None],
     ) -> None:
-        self._member = Member(node=node, limits=limits, timing=timing)
+        self._member = AgentMemory(node=node, limits=limits, timing=timing)
         self._worker_store = worker_store or WorkerStore()
         self._wake = wake
         self._next_beat_s = 0.0
-        self._pending: State | None = None
+        self._pending: AgentsState | None = None
         self._store: PrefixStore | None = None
         # Not a SimpleQueue: if a signal comes after the time-out of its `get`, it waits for ever.
         # A process that was stopped gets such signals (seen with Python 3.11).
-        self._inbox: queue.Queue[Event | None] = queue.Queue()
+        self._inbox: queue.Queue[AgentEvent | None] = queue.Queue()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._leaving = False
         self._abandoned = False
@@ -132,7 +132,7 @@ class DynamicRendezvous:
             return None
 
     def report(self, kind: type[MemberEvent], epoch: int, **fields: Any) -> None:
-        """Report an event of this node's workers; `Replaced` is answered by the order `Answer`."""
+        """Report an event of this node's workers; the order `RestartsLeft` answers `Replaced`."""
         self._inbox.put(kind(self.node_id, epoch, **fields))
 
     def stopped(self) -> None:
@@ -141,7 +141,7 @@ class DynamicRendezvous:
 
     def leave(self, reason: str, *, broken: bool = False) -> None:
         """Report that this node leaves; `broken` if it leaves because of a fault."""
-        kind = Lost if broken else Left
+        kind = NodeLost if broken else Left
         self._inbox.put(kind(self.node_id, reason))
 
     def exchange(
@@ -191,7 +191,7 @@ class DynamicRendezvous:
         """Return the hosts that need the store, if this process serves it."""
         store = self._store
         serves = store is not None and is_host_of(store.underlying_store)
-        state = self.state if serves else State()
+        state = self.state if serves else AgentsState()
         me = self.node_id
         return [node.host for node in (*state.members, *state.waiting) if node.id != me]
 
@@ -239,7 +239,7 @@ class DynamicRendezvous:
             self._store = store = PrefixStore(job_prefix(run_id), base, owns_store=True)
             node = replace(self._member.node, address=address, serves=is_host_of(base))
             self._member = replace(self._member, node=node)
-            store.compare_set(_STATE, b"", dumps(State()))
+            store.compare_set(_STATE, b"", dumps(AgentsState()))
             grace = RefusalGrace()
             while not self._leaving:
                 is_due = self._beat(store)
@@ -289,7 +289,7 @@ class DynamicRendezvous:
             if isinstance(event, Replaced):
                 self.state = loads(store.get(_STATE))
                 used = self.state.restarts + self.state.replaced
-                self._put_order(Answer(changed, used))
+                self._put_order(RestartsLeft(changed, used))
             mine = isinstance(event, Departure) and event.node_id == self.node_id
             self._leaving = self._leaving or mine
 
@@ -332,7 +332,7 @@ class DynamicRendezvous:
         self._member = observe(self._member, beats, time.monotonic())
         return True
 
-    def _apply(self, store: PrefixStore, event: Event) -> bool:
+    def _apply(self, store: PrefixStore, event: AgentEvent) -> bool:
         """Apply an event to the shared state; retry if another node changes it meanwhile.
 
         Returns whether the event changed the state.
@@ -355,7 +355,7 @@ class DynamicRendezvous:
                 raise changed_too_often(store, _STATE, deadline)
             text = found
 
-    def _execute(self, store: PrefixStore, action: Action, state: State) -> None:
+    def _execute(self, store: PrefixStore, action: Action, state: AgentsState) -> None:
         if isinstance(action, Start):
             self._pending = state
             if self._group_rank(state) == 0:
@@ -391,7 +391,7 @@ class DynamicRendezvous:
             )
         )
 
-    def _group_rank(self, state: State) -> int:
+    def _group_rank(self, state: AgentsState) -> int:
         """Return the group rank of this node, which may have been in the same world before."""
         me = self.node_id
         return max(rank for rank, node in enumerate(state.order) if node.id == me)
@@ -434,7 +434,7 @@ class DynamicRendezvous:
         self._wake()
 
 
-def _others_changed(before: State, after: State) -> bool:
+def _others_changed(before: AgentsState, after: AgentsState) -> bool:
     """Return whether nodes joined or left a world without its end."""
     same = before.phase is Phase.RUNNING and before.epoch == after.epoch
     return same and [n.id for n in before.members] != [n.id for n in after.members]

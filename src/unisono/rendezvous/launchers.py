@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from unisono.errors import RendezvousError
 from unisono.rendezvous.url import parse_integer, ranks_of
 
-Names = tuple[str, ...]
+VariableNames = tuple[str, ...]
 
 GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables of env://, set by unisono's and torch's launchers or by users."""
@@ -41,13 +41,13 @@ class Launcher:
 
     name: str
     rank: str
-    world_size: Names
-    local_rank: Names = ()
-    local_size: Names = ()
-    nodes: Names = ()
-    job: Names = ()
+    world_size: VariableNames
+    local_rank: VariableNames = ()
+    local_size: VariableNames = ()
+    nodes: VariableNames = ()
+    job: VariableNames = ()
     needs: str = ""
-    first_host: Names = ()
+    first_host: VariableNames = ()
     is_pod: bool = False
     same: tuple[tuple[str, str], ...] = ()
 
@@ -264,12 +264,12 @@ def _job(launcher: Launcher, env: Mapping[str, str]) -> str:
     return "/".join(words) if any(words) else ""
 
 
-def first_value(names: Names, env: Mapping[str, str]) -> str:
+def first_value(names: VariableNames, env: Mapping[str, str]) -> str:
     """Return the value of the first variable of `names` that is set; "" if none is."""
     return next((env[name] for name in _present(names, env)), "")
 
 
-def _present(names: Names, env: Mapping[str, str]) -> Iterator[str]:
+def _present(names: VariableNames, env: Mapping[str, str]) -> Iterator[str]:
     """Yield the variables that `names` mean, as far as they are set."""
     for name in names:
         found = [each for each in env if fnmatchcase(each, name)] if "*" in name else [name]

@@ -1,9 +1,9 @@
 """Decide the next actions of one agent: a pure function of its knowledge and the time.
 
-All agents share a `State` (see `unisono.rendezvous.state`). A `Member` is the knowledge of one
-agent besides: the world of its workers, and the times of the last changes. Times are of the agent's
-own monotonic clock, so the clocks of hosts need not agree. A node is alive while its heartbeat
-counter grows.
+All agents share an `AgentsState` (see `unisono.rendezvous.state`). An `AgentMemory` is the
+knowledge of one agent besides: the world of its workers, and the times of the last changes. Times
+are of the agent's own monotonic clock, so the clocks of hosts need not agree. A node is alive while
+its heartbeat counter grows.
 
 An agent may stand still (stopped, swapped out, a frozen machine) while the others go on. Then its
 clock goes on, too, but it does not see their heartbeats. So it judges a node only by what it has
@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from unisono.rendezvous.state import (
+    AgentEvent,
+    AgentsState,
     Cause,
-    Event,
+    JobLimits,
     Join,
-    LastCall,
+    LastCallPassed,
     Left,
-    Limits,
-    Lost,
     Node,
+    NodeLost,
     Phase,
-    State,
     rank_taken,
 )
 
@@ -108,7 +108,7 @@ class Beat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class AgentMemory:
     """The knowledge of one agent besides the shared state.
 
     Attributes:
@@ -127,7 +127,7 @@ class Member:
     """
 
     node: Node
-    limits: Limits
+    limits: JobLimits
     timing: Timing = field(default_factory=Timing)
     epoch: int = 0
     running: bool = False
@@ -140,7 +140,7 @@ class Member:
     beats: Mapping[str, Beat] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def observe(member: Member, counts: Mapping[str, int], now: float) -> Member:
+def observe(member: AgentMemory, counts: Mapping[str, int], now: float) -> AgentMemory:
     """Return the member with the heartbeat counts of the other nodes."""
     beats = {}
     for node_id, count in counts.items():
@@ -153,12 +153,14 @@ def observe(member: Member, counts: Mapping[str, int], now: float) -> Member:
     return replace(member, beats=MappingProxyType(beats))
 
 
-def stopped(member: Member) -> Member:
+def stopped(member: AgentMemory) -> AgentMemory:
     """Return the member after its workers have ended, for any reason."""
     return replace(member, running=False, stopping=False)
 
 
-def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event], list[Action]]:
+def decide(
+    member: AgentMemory, state: AgentsState, now: float
+) -> tuple[AgentMemory, list[AgentEvent], list[Action]]:
     """Return the new member, the events to apply to the state, and the actions to execute.
 
     Call it after every change of the state, and also from time to time without a change. Apply all
@@ -174,7 +176,7 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
     here = {node.id: node.host for node in (*state.members, *state.waiting)}
     member = replace(member, hosts=MappingProxyType({**member.hosts, **here}))
     member, lost = without_lost(member, state)
-    events: list[Event] = [*lost]
+    events: list[AgentEvent] = [*lost]
     if member.running:
         member, actions = _while_running(member, state)
         return member, events, actions
@@ -182,7 +184,7 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
     return member, events + more, actions
 
 
-def without_lost(member: Member, state: State) -> tuple[Member, list[Lost]]:
+def without_lost(member: AgentMemory, state: AgentsState) -> tuple[AgentMemory, list[NodeLost]]:
     """Return the events of lost nodes, and the member without what it has read of them.
 
     Such a node may join again before its next heartbeat is read.
@@ -197,11 +199,13 @@ def without_lost(member: Member, state: State) -> tuple[Member, list[Lost]]:
         elif node_id in state.present:
             # The state has only the id of an expected node, not its host.
             host = member.hosts.get(node_id, node_id)
-            found.append(Lost(node_id, f"node {host} was lost (no heartbeat for {limit_s:g} s)"))
+            found.append(
+                NodeLost(node_id, f"node {host} was lost (no heartbeat for {limit_s:g} s)")
+            )
     return replace(member, beats=MappingProxyType(beats)), found
 
 
-def _while_running(member: Member, state: State) -> tuple[Member, list[Action]]:
+def _while_running(member: AgentMemory, state: AgentsState) -> tuple[AgentMemory, list[Action]]:
     mine = state.epoch == member.epoch and state.is_member(member.node.id)
     if member.stopping or (mine and state.phase in (Phase.RUNNING, Phase.FINISHED)):
         return member, []
@@ -210,8 +214,8 @@ def _while_running(member: Member, state: State) -> tuple[Member, list[Action]]:
 
 
 def _while_idle(
-    member: Member, state: State, now: float
-) -> tuple[Member, list[Event], list[Action]]:
+    member: AgentMemory, state: AgentsState, now: float
+) -> tuple[AgentMemory, list[AgentEvent], list[Action]]:
     me = member.node.id
     if state.over:
         return _end(member, state.phase is Phase.FINISHED, state.reason)
@@ -238,15 +242,17 @@ def _while_idle(
         return member, [Left(me, error.what)], actions
     enough = state.phase is Phase.JOINING and len(state.members) >= member.limits.min_nodes
     if enough and now - member.changed_s >= member.timing.last_call_s:
-        return member, [LastCall(state.epoch)], []
+        return member, [LastCallPassed(state.epoch)], []
     return member, [], []
 
 
-def _end(member: Member, ok: bool, reason: str) -> tuple[Member, list[Event], list[Action]]:
+def _end(
+    member: AgentMemory, ok: bool, reason: str
+) -> tuple[AgentMemory, list[AgentEvent], list[Action]]:
     return replace(member, ended=True), [], [End(ok, reason)]
 
 
-def _join_timed_out(member: Member, state: State) -> str:
+def _join_timed_out(member: AgentMemory, state: AgentsState) -> str:
     limit_s = member.timing.join_timeout_s
     hosts = ", ".join(node.host for node in state.members) or "none"
     text = (

@@ -64,7 +64,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class WaitingMember:
     """A member that waits for the next generation.
 
     Attributes:
@@ -84,7 +84,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class MembershipState:
     """The shared document.
 
     Attributes:
@@ -104,8 +104,8 @@ class State:
     generation: int = 0
     members: tuple[Member, ...] = ()
     agreed: tuple[str, ...] = ()
-    came: tuple[Arrival, ...] = ()
-    waiting: tuple[Arrival, ...] = ()
+    came: tuple[WaitingMember, ...] = ()
+    waiting: tuple[WaitingMember, ...] = ()
     lost: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     max_size: int = 0
@@ -146,21 +146,21 @@ class Come:
         founders: Number of ranks of generation 1, if the member is one of them.
     """
 
-    arrival: Arrival
+    arrival: WaitingMember
     world: int
     generation: int
     founders: int = 0
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinRequest:
     """Event: a newcomer waits for the next generation."""
 
-    arrival: Arrival
+    arrival: WaitingMember
 
 
 @dataclass(frozen=True)
-class Lost:
+class MembersLost:
     """Event: processes ended or cannot be reached."""
 
     ids: tuple[str, ...]
@@ -190,7 +190,7 @@ class Connected:
     generation: int
 
 
-Event = Come | Join | Lost | Silent | Expired | Connected
+MembershipEvent = Come | JoinRequest | MembersLost | Silent | Expired | Connected
 
 
 def founder(world: int, rank: int) -> str:
@@ -198,12 +198,12 @@ def founder(world: int, rank: int) -> str:
     return f"{world}.{rank}"
 
 
-def apply(state: State, event: Event) -> State:
+def apply(state: MembershipState, event: MembershipEvent) -> MembershipState:
     """Return the state after an event; an event of another generation changes nothing."""
     match event:
         case Come():
             return _come(state, event)
-        case Join(arrival):
+        case JoinRequest(arrival):
             if arrival.id in (*state.ids, *_ids(state.waiting)):
                 return state
             return _close(replace(state, waiting=(*state.waiting, arrival)))
@@ -212,7 +212,7 @@ def apply(state: State, event: Event) -> State:
     if event.generation != state.generation:
         return state
     match event:
-        case Lost(ids):
+        case MembersLost(ids):
             gone = set(state.lost) | (set(ids) & set(state.ids))
             return _close(replace(_without(state, ids), lost=_sorted(gone)))
         case Silent(ids):
@@ -225,11 +225,11 @@ def apply(state: State, event: Event) -> State:
             return replace(state, agreed=state.ids)
 
 
-def _come(state: State, event: Come) -> State:
+def _come(state: MembershipState, event: Come) -> MembershipState:
     if event.founders and event.world > state.world:
         ids = tuple(founder(event.world, rank) for rank in range(event.founders))
         members = tuple(Member(id=each) for each in ids)
-        state = State(
+        state = MembershipState(
             world=event.world, generation=1, members=members, agreed=ids, waiting=state.waiting
         )
     mine = (event.world, event.generation) == (state.world, state.generation)
@@ -246,7 +246,7 @@ def _come(state: State, event: Come) -> State:
     )
 
 
-def _close(state: State, *, late: bool = False) -> State:
+def _close(state: MembershipState, *, late: bool = False) -> MembershipState:
     """Form the next generation if it may be formed now; `late`: if a deadline has passed."""
     came = _ids(state.came)
     complete = set(state.ids) <= came | {*state.lost, *state.silent}
@@ -259,7 +259,7 @@ def _close(state: State, *, late: bool = False) -> State:
     admitted = state.waiting[:room]
     if len(survivors) + len(admitted) < max(each.min_size for each in state.came):
         return state
-    return State(
+    return MembershipState(
         world=state.world,
         generation=state.generation + 1,
         members=tuple(each.member for each in (*survivors, *admitted)),
@@ -269,13 +269,13 @@ def _close(state: State, *, late: bool = False) -> State:
     )
 
 
-def _without(state: State, ids: Iterable[str]) -> State:
+def _without(state: MembershipState, ids: Iterable[str]) -> MembershipState:
     came = tuple(each for each in state.came if each.id not in ids)
     waiting = tuple(each for each in state.waiting if each.id not in ids)
     return replace(state, came=came, waiting=waiting)
 
 
-def _ids(arrivals: Iterable[Arrival]) -> set[str]:
+def _ids(arrivals: Iterable[WaitingMember]) -> set[str]:
     return {each.id for each in arrivals}
 
 
@@ -302,14 +302,14 @@ class Attendance:
 
 def next_event(
     mine: Attendance,
-    state: State,
+    state: MembershipState,
     now_s: float,
     *,
     ended: Collection[str] = (),
     unreachable: Collection[str] = (),
     vanished: Collection[str] = (),
     blamed: Collection[str] = (),
-) -> Event | None:
+) -> MembershipEvent | None:
     """Return the event that a waiting rank has to report now, or None.
 
     Args:
@@ -336,7 +336,7 @@ def next_event(
     if now_s - mine.began_s >= patience_s:
         lost |= away
     if mine.generation and (new := lost - set(state.lost)):
-        return Lost(_sorted(new), state.generation)
+        return MembersLost(_sorted(new), state.generation)
     if mine.generation and now_s - mine.began_s >= SILENT_S:
         known = {*came, *state.lost, *state.silent}
         if new := (set(blamed) & set(state.ids)) - known:
@@ -346,10 +346,10 @@ def next_event(
     return None
 
 
-def loads(text: bytes) -> State:
+def loads(text: bytes) -> MembershipState:
     """Return the state that `dumps` wrote; an empty text is the state before the first event.
 
     Raises:
         RendezvousError: The text was not written by this version of unisono.
     """
-    return loads_of(State, text, "membership", "the same store")
+    return loads_of(MembershipState, text, "membership", "the same store")

@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from unisono.base.host import reason_of
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 from unisono.errors import RendezvousError, UnisonoError
 from unisono.platform.posix import require_posix
 from unisono.platform.processes import loaded_files
@@ -42,7 +42,7 @@ _END = b"cmd=finalize_ack rc=0\n"
 _STOP_S = 1.0
 
 
-class Job(NamedTuple):
+class MPIJob(NamedTuple):
     """An MPI world, as one of its ranks asks for it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Job(NamedTuple):
     mapping: str
 
 
-class Step(NamedTuple):
+class PMIStep(NamedTuple):
     """The consequence of a request.
 
     Attributes:
@@ -76,7 +76,7 @@ class Step(NamedTuple):
     value: str = ""
 
 
-def answer(job: Job, line: str) -> Step:
+def answer(job: MPIJob, line: str) -> PMIStep:
     """Return the reply to one request."""
     # A value may contain spaces, and is always the last word.
     line, _, value = line.strip().partition(" value=")
@@ -91,19 +91,19 @@ def answer(job: Job, line: str) -> Step:
         "finalize": _END.decode().strip(),
     }
     if command in replies:
-        return Step(replies[command])
+        return PMIStep(replies[command])
     if command == "put":
-        return Step("cmd=put_result rc=0 msg=success", "put", key, value)
+        return PMIStep("cmd=put_result rc=0 msg=success", "put", key, value)
     if command == "get":
         found = "cmd=get_result rc=0 msg=success value={}"
         if key == "PMI_process_mapping":
-            return Step(found.format(job.mapping) if job.mapping else _missing(key))
-        return Step(found, "get", key)
+            return PMIStep(found.format(job.mapping) if job.mapping else _missing(key))
+        return PMIStep(found, "get", key)
     if command == "barrier_in":
-        return Step("cmd=barrier_out rc=0", "barrier")
+        return PMIStep("cmd=barrier_out rc=0", "barrier")
     if command == "abort":
-        return Step("", "abort", value=words.get("exitcode", "?"))
-    return Step(f"cmd={command}_result rc=-1 msg=unknown_command")
+        return PMIStep("", "abort", value=words.get("exitcode", "?"))
+    return PMIStep(f"cmd={command}_result rc=-1 msg=unknown_command")
 
 
 def _missing(key: str) -> str:
@@ -240,7 +240,7 @@ class PMIServer:
         worker: The thread.
     """
 
-    def __init__(self, store: Store, job: Job, timeout_s: float) -> None:
+    def __init__(self, store: Store, job: MPIJob, timeout_s: float) -> None:
         self.error: BaseException | None = None
         self.job = job
         # With a connection of its own, because the group closes its store before MPI's end.
@@ -252,7 +252,7 @@ class PMIServer:
         # The library may close its descriptor.
         self._wakes = theirs.dup()
         self.fds = self._ours.fileno(), theirs.detach()
-        self.worker = Worker("unisono-pmi")
+        self.worker = WorkerThread("unisono-pmi")
 
     def start(self) -> None:
         """Start the thread, and set the variables by which the MPI library finds it."""
@@ -304,7 +304,7 @@ class PMIServer:
         except Exception as error:
             self.error = error
 
-    def _handle(self, step: Step) -> str:
+    def _handle(self, step: PMIStep) -> str:
         store = self._store
         if step.act == "put":
             store.set(step.key, step.value)

@@ -35,7 +35,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class JobLimits:
     """Settings that must be equal on all agents of a job.
 
     Attributes:
@@ -83,7 +83,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class AgentsState:
     """The shared document.
 
     Attributes:
@@ -106,7 +106,7 @@ class State:
         reason: The cause in words.
     """
 
-    limits: Limits | None = None
+    limits: JobLimits | None = None
     epoch: int = 0
     phase: Phase = Phase.JOINING
     members: tuple[Node, ...] = ()
@@ -166,11 +166,11 @@ class Join:
     """Event: a node without running workers asks to be part of the next world."""
 
     node: Node
-    limits: Limits
+    limits: JobLimits
 
 
 @dataclass(frozen=True)
-class LastCall:
+class LastCallPassed:
     """Event: no node has joined for `last_call_s`, so the present nodes form the world."""
 
     epoch: int
@@ -226,11 +226,11 @@ class Left(Departure):
     """Event: a node left by its own decision."""
 
 
-class Lost(Departure):
+class NodeLost(Departure):
     """Event: a node was lost, because its heartbeat stopped or because of a fault."""
 
 
-Event = Join | LastCall | MemberEvent | Departure
+AgentEvent = Join | LastCallPassed | MemberEvent | Departure
 
 
 def rank_taken(node: Node, rival: Node) -> RendezvousError:
@@ -242,17 +242,17 @@ def rank_taken(node: Node, rival: Node) -> RendezvousError:
 
 
 def dumps(state: object) -> bytes:
-    """Return the text of a document for the store: of this `State`, or that of `membership`."""
+    """Return the text of a document for the store: of `AgentsState` or `MembershipState`."""
     return document.dumps(state, separators=(",", ":"), sort_keys=True).encode()
 
 
-def loads(text: bytes) -> State:
+def loads(text: bytes) -> AgentsState:
     """Return the state that `dumps` wrote; an empty text is the state before the first node.
 
     Raises:
         RendezvousError: The text was not written by this version of unisono.
     """
-    return loads_of(State, text, "rendezvous", "the same store and --rdzv-id")
+    return loads_of(AgentsState, text, "rendezvous", "the same store and --rdzv-id")
 
 
 def loads_of(kind: type[T], text: bytes, what: str, place: str) -> T:

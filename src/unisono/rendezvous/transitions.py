@@ -1,17 +1,17 @@
 """The elastic rendezvous as a pure state machine: which nodes form the current world.
 
-All agents of a job share one `State`, a small document in a store. To change it, an agent computes
-`apply(state, event)` and writes the result with compare_set. If another agent was faster, the agent
-reads the new state and applies the event to it. So all agents see the same order of events, and
-none is lost. Nothing here reads a clock or does I/O.
+All agents of a job share one `AgentsState`, a small document in a store. To change it, an agent
+computes `apply(state, event)` and writes the result with compare_set. If another agent was faster,
+the agent reads the new state and applies the event to it. So all agents see the same order of
+events, and none is lost. Nothing here reads a clock or does I/O.
 
             Join: enough nodes                       all members Succeeded
     JOINING ------------------> RUNNING (epoch + 1) -----------------------> FINISHED
        ^                           |  Failed with no restart left
        +---------------------------+---------------------------------------> FAILED
-         Failed, Lost, Left, Join
+         Failed, NodeLost, Left, Join
 
-With `Limits.replaces` the world goes on if a node joins or leaves and the limits allow that. The
+With `JobLimits.replaces` the world goes on if a node joins or leaves and the limits allow that. The
 workers of the new node wait until the others take them in.
 
 A world is one epoch. It ends at most once, so it counts at most once against `max_restarts`. If
@@ -29,28 +29,28 @@ from dataclasses import replace
 
 from unisono.errors import RendezvousError
 from unisono.rendezvous.state import (
+    AgentEvent,
+    AgentsState,
     Cause,
     Departure,
-    Event,
     Failed,
     Idle,
+    JobLimits,
     Join,
-    LastCall,
+    LastCallPassed,
     Left,
-    Limits,
-    Lost,
     MemberEvent,
     Node,
+    NodeLost,
     Phase,
     Replaced,
-    State,
     Succeeded,
     Unmet,
     rank_taken,
 )
 
 
-def apply(state: State, event: Event) -> State:
+def apply(state: AgentsState, event: AgentEvent) -> AgentsState:
     """Return the state after an event; the same object if the event changes nothing.
 
     Raises:
@@ -60,7 +60,7 @@ def apply(state: State, event: Event) -> State:
     match event:
         case Join():
             after = _join(state, event)
-        case LastCall():
+        case LastCallPassed():
             after = state
             # The cause is known when each expected node has joined again or is lost, at the latest
             # after `dead_after_s`.
@@ -86,7 +86,7 @@ def apply(state: State, event: Event) -> State:
     return state if after == state else after
 
 
-def _join(state: State, event: Join) -> State:
+def _join(state: AgentsState, event: Join) -> AgentsState:
     node = event.node
     if state.limits is None:
         state = replace(state, limits=event.limits)
@@ -109,14 +109,14 @@ def _join(state: State, event: Join) -> State:
     return replace(state, waiting=(*state.waiting, node))
 
 
-def _words(limits: Limits) -> str:
+def _words(limits: JobLimits) -> str:
     nodes = f"--nnodes {limits.min_nodes}:{limits.max_nodes}"
     restart = " --restart worker" if limits.replaces else ""
     workers = f" --nproc-per-node {limits.min_nprocs}:MAX" if limits.min_nprocs else ""
     return f"{nodes} --max-restarts {limits.max_restarts}{restart}{workers}"
 
 
-def _has_room(state: State, node: Node) -> bool:
+def _has_room(state: AgentsState, node: Node) -> bool:
     """Return whether a node can be admitted without taking a place kept for another node."""
     assert state.limits is not None
     if state.rival_of(node) is not None or state.succeeded:
@@ -126,7 +126,7 @@ def _has_room(state: State, node: Node) -> bool:
     return len(state.members) + len(state.expected) < state.limits.max_nodes
 
 
-def _admit(state: State, node: Node) -> State:
+def _admit(state: AgentsState, node: Node) -> AgentsState:
     state = replace(
         state,
         members=(*state.members, node),
@@ -142,13 +142,13 @@ def _admit(state: State, node: Node) -> State:
     )
 
 
-def _is_current(state: State, event: MemberEvent) -> bool:
+def _is_current(state: AgentsState, event: MemberEvent) -> bool:
     """Return whether an event is of a member of the running world."""
     running = state.phase is Phase.RUNNING and event.epoch == state.epoch
     return running and state.is_member(event.node_id)
 
 
-def _failed(state: State, event: Failed) -> State:
+def _failed(state: AgentsState, event: Failed) -> AgentsState:
     ids = [node.id for node in state.order]
     if event.epoch != state.epoch or state.over or event.node_id not in ids:
         return state
@@ -165,7 +165,7 @@ def _failed(state: State, event: Failed) -> State:
     return state
 
 
-def _end_world(state: State, cause: Cause, blamed: str, reason: str) -> State:
+def _end_world(state: AgentsState, cause: Cause, blamed: str, reason: str) -> AgentsState:
     members = tuple(node.id for node in state.members)
     ended = replace(
         state,
@@ -183,7 +183,7 @@ def _end_world(state: State, cause: Cause, blamed: str, reason: str) -> State:
     return _promote(ended)
 
 
-def _promote(state: State) -> State:
+def _promote(state: AgentsState) -> AgentsState:
     """Give free places to waiting nodes."""
     for node in state.waiting:
         if _has_room(state, node):
@@ -192,26 +192,26 @@ def _promote(state: State) -> State:
     return state
 
 
-def _count_restart(state: State) -> State:
+def _count_restart(state: AgentsState) -> AgentsState:
     """Count the end of a world as a restart, or fail if no restart is left."""
     if not state.restart_left:
         return replace(state, phase=Phase.FAILED)
     return replace(state, restarts=state.restarts + 1)
 
 
-def _idle(state: State, node_id: str, idle: bool) -> State:
+def _idle(state: AgentsState, node_id: str, idle: bool) -> AgentsState:
     others = _without(state.idle, node_id)
     return replace(state, idle=(*others, node_id) if idle else others)
 
 
-def _succeeded(state: State, event: Succeeded) -> State:
+def _succeeded(state: AgentsState, event: Succeeded) -> AgentsState:
     if not _is_current(state, event) or event.node_id in state.succeeded:
         return state
     state = replace(state, succeeded=(*state.succeeded, event.node_id))
     return _finish_if_done(_idle(state, event.node_id, event.idle))
 
 
-def _finish_if_done(state: State) -> State:
+def _finish_if_done(state: AgentsState) -> AgentsState:
     """Finish the job if all members have succeeded."""
     if len(state.succeeded) < len(state.members):
         return state
@@ -222,7 +222,7 @@ def _finish_if_done(state: State) -> State:
     return _end_world(state, Cause.MEMBERSHIP, state.idle[0], reason)
 
 
-def _gone(state: State, event: Departure) -> State:
+def _gone(state: AgentsState, event: Departure) -> AgentsState:
     if event.node_id not in state.present:
         return state
     if state.phase is Phase.RUNNING and state.is_member(event.node_id):
@@ -248,10 +248,10 @@ def _gone(state: State, event: Departure) -> State:
         replaces = state.limits is not None and state.limits.replaces
         return _finish_if_done(_promote(state)) if replaces else state
     state = _form_if_complete(_promote(state))
-    return _fail_if_hopeless(state, event) if isinstance(event, Lost) else state
+    return _fail_if_hopeless(state, event) if isinstance(event, NodeLost) else state
 
 
-def _goes_on_without(state: State, event: Departure) -> bool:
+def _goes_on_without(state: AgentsState, event: Departure) -> bool:
     """Return whether the workers of the other members go on without a member."""
     assert state.limits is not None
     enough = len(state.members) > state.limits.min_nodes
@@ -262,7 +262,7 @@ def _goes_on_without(state: State, event: Departure) -> bool:
     return state.limits.replaces and enough and kept
 
 
-def _fail_if_hopeless(state: State, event: Lost) -> State:
+def _fail_if_hopeless(state: AgentsState, event: NodeLost) -> AgentsState:
     """Fail if too few nodes are left and the job has no restarts."""
     assert state.limits is not None
     coming = len(state.members) + len(state.expected)
@@ -276,7 +276,7 @@ def _fail_if_hopeless(state: State, event: Lost) -> State:
     return replace(state, phase=Phase.FAILED, reason=reason, blamed=event.node_id)
 
 
-def _enough(state: State) -> bool:
+def _enough(state: AgentsState) -> bool:
     return (
         state.phase is Phase.JOINING
         and state.limits is not None
@@ -284,7 +284,7 @@ def _enough(state: State) -> bool:
     )
 
 
-def _form_if_complete(state: State) -> State:
+def _form_if_complete(state: AgentsState) -> AgentsState:
     """Form the world if it has the largest size or all nodes of the last world."""
     if not _enough(state):
         return state
@@ -294,7 +294,7 @@ def _form_if_complete(state: State) -> State:
     return _form(state) if full or all_back else state
 
 
-def _form(state: State) -> State:
+def _form(state: AgentsState) -> AgentsState:
     if state.cause is Cause.CONSEQUENCE:
         # Every node is alive, so a worker failed without a report.
         state = _count_restart(replace(state, cause=Cause.FAILURE))

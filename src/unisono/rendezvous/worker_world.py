@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from unisono.errors import RendezvousError, StoreError
 from unisono.rendezvous.endpoint import ANY, address_here
-from unisono.rendezvous.state import Node, State
+from unisono.rendezvous.state import AgentsState, Node
 from unisono.stores import PrefixStore, Store, TCPStore
 
 _PREFIX = "unisono/rendezvous/"
@@ -101,7 +101,7 @@ class WorkerStore:
         self.served = self._server
         return address, self._server.port
 
-    def report_gone(self, rendezvous_store: Store, state: State) -> None:
+    def report_gone(self, rendezvous_store: Store, state: AgentsState) -> None:
         """Write which ranks and hosts have left the running world, where its workers look.
 
         Workers that lost their links to these need not wait for them in `reconfigure`. Nothing

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.schedules.ir import Buf, Exchange, IntArray, Local, Op, Schedule, copy
+from unisono.schedules.ir import Buf, ExchangeRule, IntArray, Local, Op, Schedule, copy
 
 _BACKWARDS = {"gather": "scatter", "all_gather": "reduce_scatter"}
 
@@ -21,7 +21,7 @@ def block_schedule(
     algorithm: str,
     p: int,
     rounds: int,
-    exchange: Exchange,
+    exchange: ExchangeRule,
     root: int = -1,
     *,
     before: Local | None = None,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from unisono.schedules.far import far_apart
 from unisono.schedules.ir import REDUCING
 from unisono.schedules.select import Topology, select
-from unisono.schedules.tables import Table
+from unisono.schedules.tables import ChoiceTable
 
 # Sizes above this are not looked at.
 _LARGEST = 1 << 40
@@ -58,7 +58,7 @@ def reason(
     topology: Topology,
     algorithm: str | None = None,
     override: str = "",
-    table: Table | None = None,
+    table: ChoiceTable | None = None,
     *,
     ordered: bool = False,
 ) -> str:

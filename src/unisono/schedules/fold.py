@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unisono.schedules.ir import BoolArray, Buf, Exchange, IntArray, recv, recv_reduce, send
+from unisono.schedules.ir import BoolArray, Buf, ExchangeRule, IntArray, recv, recv_reduce, send
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def with_fold(
     chunks: int,
     rounds: int,
     inner: Callable[[int, IntArray, IntArray], Iterable[IntArray]],
-) -> tuple[int, Exchange]:
+) -> tuple[int, ExchangeRule]:
     """Wrap an all_reduce of the members into one of all ranks.
 
     Args:

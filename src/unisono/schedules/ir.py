@@ -50,7 +50,7 @@ import numpy as np
 # Written out, because importing numpy.typing costs more than the rest of this package.
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
-Exchange = Callable[[int, IntArray], Iterable[IntArray]]
+ExchangeRule = Callable[[int, IntArray], Iterable[IntArray]]
 Local = Callable[[IntArray], Iterable[IntArray]]
 
 VECTOR_COLLECTIVES = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
@@ -112,7 +112,7 @@ class Schedule:
     algorithm: str
     world_size: int
     rounds: int
-    exchange: Exchange = field(repr=False)
+    exchange: ExchangeRule = field(repr=False)
     root: int = -1
     input_chunks: int = 0
     output_chunks: int = 1

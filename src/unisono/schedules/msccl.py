@@ -50,8 +50,8 @@ _MOST_MOVED = 1 << 22
 # Steps of a deadlock that its error names.
 _MOST_NAMED = 6
 
-Place = tuple[int, int]  # (buffer, chunk)
-Row = tuple[int, ...]
+ChunkPlace = tuple[int, int]  # (buffer, chunk)
+StepRow = tuple[int, ...]
 
 
 def to_msccl(schedule: Schedule) -> str:
@@ -116,7 +116,7 @@ def _add_steps(
                 last, before = ElementTree.SubElement(block, "step", texts), place
 
 
-class _Step(NamedTuple):
+class _ProgramStep(NamedTuple):
     """A step of a program.
 
     Attributes:
@@ -187,7 +187,7 @@ def from_msccl(text: str) -> Schedule:
     in_place = algo.get("inplace", "1") == "1" and collective != "all_to_all"
     placed = _Places(collective, p, chunks, scratch, in_place)
     order = _order(steps, partner)
-    at = _Events(steps, partner).rounds()
+    at = _EventOrder(steps, partner).rounds()
     rounds = 1 + max((at[2 * i + 1] for i in partner), default=-1)
     rows = _rows(steps, partner, order, at, placed)
     table = {k: np.array(rows.get(k, []), np.int64).reshape(-1, 8) for k in range(-1, rounds)}
@@ -208,9 +208,9 @@ def from_msccl(text: str) -> Schedule:
     )  # fmt: skip
 
 
-def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_Step], dict[int, int]]:
+def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_ProgramStep], dict[int, int]]:
     """Return all steps, and for each step that sends the step that receives its message."""
-    steps: list[_Step] = []
+    steps: list[_ProgramStep] = []
     sent: dict[tuple[int, ...], list[int]] = defaultdict(list)
     taken: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for gpu in algo.findall("gpu"):
@@ -233,7 +233,7 @@ def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_Step], dict[in
                 ]
                 count = int(get.get("cnt", 0))
                 earlier = [i - 1] if number else []
-                steps.append(_Step(rank, place, kind, ends[0], ends[1], count, earlier))
+                steps.append(_ProgramStep(rank, place, kind, ends[0], ends[1], count, earlier))
                 if kind in _SENDS:
                     sent[rank, to, channel].append(i)
                 if kind in _RECEIVES:
@@ -253,7 +253,7 @@ def _read_steps(algo: ElementTree.Element, p: int) -> tuple[list[_Step], dict[in
     return steps, dict(pairs)
 
 
-def _order(steps: list[_Step], partner: dict[int, int]) -> list[int]:
+def _order(steps: list[_ProgramStep], partner: dict[int, int]) -> list[int]:
     """Return the steps such that each comes after the steps that it waits for.
 
     A receive also waits for its send.
@@ -280,7 +280,7 @@ def _order(steps: list[_Step], partner: dict[int, int]) -> list[int]:
 
 
 def _deadlock(
-    steps: list[_Step], source: dict[int, int], first: int, order: list[int]
+    steps: list[_ProgramStep], source: dict[int, int], first: int, order: list[int]
 ) -> InvalidArgumentError:
     """Return the error that names a circle of steps, one of which `first` waits for."""
     done, path = set(order), {first: 0}
@@ -303,14 +303,14 @@ def _deadlock(
     )
 
 
-class _Events:
+class _EventOrder:
     """The events of a program, and after which other events each must be, in rounds.
 
     Event 2i is that step i takes its message or works locally, and event 2i + 1 that it sends. A
     step that sends does so after the round of what it waits for, except after other sends.
     """
 
-    def __init__(self, steps: list[_Step], partner: dict[int, int]) -> None:
+    def __init__(self, steps: list[_ProgramStep], partner: dict[int, int]) -> None:
         self.steps, self.partner = steps, partner
         self.takers = set(partner.values())
         self.edges: list[list[tuple[int, int]]] = [[] for _ in range(2 * len(steps))]
@@ -408,15 +408,19 @@ def _components(edges: list[list[tuple[int, int]]]) -> list[list[int]]:
 
 
 def _rows(
-    steps: list[_Step], partner: dict[int, int], order: list[int], at: list[int], placed: _Places
-) -> dict[int, list[Row]]:
+    steps: list[_ProgramStep],
+    partner: dict[int, int],
+    order: list[int],
+    at: list[int],
+    placed: _Places,
+) -> dict[int, list[StepRow]]:
     """Return the rows of each round; round -1 has the local steps before the first message.
 
     Args:
         steps: Of the program.
         partner: Of each step that sends, the step that receives.
         order: Of `_order`.
-        at: The round of each event of `_Events`.
+        at: The round of each event of `_EventOrder`.
         placed: Where the chunks are.
     """
     source = {taker: sender for sender, taker in partner.items()}
@@ -427,7 +431,7 @@ def _rows(
             taking[at[2 * i]].append(i)
         if i in source:
             coming[at[2 * source[i] + 1]].append(i)
-    rows: dict[int, list[Row]] = {}
+    rows: dict[int, list[StepRow]] = {}
     boxes: dict[int, list[int]] = {}
     for k in sorted({*taking, *coming}):
         # All ranks send what they hold when the round begins.
@@ -436,10 +440,10 @@ def _rows(
             sender = steps[source[i]]
             end = "src" if sender.kind == "s" else "dst"
             given[i] = _held(sender, _place(sender, source[i], placed, end), placed)
-        out: list[Row] = []
-        back: list[Row] = []
+        out: list[StepRow] = []
+        back: list[StepRow] = []
 
-        def receive(i: int, op: Op, target: Place) -> None:
+        def receive(i: int, op: Op, target: ChunkPlace) -> None:
             sizes, there = given[i]  # noqa: B023
             rank, peer = steps[i].rank, steps[source[i]].rank
             for first, to, n in _runs(there, placed.written(rank, target, sizes)):
@@ -469,25 +473,29 @@ def _rows(
     return rows
 
 
-def _own(index: int, which: int) -> Place:
+def _own(index: int, which: int) -> ChunkPlace:
     """Return a place that no program names: the sum (0) or the message (1) of one step."""
     return (SCRATCH, _PASSED + (2 * index + which) * _MOST)
 
 
-def _place(step: _Step, index: int, placed: _Places, end: str) -> Place:
+def _place(step: _ProgramStep, index: int, placed: _Places, end: str) -> ChunkPlace:
     """Return the place of an end of a step; a sum that is only sent on has one of its own."""
     if end == "dst" and step.kind == "rrs":
         return _own(index, 0)
     return placed.named(step.rank, *(step.dst if end == "dst" else step.src))
 
 
-def _held(step: _Step, first: Place, placed: _Places) -> tuple[list[int], list[Place]]:
+def _held(
+    step: _ProgramStep, first: ChunkPlace, placed: _Places
+) -> tuple[list[int], list[ChunkPlace]]:
     """Return the sizes and the chunks of the places that a step reads, from `first` on."""
     sizes = [placed.size(step.rank, _next(first, n)) for n in range(step.chunks)]
     return sizes, placed.written(step.rank, first, sizes)
 
 
-def _local(op: Op, step: _Step, own: Place, held: Place, placed: _Places) -> Iterator[Row]:
+def _local(
+    op: Op, step: _ProgramStep, own: ChunkPlace, held: ChunkPlace, placed: _Places
+) -> Iterator[StepRow]:
     """Yield the rows that copy or reduce the chunks at `own` into the chunks at `held`."""
     sizes, there = _held(step, own, placed)
     here = placed.written(step.rank, held, sizes)
@@ -495,11 +503,13 @@ def _local(op: Op, step: _Step, own: Place, held: Place, placed: _Places) -> Ite
         yield (step.rank, op, -1, *first, *target, n)
 
 
-def _next(place: Place, n: int) -> Place:
+def _next(place: ChunkPlace, n: int) -> ChunkPlace:
     return (place[0], place[1] + n)
 
 
-def _runs(there: list[Place], here: list[Place]) -> Iterator[tuple[Place, Place, int]]:
+def _runs(
+    there: list[ChunkPlace], here: list[ChunkPlace]
+) -> Iterator[tuple[ChunkPlace, ChunkPlace, int]]:
     """Yield the parts of a message whose chunks are contiguous at both ends."""
     begin = 0
     for n in range(1, len(there) + 1):
@@ -534,7 +544,7 @@ class _Places:
         self.given: dict[tuple[int, int, int], int] = {}
         self.held: dict[tuple[int, int], int] = {}
 
-    def named(self, rank: int, buffer: str, chunk: int) -> Place:
+    def named(self, rank: int, buffer: str, chunk: int) -> ChunkPlace:
         """Return the place that a program calls chunk `chunk` of buffer "i", "o" or "s"."""
         if buffer == "s":
             return (SCRATCH, chunk)
@@ -546,7 +556,7 @@ class _Places:
             return (SCRATCH, _KEPT + chunk)
         return (INPUT if buffer == "i" and not self.in_place else OUTPUT, chunk)
 
-    def size(self, rank: int, place: Place) -> int:
+    def size(self, rank: int, place: ChunkPlace) -> int:
         """Return the number of the work chunk that is as large as the chunk in a place."""
         if place[0] != SCRATCH:
             return place[1] % self.blocks
@@ -556,7 +566,7 @@ class _Places:
             raise _error(f"rank {rank} reads scratch chunk {place[1]} before it is written")
         return self.held[rank, place[1]]
 
-    def chunk(self, rank: int, place: Place, size: int) -> int:
+    def chunk(self, rank: int, place: ChunkPlace, size: int) -> int:
         """Return the chunk of a place while it holds a chunk of a size."""
         if place[0] != SCRATCH:
             return place[1]
@@ -574,7 +584,7 @@ class _Places:
             self.scratch_chunks = max(self.scratch_chunks, chunk + 1)
         return self.given[key]
 
-    def written(self, rank: int, first: Place, sizes: list[int]) -> list[Place]:
+    def written(self, rank: int, first: ChunkPlace, sizes: list[int]) -> list[ChunkPlace]:
         """Return the chunks of places, from `first` on, that get chunks of these sizes."""
         places = [_next(first, n) for n in range(len(sizes))]
         chunks = zip(places, sizes, strict=True)

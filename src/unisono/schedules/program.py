@@ -59,7 +59,7 @@ def lower_all(schedule: Schedule, layout: Layout) -> tuple[IntArray, IntArray]:
     return steps[moved], rows.chunks[moved, _RANK]
 
 
-class _Rows(NamedTuple):
+class _RankRows(NamedTuple):
     """All rows of some ranks, rank by rank, with the indices of their chunks in `buffer_ends`.
 
     Attributes:
@@ -84,12 +84,12 @@ class _Rows(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _rank_rows(schedule: Schedule, rank: int) -> _Rows:
+def _rank_rows(schedule: Schedule, rank: int) -> _RankRows:
     """Return all rows of one rank; they are valid for every element count."""
     return _all_rows(schedule, np.array([rank]))
 
 
-def _all_rows(schedule: Schedule, ranks: IntArray) -> _Rows:
+def _all_rows(schedule: Schedule, ranks: IntArray) -> _RankRows:
     """Return the rows of all stages; an index does not depend on the rank."""
     rows = np.concatenate([schedule.steps(k, ranks) for k in range(schedule.stages)])
     if len(ranks) > 1:
@@ -105,7 +105,7 @@ def _all_rows(schedule: Schedule, ranks: IntArray) -> _Rows:
         end[side, named] = begin[side, named] + rows[named, _N]
         scratch[side, aside] = end[side, aside]
     local = (rows[:, _SRC_BUF] >= 0) & (rows[:, _DST_BUF] >= 0)
-    return _Rows(rows, steps, begin[0], begin[1], end[0], end[1], scratch, local)
+    return _RankRows(rows, steps, begin[0], begin[1], end[0], end[1], scratch, local)
 
 
 @lru_cache(maxsize=256)
@@ -116,7 +116,7 @@ def bases_of(schedule: Schedule) -> IntArray:
     return np.cumsum([0, *lengths])
 
 
-def _in_elements(schedule: Schedule, rows: _Rows, ends: IntArray) -> tuple[IntArray, BoolArray]:
+def _in_elements(schedule: Schedule, rows: _RankRows, ends: IntArray) -> tuple[IntArray, BoolArray]:
     """Return the steps with offsets and counts, and which of them a program keeps."""
     src_off, dst_off = ends[rows.src], ends[rows.dst]
     src_count, dst_count = ends[rows.src_end] - src_off, ends[rows.dst_end] - dst_off
@@ -128,7 +128,7 @@ def _in_elements(schedule: Schedule, rows: _Rows, ends: IntArray) -> tuple[IntAr
 
 
 def _require_equal(
-    schedule: Schedule, rows: _Rows, src_count: IntArray, dst_count: IntArray
+    schedule: Schedule, rows: _RankRows, src_count: IntArray, dst_count: IntArray
 ) -> None:
     wrong = rows.local & (src_count != dst_count)
     if wrong.any():

@@ -33,7 +33,7 @@ from unisono.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_pow
 
 
 @dataclass(frozen=True)
-class Entry:
+class AlgorithmEntry:
     """One algorithm for one collective.
 
     Attributes:
@@ -59,116 +59,120 @@ class Entry:
     registered: bool = False
 
 
-def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> Entry:
-    return Entry(builder, is_power_of_two, "a power of two as world size", uneven=uneven)
+def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> AlgorithmEntry:
+    return AlgorithmEntry(builder, is_power_of_two, "a power of two as world size", uneven=uneven)
 
 
-def _levels(builder: Callable[..., Schedule], *, pipelined: bool = False) -> Entry:
+def _levels(builder: Callable[..., Schedule], *, pipelined: bool = False) -> AlgorithmEntry:
     needs = "several hosts with equally many ranks, two at least, numbered host by host"
-    return Entry(builder, needs=needs, pipelined=pipelined, two_level=True)
+    return AlgorithmEntry(builder, needs=needs, pipelined=pipelined, two_level=True)
 
 
-_TABLE: dict[str, dict[str, Entry]] = {
+_TABLE: dict[str, dict[str, AlgorithmEntry]] = {
     "all_reduce": {
-        "linear": Entry(linear.all_reduce, ordered=True),
-        "ring": Entry(ring.all_reduce),
-        "two_way_ring": Entry(ring.two_way_all_reduce),
-        "torus": Entry(torus.all_reduce, lambda p: torus.width(p) > 1, "a product of two numbers"),
-        "tree": Entry(tree.all_reduce, pipelined=True),
-        "double_tree": Entry(double_tree.all_reduce, pipelined=True),
-        "recursive_doubling": Entry(recursive_doubling.all_reduce),
-        "recursive_multiplying": Entry(recursive_doubling.multiplying),
-        "halving_doubling": Entry(halving_doubling.all_reduce),
-        "swing": Entry(swing.all_reduce),
-        "one_shot": Entry(one_shot.all_reduce, ordered=True),
-        "two_shot": Entry(two_shot.all_reduce, pipelined=True),
-        "rank_order": Entry(rank_order.all_reduce, pipelined=True, ordered=True),
-        "cube_mesh": Entry(cube_mesh.all_reduce, lambda p: p == cube_mesh.RANKS, "world size 8"),
+        "linear": AlgorithmEntry(linear.all_reduce, ordered=True),
+        "ring": AlgorithmEntry(ring.all_reduce),
+        "two_way_ring": AlgorithmEntry(ring.two_way_all_reduce),
+        "torus": AlgorithmEntry(
+            torus.all_reduce, lambda p: torus.width(p) > 1, "a product of two numbers"
+        ),
+        "tree": AlgorithmEntry(tree.all_reduce, pipelined=True),
+        "double_tree": AlgorithmEntry(double_tree.all_reduce, pipelined=True),
+        "recursive_doubling": AlgorithmEntry(recursive_doubling.all_reduce),
+        "recursive_multiplying": AlgorithmEntry(recursive_doubling.multiplying),
+        "halving_doubling": AlgorithmEntry(halving_doubling.all_reduce),
+        "swing": AlgorithmEntry(swing.all_reduce),
+        "one_shot": AlgorithmEntry(one_shot.all_reduce, ordered=True),
+        "two_shot": AlgorithmEntry(two_shot.all_reduce, pipelined=True),
+        "rank_order": AlgorithmEntry(rank_order.all_reduce, pipelined=True, ordered=True),
+        "cube_mesh": AlgorithmEntry(
+            cube_mesh.all_reduce, lambda p: p == cube_mesh.RANKS, "world size 8"
+        ),
         "two_level": _levels(two_level.all_reduce, pipelined=True),
         "node_tree": _levels(node_tree.all_reduce, pipelined=True),
     },
     "broadcast": {
-        "linear": Entry(linear.broadcast),
-        "ring": Entry(ring.broadcast, pipelined=True),
-        "binomial": Entry(tree.binomial_broadcast),
+        "linear": AlgorithmEntry(linear.broadcast),
+        "ring": AlgorithmEntry(ring.broadcast, pipelined=True),
+        "binomial": AlgorithmEntry(tree.binomial_broadcast),
         "bine": _power_of_two(swing.broadcast),
-        "tree": Entry(tree.broadcast, pipelined=True),
-        "double_tree": Entry(double_tree.broadcast, pipelined=True),
-        "halving_doubling": Entry(halving_doubling.broadcast),
-        "one_shot": Entry(one_shot.broadcast),
+        "tree": AlgorithmEntry(tree.broadcast, pipelined=True),
+        "double_tree": AlgorithmEntry(double_tree.broadcast, pipelined=True),
+        "halving_doubling": AlgorithmEntry(halving_doubling.broadcast),
+        "one_shot": AlgorithmEntry(one_shot.broadcast),
         "two_level": _levels(two_level.broadcast, pipelined=True),
     },
     "reduce": {
-        "linear": Entry(linear.reduce),
-        "ring": Entry(ring.reduce, pipelined=True),
-        "binomial": Entry(tree.binomial_reduce),
+        "linear": AlgorithmEntry(linear.reduce),
+        "ring": AlgorithmEntry(ring.reduce, pipelined=True),
+        "binomial": AlgorithmEntry(tree.binomial_reduce),
         "bine": _power_of_two(swing.reduce),
-        "tree": Entry(tree.reduce, pipelined=True),
-        "double_tree": Entry(double_tree.reduce, pipelined=True),
-        "halving_doubling": Entry(halving_doubling.reduce),
-        "one_shot": Entry(one_shot.reduce_to_root),
-        "two_shot": Entry(two_shot.reduce),
-        "rank_order": Entry(rank_order.reduce, ordered=True),
+        "tree": AlgorithmEntry(tree.reduce, pipelined=True),
+        "double_tree": AlgorithmEntry(double_tree.reduce, pipelined=True),
+        "halving_doubling": AlgorithmEntry(halving_doubling.reduce),
+        "one_shot": AlgorithmEntry(one_shot.reduce_to_root),
+        "two_shot": AlgorithmEntry(two_shot.reduce),
+        "rank_order": AlgorithmEntry(rank_order.reduce, ordered=True),
         "two_level": _levels(two_level.reduce, pipelined=True),
     },
     "all_gather": {
-        "linear": Entry(linear.all_gather, uneven=True),
-        "ring": Entry(ring.all_gather, uneven=True),
-        "two_way_ring": Entry(ring.two_way_all_gather, uneven=True),
+        "linear": AlgorithmEntry(linear.all_gather, uneven=True),
+        "ring": AlgorithmEntry(ring.all_gather, uneven=True),
+        "two_way_ring": AlgorithmEntry(ring.two_way_all_gather, uneven=True),
         "recursive_doubling": _power_of_two(recursive_doubling.all_gather, uneven=True),
-        "bruck": Entry(bruck.all_gather),
-        "far_first": Entry(far_first.all_gather),
-        "one_shot": Entry(one_shot.all_gather, uneven=True),
+        "bruck": AlgorithmEntry(bruck.all_gather),
+        "far_first": AlgorithmEntry(far_first.all_gather),
+        "one_shot": AlgorithmEntry(one_shot.all_gather, uneven=True),
         "two_level": _levels(two_level.all_gather),
     },
     "gather": {
-        "linear": Entry(linear.gather, uneven=True),
-        "pairwise": Entry(pairwise.gather, uneven=True),
-        "binomial": Entry(tree.binomial_gather),
-        "one_shot": Entry(one_shot.gather, uneven=True),
+        "linear": AlgorithmEntry(linear.gather, uneven=True),
+        "pairwise": AlgorithmEntry(pairwise.gather, uneven=True),
+        "binomial": AlgorithmEntry(tree.binomial_gather),
+        "one_shot": AlgorithmEntry(one_shot.gather, uneven=True),
     },
     "reduce_scatter": {
-        "linear": Entry(linear.reduce_scatter, uneven=True),
-        "ring": Entry(ring.reduce_scatter),
-        "halving_doubling": Entry(halving_doubling.reduce_scatter, uneven=True),
-        "far_first": Entry(far_first.reduce_scatter),
-        "pairwise": Entry(pairwise.reduce_scatter, uneven=True),
-        "one_shot": Entry(one_shot.reduce_scatter, uneven=True),
-        "rank_order": Entry(rank_order.reduce_scatter, uneven=True, ordered=True),
+        "linear": AlgorithmEntry(linear.reduce_scatter, uneven=True),
+        "ring": AlgorithmEntry(ring.reduce_scatter),
+        "halving_doubling": AlgorithmEntry(halving_doubling.reduce_scatter, uneven=True),
+        "far_first": AlgorithmEntry(far_first.reduce_scatter),
+        "pairwise": AlgorithmEntry(pairwise.reduce_scatter, uneven=True),
+        "one_shot": AlgorithmEntry(one_shot.reduce_scatter, uneven=True),
+        "rank_order": AlgorithmEntry(rank_order.reduce_scatter, uneven=True, ordered=True),
         "two_level": _levels(two_level.reduce_scatter, pipelined=True),
     },
     "scatter": {
-        "linear": Entry(linear.scatter, uneven=True),
-        "pairwise": Entry(pairwise.scatter, uneven=True),
-        "binomial": Entry(tree.binomial_scatter),
-        "one_shot": Entry(one_shot.scatter, uneven=True),
+        "linear": AlgorithmEntry(linear.scatter, uneven=True),
+        "pairwise": AlgorithmEntry(pairwise.scatter, uneven=True),
+        "binomial": AlgorithmEntry(tree.binomial_scatter),
+        "one_shot": AlgorithmEntry(one_shot.scatter, uneven=True),
     },
     "all_to_all": {
-        "linear": Entry(linear.all_to_all, uneven=True),
-        "pairwise": Entry(pairwise.all_to_all, uneven=True),
-        "bruck": Entry(bruck.all_to_all),
-        "one_shot": Entry(one_shot.all_to_all, uneven=True),
+        "linear": AlgorithmEntry(linear.all_to_all, uneven=True),
+        "pairwise": AlgorithmEntry(pairwise.all_to_all, uneven=True),
+        "bruck": AlgorithmEntry(bruck.all_to_all),
+        "one_shot": AlgorithmEntry(one_shot.all_to_all, uneven=True),
         "two_level": _levels(two_level.all_to_all),
     },
     "scan": {
-        "linear": Entry(scan.scan_chain, pipelined=True, ordered=True),
-        "recursive_doubling": Entry(scan.scan_doubling),
+        "linear": AlgorithmEntry(scan.scan_chain, pipelined=True, ordered=True),
+        "recursive_doubling": AlgorithmEntry(scan.scan_doubling),
     },
     "exscan": {
-        "linear": Entry(scan.exscan_chain, pipelined=True, ordered=True),
-        "recursive_doubling": Entry(scan.exscan_doubling),
+        "linear": AlgorithmEntry(scan.exscan_chain, pipelined=True, ordered=True),
+        "recursive_doubling": AlgorithmEntry(scan.exscan_doubling),
     },
     "barrier": {
-        "linear": Entry(linear.barrier),
-        "dissemination": Entry(recursive_doubling.barrier),
-        "one_shot": Entry(one_shot.barrier),
+        "linear": AlgorithmEntry(linear.barrier),
+        "dissemination": AlgorithmEntry(recursive_doubling.barrier),
+        "one_shot": AlgorithmEntry(one_shot.barrier),
     },
 }
 
 ALGORITHMS = tuple(sorted({name for table in _TABLE.values() for name in table}))
 
 
-def entry(collective: str, algorithm: str) -> Entry:
+def entry(collective: str, algorithm: str) -> AlgorithmEntry:
     """Return the table's entry.
 
     Raises:
@@ -216,7 +220,7 @@ def register_schedule(schedule: Schedule) -> None:
     from unisono.schedules.verify import verify
 
     verify(schedule)
-    _TABLE[collective][name] = Entry(
+    _TABLE[collective][name] = AlgorithmEntry(
         lambda p: schedule,
         lambda p: p == size,
         f"world size {size}",
@@ -261,7 +265,11 @@ def available(
 
 @lru_cache(maxsize=256)
 def _available(
-    known: tuple[tuple[str, Entry], ...], world_size: int, uneven: bool, ordered: bool, local: int
+    known: tuple[tuple[str, AlgorithmEntry], ...],
+    world_size: int,
+    uneven: bool,
+    ordered: bool,
+    local: int,
 ) -> tuple[str, ...]:
     found, levels = [], 1 < local < world_size and world_size % local == 0
     for name, each in known:

@@ -15,7 +15,7 @@ from unisono.schedules.ir import REDUCING, ROOTED, ceil_log2, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
 from unisono.schedules.pipeline import depth_of
 from unisono.schedules.registry import available, entry
-from unisono.schedules.tables import Table
+from unisono.schedules.tables import ChoiceTable
 
 KIB = 1024
 # The number of ranks of a host up to which each rank reads from all other ranks.
@@ -68,7 +68,7 @@ def select(
     *,
     uneven: bool = False,
     ordered: bool = False,
-    table: Table | None = None,
+    table: ChoiceTable | None = None,
 ) -> Choice:
     """Return the algorithm for one call.
 

@@ -32,7 +32,7 @@ Measured = Mapping[tuple[str, int], Mapping[str, tuple[float, ...]]]
 """(collective, bytes) -> algorithm -> microseconds of a call in each pass."""
 
 
-class Shape(NamedTuple):
+class GroupShape(NamedTuple):
     """The kind of group that a table is for.
 
     Attributes:
@@ -64,7 +64,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class ChoiceTable:
     """The measured choices of one machine for one shape of the world.
 
     Attributes:
@@ -76,7 +76,7 @@ class Table:
         about: Date, duration and load of the measurement.
     """
 
-    shape: Shape
+    shape: GroupShape
     machine: str
     version: str
     rules: tuple[Rule, ...]
@@ -111,7 +111,7 @@ class Table:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @classmethod
-    def from_json(cls, name: str, text: str) -> Table:
+    def from_json(cls, name: str, text: str) -> ChoiceTable:
         """Return the table that `to_json` wrote.
 
         Args:
@@ -124,7 +124,7 @@ class Table:
         """
         try:
             fields = document.loads(dict[str, Any], text, version=FORMAT)
-            shape = Shape(*(fields[key] for key in Shape._fields))
+            shape = GroupShape(*(fields[key] for key in GroupShape._fields))
             rules = tuple(Rule(*row) for row in fields["rules"])
             _check(rules, shape)
             measured = _measured(fields["measured"])
@@ -149,7 +149,7 @@ def _measured(rows: list[list[Any]]) -> Measured:
     return measured
 
 
-def _check(rules: tuple[Rule, ...], shape: Shape) -> None:
+def _check(rules: tuple[Rule, ...], shape: GroupShape) -> None:
     """Raise ValueError if the shape or a rule cannot be used."""
     types = [type(value) for value in shape]
     # The ranks publish the names in one word.

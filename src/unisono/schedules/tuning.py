@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from unisono.schedules.select import Topology, select
-from unisono.schedules.tables import Measured, Rule, Shape
+from unisono.schedules.tables import GroupShape, Measured, Rule
 
 # The mean time of a new choice, relative to the built-in choice. Nearer to 1, noise makes rules
 # that lose in the next run. Farther from 1, real gains are left out.
@@ -51,7 +51,7 @@ def rules_of(measured: Measured, topology: Topology) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def topology_of(shape: Shape) -> Topology:
+def topology_of(shape: GroupShape) -> Topology:
     """Return the properties of a group of this shape on which choices depend."""
     shared = shape.over == "shared-memory"
     return Topology(shape.ranks, shared, shape.local, shape.round_trip_us)

@@ -36,8 +36,8 @@ from unisono.schedules.ir import (
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "two_level"
 
-Rows = list[IntArray]
-Sides = tuple[Rows, Rows]
+StageRows = list[IntArray]
+Sides = tuple[StageRows, StageRows]
 # The first stage (slice, ranks), the stages between (stages, slices, ranks), and the last stage
 # (slice, ranks). Those between come for several slices at once, [slices, 1].
 Stages = tuple[

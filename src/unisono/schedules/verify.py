@@ -29,7 +29,7 @@ _REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE, Op.REDUCE)
 _POSTED = (Op.POST, Op.READ, Op.READ_REDUCE)
 
 Chunk = tuple[int, int]
-Row = tuple[int, int, int, int, int, int, int, int]
+CheckedRow = tuple[int, int, int, int, int, int, int, int]
 
 
 def verify(schedule: Schedule, *, in_place: bool = False, rank_order: bool = False) -> None:
@@ -68,7 +68,7 @@ def contributions(schedule: Schedule) -> list[list[list[int]]]:
     Raises:
         ScheduleError: The schedule cannot be executed.
     """
-    world = _Recorder(schedule)
+    world = _OutputRecorder(schedule)
     world.run()
     chunks = range(schedule.output_chunks)
     has_output = [_buffer_chunks(schedule, r)[Buf.OUTPUT] for r in range(schedule.world_size)]
@@ -82,7 +82,7 @@ def contributions(schedule: Schedule) -> list[list[list[int]]]:
 
 
 @dataclass(frozen=True)
-class _Value:
+class _ChunkValue:
     """The value of a chunk: data item `item`, reduced over the ranks in the bit set `ranks`.
 
     `key` is the number of the expression. Equal keys mean equal bits.
@@ -94,8 +94,8 @@ class _Value:
 
 
 @dataclass(frozen=True)
-class _Message:
-    values: list[_Value]
+class _SentData:
+    values: list[_ChunkValue]
     sizes: list[object]
     posted: bool
     stage: int
@@ -108,8 +108,8 @@ class _SymbolicWorld:
         self.rank_order = rank_order
         self.schedule = schedule
         self.in_place = in_place
-        self.memory: list[dict[Chunk, _Value]] = [{} for _ in range(schedule.world_size)]
-        self.queues: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
+        self.memory: list[dict[Chunk, _ChunkValue]] = [{} for _ in range(schedule.world_size)]
+        self.queues: dict[tuple[int, int], deque[_SentData]] = defaultdict(deque)
         self.expressions: dict[tuple[object, ...], int] = {}
         self.todo, self.stage_of = _programs(schedule)
         self.next = [0] * schedule.world_size
@@ -129,15 +129,15 @@ class _SymbolicWorld:
             return (Buf.INPUT, own)
         return chunk
 
-    def leaf(self, item: Chunk, rank: int) -> _Value:
-        return _Value(self.key("leaf", item, rank), item, 1 << rank)
+    def leaf(self, item: Chunk, rank: int) -> _ChunkValue:
+        return _ChunkValue(self.key("leaf", item, rank), item, 1 << rank)
 
     def key(self, *expression: object) -> int:
         return self.expressions.setdefault(expression, len(self.expressions))
 
     def combine(
-        self, rank: int, mine: _Value, theirs: _Value, chunk: Chunk, *, swapped: bool
-    ) -> _Value:
+        self, rank: int, mine: _ChunkValue, theirs: _ChunkValue, chunk: Chunk, *, swapped: bool
+    ) -> _ChunkValue:
         if mine.item != theirs.item:
             self.fail(rank, f"{_name(chunk)} reduces data {mine.item} with data {theirs.item}")
         if twice := mine.ranks & theirs.ranks:
@@ -145,7 +145,7 @@ class _SymbolicWorld:
         pair = (theirs.key, mine.key) if swapped else (mine.key, theirs.key)
         if not self.rank_order:
             pair = (min(pair), max(pair))
-        return _Value(self.key(*pair), mine.item, mine.ranks | theirs.ranks)
+        return _ChunkValue(self.key(*pair), mine.item, mine.ranks | theirs.ranks)
 
     # --- execution ------------------------------------------------------------------------
 
@@ -189,19 +189,19 @@ class _SymbolicWorld:
             self.next[rank] += 1
         return touched
 
-    def put(self, rank: int, row: Row) -> set[int]:
+    def put(self, rank: int, row: CheckedRow) -> set[int]:
         op, peer, p = row[1], row[2], self.schedule.world_size
         to_all = op == Op.POST and peer == -1
         peers = set(range(p)) - {rank} if to_all else {peer}
         if not to_all and (peer == rank or not 0 <= peer < p):
             self.fail(rank, f"{Op(op).name} to rank {peer}")
         values, sizes = self.load(rank, row)
-        message = _Message(values, sizes, op == Op.POST, self.stage(rank))
+        message = _SentData(values, sizes, op == Op.POST, self.stage(rank))
         for destination in peers:
             self.queues[rank, destination].append(message)
         return peers
 
-    def take(self, rank: int, row: Row) -> None:
+    def take(self, rank: int, row: CheckedRow) -> None:
         op, peer = Op(row[1]), row[2]
         message = self.queues[peer, rank].popleft()
         if message.posted != (op in _POSTED):
@@ -211,7 +211,7 @@ class _SymbolicWorld:
             self.fail(rank, f"takes a message that rank {peer} sent in round {message.stage}")
         self.store(rank, row, message.values, message.sizes)
 
-    def move(self, rank: int, row: Row) -> None:
+    def move(self, rank: int, row: CheckedRow) -> None:
         _, op, _, src_buf, src, dst_buf, dst, n = row
         if src_buf == dst_buf and abs(src - dst) < n:
             # The result would depend on the direction in which the engine copies.
@@ -219,12 +219,14 @@ class _SymbolicWorld:
         values, sizes = self.load(rank, row)
         self.store(rank, row, values, sizes)
 
-    def load(self, rank: int, row: Row) -> tuple[list[_Value], list[object]]:
+    def load(self, rank: int, row: CheckedRow) -> tuple[list[_ChunkValue], list[object]]:
         chunks = self.chunks(rank, row[3], row[4], row[7])
         values = [self.get(rank, chunk, "reads") for chunk in chunks]
         return values, [_size(self.schedule, rank, chunk) for chunk in chunks]
 
-    def store(self, rank: int, row: Row, values: list[_Value], sizes: list[object]) -> None:
+    def store(
+        self, rank: int, row: CheckedRow, values: list[_ChunkValue], sizes: list[object]
+    ) -> None:
         chunks = self.chunks(rank, row[5], row[6], row[7])
         if row[5] == Buf.INPUT:
             self.fail(rank, f"writes {_name(chunks[0])}: INPUT is read-only")
@@ -235,14 +237,14 @@ class _SymbolicWorld:
             if self.schedule.collective == "barrier":
                 # A barrier moves no data. The value is the set of ranks that have entered it.
                 known = self.get(rank, chunk, "writes").ranks | value.ranks
-                value = _Value(0, value.item, known)
+                value = _ChunkValue(0, value.item, known)
             elif row[1] in _REDUCES:
                 mine = self.get(rank, chunk, "reduces into")
                 swapped = row[1] == Op.RECV_REDUCE and row[2] < rank
                 value = self.combine(rank, mine, value, chunk, swapped=swapped)
             self.memory[rank][self.place(rank, chunk)] = value
 
-    def get(self, rank: int, chunk: Chunk, verb: str) -> _Value:
+    def get(self, rank: int, chunk: Chunk, verb: str) -> _ChunkValue:
         value = self.memory[rank].get(self.place(rank, chunk))
         if value is None:
             self.fail(rank, f"{verb} {_name(chunk)}, which is undefined")
@@ -299,7 +301,7 @@ class _SymbolicWorld:
         return ScheduleError(f"{s.collective} ({s.algorithm}): {what}", context=where)
 
 
-class _Recorder(_SymbolicWorld):
+class _OutputRecorder(_SymbolicWorld):
     """A world that keeps what each stage writes to OUTPUT: rank, chunk, number of ranks in it."""
 
     def __init__(self, schedule: Schedule):
@@ -311,7 +313,9 @@ class _Recorder(_SymbolicWorld):
         ]  # fmt: skip
         self.written: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
-    def store(self, rank: int, row: Row, values: list[_Value], sizes: list[object]) -> None:
+    def store(
+        self, rank: int, row: CheckedRow, values: list[_ChunkValue], sizes: list[object]
+    ) -> None:
         super().store(rank, row, values, sizes)
         for chunk in self.chunks(rank, row[5], row[6], row[7]):
             if chunk[0] == Buf.OUTPUT:
@@ -319,9 +323,9 @@ class _Recorder(_SymbolicWorld):
                 self.written[self.stage(rank)].append((rank, chunk[1], count))
 
 
-def _programs(schedule: Schedule) -> tuple[list[list[Row]], list[list[int]]]:
+def _programs(schedule: Schedule) -> tuple[list[list[CheckedRow]], list[list[int]]]:
     """Return every rank's rows in order, and the stage of each."""
-    programs: list[list[Row]] = [[] for _ in range(schedule.world_size)]
+    programs: list[list[CheckedRow]] = [[] for _ in range(schedule.world_size)]
     stages: list[list[int]] = [[] for _ in range(schedule.world_size)]
     everyone = np.arange(schedule.world_size)
     for k in range(schedule.stages):

@@ -20,7 +20,7 @@ from unisono.simulate.costs import Costs
 from unisono.simulate.images import Images
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
-from unisono.simulate.traffic import RECV, SEND, Rows, Traffic, joined
+from unisono.simulate.traffic import RECV, SEND, Traffic, TrafficRows, joined
 
 # The stage number of the rows of the large stage, above those of all stages before it.
 _LARGE = 1 << 32
@@ -38,7 +38,7 @@ class _Head(NamedTuple):
     """
 
     run: links.Traced
-    rows: Rows
+    rows: TrafficRows
     first: IntArray
     number: IntArray
     images: Images
@@ -112,7 +112,9 @@ def _taken(traffic: Traffic, costs: Costs, head: _Head) -> stages.Taken | None:
     return stages.rank_by_rank(traffic, 0, costs, clock, arrivals)
 
 
-def _tail(rows: Rows, costs: Costs, head: _Head, clock: IntArray) -> tuple[links.Traced, bool]:
+def _tail(
+    rows: TrafficRows, costs: Costs, head: _Head, clock: IntArray
+) -> tuple[links.Traced, bool]:
     """Run all ranks from their clocks on, with links that are busy for the messages before.
 
     Also return whether all messages arrive at their links after the messages before.

@@ -17,7 +17,7 @@ import numpy as np
 
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule
-from unisono.simulate.networks import Group, LinkSpec, Network
+from unisono.simulate.networks import LinkGroup, LinkSpec, Network
 
 
 class Channels(Network):
@@ -34,7 +34,7 @@ class Channels(Network):
     def __init__(self, network: Network, channels: int, spec: LinkSpec) -> None:
         size = network.size * channels
         shared = [group._replace(own=False) for group in network.groups]
-        own = Group("channel {} out", size, spec, own=True)
+        own = LinkGroup("channel {} out", size, spec, own=True)
         period = network.period * channels
         super().__init__(size, [*shared, own], cut_through=network.cut_through, period=period)
         self.ranks, self.channels = network, channels

@@ -8,7 +8,7 @@ import numpy as np
 
 from unisono.schedules.ir import IntArray
 from unisono.simulate.networks import LinkSpec
-from unisono.simulate.traffic import WORK, Rows
+from unisono.simulate.traffic import WORK, TrafficRows
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Costs:
         """Whether local copies or reductions take time."""
         return bool(np.isfinite([self.memory.gbps, self.reduction.gbps]).any())
 
-    def of(self, rows: Rows) -> IntArray:
+    def of(self, rows: TrafficRows) -> IntArray:
         """Return the time that each row takes on its rank, after its message is there."""
         fixed = np.array([self.send_ps, self.recv_ps, 0]).take(rows.kind)
         if np.isfinite(self.messages.gbps):

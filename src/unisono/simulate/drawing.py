@@ -39,7 +39,7 @@ class Label(NamedTuple):
     colour: str = INK
 
 
-Shape = Line | Polygon | Label
+DrawnShape = Line | Polygon | Label
 
 
 class Picture:
@@ -53,7 +53,7 @@ class Picture:
 
     def __init__(self, width: float, height: float) -> None:
         self.width, self.height = width, height
-        self.shapes: list[Shape] = []
+        self.shapes: list[DrawnShape] = []
 
     def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         """Add a rectangle."""
@@ -100,7 +100,7 @@ def heat(share: float) -> str:
     return "#" + "".join(f"{round(value):02x}" for value in mixed)
 
 
-def _svg(shape: Shape) -> str:
+def _svg(shape: DrawnShape) -> str:
     """Return one element."""
     if isinstance(shape, Line):
         style = f"fill='none' stroke='{shape.colour}' stroke-width='{_number(shape.width)}'"

@@ -11,7 +11,7 @@ from unisono.simulate import alike, images, links, stages
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import Result
-from unisono.simulate.traffic import Rows, Traffic, joined
+from unisono.simulate.traffic import Traffic, TrafficRows, joined
 
 # Up to this number of rows a run of the events takes seconds. Above it, stages are evaluated.
 _EVENT_ROWS = 400_000
@@ -80,7 +80,7 @@ def simulate(
     return result
 
 
-def all_rows(parts: Sequence[Traffic]) -> Rows:
+def all_rows(parts: Sequence[Traffic]) -> TrafficRows:
     """Return the rows of schedules one after another, rank by rank; for small worlds."""
     return joined([part.all_rows() for part in parts])
 

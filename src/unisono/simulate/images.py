@@ -22,7 +22,7 @@ from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
 from unisono.simulate.stages import matched
-from unisono.simulate.traffic import RECV, SEND, Rows, Traffic, joined
+from unisono.simulate.traffic import RECV, SEND, Traffic, TrafficRows, joined
 
 # Stages and rows per table: larger tables cost memory, smaller tables cost NumPy calls.
 _STAGES = 2048
@@ -102,7 +102,7 @@ def _sample(stages: int) -> list[int]:
     return list(range(stages)) if stages <= 64 else [k * (stages - 1) // 31 for k in range(32)]
 
 
-def _followed(rows: Rows, images: Images, copies: int) -> Rows | None:
+def _followed(rows: TrafficRows, images: Images, copies: int) -> TrafficRows | None:
     """Return the rows of the followed ranks by (stage, rank), or None if they have other images.
 
     Args:
@@ -128,7 +128,7 @@ def _followed(rows: Rows, images: Images, copies: int) -> Rows | None:
     return own
 
 
-def _tables(traffic: Traffic, images: Images) -> Iterator[Rows | None]:
+def _tables(traffic: Traffic, images: Images) -> Iterator[TrafficRows | None]:
     """Yield the rows of the followed ranks by (stage, rank), some stages at a time.
 
     Yield None, and stop, if an image of the rows of some stage is not what the schedule has.
@@ -158,7 +158,7 @@ class _Clocks:
         self.path = [(0, 0, 0)] * images.followed
         self.messages = self.nbytes = 0
 
-    def advance(self, rows: Rows) -> bool:
+    def advance(self, rows: TrafficRows) -> bool:
         """Execute some stages; return False if their messages do not match."""
         images, place = self.images, rows.stage - rows.stage[:1]
         # Within a stage a rank sends before it receives, so all sends of a stage may go first.
@@ -186,7 +186,9 @@ class _Clocks:
         self.nbytes += int(send.nbytes.sum())
         return True
 
-    def _execute(self, rows: Rows, message: IntArray, latency: IntArray, moving: IntArray) -> None:
+    def _execute(
+        self, rows: TrafficRows, message: IntArray, latency: IntArray, moving: IntArray
+    ) -> None:
         clock, path = self.clock, self.path
         travels, moves = latency.tolist(), moving.tolist()
         sent: list[tuple[int, tuple[int, int, int]]] = []
@@ -244,9 +246,9 @@ def run_shared(
     return for_all(run.result, images) if run else None
 
 
-def shared_rows(parts: Sequence[Traffic], images: Images) -> list[Rows] | None:
+def shared_rows(parts: Sequence[Traffic], images: Images) -> list[TrafficRows] | None:
     """Return the rows of the followed ranks, or None if ranks differ, or if rows are too many."""
-    found: list[Rows] = []
+    found: list[TrafficRows] = []
     for traffic in parts:
         for table in _tables(traffic, images):
             if table is None or sum(len(each.rank) for each in found) > SHARED_ROWS:
@@ -255,7 +257,9 @@ def shared_rows(parts: Sequence[Traffic], images: Images) -> list[Rows] | None:
     return found
 
 
-def traced(rows: Rows, network: Network, costs: Costs, images: Images) -> links.Traced | None:
+def traced(
+    rows: TrafficRows, network: Network, costs: Costs, images: Images
+) -> links.Traced | None:
     """Execute the rows of the followed ranks, event by event, or return None if they do not match.
 
     Args:

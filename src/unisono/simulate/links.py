@@ -25,12 +25,12 @@ from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
 from unisono.simulate.stages import matched
-from unisono.simulate.traffic import RECV, SEND, Rows
+from unisono.simulate.traffic import RECV, SEND, TrafficRows
 
 _TAKES, _WORKS = -1, -2
 
 
-class Plan(NamedTuple):
+class MessagePlan(NamedTuple):
     """All messages of a run; message m crosses the links at m * width, m * width + 1, ...
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     width: int
 
 
-def plan(rows: Rows, network: Network, *, contended: bool = True) -> Plan:
+def plan(rows: TrafficRows, network: Network, *, contended: bool = True) -> MessagePlan:
     """Match messages, and compute their routes and the costs of their links.
 
     Raises:
@@ -81,13 +81,13 @@ def plan(rows: Rows, network: Network, *, contended: bool = True) -> Plan:
         own = np.arange(count)
         columns = (own, latency, moving, latency + moving)
         flat = [_flat(column[:, None]) for column in columns]
-        return Plan._make((send, receive, latency, *flat, np.ones(count, bool), own, 2))
+        return MessagePlan._make((send, receive, latency, *flat, np.ones(count, bool), own, 2))
     return on_links(rows, network, send, receive, network.routes(source, target))
 
 
 def on_links(
-    rows: Rows, network: Network, send: IntArray, receive: IntArray, links: IntArray
-) -> Plan:
+    rows: TrafficRows, network: Network, send: IntArray, receive: IntArray, links: IntArray
+) -> MessagePlan:
     """Return the plan of messages with these rows and these links, [messages, hops]."""
     # Ranks advance about stage by stage, so messages of one stage are near each other in memory.
     order = np.argsort(rows.stage[send], kind="stable")
@@ -101,7 +101,7 @@ def on_links(
     flat = [_flat(column) for column in (number, step, busy, later + busy)]
     private = _private(number, rows.rank[send], len(names) - absent, network.size)
     width = links.shape[1] + 1
-    return Plan._make((send, receive, later[:, 0], *flat, private, names[absent:], width))
+    return MessagePlan._make((send, receive, later[:, 0], *flat, private, names[absent:], width))
 
 
 def _flat(column: IntArray) -> IntArray:
@@ -130,7 +130,7 @@ class Trace(NamedTuple):
         sent: When each message was sent.
         end: When each message was there.
         waited: How long each message waited for links.
-        served: When each link began to serve each message, at the places of `Plan.links`.
+        served: When each link began to serve each message, at the places of `MessagePlan.links`.
     """
 
     clock: list[int]
@@ -167,17 +167,17 @@ class Traced(NamedTuple):
     """
 
     result: Result
-    messages: Plan
+    messages: MessagePlan
     times: Trace
     path: list[int]
 
 
-def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -> Result:
+def run(rows: TrafficRows, network: Network, costs: Costs, *, contended: bool = True) -> Result:
     """Execute the rows of all ranks; see `traced`."""
     return traced(rows, network, costs, contended=contended).result
 
 
-def traced(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -> Traced:
+def traced(rows: TrafficRows, network: Network, costs: Costs, *, contended: bool = True) -> Traced:
     """Execute the rows of all ranks.
 
     Args:
@@ -197,7 +197,13 @@ def traced(rows: Rows, network: Network, costs: Costs, *, contended: bool = True
 
 
 def executed(
-    rows: Rows, messages: Plan, network: Network, costs: Costs, begin: Begin, *, contended: bool
+    rows: TrafficRows,
+    messages: MessagePlan,
+    network: Network,
+    costs: Costs,
+    begin: Begin,
+    *,
+    contended: bool,
 ) -> Traced:
     """Execute the rows of some ranks, whose messages are planned; see `traced`."""
     cost = costs.of(rows).tolist()
@@ -224,10 +230,10 @@ def executed(
     return Traced(result, messages, trace, path)
 
 
-class _State:
+class _LinkState:
     """The plan and the trace of a run as lists of Python integers, and the links' state."""
 
-    def __init__(self, rows: Rows, messages: Plan, start: Begin) -> None:
+    def __init__(self, rows: TrafficRows, messages: MessagePlan, start: Begin) -> None:
         columns = (messages.step, messages.busy, messages.rest)
         # Few are different. Equal tuples are one tuple, so that more of them fit into caches.
         same: dict[tuple[int, int, int], tuple[int, int, int]] = {}
@@ -312,10 +318,10 @@ class _Cores:
 
 
 def _execute(
-    rows: Rows, messages: Plan, cost: list[int], start: Begin, cores: _Cores | None
+    rows: TrafficRows, messages: MessagePlan, cost: list[int], start: Begin, cores: _Cores | None
 ) -> Trace:
     """Advance all ranks."""
-    state, clock = _State(rows, messages, start), start.clock
+    state, clock = _LinkState(rows, messages, start), start.clock
     private, width = messages.private.tolist(), messages.width
     place, stop, ready, put = state.place, state.stop, state.ready, state.agenda.put
     serve, agenda, does = state.server(), state.agenda, state.does
@@ -375,7 +381,7 @@ def _execute(
 
 
 def critical_path(
-    rows: Rows, messages: Plan, trace: Trace, rank: int, row: int
+    rows: TrafficRows, messages: MessagePlan, trace: Trace, rank: int, row: int
 ) -> tuple[tuple[int, int, int], list[int]]:
     """Return what the path to a row of a rank is made of, and its messages, the last first.
 

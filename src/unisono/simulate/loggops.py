@@ -28,7 +28,7 @@ import numpy as np
 
 from unisono.errors import InvalidArgumentError
 from unisono.simulate.agenda import Agenda
-from unisono.simulate.traffic import RECV, SEND, WORK, Rows
+from unisono.simulate.traffic import RECV, SEND, WORK, TrafficRows
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LogGOPSResult:
     messages: int
 
 
-def program_of(rows: Rows, ranks: int, ps_per_byte: float = 0.0) -> Program:
+def program_of(rows: TrafficRows, ranks: int, ps_per_byte: float = 0.0) -> Program:
     """Return the program in which each rank executes its rows in turn.
 
     A row after a send waits until the send has begun, any other row until the row is done. A
@@ -148,7 +148,7 @@ def _channels(program: Program) -> tuple[list[int], int]:
     return channel.tolist(), len(found)
 
 
-class _Run:
+class _GraphRun:
     """The state of a run: what is free when, and what waits."""
 
     def __init__(self, program: Program) -> None:
@@ -226,7 +226,7 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
 
     Cost: O(n log n) for n operations.
     """
-    state = _Run(program)
+    state = _GraphRun(program)
     rank_of, peer_of, kind_of, size_of = program.rank, program.peer, program.kind, program.size
     on_done, on_start, channel = program.on_done, program.on_start, state.channel
     cpu, nic_out, nic_in = state.cpu, state.nic_out, state.nic_in
@@ -287,7 +287,7 @@ def run(program: Program, model: LogGOPS) -> LogGOPSResult:
     return LogGOPSResult(list(cpu), len(made), kind_of.count(SEND))
 
 
-def _stuck(state: _Run, missing: int) -> str:
+def _stuck(state: _GraphRun, missing: int) -> str:
     graph = state.program
     lost = [i for queue in state.arrived for i in queue]
     if lost:

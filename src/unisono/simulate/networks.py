@@ -65,7 +65,7 @@ class LinkSpec:
         return np.rint(ns * _PS_PER_NS).astype(np.int64)
 
 
-class Group(NamedTuple):
+class LinkGroup(NamedTuple):
     """Links of one spec, with consecutive numbers.
 
     Attributes:
@@ -99,7 +99,7 @@ class Network:
     flips = True
 
     def __init__(
-        self, size: int, groups: Sequence[Group], *, cut_through: bool = True, period: int = 1
+        self, size: int, groups: Sequence[LinkGroup], *, cut_through: bool = True, period: int = 1
     ) -> None:
         if size < 1:
             raise InvalidArgumentError(f"a network has 1 rank or more, got {size}")
@@ -169,7 +169,7 @@ class Network:
         return self.groups[kind].name.format(link - self.first[kind])
 
 
-class _Flat(Network):
+class _FlatRouting(Network):
     """Each message crosses as many links as the network has groups, one of each."""
 
     def alone(self, source: IntArray, target: IntArray, nbytes: IntArray) -> tuple[IntArray, ...]:
@@ -180,11 +180,11 @@ class _Flat(Network):
         return latency, busy if self.cut_through else hops * busy
 
 
-class FullyConnected(_Flat):
+class FullyConnected(_FlatRouting):
     """A link from each rank to each other rank."""
 
     def __init__(self, size: int, spec: LinkSpec, *, cut_through: bool = True) -> None:
-        links = [Group("pair {}", size * size, spec, own=True, ends=size)]
+        links = [LinkGroup("pair {}", size * size, spec, own=True, ends=size)]
         super().__init__(size, links, cut_through=cut_through)
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
@@ -192,11 +192,14 @@ class FullyConnected(_Flat):
         return (source * self.size + target)[:, None]
 
 
-class Switch(_Flat):
+class Switch(_FlatRouting):
     """A link from each rank to one switch, and a link back."""
 
     def __init__(self, size: int, spec: LinkSpec, *, cut_through: bool = True) -> None:
-        links = [Group("rank {} out", size, spec, own=True), Group("rank {} in", size, spec)]
+        links = [
+            LinkGroup("rank {} out", size, spec, own=True),
+            LinkGroup("rank {} in", size, spec),
+        ]
         super().__init__(size, links, cut_through=cut_through)
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
@@ -218,7 +221,7 @@ class Torus(Network):
     ) -> None:
         size = width * height
         ways = ("right", "left") if height == 1 else ("right", "left", "up", "down")
-        links = [Group(f"rank {{}} {way}", size, spec) for way in ways]
+        links = [LinkGroup(f"rank {{}} {way}", size, spec) for way in ways]
         period = 1 if height == 1 else width
         super().__init__(size, links, cut_through=cut_through, period=period)
         self.width, self.height = width, height
@@ -288,10 +291,10 @@ class Hosts(Network):
         hosts = size // per_host
         into = LinkSpec(0, between.gbps, between.whole)
         links = [
-            Group("rank {} to memory", size, inside, own=True),
-            Group("rank {} from memory", size, LinkSpec(0, inside.gbps, inside.whole)),
-            Group("interface {} out", hosts * interfaces, between),
-            Group("interface {} in", hosts * interfaces, into),
+            LinkGroup("rank {} to memory", size, inside, own=True),
+            LinkGroup("rank {} from memory", size, LinkSpec(0, inside.gbps, inside.whole)),
+            LinkGroup("interface {} out", hosts * interfaces, between),
+            LinkGroup("interface {} in", hosts * interfaces, into),
         ]
         if pods is not None:
             links += pods.links(hosts, interfaces, between)
@@ -354,7 +357,7 @@ class Pods:
     latency_ps: int = 0
     dragonfly: bool = False
 
-    def links(self, hosts: int, interfaces: int, between: LinkSpec) -> list[Group]:
+    def links(self, hosts: int, interfaces: int, between: LinkSpec) -> list[LinkGroup]:
         """Return the links between the pods.
 
         Raises:
@@ -369,10 +372,10 @@ class Pods:
         gbps = between.gbps * self.hosts * interfaces / self.oversubscription
         if self.dragonfly:
             spec = LinkSpec(self.latency_ps, gbps / max(pods - 1, 1), between.whole)
-            return [Group("pair of pods {}", pods * pods, spec, ends=pods)]
+            return [LinkGroup("pair of pods {}", pods * pods, spec, ends=pods)]
         spec = LinkSpec(self.latency_ps, gbps, between.whole)
         down = LinkSpec(0, gbps, between.whole)
-        return [Group("pod {} up", pods, spec), Group("pod {} down", pods, down)]
+        return [LinkGroup("pod {} up", pods, spec), LinkGroup("pod {} down", pods, down)]
 
 
 _SKIP = -2

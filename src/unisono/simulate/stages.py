@@ -21,7 +21,7 @@ from unisono.schedules.ir import BoolArray, IntArray
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
-from unisono.simulate.traffic import RECV, SEND, Rows, Traffic
+from unisono.simulate.traffic import RECV, SEND, Traffic, TrafficRows
 
 # Rows come as blocks in the order of ranks. Up to this number of blocks, one after another is
 # faster than to sort the rows by rank.
@@ -55,7 +55,7 @@ class _Hop(NamedTuple):
     once: bool
 
 
-class _Plan(NamedTuple):
+class _StagePlan(NamedTuple):
     """The part of a stage that follows from its rows alone, so that equal stages share it.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Plan(NamedTuple):
         hops: The links of the messages; None without contention.
     """
 
-    rows: Rows
+    rows: TrafficRows
     total: IntArray
     source: IntArray
     sent: IntArray
@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
     hops: Sequence[_Hop] | None = None
 
 
-class _State:
+class _StageState:
     """The clocks of all ranks, and what is on the critical path of each.
 
     Args:
@@ -103,9 +103,9 @@ class _State:
         self.free = np.zeros(network.links if contended else 0, np.int64)
         self.busy = self.free.copy()
         self.exact, self.messages, self.nbytes = True, 0, 0
-        self.plan: _Plan | None = None
+        self.plan: _StagePlan | None = None
 
-    def advance(self, rows: Rows) -> None:
+    def advance(self, rows: TrafficRows) -> None:
         """Execute the rows of one stage of all ranks."""
         plan = self.plan
         if plan is None or not _equal(rows, plan.rows):
@@ -118,7 +118,7 @@ class _State:
             self.nbytes += int(rows.nbytes[rows.kind == SEND].sum())
         self.clock += plan.total
 
-    def _planned(self, rows: Rows) -> _Plan:
+    def _planned(self, rows: TrafficRows) -> _StagePlan:
         """Match the messages of a stage, and compute what they cost."""
         p, network = len(self.clock), self.network
         cost = self.costs.of(rows)
@@ -135,11 +135,11 @@ class _State:
         columns = (rows, total, source, spent[send], rank, found, before, _heads(rank))
         if not self.contended:
             latency, moving = network.alone(source, target, nbytes)
-            return _Plan(*columns, latency, moving)
+            return _StagePlan(*columns, latency, moving)
         links = network.routes(source, target)
         latencies, busy = network.costs(links, nbytes)
         hops = list(self._hops(links, latencies, busy))
-        return _Plan(*columns, latencies.sum(axis=1), busy.max(axis=1, initial=0), hops)
+        return _StagePlan(*columns, latencies.sum(axis=1), busy.max(axis=1, initial=0), hops)
 
     def _hops(self, links: IntArray, latency: IntArray, busy: IntArray) -> Iterator[_Hop]:
         """Yield the links of messages, hop by hop; all arrays are [messages, hops]."""
@@ -153,7 +153,7 @@ class _State:
             costs = [column[here, hop] for column in (step, busy, rest)]
             yield _Hop._make((here, link, *costs, ~own[self.network.kinds(link)], once))
 
-    def _wait(self, plan: _Plan, begin: IntArray, parts: Sequence[IntArray]) -> None:
+    def _wait(self, plan: _StagePlan, begin: IntArray, parts: Sequence[IntArray]) -> None:
         """Set the clock of each rank to the latest `begin` of its receives, if it is later."""
         head, rank = plan.head, plan.rank
         if len(head) < len(rank):
@@ -167,7 +167,7 @@ class _State:
             path[who] = path[before] + part[m]
         self.clock[who] = begin[later]
 
-    def _deliver(self, plan: _Plan, at: IntArray) -> tuple[IntArray, list[IntArray]]:
+    def _deliver(self, plan: _StagePlan, at: IntArray) -> tuple[IntArray, list[IntArray]]:
         """Return when messages arrive, and their latency, bytes, waiting and number."""
         one, waited = np.ones_like(at), np.zeros_like(at)
         if plan.hops is None:
@@ -393,7 +393,7 @@ def run(
 
     Cost: about 20 NumPy operations per stage on arrays of its rows.
     """
-    state = _State(network, costs, contended=contended)
+    state = _StageState(network, costs, contended=contended)
     ranks = np.arange(network.size)
     for traffic in parts:
         for k in range(traffic.stages):
@@ -417,7 +417,7 @@ def _unmatched(sent: int, received: int) -> InvalidArgumentError:
     )
 
 
-def _equal(rows: Rows, others: Rows) -> bool:
+def _equal(rows: TrafficRows, others: TrafficRows) -> bool:
     """Return whether two stages do the same; the number of the stage does not count."""
     pairs = zip((rows.peer, *rows[:-1]), (others.peer, *others[:-1]), strict=True)
     return all(np.array_equal(column, other) for column, other in pairs)

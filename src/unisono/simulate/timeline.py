@@ -25,7 +25,7 @@ from unisono.simulate.traffic import Traffic, joined
 MOST_MESSAGES = 20_000
 
 
-class Message(NamedTuple):
+class TimedMessage(NamedTuple):
     """One message.
 
     Attributes:
@@ -73,7 +73,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    messages: tuple[Message, ...]
+    messages: tuple[TimedMessage, ...]
     end: float
     work: tuple[Span, ...] = ()
     service: tuple[Span, ...] = ()
@@ -85,7 +85,7 @@ def in_rounds(schedule: Schedule) -> Timeline:
     return Timeline(schedule, tuple(_messages(schedule)), float(schedule.stages))
 
 
-def _messages(schedule: Schedule) -> Iterator[Message]:
+def _messages(schedule: Schedule) -> Iterator[TimedMessage]:
     """Yield the messages; a post is one message to each rank that reads it."""
     receiving = {Op.RECV: False, Op.RECV_REDUCE: True, Op.READ: False, Op.READ_REDUCE: True}
     count = 0
@@ -101,7 +101,7 @@ def _messages(schedule: Schedule) -> Iterator[Message]:
             if op in receiving:
                 chunk = sent[peer, rank].pop(0)
                 _check(schedule, count := count + 1)
-                yield Message(peer, rank, k, k + 1, k, chunk, reduces=receiving[Op(op)])
+                yield TimedMessage(peer, rank, k, k + 1, k, chunk, reduces=receiving[Op(op)])
 
 
 def in_time(
@@ -136,7 +136,7 @@ def in_time(
     send, receive = rows.take(plan.send), rows.take(plan.receive)
     columns = (send.rank, receive.rank, times.sent, times.end, send.stage, send.nbytes)
     found = [
-        Message(source, target, begin, end, stage, -1, size, reduces, m in critical)
+        TimedMessage(source, target, begin, end, stage, -1, size, reduces, m in critical)
         for m, (source, target, begin, end, stage, size, reduces) in enumerate(
             zip(*(np.asarray(c).tolist() for c in columns), receive.reduces.tolist(), strict=True)
         )

@@ -34,7 +34,7 @@ _KIND = np.array([SEND, RECV, RECV, WORK, WORK, SEND, RECV, RECV])
 _REDUCES = np.array([op in (Op.RECV_REDUCE, Op.REDUCE, Op.READ_REDUCE) for op in Op])
 
 
-class Rows(NamedTuple):
+class TrafficRows(NamedTuple):
     """Rows of some ranks; the rows of one rank are in the order of execution.
 
     Attributes:
@@ -53,9 +53,9 @@ class Rows(NamedTuple):
     reduces: BoolArray
     stage: IntArray
 
-    def take(self, index: IntArray | BoolArray | slice) -> Rows:
+    def take(self, index: IntArray | BoolArray | slice) -> TrafficRows:
         """Return the rows at some indices."""
-        return Rows._make(column[index] for column in self)
+        return TrafficRows._make(column[index] for column in self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class Traffic:
         """Number of stages."""
         return self.schedule.stages
 
-    def rows(self, first: int, ranks: Sequence[IntArray]) -> Rows:
+    def rows(self, first: int, ranks: Sequence[IntArray]) -> TrafficRows:
         """Return the rows of the stages from `first` on: of `ranks[i]` in stage `first` + i."""
         blocks = [self.schedule.steps(k, chosen) for k, chosen in enumerate(ranks, first)]
         steps = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
@@ -138,7 +138,7 @@ class Traffic:
         # One rank, the root, may have more rows than all others.
         return most + (p - 1) * sum(others) // max(len(others), 1)
 
-    def _read(self, steps: IntArray, stage: IntArray) -> Rows:
+    def _read(self, steps: IntArray, stage: IntArray) -> TrafficRows:
         """Return the columns of `Schedule.steps` as messages and work in bytes."""
         rank, op, peer, src_buf, src, dst_buf, dst, count = steps
         # `take` is faster than an index.
@@ -152,7 +152,7 @@ class Traffic:
         barrier = self.schedule.collective == "barrier"
         if barrier:
             nbytes = np.full_like(nbytes, self.message_bytes)
-        rows = Rows(rank, kind, peer, nbytes, _REDUCES.take(op), stage)
+        rows = TrafficRows(rank, kind, peer, nbytes, _REDUCES.take(op), stage)
         keep = (nbytes > 0) | (count == 0) | barrier
         if not self.work:
             keep &= kind != WORK
@@ -161,26 +161,26 @@ class Traffic:
         to_all = (rows.kind == SEND) & (rows.peer < 0)
         return self._spread(rows, to_all) if to_all.any() else rows
 
-    def _spread(self, rows: Rows, to_all: BoolArray) -> Rows:
+    def _spread(self, rows: TrafficRows, to_all: BoolArray) -> TrafficRows:
         """Return the rows with each post to all ranks as p-1 messages, to the next rank first."""
         p = self.schedule.world_size
         blocks, done = [], 0
         for at in np.flatnonzero(to_all).tolist():
-            post = Rows._make(np.broadcast_to(column[at], p - 1) for column in rows)
+            post = TrafficRows._make(np.broadcast_to(column[at], p - 1) for column in rows)
             peer = post.rank + np.arange(1, p)
             # Without a division, which takes several times as long.
             post = post._replace(peer=np.where(peer < p, peer, peer - p))
             blocks += [rows.take(slice(done, at)), post]
             done = at + 1
         blocks.append(rows.take(slice(done, None)))
-        return Rows._make(np.concatenate(columns) for columns in zip(*blocks, strict=True))
+        return TrafficRows._make(np.concatenate(columns) for columns in zip(*blocks, strict=True))
 
-    def all_rows(self) -> Rows:
+    def all_rows(self) -> TrafficRows:
         """Return the rows of all stages and ranks, rank by rank; for small worlds."""
         return joined([self.rows(0, [np.arange(self.schedule.world_size)] * self.stages)])
 
 
-def joined(tables: Sequence[Rows]) -> Rows:
+def joined(tables: Sequence[TrafficRows]) -> TrafficRows:
     """Return the rows of tables one after another, rank by rank."""
-    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
+    rows = TrafficRows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
     return rows.take(np.argsort(rows.rank, kind="stable"))

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError
 from unisono.stores.api import DEFAULT_TIMEOUT, require_outside
-from unisono.stores.table import Change, Table
+from unisono.stores.table import Change, StoreTable
 from unisono.stores.table_store import T, TableStore
 
 
@@ -24,7 +24,7 @@ class HashStore(TableStore):
 
     def __init__(self) -> None:
         super().__init__(DEFAULT_TIMEOUT)
-        self._table = Table()
+        self._table = StoreTable()
         self._changed = threading.Condition()
 
     def clone(self) -> HashStore:
@@ -48,12 +48,12 @@ class HashStore(TableStore):
             self._changed.notify_all()
         return results
 
-    def _look(self, question: Callable[[Table], T]) -> T:
+    def _look(self, question: Callable[[StoreTable], T]) -> T:
         require_outside(self, self._changed)
         with self._changed:
             return question(self._table)
 
-    def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
+    def _poll(self, deadline: Deadline, question: Callable[[StoreTable], bool]) -> bool:
         require_outside(self, self._changed)
         with self._changed:
             while not question(self._table):

@@ -1,6 +1,6 @@
 """The semantics of every store, without any I/O: values, queues, barriers, and their waiters.
 
-HashStore guards a `Table` with a lock, FileStore replays its log into a table, the TCP server
+HashStore guards a `StoreTable` with a lock, FileStore replays its log into a table, the TCP server
 owns a table. A store on a service makes a table of the entry that it changes. Nothing here blocks,
 sleeps or locks: a waiter polls, or registers a callback.
 """
@@ -65,7 +65,7 @@ class _Barrier:
     members: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
 
-class Table:
+class StoreTable:
     """Values, queues and barriers by name.
 
     `reserved` counts the values of a queue that woken waiters have not fetched yet. Other waiters

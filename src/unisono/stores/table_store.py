@@ -21,7 +21,7 @@ from unisono.stores.api import (
     check_world_size,
     keys_timeout,
 )
-from unisono.stores.table import Change, ChangeKind, Table
+from unisono.stores.table import Change, ChangeKind, StoreTable
 
 T = TypeVar("T")
 
@@ -38,11 +38,11 @@ class TableStore(Store):
         """Apply all changes at once and return their results; also while closing."""
 
     @abstractmethod
-    def _look(self, question: Callable[[Table], T]) -> T:
+    def _look(self, question: Callable[[StoreTable], T]) -> T:
         """Ask the table while other threads and processes are kept out."""
 
     @abstractmethod
-    def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
+    def _poll(self, deadline: Deadline, question: Callable[[StoreTable], bool]) -> bool:
         """Wait until the answer is true; return False at the deadline."""
 
     def set(self, key: str, value: Value) -> None:
@@ -87,7 +87,7 @@ class TableStore(Store):
         deadline = self._deadline(timeout)
         missing: list[str] = []
 
-        def present(table: Table) -> bool:
+        def present(table: StoreTable) -> bool:
             missing[:] = table.missing(names)
             return not missing
 
@@ -163,7 +163,7 @@ class TableStore(Store):
         self._inside.discard((key, member))
         return int(self._change([Change(ChangeKind.WITHDRAW, key, member.encode())])[0])
 
-    def _ask(self, question: Callable[[Table], T]) -> T:
+    def _ask(self, question: Callable[[StoreTable], T]) -> T:
         self._check_open()
         return self._look(question)
 
@@ -175,7 +175,7 @@ class TableStore(Store):
         deadline = self._deadline(timeout)
         found: list[bytes | None] = []
 
-        def fetch(table: Table) -> bool:
+        def fetch(table: StoreTable) -> bool:
             found[:] = table.found(keys)
             return None not in found
 

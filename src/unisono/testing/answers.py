@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from unisono.base.buffers import Array
 from unisono.base.types import DType, ReduceOp
 
 __all__ = ["UFUNCS", "case", "reduced", "values"]
-
-Array = np.ndarray[Any, Any]
 
 UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,

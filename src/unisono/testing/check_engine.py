@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.base.buffers import Array
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named
@@ -30,13 +31,12 @@ from unisono.testing.expect import PATIENCE_S, checks_in, equal, in_threads, is_
 
 __all__ = ["ENGINE_CHECKS", "check_engine"]
 
-Array = np.ndarray[Any, Any]
-Make = Callable[[int], Sequence[Engine]]
+MakeEngines = Callable[[int], Sequence[Engine]]
 
 _FLOAT32 = dtype_named("float32")
 
 
-def check_engine(make: Make) -> None:
+def check_engine(make: MakeEngines) -> None:
     """Run every check of `ENGINE_CHECKS`, each on new engines.
 
     Args:
@@ -154,7 +154,7 @@ def _compare(
             np.testing.assert_array_equal(inputs[rank], before, f"{what}: input")
 
 
-def _check_schedules(make: Make) -> None:
+def _check_schedules(make: MakeEngines) -> None:
     for size in (1, 2, 3, 5, 8):
         with opened(make, size) as engines:
             for collective in COLLECTIVES:
@@ -163,7 +163,7 @@ def _check_schedules(make: Make) -> None:
                     _compare(engines, collective, algorithm, count)
 
 
-def _check_counts(make: Make) -> None:
+def _check_counts(make: MakeEngines) -> None:
     with opened(make, 3) as engines:
         for count in (0, 1, 2, 50_000):
             for algorithm in ("ring", "tree", "two_shot"):
@@ -171,7 +171,7 @@ def _check_counts(make: Make) -> None:
             _compare(engines, "all_to_all", "pairwise", count, inline=False)
 
 
-def _check_dtypes(make: Make) -> None:
+def _check_dtypes(make: MakeEngines) -> None:
     names = "bool int8 uint16 int64 float16 float32 float64 bfloat16 complex128"
     with opened(make, 3) as engines:
         for dtype in map(dtype_named, names.split()):
@@ -187,7 +187,7 @@ def _check_dtypes(make: Make) -> None:
 # ---- agreement ----------------------------------------------------------------------------
 
 
-def _check_mismatch(make: Make) -> None:
+def _check_mismatch(make: MakeEngines) -> None:
     for size in (2, 3, 5):
         with opened(make, size) as engines:
             for odd in range(size):
@@ -205,7 +205,7 @@ def _check_mismatch(make: Make) -> None:
                 _everywhere(engines)
 
 
-def _check_exchange(make: Make) -> None:
+def _check_exchange(make: MakeEngines) -> None:
     size = 3
     tables: list[Array] = []
 
@@ -249,7 +249,7 @@ def _check_exchange(make: Make) -> None:
 # ---- failures -----------------------------------------------------------------------------
 
 
-def _check_deadline(make: Make) -> None:
+def _check_deadline(make: MakeEngines) -> None:
     for size, absent in ((2, (1,)), (4, (0, 2))):
         with opened(make, size) as engines:
             _everywhere(engines)
@@ -264,7 +264,7 @@ def _check_deadline(make: Make) -> None:
                 is_a("rank that came late", _all_reduce(engines[rank]), CollectiveTimeoutError)
 
 
-def _check_abort(make: Make) -> None:
+def _check_abort(make: MakeEngines) -> None:
     with opened(make, 3) as engines:
         waiting = [
             _submit(e, _task(_sum_program(e.comm.rank, 3, 1), np.ones(1, np.float32)), inline=False)
@@ -282,7 +282,7 @@ def _check_abort(make: Make) -> None:
         is_a("a later call", _all_reduce(engines[2]), CollectiveAbortedError)
 
 
-def _check_own_failure(make: Make) -> None:
+def _check_own_failure(make: MakeEngines) -> None:
     def fail() -> None:
         raise OSError("disk full")
 
@@ -294,7 +294,7 @@ def _check_own_failure(make: Make) -> None:
         equal("the reason is reported", "disk full" in error.what, True)
 
 
-def _check_lost(make: Make) -> None:
+def _check_lost(make: MakeEngines) -> None:
     with opened(make, 3) as engines:
         _everywhere(engines)
         bodies: list[Callable[[], BaseException | None]]
@@ -308,7 +308,7 @@ def _check_lost(make: Make) -> None:
 # ---- order and life -----------------------------------------------------------------------
 
 
-def _check_order(make: Make) -> None:
+def _check_order(make: MakeEngines) -> None:
     """Check that asynchronous and inline tasks run in the order of submission on every rank."""
     size, count = 3, 30
 
@@ -335,7 +335,7 @@ def _check_order(make: Make) -> None:
         in_threads([partial(body, engine) for engine in engines])
 
 
-def _check_callbacks(make: Make) -> None:
+def _check_callbacks(make: MakeEngines) -> None:
     """Check that a callback may submit, but may not wait for its own thread."""
 
     def body(engine: Engine) -> None:
@@ -368,7 +368,7 @@ def _check_callbacks(make: Make) -> None:
         _everywhere(engines)
 
 
-def _check_close(make: Make) -> None:
+def _check_close(make: MakeEngines) -> None:
     with opened(make, 2) as engines:
         first = engines[0]
         tasks = [_task(_sum_program(0, 2, 1), np.ones(1, np.float32)) for _ in range(3)]

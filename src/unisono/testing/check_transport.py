@@ -11,7 +11,7 @@ from unisono.testing.expect import checks_in, equal, in_threads, opened, raises
 from unisono.testing.transport_tools import (
     CONTEXT,
     SIZES,
-    Make,
+    MakeTransports,
     fails,
     key,
     pattern,
@@ -19,13 +19,13 @@ from unisono.testing.transport_tools import (
     wait,
 )
 from unisono.transports import Cancelled, Key, MessageMismatch
-from unisono.transports.messages import ANY_TAG, Kind
+from unisono.transports.messages import ANY_TAG, Purpose
 from unisono.transports.transfers import ANYTHING, NOTHING, Transfer
 
 __all__ = ["TRANSPORT_CHECKS", "check_transport", "check_vanishing"]
 
 
-def check_transport(make: Make) -> None:
+def check_transport(make: MakeTransports) -> None:
     """Run every check of `TRANSPORT_CHECKS`, each on new transports.
 
     Args:
@@ -39,7 +39,7 @@ def check_transport(make: Make) -> None:
         check(make)
 
 
-def _check_sizes(make: Make) -> None:
+def _check_sizes(make: MakeTransports) -> None:
     with opened(make, 2) as (a, b):
         for nbytes in SIZES:
             for posted_first in (True, False):
@@ -57,7 +57,7 @@ def _check_sizes(make: Make) -> None:
                 equal(what, room == pattern(nbytes), True)
 
 
-def _check_both_send_first(make: Make) -> None:
+def _check_both_send_first(make: MakeTransports) -> None:
     nbytes = SIZES[-1]
     with opened(make, 2) as (a, b):
         sends = [a.send(1, key(), pattern(nbytes, 1)), b.send(0, key(), pattern(nbytes, 2))]
@@ -67,7 +67,7 @@ def _check_both_send_first(make: Make) -> None:
         equal("from rank 1", rooms[1] == pattern(nbytes, 2), True)
 
 
-def _check_order(make: Make) -> None:
+def _check_order(make: MakeTransports) -> None:
     sizes = [(i * 7919) % 200_000 if i % 9 == 0 else i % 50 for i in range(200)]
     with opened(make, 2) as (a, b):
         rooms = [room_for(size) for size in sizes]
@@ -80,11 +80,11 @@ def _check_order(make: Make) -> None:
         equal("messages out of order", wrong, [])
 
 
-def _check_keys(make: Make) -> None:
+def _check_keys(make: MakeTransports) -> None:
     keys = [
         Key(context, kind, tag)
         for context in (0, 1, 2**64 - 1)
-        for kind in (Kind.COLLECTIVE, Kind.P2P)
+        for kind in (Purpose.COLLECTIVE, Purpose.P2P)
         for tag in (0, 1, 2**31, 2**63 - 1)
     ]
     with opened(make, 2) as (a, b):
@@ -96,7 +96,7 @@ def _check_keys(make: Make) -> None:
             equal(f"message under {each}", room == pattern(9, i), True)
 
 
-def _check_any_source(make: Make) -> None:
+def _check_any_source(make: MakeTransports) -> None:
     with opened(make, 3) as (a, b, c):
         rooms = [room_for(4) for _ in range(4)]
         first = c.recv(None, key(), rooms[0])
@@ -115,7 +115,7 @@ def _check_any_source(make: Make) -> None:
             equal(f"message {i}", room == pattern(4, i + 1), True)
 
 
-def _check_unknown(make: Make) -> None:
+def _check_unknown(make: MakeTransports) -> None:
     """Check receives of any tag and size, and probes."""
     with opened(make, 2) as (a, b):
         any_tag = key(ANY_TAG)
@@ -131,7 +131,7 @@ def _check_unknown(make: Make) -> None:
         wait(b.recv(0, key(2**62), room_for(9), 3))
 
 
-def _check_self(make: Make) -> None:
+def _check_self(make: MakeTransports) -> None:
     with opened(make, 2) as (a, _):
         rooms = [room_for(1000), room_for(1000)]
         first = a.recv(0, key(), rooms[0])
@@ -141,7 +141,7 @@ def _check_self(make: Make) -> None:
         equal("second", rooms[1] == pattern(1000, 2), True)
 
 
-def _check_mismatch(make: Make) -> None:
+def _check_mismatch(make: MakeTransports) -> None:
     big = 200_000
     with opened(make, 2) as (a, b):
         for sender in (a, b):
@@ -162,7 +162,7 @@ def _check_mismatch(make: Make) -> None:
             equal("the next message", room == pattern(8), True)
 
 
-def _check_arguments(make: Make) -> None:
+def _check_arguments(make: MakeTransports) -> None:
     with opened(make, 2) as (a, _):
         calls: list[Callable[[], Transfer]] = [
             lambda: a.recv(1, key(), memoryview(b"abc")),
@@ -173,7 +173,7 @@ def _check_arguments(make: Make) -> None:
             raises("memory that is not writable bytes", InvalidArgumentError, call)
 
 
-def _check_cancel(make: Make) -> None:
+def _check_cancel(make: MakeTransports) -> None:
     with opened(make, 2) as (a, b):
         for posted in range(3):
             rooms = [room_for(100_000) for _ in range(3)]
@@ -190,7 +190,7 @@ def _check_cancel(make: Make) -> None:
         equal("a finished transfer stays as it is", transfers[rest[0]].error, None)
 
 
-def _check_cancel_on_its_way(make: Make) -> None:
+def _check_cancel_on_its_way(make: MakeTransports) -> None:
     nbytes = SIZES[-1]
     with opened(make, 2) as (a, b):
         for _ in range(5):
@@ -216,7 +216,7 @@ def _check_cancel_on_its_way(make: Make) -> None:
             b.messages.forget(CONTEXT, Cancelled())
 
 
-def _check_many_to_one(make: Make) -> None:
+def _check_many_to_one(make: MakeTransports) -> None:
     senders, count = 5, 60
     with opened(make, senders + 1) as world:
         target = world[senders]
@@ -242,7 +242,7 @@ def _check_many_to_one(make: Make) -> None:
             equal(f"messages of rank {rank}", order, list(range(count)))
 
 
-def _check_all_to_all(make: Make) -> None:
+def _check_all_to_all(make: MakeTransports) -> None:
     size, rounds = 4, 12
 
     with opened(make, size) as world:

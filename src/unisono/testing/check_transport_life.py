@@ -10,7 +10,7 @@ from unisono.testing.expect import PATIENCE_S, checks_in, equal, opened
 from unisono.testing.transport_tools import (
     CONTEXT,
     SIZES,
-    Make,
+    MakeTransports,
     fails,
     key,
     pattern,
@@ -23,7 +23,7 @@ from unisono.transports.messages import Failure
 __all__ = ["LIFE_CHECKS", "check_vanishing"]
 
 
-def check_vanishing(make: Make, vanish: Callable[[Transport], None]) -> None:
+def check_vanishing(make: MakeTransports, vanish: Callable[[Transport], None]) -> None:
     """Check the errors on the other ranks when a rank ends without closing its transport.
 
     Args:
@@ -50,7 +50,7 @@ def check_vanishing(make: Make, vanish: Callable[[Transport], None]) -> None:
         equal("ranks that answer", list(answers), [0])
 
 
-def _check_ask(make: Make) -> None:
+def _check_ask(make: MakeTransports) -> None:
     with opened(make, 4) as (a, b, c, _):
         for seq in range(1, 20):
             b.enter(CONTEXT, seq, f"call {seq}")
@@ -71,7 +71,7 @@ def _check_ask(make: Make) -> None:
         equal("a question to no other rank", a.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
 
 
-def _check_fail(make: Make) -> None:
+def _check_fail(make: MakeTransports) -> None:
     with opened(make, 3) as world:
         a, b, c = world
         waiting = [b.recv(0, key(), room_for(8)), c.recv(None, key(), room_for(8))]
@@ -102,7 +102,7 @@ def _check_fail(make: Make) -> None:
         wait(a.send(2, key(context=1), pattern(8)), elsewhere)
 
 
-def _check_fail_on_its_way(make: Make) -> None:
+def _check_fail_on_its_way(make: MakeTransports) -> None:
     nbytes = SIZES[-1]
     with opened(make, 2) as (a, b):
         data = memoryview(bytearray(pattern(nbytes)))
@@ -115,7 +115,7 @@ def _check_fail_on_its_way(make: Make) -> None:
         equal("a message of another context", small == pattern(8), True)
 
 
-def _check_forget(make: Make) -> None:
+def _check_forget(make: MakeTransports) -> None:
     with opened(make, 2) as (a, b):
         wait(a.send(1, key(), pattern(8)), a.send(1, key(1, context=1), pattern(8)))
         wait(b.recv(0, key(1, context=1), room_for(8)))
@@ -131,7 +131,7 @@ def _check_forget(make: Make) -> None:
 # ---- life ---------------------------------------------------------------------------------
 
 
-def _check_leaving(make: Make) -> None:
+def _check_leaving(make: MakeTransports) -> None:
     with opened(make, 3) as (a, b, c):
         wait(a.send(1, key(), pattern(8)), c.send(1, key(1), pattern(1)))
         wait(b.recv(2, key(1), room_for(1)))
@@ -151,7 +151,7 @@ def _check_leaving(make: Make) -> None:
         fails("a receive that no rank may serve", unserved, LinkDown)
 
 
-def _check_strangers_that_left(make: Make) -> None:
+def _check_strangers_that_left(make: MakeTransports) -> None:
     with opened(make, 3) as (a, b, c):
         # Ranks 0 and 1 never had a link, so rank 1 cannot detect how rank 0 ended.
         a.close()
@@ -161,7 +161,7 @@ def _check_strangers_that_left(make: Make) -> None:
         equal("it does not answer", b.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
 
 
-def _check_closed(make: Make) -> None:
+def _check_closed(make: MakeTransports) -> None:
     with opened(make, 2) as (a, b):
         equal("users may wait", a.may_wait(), True)
         waiting = [a.recv(1, key(), room_for(8)), a.recv(None, key(), room_for(8))]

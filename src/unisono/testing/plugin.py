@@ -27,7 +27,7 @@ _MARKER = (
 )
 
 
-class _World(NamedTuple):
+class _TestWorld(NamedTuple):
     """One value of the parameter `rank`: the world on whose ranks the test function is called."""
 
     size: int
@@ -60,11 +60,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("rank", list(_worlds(mark)), ids=str)
 
 
-def _worlds(mark: pytest.Mark) -> Iterator[_World]:
+def _worlds(mark: pytest.Mark) -> Iterator[_TestWorld]:
     for size in mark.args:
         for kind in _choices(mark, "kind", "threads"):
             for engine in _choices(mark, "engine", None):
-                yield _World(size, kind, engine)
+                yield _TestWorld(size, kind, engine)
 
 
 def _choices(mark: pytest.Mark, name: str, default: str | None) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
-    world = cast("_World", pyfuncitem.funcargs["rank"])
+    world = cast("_TestWorld", pyfuncitem.funcargs["rank"])
     names = pyfuncitem._fixtureinfo.argnames
     args = [pyfuncitem.funcargs[name] for name in names if name != "rank"]
     options = {name: value for name, value in mark.kwargs.items() if name not in _BOTH}

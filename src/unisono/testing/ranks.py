@@ -22,7 +22,7 @@ from unisono.groups.world import World, current, use
 from unisono.launcher import SpawnContext
 from unisono.stores import HashStore, Store
 from unisono.testing.modules import Modules
-from unisono.testing.report import Failure, report
+from unisono.testing.report import RankFailure, report
 
 __all__ = ["run"]
 
@@ -36,10 +36,10 @@ class _RankResult:
     time_s: float
     result: Any = None
     error: BaseException | None = None
-    failure: Failure | None = None
+    failure: RankFailure | None = None
 
 
-class _Call(NamedTuple):
+class _RankedCall(NamedTuple):
     """The call that every rank makes; the function and settings of `run`."""
 
     fn: Body
@@ -86,7 +86,7 @@ def run(
             that failed. Errors that report only the failure of another rank do not count.
         LaunchError: A rank did not end, or a rank died. The text names the rank or the cause.
     """
-    call = _Call(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
+    call = _RankedCall(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
     if ranks == "threads":
         outcomes, end = _run_threads(call, world_size)
     elif ranks == "processes":
@@ -111,7 +111,9 @@ def run(
     return [None if outcome is None else outcome.result for outcome in outcomes]
 
 
-def _body(rank: int, call: _Call, world_size: int = -1, store: Store | None = None) -> _RankResult:
+def _body(
+    rank: int, call: _RankedCall, world_size: int = -1, store: Store | None = None
+) -> _RankResult:
     """Run one rank in the current world."""
     try:
         init_process_group(
@@ -128,14 +130,14 @@ def _body(rank: int, call: _Call, world_size: int = -1, store: Store | None = No
             group.report_failure("".join(traceback.format_exception_only(error)).strip())
         # Here, where the error is current, so that calls of other groups are cancelled.
         current().close()
-        return _RankResult(time.monotonic(), error=error, failure=Failure.of(error))
+        return _RankResult(time.monotonic(), error=error, failure=RankFailure.of(error))
     else:
         return _RankResult(time.monotonic(), result=result)
     finally:
         current().close()
 
 
-def _run_threads(call: _Call, world_size: int) -> _Ended:
+def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
     store = HashStore()
     outcomes: list[_RankResult | None] = [None] * world_size
 
@@ -163,7 +165,7 @@ def _run_threads(call: _Call, world_size: int) -> _Ended:
     return outcomes, None
 
 
-def _run_processes(call: _Call, world_size: int, dead: Collection[int]) -> _Ended:
+def _run_processes(call: _RankedCall, world_size: int, dead: Collection[int]) -> _Ended:
     server: Any = forkserver._forkserver
     if server._preload_modules == ["__main__"]:  # the default; a caller's own list stays
         # The server that ranks are forked from imports unisono once for all ranks.
@@ -192,7 +194,7 @@ def _settings() -> dict[str, str]:
     return {name: value for name, value in environ().items() if name in names}
 
 
-def _process_rank(rank: int, _: None, call: _Call, settings: dict[str, str]) -> _RankResult:
+def _process_rank(rank: int, _: None, call: _RankedCall, settings: dict[str, str]) -> _RankResult:
     # The fork server that made this process may have been started with other settings.
     for name in _settings().keys() - settings.keys():
         del os.environ[name]
@@ -202,6 +204,6 @@ def _process_rank(rank: int, _: None, call: _Call, settings: dict[str, str]) -> 
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:
         cause = LaunchError(f"rank {rank}: neither result nor error can be pickled: {error!r}")
-        failure = outcome.failure or Failure.of(cause)
+        failure = outcome.failure or RankFailure.of(cause)
         return _RankResult(outcome.time_s, error=cause, failure=failure)
     return outcome

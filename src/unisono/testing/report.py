@@ -16,7 +16,7 @@ from unisono.base.text import name_ranks
 from unisono.errors import InternalError, UnisonoError
 from unisono.launcher.traceback_text import is_consequence
 
-__all__ = ["Failure", "frames_of", "report"]
+__all__ = ["RankFailure", "frames_of", "report"]
 
 _HERE = os.path.dirname(__file__)
 _PACKAGE = os.path.join(os.path.dirname(unisono.__file__), "")
@@ -41,7 +41,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """The exception of one rank as text.
 
     Attributes:
@@ -58,7 +58,7 @@ class Failure(NamedTuple):
     is_peer: bool
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> RankFailure:
         """Describe an exception in the rank that raised it."""
         first = str(error).partition("\n")[0]
         line = f"{type(error).__name__}: {first}" if first else type(error).__name__
@@ -77,7 +77,7 @@ def frames_of(stack: list[traceback.FrameSummary]) -> list[traceback.FrameSummar
     return [frame for frame in stack if not frame.filename.startswith(_WRAPPERS)]
 
 
-def report(failures: dict[int, Failure], world_size: int, kind: str) -> str:
+def report(failures: dict[int, RankFailure], world_size: int, kind: str) -> str:
     """Return the text about all ranks that failed, in the order of `failures`.
 
     Ranks with equal tracebacks are shown once. A rank that reports only another rank's failure

@@ -80,7 +80,7 @@ class _Way:
         return self._free_s
 
 
-class _Switch:
+class _FrameSwitch:
     """Passes frames between devices, by the last byte of the address of their target."""
 
     def __init__(self, devices: list[int], gbps: float, delay_s: float, buffer_bytes: int) -> None:
@@ -160,7 +160,7 @@ class _Switch:
 
 def main(gbps: str, delay_s: str, buffer_bytes: str, *pids: str) -> None:
     """Make the devices, print "ready" and pass frames."""
-    switch = _Switch(
+    switch = _FrameSwitch(
         [_open_device(pid) for pid in pids], float(gbps), float(delay_s), int(buffer_bytes)
     )
     with contextlib.suppress(OSError):  # busy ranks would delay frames by more than their link

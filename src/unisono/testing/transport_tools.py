@@ -8,19 +8,19 @@ from typing import TypeVar
 from unisono.base.deadline import Deadline
 from unisono.testing.expect import PATIENCE_S, equal, is_a
 from unisono.transports import Key, Transport
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.transfers import Transfer
 
-__all__ = ["CONTEXT", "SIZES", "Make", "fails", "key", "pattern", "room_for", "wait"]
+__all__ = ["CONTEXT", "SIZES", "MakeTransports", "fails", "key", "pattern", "room_for", "wait"]
 
 E = TypeVar("E", bound=BaseException)
-Make = Callable[[int], Sequence[Transport]]
+MakeTransports = Callable[[int], Sequence[Transport]]
 
 SIZES = (0, 1, 8, 4 << 10, 1 << 20, 20 << 20)
 CONTEXT = 7
 
 
-def key(tag: int = 0, context: int = CONTEXT, kind: Kind = Kind.P2P) -> Key:
+def key(tag: int = 0, context: int = CONTEXT, kind: Purpose = Purpose.P2P) -> Key:
     """Return the key of a message."""
     return Key(context, kind, tag)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from unisono.base.log import get_logger, log_raised
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 
 __all__ = ["CallbackThreads"]
 
@@ -30,7 +30,7 @@ class CallbackThreads:
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         # Reentrant, because a signal handler may call `run` in a thread that holds the lock.
         self._lock = threading.RLock()
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerThread] = []
         self._idle = 0
         self._closed = False
 
@@ -42,7 +42,7 @@ class CallbackThreads:
                 if self._idle:
                     self._idle -= 1
                     return
-                worker = Worker(f"unisono-callbacks-{self._name}-{len(self._workers)}")
+                worker = WorkerThread(f"unisono-callbacks-{self._name}-{len(self._workers)}")
                 self._workers.append(worker)
                 worker.start(self._work)
                 return
@@ -53,7 +53,7 @@ class CallbackThreads:
         for worker in self.end():
             worker.join(timeout_s)
 
-    def end(self) -> list[Worker]:
+    def end(self) -> list[WorkerThread]:
         """End the threads after their tasks; return them."""
         with self._lock:
             self._closed = True

@@ -35,7 +35,7 @@ from unisono.torch.special import make_special
 from unisono.torch.values import are_fake, dense, done
 from unisono.torch.work import torch_work
 
-__all__ = ["Operations"]
+__all__ = ["TorchOperations"]
 
 Method = Callable[..., Any]
 
@@ -62,7 +62,7 @@ def _operation(short: Method | None = None) -> Callable[[Method], Method]:
         name = general.__name__
 
         @functools.wraps(general)
-        def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        def method(self: TorchOperations, *args: Any, **kwargs: Any) -> Any:
             keep_out()
             try:
                 # The first call goes the general way, which checks the names of the backends.
@@ -111,7 +111,7 @@ def _collective(name: str, function: Method, read: Method | None = None) -> Meth
     """
     schema = OPS[function.__name__]
 
-    def general(self: Operations, *args: Any, **kwargs: Any) -> Any:
+    def general(self: TorchOperations, *args: Any, **kwargs: Any) -> Any:
         return self._issue(schema, args, kwargs)
 
     general.__name__ = name
@@ -123,7 +123,7 @@ def _short(function: Method, read: Method) -> Method:
     """Return the short way of a collective; see `_collective`."""
     learned = _learned(function)
 
-    def short(self: Operations, args: Any, kwargs: Any) -> Any:
+    def short(self: TorchOperations, args: Any, kwargs: Any) -> Any:
         if kwargs:
             args = (*args, kwargs.get("opts"))
         opts: Any = args[-1] if args and len(kwargs) < 2 else None
@@ -198,7 +198,7 @@ def _message(function: Method) -> Method:
     """Return the short way of a message; a receive without a rank is from any."""
     learned = _learned(function)
 
-    def short(self: Operations, args: Any, kwargs: Any) -> Any:
+    def short(self: TorchOperations, args: Any, kwargs: Any) -> Any:
         if kwargs:
             return NotImplemented
         group = self.unisono
@@ -213,7 +213,7 @@ def _message(function: Method) -> Method:
 _send, _recv = _message(p2p.isend), _message(p2p.irecv)
 
 
-class Operations:
+class TorchOperations:
     """The operations of torch's process group; a sub-class sets the attributes of `Caller`."""
 
     unisono: ProcessGroup

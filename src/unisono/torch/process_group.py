@@ -23,7 +23,7 @@ from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.name import NAME, shown_name, warn_of_libraries
-from unisono.torch.operations import Operations
+from unisono.torch.operations import TorchOperations
 from unisono.torch.store import TorchStore
 from unisono.trace import skip_folder
 
@@ -59,7 +59,7 @@ class _CPUBackend:
         return getattr(self._group, name)
 
 
-class ProcessGroup(Operations, torch_dist.ProcessGroup):
+class ProcessGroup(TorchOperations, torch_dist.ProcessGroup):
     """torch's process group over a unisono process group.
 
     `torch.distributed.init_process_group("unisono")` and `new_group` make it. Tensors of other

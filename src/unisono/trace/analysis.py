@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unisono.base.grouping import grouped
 from unisono.base.text import name_ranks
 from unisono.trace.flight_recorder import RankRecords
-from unisono.trace.joined import Call, JoinedGroup, begin_of, end_of
+from unisono.trace.joined import JoinedCall, JoinedGroup, begin_of, end_of
 from unisono.trace.records import TraceRecord
 
 _MOST_ROWS = 5
@@ -19,7 +19,7 @@ _MOST_ROWS = 5
 _LATE_NS = 1_000_000_000
 
 
-class Finding(NamedTuple):
+class Anomaly(NamedTuple):
     """Something that is wrong.
 
     Attributes:
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class _Wait(NamedTuple):
+class _RankWait(NamedTuple):
     """A wait of one rank for another in one call."""
 
     ns: int
@@ -46,7 +46,7 @@ class _Wait(NamedTuple):
         return f"{_s(self.ns)}, of rank {self.rank} for rank {self.waited_for} in {call}"
 
 
-def findings_of(ranks: Mapping[int, RankRecords], groups: Sequence[JoinedGroup]) -> list[Finding]:
+def findings_of(ranks: Mapping[int, RankRecords], groups: Sequence[JoinedGroup]) -> list[Anomaly]:
     """Return what is wrong, the first in time first: the first call of each group that differs.
 
     Args:
@@ -82,7 +82,7 @@ def report(ranks: Mapping[int, RankRecords], groups: Sequence[JoinedGroup]) -> I
     yield from _table(waits, lambda wait: f"in {wait.record.op}{_site(wait.record)}")
 
 
-def _table(waits: Iterable[_Wait], title: Callable[[_Wait], str]) -> Iterator[str]:
+def _table(waits: Iterable[_RankWait], title: Callable[[_RankWait], str]) -> Iterator[str]:
     """Yield a line for each of the titles with the longest waits."""
     rows = grouped((title(wait), wait) for wait in waits)
     sums = {name: sum(wait.ns for wait in row) for name, row in rows.items()}
@@ -91,25 +91,25 @@ def _table(waits: Iterable[_Wait], title: Callable[[_Wait], str]) -> Iterator[st
         yield f"waited {name}: {_s(sums[name])} in {len(row)} calls; longest {_longest(row)}"
 
 
-def _longest(waits: Iterable[_Wait]) -> _Wait:
+def _longest(waits: Iterable[_RankWait]) -> _RankWait:
     return max(waits, key=lambda wait: wait.ns)
 
 
-def _waits(groups: Iterable[JoinedGroup]) -> Iterator[_Wait]:
+def _waits(groups: Iterable[JoinedGroup]) -> Iterator[_RankWait]:
     """Yield the waits that are recorded, or else seen from the times of the ranks."""
     for group in groups:
         late = group.late()
         for rank, member in group.members.items():
             for record in member.records:
                 if record.waited_for is not None:
-                    yield _Wait(record.waited_ns, rank, record.waited_for, record)
+                    yield _RankWait(record.waited_ns, rank, record.waited_for, record)
                 elif (rank, record.number) in late:
                     last, its = late[rank, record.number]
                     if (ns := begin_of(its) - begin_of(record)) > 0:
-                        yield _Wait(ns, rank, last, record)
+                        yield _RankWait(ns, rank, last, record)
 
 
-def _first_difference(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Finding | None:
+def _first_difference(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Anomaly | None:
     """Return the first call of a group that differs between ranks; None if there is none."""
     first_seq, last_seqs = group.first_seq(), group.last_seqs()
     for call in group.calls:
@@ -128,7 +128,7 @@ def _first_difference(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> F
             or (None if group.are_known else _unknown_absence(call, group))
         )
         if found and call.seq >= first_seq:
-            return Finding(at_ns, f"group '{group.name}': {found[0]}", tuple(sorted(found[1])))
+            return Anomaly(at_ns, f"group '{group.name}': {found[0]}", tuple(sorted(found[1])))
     return None
 
 
@@ -137,7 +137,7 @@ def _read_ns(records: RankRecords) -> float:
     return records.origin.wall_ns if records.origin else math.inf
 
 
-def _mismatch(call: Call) -> tuple[str, list[int]] | None:
+def _mismatch(call: JoinedCall) -> tuple[str, list[int]] | None:
     """Return how the calls of the ranks differ. The calls of most ranks are taken for right."""
     kinds = grouped((record.fingerprint, rank) for rank, record in sorted(call.records.items()))
     if len(kinds) < 2:
@@ -152,7 +152,7 @@ def _mismatch(call: Call) -> tuple[str, list[int]] | None:
 
 
 def _absence(
-    call: Call, missing: list[int], no_records: list[int], ranks: Mapping[int, RankRecords]
+    call: JoinedCall, missing: list[int], no_records: list[int], ranks: Mapping[int, RankRecords]
 ) -> tuple[str, list[int]] | None:
     """Return which ranks have not made a call that others have made."""
     made, record = sorted(call.records), min(call.records.values(), key=lambda r: r.enqueued_ns)
@@ -184,7 +184,7 @@ def _end_ns(record: TraceRecord, records: RankRecords) -> int | None:
     return None if records.origin is None and record.ended_ns is None else end_of(record, records)
 
 
-def _unknown_absence(call: Call, group: JoinedGroup) -> tuple[str, list[int]] | None:
+def _unknown_absence(call: JoinedCall, group: JoinedGroup) -> tuple[str, list[int]] | None:
     """Return that ranks may be missing in a call of a group whose members no file has.
 
     A rank that has made no call of the group may be no member.
@@ -198,7 +198,7 @@ def _unknown_absence(call: Call, group: JoinedGroup) -> tuple[str, list[int]] | 
     return None
 
 
-def _failure(call: Call, ranks: Mapping[int, RankRecords]) -> tuple[str, list[int]] | None:
+def _failure(call: JoinedCall, ranks: Mapping[int, RankRecords]) -> tuple[str, list[int]] | None:
     """Return how a call failed that all ranks have made, or which ranks are left in it."""
     outcomes = grouped((record.outcome, rank) for rank, record in sorted(call.records.items()))
     ends = [record.ended_ns for record in call.records.values() if record.ended_ns is not None]
@@ -214,7 +214,7 @@ def _failure(call: Call, ranks: Mapping[int, RankRecords]) -> tuple[str, list[in
     return f"{_name(record)} is {'; '.join(sides)}{_site(record)}", blamed
 
 
-def _messages(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Iterator[Finding]:
+def _messages(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Iterator[Anomaly]:
     """Yield the messages that failed, or that wait without a counterpart."""
     alone = {id(m.send or m.receive) for m in group.messages if not (m.send and m.receive)}
     for rank, member in group.members.items():
@@ -232,7 +232,7 @@ def _messages(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Iterator[
                 continue
             text = f"group '{group.name}': {_name(record)} of rank {rank} {why}{_site(record)}"
             blamed = () if record.peer is None else (record.peer,)
-            yield Finding(record.enqueued_ns, text, blamed)
+            yield Anomaly(record.enqueued_ns, text, blamed)
 
 
 def _what(record: TraceRecord) -> str:

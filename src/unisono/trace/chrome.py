@@ -14,7 +14,7 @@ from unisono.trace.flight_recorder import RankRecords
 from unisono.trace.joined import JoinedGroup, begin_of, end_of, read_ns
 from unisono.trace.records import TraceRecord
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 # Perfetto cuts times to nanoseconds and drops a slice that begins before the end of the one before.
 # So a slice is 1 ns shorter than its call.
@@ -38,7 +38,7 @@ def chrome_trace(
         axis: The time axis.
     """
     times = [r.enqueued_ns for g in groups for each in g.members.values() for r in each.records]
-    events = _Events(ranks, min(times, default=0))
+    events = _EventList(ranks, min(times, default=0))
     for group in groups:
         events.add_group(group, axis.worst_ns() or 0)
     return {
@@ -52,11 +52,11 @@ def chrome_trace(
     }
 
 
-class _Events:
+class _EventList:
     """Collects the events of all groups."""
 
     def __init__(self, ranks: Mapping[int, RankRecords], zero_ns: int) -> None:
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self._ranks = ranks
         self._zero_ns = zero_ns
         self._ids = itertools.count(1)
@@ -90,7 +90,7 @@ class _Events:
                 # The slice is 1 ns shorter, and its begin and length may each lose 1 ns as floats.
                 self._add("f", "arrow", rank, row, end_ns - 3, name=name, id=arrow, bp="e")
 
-    def names(self) -> Iterator[Event]:
+    def names(self) -> Iterator[TraceEvent]:
         """Yield the names of processes and threads."""
         for rank, each in self._ranks.items():
             origin = f" ({each.origin.host}, pid {each.origin.pid})" if each.origin else ""
@@ -152,5 +152,5 @@ def _args(record: TraceRecord) -> dict[str, Any]:
     return found | ({"peer": record.peer, "tag": record.tag} if record.is_message else {})
 
 
-def _meta(what: str, rank: int, thread: int, **args: Any) -> Event:
+def _meta(what: str, rank: int, thread: int, **args: Any) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "ts": 0, "args": args}

@@ -38,7 +38,7 @@ def read_ns(each: RankRecords) -> int:
 
 
 @dataclass(frozen=True)
-class Call:
+class JoinedCall:
     """A collective on all ranks.
 
     Attributes:
@@ -59,7 +59,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Message:
+class JoinedMessage:
     """A send and its receive, or one of them.
 
     Attributes:
@@ -92,8 +92,8 @@ class JoinedGroup:
     ranks: tuple[int, ...]
     are_known: bool
     members: dict[int, GroupRecords]
-    calls: list[Call]
-    messages: list[Message]
+    calls: list[JoinedCall]
+    messages: list[JoinedMessage]
 
     def first_seq(self) -> int:
         """Return the number of the first call that no rank has lost."""
@@ -205,8 +205,8 @@ def shifted(ranks: Mapping[int, RankRecords], by_ns: Mapping[int, int]) -> dict[
     return {rank: move_all(each, by_ns[rank]) for rank, each in ranks.items()}
 
 
-def _calls(members: Mapping[int, GroupRecords]) -> list[Call]:
-    calls: dict[tuple[int, int], Call] = {}
+def _calls(members: Mapping[int, GroupRecords]) -> list[JoinedCall]:
+    calls: dict[tuple[int, int], JoinedCall] = {}
     for rank, group in members.items():
         parts: defaultdict[int, int] = defaultdict(int)
         for record in group.records:
@@ -214,11 +214,11 @@ def _calls(members: Mapping[int, GroupRecords]) -> list[Call]:
                 # NCCL gives coalesced calls one number.
                 key = record.seq, parts[record.seq]
                 parts[record.seq] += 1
-                calls.setdefault(key, Call(record.seq, {})).records[rank] = record
+                calls.setdefault(key, JoinedCall(record.seq, {})).records[rank] = record
     return [calls[key] for key in sorted(calls)]
 
 
-def _messages(members: Mapping[int, GroupRecords]) -> Iterator[Message]:
+def _messages(members: Mapping[int, GroupRecords]) -> Iterator[JoinedMessage]:
     """Pair messages in the order in which their ranks have made the calls.
 
     If a rank has lost records, its first record does not belong to the first of its peer.
@@ -242,4 +242,4 @@ def _messages(members: Mapping[int, GroupRecords]) -> Iterator[Message]:
         for send, receive in zip_longest(sends, receives):
             if any(each and each.outcome not in _FOLLOWED for each in (send, receive)):
                 break
-            yield Message(source, target, send, receive)
+            yield JoinedMessage(source, target, send, receive)

@@ -253,7 +253,7 @@ class GroupTrace:
         waits = zip(self.ranks, self.recorder.waited(), strict=True)
         return {rank: clock.span(ticks) for rank, ticks in waits if rank != self.rank}
 
-    def totals(self) -> Iterator[tuple[ring.Kind, int, int, int, int]]:
+    def totals(self) -> Iterator[tuple[ring.RecordKind, int, int, int, int]]:
         """Yield (kind, calls, elements, time in ns, worst time in ns) of every kind that ended."""
         clock, rows = _Clock(), np.frombuffer(self.recorder.totals(), ring.TOTAL)
         # Of thousands of kinds, a job uses some dozens.

@@ -36,7 +36,7 @@ DROPPED = 0xFFFFFFFF
 """Outcome of a record that stands for no call."""
 
 
-class Kind(NamedTuple):
+class RecordKind(NamedTuple):
     """The columns that many records share.
 
     Attributes:
@@ -54,8 +54,8 @@ class Kind(NamedTuple):
     route: str = ""
 
 
-_kinds: list[Kind] = [Kind("other")]
-_kind_numbers: dict[Kind, int] = {}
+_kinds: list[RecordKind] = [RecordKind("other")]
+_kind_numbers: dict[RecordKind, int] = {}
 _lock = threading.RLock()
 
 
@@ -64,7 +64,7 @@ def number_of_kind(
 ) -> int:
     """Return the number of a kind in this process; 0 ("other") if there are too many kinds."""
     name, itemsize = ("", 0) if dtype is None else (dtype.name, dtype.itemsize)
-    kind = Kind(op, name, itemsize, algorithm, route)
+    kind = RecordKind(op, name, itemsize, algorithm, route)
     with _lock:
         number = _kind_numbers.get(kind)
         if number is None and len(_kinds) < KINDS:
@@ -73,6 +73,6 @@ def number_of_kind(
         return number or 0
 
 
-def kind_of(number: int) -> Kind:
+def kind_of(number: int) -> RecordKind:
     """Return the kind of a number."""
     return _kinds[number]

@@ -32,9 +32,9 @@ from unisono.transports.messages import (
     CallStatus,
     Failure,
     Key,
-    Kind,
     LastCall,
     LinkDown,
+    Purpose,
     Unreached,
     failure_of,
 )
@@ -201,12 +201,12 @@ class Transport(Carrier):
         self.watch(peer)
         if context and self.down(peer) is None:
             # No question has this number.
-            self._control(peer, context, Kind.ASK, {"number": 0, "seq": 0, "places": False})
+            self._control(peer, context, Purpose.ASK, {"number": 0, "seq": 0, "places": False})
 
     def knock(self, peer: int) -> None:
         """Make a rank receive messages for which none of its threads waits."""
         if peer != self.rank and self.down(peer) is None:
-            self._control(peer, 0, Kind.KNOCK, {})
+            self._control(peer, 0, Purpose.KNOCK, {})
 
     # ---- control plane --------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Transport(Carrier):
         question = self._questions.new(set(asked))
         for peer in asked:
             if self.down(peer) is None:
-                self._control(peer, context, Kind.ASK, {"number": question.number, **words})
+                self._control(peer, context, Purpose.ASK, {"number": question.number, **words})
             else:
                 question.drop(peer)
         question.drop(self.rank)
@@ -291,7 +291,7 @@ class Transport(Carrier):
             "first": self._failures.first.words,
         }
         return [
-            self._control(peer, context, Kind.FAIL, words)
+            self._control(peer, context, Purpose.FAIL, words)
             for peer in peers
             if peer != self.rank and self.down(peer) is None
         ]
@@ -317,7 +317,7 @@ class Transport(Carrier):
         if self._failures.report(own):
             for peer in self.linked():
                 if peer != error.peer and self.down(peer) is None:
-                    self._control(peer, 0, Kind.CAUSE, {"first": causes.words})
+                    self._control(peer, 0, Purpose.CAUSE, {"first": causes.words})
         first = causes.find(since_s, error.peer, members)
         if first is None or (first.kind, first.peers) == (own.kind, own.peers):
             return own
@@ -351,13 +351,13 @@ class Transport(Carrier):
         Raises:
             ValueError: The frame makes no sense, so the link is of no use.
         """
-        context, kind, tag = key[0], Kind(key[1]), key[2]
-        if kind in (Kind.COLLECTIVE, Kind.P2P):
+        context, kind, tag = key[0], Purpose(key[1]), key[2]
+        if kind in (Purpose.COLLECTIVE, Purpose.P2P):
             deliver_copy(self.messages, Key(context, kind, tag), Arrival(peer, data, info))
         else:
             self.on_control(peer, context, kind, bytes(data))
 
-    def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
+    def on_control(self, peer: int, context: int, kind: Purpose, body: bytes) -> None:
         """Handle a control frame; called by the sub-class on the thread that received it.
 
         Raises:
@@ -368,36 +368,36 @@ class Transport(Carrier):
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"it sent a control message that makes no sense: {error!r}") from None
 
-    def _handle(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
+    def _handle(self, peer: int, context: int, kind: Purpose, words: dict[str, Any]) -> None:
         self._failures.first.learn(words.get("first"))
-        if kind in (Kind.CAUSE, Kind.FAIL):
+        if kind in (Purpose.CAUSE, Purpose.FAIL):
             self._failures.first.add_follower(peer)
-        if kind is Kind.ASK:
+        if kind is Purpose.ASK:
             seq, number, places = words["seq"], words["number"], words["places"]
             self._after_all_arrivals(
                 lambda: self._control(
                     peer,
                     context,
-                    Kind.ANSWER,
+                    Purpose.ANSWER,
                     self._answer(context, seq, number, places),
                 )
             )
             if not number and context in self._failures.closed:
                 self.messages.send(Transfer(peer, context, ANY, memoryview(b"")))
-        elif kind is Kind.ANSWER:
+        elif kind is Purpose.ANSWER:
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
             unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
             recorded = tuple(LastCall(*each) for each in words["recorded"])
             status = CallStatus(words["at"], words["text"], unreached, words["place"], recorded)
             self._questions.answer(words["number"], peer, status)
-        elif kind is Kind.FAIL:
+        elif kind is Purpose.FAIL:
             self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
-        elif kind is Kind.GOODBYE:
+        elif kind is Purpose.GOODBYE:
             self.mark_down(LinkDown(peer, LEFT, left=True))
-        elif kind is Kind.KNOCK:
+        elif kind is Purpose.KNOCK:
             self.messages.attend()
-        elif kind is Kind.LOST and words["peer"] not in self.linked():
+        elif kind is Purpose.LOST and words["peer"] not in self.linked():
             # If this rank had a link to that rank, it would detect the end itself.
             self.spread(LinkDown(words["peer"], words["reason"], peers=words["peers"]))
 
@@ -466,7 +466,7 @@ class Transport(Carrier):
 
     def good_bye(self, peer: int) -> None:
         """Send a rank that this rank leaves, as the last frame."""
-        self._control(peer, 0, Kind.GOODBYE, {})
+        self._control(peer, 0, Purpose.GOODBYE, {})
 
     def spread(self, error: LinkDown) -> None:
         """Record that a rank crashed, and send this to all linked ranks, which do the same.
@@ -484,7 +484,7 @@ class Transport(Carrier):
             }
             for peer in self.linked():
                 if peer != error.peer and self.down(peer) is None:
-                    self._control(peer, 0, Kind.LOST, words)
+                    self._control(peer, 0, Purpose.LOST, words)
             # Last, because a call of this rank may fail now, and this rank may end.
             self.mark_down(error)
 
@@ -534,7 +534,7 @@ class Transport(Carrier):
         """Run `job` when everything that has arrived until now has been handled."""
         job()
 
-    def _control(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> Transfer:
+    def _control(self, peer: int, context: int, kind: Purpose, words: dict[str, Any]) -> Transfer:
         body = memoryview(json.dumps(words).encode())
         key = Key(context, kind, 0)
         # No context: the failure of a context must not cancel the frames that report it.

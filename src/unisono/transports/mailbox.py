@@ -29,7 +29,7 @@ from unisono.transports.messages import (
     LinkDown,
     MessageMismatch,
 )
-from unisono.transports.transfers import ANY, NOTHING, Links, Messages, Tag, Transfer
+from unisono.transports.transfers import ANY, NOTHING, LinkView, Messages, Tag, Transfer
 
 # How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
 # callback, on the thread that copies, cancels the next transfer of that thread.
@@ -51,7 +51,7 @@ class _Waiting:
         self.arrival = arrival
 
 
-class _Entry:
+class _ContextQueue:
     """The receives and the messages that wait in one context, both in order.
 
     Items are searched in a copy, and removed by one call that fails if they are gone. The reason is
@@ -75,10 +75,10 @@ class MailboxMessages(Messages):
             it calls `peer_down` or `fail`.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: LinkView) -> None:
         self._links = links
         self.matching = threading.RLock()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _ContextQueue] = {}
 
     def send(self, transfer: Transfer) -> None:
         links, peer, key = self._links, transfer.peer, Key(transfer.context, *transfer.tag)
@@ -152,7 +152,7 @@ class MailboxMessages(Messages):
             if transfer is None and is_open:
                 while (probe := self._claim(arrival.source, key, probes=True)) is not None:
                     ended.append(probe)
-                entry = self._entries.setdefault(context, _Entry())
+                entry = self._entries.setdefault(context, _ContextQueue())
                 entry.arrivals.append(_Waiting(tag, arrival))
         for each in ended:
             _fill(each, arrival)
@@ -217,7 +217,7 @@ class MailboxMessages(Messages):
             arrival = self._take_arrival(transfer)
             error = None if arrival is not None else self._end_of(transfer)
             if arrival is None and error is None:
-                posted = self._entries.setdefault(transfer.context, _Entry()).posted
+                posted = self._entries.setdefault(transfer.context, _ContextQueue()).posted
                 posted.append(transfer)
                 # Again: a signal handler may have broken the context since, and found no receive.
                 error = self._end_of(transfer)

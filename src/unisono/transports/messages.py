@@ -40,7 +40,7 @@ Unreached = dict[int, list[str]]
 """By rank, the addresses at which it could not be reached, each with the reason."""
 
 
-class Kind(IntEnum):
+class Purpose(IntEnum):
     """The purpose of a message."""
 
     COLLECTIVE = 0
@@ -58,7 +58,7 @@ class Key(NamedTuple):
     """The address of a message inside a rank: group, purpose, and tag or sequence number."""
 
     context: int
-    kind: Kind
+    kind: Purpose
     tag: int
 
 
@@ -200,9 +200,9 @@ class Failure(Exception):
         """Return the same failure, as a rank reports it that has finished call `after`."""
         return Failure(self.kind, self.reason, self.peers, rank, self.table, after)
 
-    def ends(self, kind: Kind, number: int) -> bool:
+    def ends(self, kind: Purpose, number: int) -> bool:
         """Whether it ends the messages with this tag."""
-        return kind is not Kind.COLLECTIVE or number > self.after
+        return kind is not Purpose.COLLECTIVE or number > self.after
 
     @property
     def words(self) -> list[object]:

@@ -28,7 +28,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.seam import cpp as _engine
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 from unisono.errors import ClosedError
 from unisono.transports.messages import (
     ANY_TAG,
@@ -36,15 +36,15 @@ from unisono.transports.messages import (
     Cancelled,
     Failure,
     Key,
-    Kind,
     LinkDown,
     MessageMismatch,
+    Purpose,
 )
 from unisono.transports.transfers import (
     ANYTHING,
     NOTHING,
     Address,
-    Links,
+    LinkView,
     Messages,
     Outcome,
     Transfer,
@@ -67,12 +67,12 @@ _NONCE_BYTES = 16
 _MOST_CHANNELS = 16
 
 
-def tag_of(kind: Kind, tag: int) -> int:
+def tag_of(kind: Purpose, tag: int) -> int:
     """Return the tag that stands for a kind and its tag in C++.
 
     Tags of calls are not negative. Programs in C++ use the tags -1, -2, ... of the same contexts.
     """
-    return tag if kind is Kind.P2P and tag != ANY_TAG else tag - (1 << 62)
+    return tag if kind is Purpose.P2P and tag != ANY_TAG else tag - (1 << 62)
 
 
 class NativeMessages(Messages):
@@ -88,7 +88,7 @@ class NativeMessages(Messages):
         OSError: The memory cannot be made.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: LinkView) -> None:
         self._links = links
         if links.wires is not None:
             links.wires.take = self._add_wire
@@ -98,7 +98,7 @@ class NativeMessages(Messages):
         self._open: dict[int, Any] = {}
         # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.
         self._held: dict[int, object] = {}
-        self._server = Worker(f"unisono-messages-{links.rank}")
+        self._server = WorkerThread(f"unisono-messages-{links.rank}")
         self._closed = False
         self.native = _engine.Messages(links.rank, links.world_size)
         nonce = os.urandom(_NONCE_BYTES)
@@ -113,7 +113,7 @@ class NativeMessages(Messages):
         self.native.set_wire(lambda *news: (method := wire()) and method(*news))
 
     @classmethod
-    def make(cls, links: Links) -> NativeMessages | None:
+    def make(cls, links: LinkView) -> NativeMessages | None:
         """Return new messages, or None if this process cannot have C++ messages."""
         try:
             return cls(links)

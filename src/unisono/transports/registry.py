@@ -18,7 +18,7 @@ from unisono.transports.tcp.address import own_hosts
 from unisono.transports.tcp.transport import TCPTransport
 
 Find = Callable[[int], str]
-Factory = Callable[[Store, int, int, Find], Transport]
+TransportFactory = Callable[[Store, int, int, Find], Transport]
 
 
 def _auto(store: Store, rank: int, world_size: int, find: Find) -> Transport:
@@ -35,7 +35,7 @@ def _hosts(store: Store) -> tuple[str, ...]:
     return own_hosts(getattr(inner, "host", None))
 
 
-_transports: Registry[Factory] = Registry(
+_transports: Registry[TransportFactory] = Registry(
     "transport",
     "unisono.transports",
     {
@@ -46,7 +46,7 @@ _transports: Registry[Factory] = Registry(
 )
 
 
-def register_transport(name: str, factory: Factory) -> None:
+def register_transport(name: str, factory: TransportFactory) -> None:
     """Make a transport known: UNISONO_TRANSPORT and `CPUOptions.transport` can then name it.
 
     Args:

@@ -12,9 +12,9 @@ import numpy as np
 from unisono.base.completion import Pending
 from unisono.base.deadline import Deadline
 from unisono.base.types import PARTIAL
-from unisono.transports.messages import ANY_TAG, Arrival, Failure, Key, Kind, LinkDown
+from unisono.transports.messages import ANY_TAG, Arrival, Failure, Key, LinkDown, Purpose
 
-Tag = tuple[Kind, int]
+Tag = tuple[Purpose, int]
 
 Address = tuple[int, int, bytes, int]
 """Process id of a rank on this host (else 0), descriptor, nonce; connections to another host."""
@@ -25,7 +25,7 @@ ANYTHING = memoryview(b"")
 NOTHING = memoryview(b"")
 """In place of memory: a probe, which ends when there is such a message, and does not take it."""
 
-ANY = (Kind.P2P, ANY_TAG)
+ANY = (Purpose.P2P, ANY_TAG)
 """The tag of a receive of any tag. A message with it is the last one: its sender has closed the
 group."""
 
@@ -34,7 +34,7 @@ _FIRST_INNER_TAG = 1 << 62
 
 def is_of_user(tag: Tag) -> bool:
     """Whether a receive of any tag is for a message with this tag."""
-    return tag[0] == Kind.P2P and tag[1] < _FIRST_INNER_TAG
+    return tag[0] == Purpose.P2P and tag[1] < _FIRST_INNER_TAG
 
 
 Outcome = tuple[int, int, int, int, int, int, Any]
@@ -130,7 +130,7 @@ class Transfer(Pending):
             self._messages.watch(self)
 
 
-class Links(Protocol):
+class LinkView(Protocol):
     """The transport as messages see it: frames to other ranks, and the state of these ranks."""
 
     rank: int

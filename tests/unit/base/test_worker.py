@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 
 _start = threading.Thread.start
 
@@ -17,7 +17,7 @@ def press_and_start(thread):
 
 
 def test_runs_once():
-    worker, ran = Worker("once"), []
+    worker, ran = WorkerThread("once"), []
     worker.join()
     for _ in range(3):
         worker.start(lambda: ran.append(worker.is_here()))
@@ -30,7 +30,7 @@ def test_runs_once():
 @pytest.mark.parametrize("interrupted", [start_and_press, press_and_start])
 def test_interrupted_at_its_start_it_runs_once(monkeypatch, interrupted):
     """Otherwise what was queued for it would wait for ever, or two would serve one queue."""
-    worker, ran, go = Worker("interrupted"), [], threading.Event()
+    worker, ran, go = WorkerThread("interrupted"), [], threading.Event()
 
     def run():
         go.wait(30)

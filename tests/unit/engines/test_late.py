@@ -6,7 +6,7 @@ import pytest
 
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Call, Communicator
-from unisono.engines.errors import Expired, to_failure
+from unisono.engines.errors import DeadlinePassed, to_failure
 from unisono.engines.places import places_of
 from unisono.transports import LinkDown
 from unisono.transports.messages import LEFT, CallStatus, LastCall
@@ -55,7 +55,7 @@ def test_who_is_late(monkeypatch, heard, fresh, peers, text):
     comm = Communicator(transport, ranks, "g")
     question = SimpleNamespace(answers=heard, asked_s=100.0)
     call = Call("barrier", "barrier()", 1, seq=7)
-    found = to_failure(Expired(question), comm, call, Deadline(5.0))
+    found = to_failure(DeadlinePassed(question), comm, call, Deadline(5.0))
     assert found.peers == peers
     assert found.reason.startswith(f"timed out after 5.0 s: {text}")
     # So that nothing is added to the answers while they are looked at.

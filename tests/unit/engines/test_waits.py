@@ -16,12 +16,12 @@ from unisono.base.deadline import Deadline
 from unisono.base.seam import cpp as extension
 from unisono.engines import is_native_built
 from unisono.transports import Key, native_messages
-from unisono.transports.messages import Cancelled, Kind
+from unisono.transports.messages import Cancelled, Purpose
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
 CONTEXT, TAG, INFO = 7, 1, 5
-KEY = Key(CONTEXT, Kind.P2P, TAG)
+KEY = Key(CONTEXT, Purpose.P2P, TAG)
 
 
 @pytest.fixture

@@ -39,13 +39,13 @@ from unisono.integrations.meeting import (
     post,
     posts,
 )
-from unisono.integrations.member import Outcome
-from unisono.integrations.outcomes import Ranks, collect
+from unisono.integrations.member import RankOutcome
+from unisono.integrations.outcomes import CallOnRanks, collect
 
 HERE = "127.0.0.1"
 
 
-class Processes(Ranks):
+class Processes(CallOnRanks):
     """A framework of executors with one process each."""
 
     def __init__(self, executors, meeting):
@@ -65,7 +65,7 @@ class Processes(Ranks):
             try:
                 yield future.result()
             except BrokenProcessPool:
-                yield Outcome(rank=rank, lost="its process ended")
+                yield RankOutcome(rank=rank, lost="its process ended")
 
 
 def take_part(meeting, rank, fn, *args):
@@ -234,7 +234,7 @@ def test_call_outside_of_the_group_is_refused(meet):
         member.call(meet(2), 1, int)
 
 
-class Known(Ranks):
+class Known(CallOnRanks):
     """Outcomes that are there already."""
 
     def __init__(self, meeting, found):
@@ -275,14 +275,22 @@ def lost_error(*peers):
         ([failed(0, StoreConnectionError("x")), failed(1, OSError("cause"))], OSError, None),
         ([failed(0, wrapped(PeerFailedError("x"))), failed(1, KeyError("cause"))], KeyError, None),
         # The framework's report and a survivor's: the survivor knows the operation.
-        ([Outcome(rank=1, lost="gone"), failed(0, lost_error(1))], PeerLostError, (1,)),
+        ([RankOutcome(rank=1, lost="gone"), failed(0, lost_error(1))], PeerLostError, (1,)),
         # The survivor's error is about another rank.
-        ([Outcome(rank=1, lost="gone"), failed(0, lost_error(2))], PeerLostError, (1,)),
-        ([Outcome(rank=1, lost="gone"), failed(0, ValueError("of the user"))], ValueError, None),
+        ([RankOutcome(rank=1, lost="gone"), failed(0, lost_error(2))], PeerLostError, (1,)),
+        (
+            [RankOutcome(rank=1, lost="gone"), failed(0, ValueError("of the user"))],
+            ValueError,
+            None,
+        ),
         ([failed(0, lost_error(2)), failed(1, lost_error(2))], PeerLostError, (2,)),
         # A host with two ranks was lost; the survivor's call needed one of them.
         (
-            [Outcome(rank=2, lost="gone"), Outcome(rank=1, lost="gone"), failed(0, lost_error(2))],
+            [
+                RankOutcome(rank=2, lost="gone"),
+                RankOutcome(rank=1, lost="gone"),
+                failed(0, lost_error(2)),
+            ],
             PeerLostError,
             (1, 2),
         ),
@@ -303,7 +311,7 @@ def test_cause_is_found(found, expected, peers, monkeypatch):
 
 def test_all_ranks_of_a_lost_host_are_named(monkeypatch):
     monkeypatch.setattr(outcomes, "SETTLE_S", 0.01)
-    found = [Outcome(rank=rank, lost=f"gone {rank}") for rank in (2, 1)]
+    found = [RankOutcome(rank=rank, lost=f"gone {rank}") for rank in (2, 1)]
     with pytest.raises(
         PeerLostError, match=r"^ranks 1 and 2 of 3 \(.*\) were lost: gone 2"
     ) as caught:

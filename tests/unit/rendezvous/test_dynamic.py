@@ -30,13 +30,13 @@ from unisono.rendezvous.endpoint import (
 )
 from unisono.rendezvous.member import End, Stop, Timing
 from unisono.rendezvous.state import (
+    AgentsState,
     Failed,
+    JobLimits,
     Join,
-    Limits,
-    Lost,
     Node,
+    NodeLost,
     Phase,
-    State,
     Succeeded,
     dumps,
     loads,
@@ -45,7 +45,7 @@ from unisono.rendezvous.transitions import apply
 from unisono.rendezvous.worker_world import WorkerWorld
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.stores.tcp.token import REFUSED_KEY
-from unisono.stores.tcp.wire import Op
+from unisono.stores.tcp.wire import RequestOp
 
 LIMIT_S = 90.0
 
@@ -113,7 +113,7 @@ def agents(open_store):
 
 
 def test_agents_agree_on_ranks_and_on_the_workers_store(agents):
-    three = agents(3, Limits(min_nodes=3, max_nodes=3, max_restarts=0))
+    three = agents(3, JobLimits(min_nodes=3, max_nodes=3, max_restarts=0))
     worlds = [agent.world() for agent in three]
     assert sorted(world.group_rank for world in worlds) == [0, 1, 2]
     assert len({world.members for world in worlds}) == 1
@@ -124,7 +124,7 @@ def test_agents_agree_on_ranks_and_on_the_workers_store(agents):
 
 
 def test_restart_has_a_fresh_store(agents):
-    both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=1))
+    both = agents(2, JobLimits(min_nodes=2, max_nodes=2, max_restarts=1))
     first = [agent.world() for agent in both]
     with TCPStore("127.0.0.1", first[0].master_port) as store:
         store.set("old", "value")
@@ -141,11 +141,11 @@ def test_restart_has_a_fresh_store(agents):
 
 def test_a_world_that_ends_before_its_workers_can_start(agents, open_store):
     # The first node is lost before it has opened the workers' store.
-    limits = Limits(min_nodes=1, max_nodes=2, max_restarts=0)
+    limits = JobLimits(min_nodes=1, max_nodes=2, max_restarts=0)
     first = Node(id="first", host="h", address="", nprocs=1)
     store = PrefixStore("unisono/rendezvous/job", open_store(), owns_store=True)
     store.add("beat/first", 1)
-    store.set("state", dumps(apply(State(), Join(first, limits))))
+    store.set("state", dumps(apply(AgentsState(), Join(first, limits))))
     [agent] = agents(1, limits)
     with store:
         while (text := store.get("state")) and loads(text).phase is not Phase.RUNNING:
@@ -155,7 +155,7 @@ def test_a_world_that_ends_before_its_workers_can_start(agents, open_store):
         seen = store.add(f"beat/{agent.name}", 0)
         while store.add(f"beat/{agent.name}", 0) < seen + 2:
             pass
-        store.set("state", dumps(apply(loads(text), Lost("first", "no heartbeat"))))
+        store.set("state", dumps(apply(loads(text), NodeLost("first", "no heartbeat"))))
     # The first order is a world: the agent has no workers that it could stop.
     world = agent.order()
     assert isinstance(world, WorkerWorld)
@@ -163,7 +163,7 @@ def test_a_world_that_ends_before_its_workers_can_start(agents, open_store):
 
 
 def test_workers_may_say_that_they_were_the_reason(agents):
-    both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
+    both = agents(2, JobLimits(min_nodes=2, max_nodes=2, max_restarts=0))
     for agent in both:
         agent.world()
     both[0].rendezvous.report(Failed, 1, original=False, reason="peer lost")
@@ -178,7 +178,7 @@ def test_workers_may_say_that_they_were_the_reason(agents):
 
 
 def test_reports_are_exchanged_after_the_end(agents):
-    both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
+    both = agents(2, JobLimits(min_nodes=2, max_nodes=2, max_restarts=0))
     for agent in both:
         agent.world()
     both[1].rendezvous.report(Failed, 1, original=True, reason="boom")
@@ -194,7 +194,7 @@ def test_reports_are_exchanged_after_the_end(agents):
 
 @pytest.mark.sweep(1)
 def test_reports_are_not_awaited_of_a_node_that_is_lost_after_the_end(agents):
-    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    limits = JobLimits(min_nodes=2, max_nodes=2, max_restarts=0)
     living, dying = both = agents(2, limits, timing=Timing(dead_after_s=2.0, last_call_s=0.1))
     for agent in both:
         agent.world()
@@ -210,7 +210,7 @@ def test_reports_are_not_awaited_of_a_node_that_is_lost_after_the_end(agents):
 
 
 def test_single_node_restarts_without_pause(agents):
-    [agent] = agents(1, Limits(min_nodes=1, max_nodes=1, max_restarts=3))
+    [agent] = agents(1, JobLimits(min_nodes=1, max_nodes=1, max_restarts=3))
     for epoch in (1, 2, 3, 4):
         world = agent.world()
         assert (world.epoch, world.restarts) == (epoch, epoch - 1)
@@ -225,7 +225,7 @@ def test_single_node_restarts_without_pause(agents):
 def test_lost_agent_is_noticed(agents):
     # On a busy machine the second may come a second after the first.
     timing = Timing(dead_after_s=2.0, last_call_s=3.0)
-    limits = Limits(min_nodes=1, max_nodes=2, max_restarts=0)
+    limits = JobLimits(min_nodes=1, max_nodes=2, max_restarts=0)
     [living, dying] = agents(2, limits, timing=timing)
     assert len(living.world().members) == 2
     dying.world()
@@ -283,12 +283,12 @@ def refusing(monkeypatch):
     """A store without a token, which notes that it has refused a host."""
     monkeypatch.delenv("UNISONO_TOKEN", raising=False)
     with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
-        server._call(Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
+        server._call(RequestOp.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
         yield server
 
 
 def test_refused_stranger_does_not_end_a_job_whose_nodes_come(refusing):
-    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    limits = JobLimits(min_nodes=2, max_nodes=2, max_restarts=0)
     open_client = partial(TCPStore, "127.0.0.1", refusing.port)
     first = Agent(0, limits, open_client)
     with closing(first.rendezvous):
@@ -299,7 +299,7 @@ def test_refused_stranger_does_not_end_a_job_whose_nodes_come(refusing):
 
 def test_refused_node_ends_the_wait_for_it_after_the_grace(refusing, monkeypatch):
     monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
-    limits = Limits(min_nodes=2, max_nodes=2, max_restarts=0)
+    limits = JobLimits(min_nodes=2, max_nodes=2, max_restarts=0)
     agent = Agent(0, limits, partial(TCPStore, "127.0.0.1", refusing.port))
     with closing(agent.rendezvous):
         end = agent.order()
@@ -313,7 +313,7 @@ def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):
     clock = threading.local()
     fake = SimpleNamespace(monotonic=lambda: time.monotonic() + getattr(clock, "ahead_s", 0.0))
     monkeypatch.setattr("unisono.rendezvous.dynamic.time", fake)
-    limits = Limits(min_nodes=1, max_nodes=2, max_restarts=0)
+    limits = JobLimits(min_nodes=1, max_nodes=2, max_restarts=0)
     timing = Timing(dead_after_s=LIMIT_S, last_call_s=LIMIT_S)
     with HashStore() as shared:
         plain, halting = PrefixStore("shared", shared), Halting(shared, clock)
@@ -332,11 +332,11 @@ def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):
 
 BEATING = """
 import signal
-from tests.unit.rendezvous.test_dynamic import Agent, HashStore, Limits, beats_of
+from tests.unit.rendezvous.test_dynamic import Agent, HashStore, JobLimits, beats_of
 signal.signal(signal.SIGUSR1, lambda *_: None)
 signal.alarm(60)
 shared = HashStore()
-agent = Agent(0, Limits(min_nodes=2, max_nodes=2, max_restarts=0), lambda: shared)
+agent = Agent(0, JobLimits(min_nodes=2, max_nodes=2, max_restarts=0), lambda: shared)
 print(agent.rendezvous._thread.native_id, flush=True)
 while True:
     beats_of(shared, "n0", 2)

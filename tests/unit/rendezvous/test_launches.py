@@ -25,9 +25,10 @@ LAUNCHERS = """
 import os, sys
 from unisono.cli.main import main
 from unisono.launcher import agent
-from unisono.stores.tcp.wire import MAGIC, Op, encode_request
+from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
 
-requests = ((Op.VALIDATE, MAGIC), (Op.ADD, "/workers", 1), (Op.BARRIER, "/all", 2))
+ops = RequestOp.VALIDATE, RequestOp.ADD, RequestOp.BARRIER
+requests = ((ops[0], MAGIC), (ops[1], "/workers", 1), (ops[2], "/all", 2))
 os.environ["REQUESTS"] = b"".join(encode_request(*each) for each in requests).hex()
 worker = ["--no-python", sys.executable, "-S", "-c", sys.argv[2]]
 pids = []

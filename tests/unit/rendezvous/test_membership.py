@@ -11,16 +11,16 @@ from unisono.rendezvous.membership import (
     BROKEN_S,
     SILENT_S,
     VANISHED_S,
-    Arrival,
     Attendance,
     Come,
     Connected,
     Expired,
-    Join,
-    Lost,
+    JoinRequest,
     Member,
+    MembershipState,
+    MembersLost,
     Silent,
-    State,
+    WaitingMember,
     apply,
     founder,
     loads,
@@ -32,7 +32,9 @@ WORLD = 1
 
 
 def arrival(who, **limits):
-    return Arrival(member=Member(id=who if isinstance(who, str) else founder(WORLD, who)), **limits)
+    return WaitingMember(
+        member=Member(id=who if isinstance(who, str) else founder(WORLD, who)), **limits
+    )
 
 
 def come(who, generation=1, size=4, **limits):
@@ -41,7 +43,7 @@ def come(who, generation=1, size=4, **limits):
 
 
 def after(*events, state=None):
-    state = state or State()
+    state = state or MembershipState()
     for event in events:
         state = apply(state, event)
     return state
@@ -52,7 +54,7 @@ def ids(*ranks):
 
 
 def test_generation_forms_when_the_last_living_member_has_come():
-    state = after(come(3), come(0), Lost(ids(2), 1))
+    state = after(come(3), come(0), MembersLost(ids(2), 1))
     assert (state.generation, state.missing()) == (1, (1, 2))
     state = apply(state, come(1))
     # Survivors keep their order.
@@ -60,7 +62,7 @@ def test_generation_forms_when_the_last_living_member_has_come():
 
 
 def test_newcomers_come_last_in_their_order_and_up_to_the_limit():
-    state = after(Join(arrival("y")), Join(arrival("x")), Join(arrival("z")))
+    state = after(JoinRequest(arrival("y")), JoinRequest(arrival("x")), JoinRequest(arrival("z")))
     state = after(come(1, size=2), come(0, size=2, max_size=4), state=state)
     assert state.ids == ids(0, 1, "y", "x")
     assert [each.id for each in state.waiting] == ["z"]
@@ -72,15 +74,15 @@ def test_newcomers_come_last_in_their_order_and_up_to_the_limit():
 
 
 def test_max_size_excludes_no_survivor():
-    state = after(Join(arrival("x")), *(come(rank, max_size=2) for rank in range(4)))
+    state = after(JoinRequest(arrival("x")), *(come(rank, max_size=2) for rank in range(4)))
     assert state.ids == ids(0, 1, 2, 3)
 
 
 def test_min_size_waits_for_newcomers():
-    state = after(come(0, size=2, min_size=2), Lost(ids(1), 1))
+    state = after(come(0, size=2, min_size=2), MembersLost(ids(1), 1))
     assert state.generation == 1
     assert after(Expired(ids(0)[0], 1), state=state).came == ()
-    assert after(Join(arrival("x")), state=state).ids == ids(0, "x")
+    assert after(JoinRequest(arrival("x")), state=state).ids == ids(0, "x")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_min_size_waits_for_newcomers():
 )
 def test_more_than_half_or_half_with_the_lowest_rank_goes_on(there, may):
     absent = tuple(each for each in ids(0, 1, 2, 3) if each not in ids(*there))
-    state = after(*(come(rank) for rank in there), Lost(absent, 1))
+    state = after(*(come(rank) for rank in there), MembersLost(absent, 1))
     assert (state.generation == 2, state.is_possible()) == (may, may)
 
 
@@ -109,26 +111,28 @@ def test_a_deadline_without_quorum_withdraws_the_rank():
 
 
 def test_a_rank_that_was_blamed_and_comes_in_time_takes_part():
-    state = after(come(0), Lost(ids(1), 1), Silent(ids(2), 1), come(2), come(1), come(3))
+    state = after(come(0), MembersLost(ids(1), 1), Silent(ids(2), 1), come(2), come(1), come(3))
     assert state.ids == ids(0, 1, 2, 3)
 
 
 def test_a_rank_that_came_and_ended_is_left_out():
-    state = after(come(0), come(1), come(2), Lost(ids(2, 3), 1))
+    state = after(come(0), come(1), come(2), MembersLost(ids(2, 3), 1))
     assert (state.generation, state.ids) == (2, ids(0, 1))
 
 
 def test_a_world_made_later_over_the_same_store_starts_anew():
     old = after(come(0, size=2), come(1, size=2))
-    new = apply(old, Come(Arrival(member=Member(id="2.0")), 2, 1, 3))
+    new = apply(old, Come(WaitingMember(member=Member(id="2.0")), 2, 1, 3))
     assert (new.world, new.generation, len(new.members)) == (2, 1, 3)
     assert apply(new, come(0, size=2)) is new
 
 
 def test_document_survives_the_store():
-    state = after(Join(arrival("x", max_size=3)), come(0), Lost(ids(1), 1), Silent(ids(3), 1))
+    state = after(
+        JoinRequest(arrival("x", max_size=3)), come(0), MembersLost(ids(1), 1), Silent(ids(3), 1)
+    )
     assert loads(dumps(state)) == state
-    assert loads(b"") == State()
+    assert loads(b"") == MembershipState()
     with pytest.raises(RendezvousError, match="not one of this version"):
         loads(b"{}")
 
@@ -144,7 +148,7 @@ class Model:
 
     def __init__(self, founders, newcomers):
         self.founders, self.newcomers = ids(*range(founders)), newcomers
-        begun = State(
+        begun = MembershipState(
             world=WORLD,
             generation=1,
             members=tuple(Member(id=each) for each in self.founders),
@@ -164,12 +168,12 @@ class Model:
             elif who in state.ids and -at < g:
                 # It reads the document.
                 yield self.node(state, {**inside, who: g}, worlds)
-            yield self.node(apply(state, Lost((who,), g)), inside, worlds)
+            yield self.node(apply(state, MembersLost((who,), g)), inside, worlds)
             yield self.node(apply(state, Expired(who, g)), inside, worlds)
         for who in self.newcomers:
             if who not in inside:
                 joined = {**inside, who: 0}
-                yield self.node(apply(state, Join(arrival(who))), joined, worlds)
+                yield self.node(apply(state, JoinRequest(arrival(who))), joined, worlds)
         yield self.node(apply(state, Connected(g)), inside, worlds)
 
     def come(self, who, generation):
@@ -239,10 +243,10 @@ def test_a_lost_rank_is_reported_soon_and_only_once():
     soon_s = 100.0 + BROKEN_S
     event = next_event(mine, state, soon_s, unreachable=ids(1, 2))
     # A rank that came is alive, even if the link to it is broken.
-    assert event == Lost(ids(2), 1)
+    assert event == MembersLost(ids(2), 1)
     assert next_event(mine, apply(state, event), soon_s, unreachable=ids(1, 2)) is None
     event = next_event(mine, state, 100.0, ended=ids(1))
-    assert event == Lost(ids(1), 1)
+    assert event == MembersLost(ids(1), 1)
 
 
 def test_a_rank_without_links_waits_for_ranks_that_may_be_alive():
@@ -254,18 +258,18 @@ def test_a_rank_without_links_waits_for_ranks_that_may_be_alive():
 
     # Without them there is no quorum.
     assert reports(alone, AWAY_S - 0.1) is None
-    assert reports(alone, AWAY_S) == Lost(all_others, 1)
+    assert reports(alone, AWAY_S) == MembersLost(all_others, 1)
     # Their hosts acknowledge nothing, so they hardly come.
     assert reports(alone, VANISHED_S - 0.1, vanished=all_others) is None
-    assert reports(alone, VANISHED_S, vanished=all_others) == Lost(all_others, 1)
+    assert reports(alone, VANISHED_S, vanished=all_others) == MembersLost(all_others, 1)
     assert reports(alone, VANISHED_S, vanished=ids(2, 3)) is None
     # Two of four with the lowest rank are a quorum; but the own host may be the cause.
     assert reports(pair, SILENT_S - 0.1) is None
-    assert reports(pair, SILENT_S) == Lost(ids(2, 3), 1)
+    assert reports(pair, SILENT_S) == MembersLost(ids(2, 3), 1)
     # A link to another rank shows that it is not.
-    assert reports(alone, BROKEN_S, away=ids(3)) == Lost(ids(3), 1)
+    assert reports(alone, BROKEN_S, away=ids(3)) == MembersLost(ids(3), 1)
     # A process that has ended does not come any more.
-    assert reports(alone, 0.0, ended=ids(2)) == Lost(ids(2), 1)
+    assert reports(alone, 0.0, ended=ids(2)) == MembersLost(ids(2), 1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
@@ -274,7 +278,7 @@ def test_ranks_that_lose_all_links_at_once_stay_together(size):
     for _ in range(50):
         # When each rank comes, in tenths of a second.
         begins = {each: draw.randrange(int(10 * SILENT_S)) / 10 for each in ids(*range(size))}
-        state, waits, now = State(), {}, 0.0
+        state, waits, now = MembershipState(), {}, 0.0
         while state.generation < 2:
             for who in draw.sample(sorted(begins), size):
                 if begins[who] <= now and who not in waits:
@@ -301,7 +305,7 @@ def test_the_deadline_is_reported_when_it_has_passed():
     assert next_event(mine, state, 101.9) is None
     assert next_event(mine, state, 102.0) == Expired(mine.id, 1)
     newcomer = Attendance(id="x", generation=0, began_s=0.0, timeout_s=1.0)
-    state = apply(state, Join(arrival("x")))
+    state = apply(state, JoinRequest(arrival("x")))
     # A newcomer has no links, so it reports no other rank.
     assert next_event(newcomer, state, 0.5, ended=ids(2), blamed=ids(2)) is None
     assert not apply(state, next_event(newcomer, state, 1.0)).waiting
@@ -312,7 +316,7 @@ class Life:
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.now, self.state = 0.0, State()
+        self.now, self.state = 0.0, MembershipState()
         self.size = self.random.randint(2, 6)
         self.at = dict.fromkeys(ids(*range(self.size)), 1)
         self.waits, self.ended, self.stopped, self.out = {}, set(), set(), set()
@@ -376,7 +380,7 @@ class Life:
             who = f"new{self.joined}"
             self.joined += 1
             self.at[who] = 0
-            self.tell(Join(arrival(who)))
+            self.tell(JoinRequest(arrival(who)))
             self.waits[who] = Attendance(id=who, generation=0, began_s=self.now, timeout_s=60.0)
 
     def living(self):
@@ -412,6 +416,6 @@ def test_random_lives_end_in_one_world_without_a_rank_that_waits():
 
 def test_a_proposal_of_another_generation_changes_nothing():
     state = after(come(0), come(1), come(2), come(3))
-    for event in (Lost(ids(0), 1), Silent(ids(0), 1), Connected(1), Expired(ids(0)[0], 1)):
+    for event in (MembersLost(ids(0), 1), Silent(ids(0), 1), Connected(1), Expired(ids(0)[0], 1)):
         assert apply(state, event) is state
     assert replace(state, lost=()) == state

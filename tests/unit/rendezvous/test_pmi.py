@@ -14,10 +14,10 @@ import pytest
 from tests.support.calls import wait_until
 from tests.support.together import on_threads
 from unisono.errors import RendezvousError
-from unisono.rendezvous.pmi import Job, PMIServer, answer, carry, process_mapping
+from unisono.rendezvous.pmi import MPIJob, PMIServer, answer, carry, process_mapping
 from unisono.stores import HashStore, PrefixStore
 
-JOB = Job("unisono_1", 1, 4, "(vector,(0,2,2))")
+JOB = MPIJob("unisono_1", 1, 4, "(vector,(0,2,2))")
 
 # As MPICH 5.0 and Intel MPI 2021 send them.
 TRANSCRIPT = [
@@ -89,8 +89,8 @@ def test_values_and_half_lines_between_two_ranks():
     store = HashStore()
     long = "x" * 4000
     with (
-        served(PrefixStore("a", store), Job("k", 0, 2, "")) as (_, first),
-        served(PrefixStore("a", store), Job("k", 1, 2, "")) as (_, second),
+        served(PrefixStore("a", store), MPIJob("k", 0, 2, "")) as (_, first),
+        served(PrefixStore("a", store), MPIJob("k", 1, 2, "")) as (_, second),
     ):
         assert "success" in ask(first, f"cmd=put kvsname=k key=a value={long}")
         first.write("cmd=barr")
@@ -161,7 +161,7 @@ def test_a_mapping_that_is_too_long_is_left_out():
 
 def test_a_value_is_carried_to_all_ranks():
     store = HashStore()
-    jobs = [Job("unisono_1", rank, 2, "") for rank in range(2)]
+    jobs = [MPIJob("unisono_1", rank, 2, "") for rank in range(2)]
     with contextlib.ExitStack() as stack:
         fds = [stack.enter_context(served(store, job))[0].fds[1] for job in jobs]
         for number, text in enumerate(["29500,10.0.0.1,fd00::1", "x = 1 value=2"]):

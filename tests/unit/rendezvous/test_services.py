@@ -18,7 +18,7 @@ from unisono.groups.world import current
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
 from unisono.rendezvous.services import open_launched, open_service
-from unisono.rendezvous.state import Node, Phase, State
+from unisono.rendezvous.state import AgentsState, Node, Phase
 from unisono.rendezvous.worker_world import WorkerStore, job_prefix, workers_url
 from unisono.stores import PrefixStore
 from unisono.testing import run
@@ -66,7 +66,7 @@ def place(request, tmp_path_factory):
 def test_workers_in_a_service_are_told_which_nodes_the_launcher_gave_up(place):
     """Where agents of `--restart worker` meet in a service, their workers do so, too."""
     nodes = tuple(Node(id=n, host=n, address="", nprocs=2) for n in ("a", "b"))
-    state = State(epoch=3, phase=Phase.RUNNING, order=nodes, members=nodes[:1])
+    state = AgentsState(epoch=3, phase=Phase.RUNNING, order=nodes, members=nodes[:1])
     store = WorkerStore(service=workers_url(f"{place}/gone", "a job"))
     agents = open_service(f"{place}/gone", "", timeout=30)
     with agents, open_launched(store.url(3), 30) as workers:

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from tests.support.cluster import TIMING, Cluster, node
 from tests.support.selection import examples
 from unisono.errors import RendezvousError
-from unisono.rendezvous.member import End, Member, decide, observe
+from unisono.rendezvous.member import AgentMemory, End, decide, observe
 from unisono.rendezvous.state import (
+    AgentsState,
     Cause,
     Failed,
     Idle,
+    JobLimits,
     Join,
-    LastCall,
+    LastCallPassed,
     Left,
-    Limits,
-    Lost,
+    NodeLost,
     Phase,
     Replaced,
-    State,
     Succeeded,
     Unmet,
     dumps,
@@ -32,7 +32,7 @@ from unisono.rendezvous.transitions import apply
 
 
 def limits(low, high=None, restarts=0, replaces=False, durable=False):
-    return Limits(
+    return JobLimits(
         min_nodes=low,
         max_nodes=high or low,
         max_restarts=restarts,
@@ -47,7 +47,7 @@ def elastic(low, high, restarts=0, durable=True):
 
 
 def joined(limits, count):
-    state = State()
+    state = AgentsState()
     for number in range(count):
         state = apply(state, Join(node(number), limits))
     return state
@@ -67,13 +67,13 @@ def test_world_forms_when_the_last_possible_node_has_come():
 def test_last_call_forms_a_world_of_those_who_are_there():
     state = joined(limits(2, 4), 2)
     assert state.phase is Phase.JOINING
-    assert apply(joined(limits(2, 4), 1), LastCall(0)).phase is Phase.JOINING
-    assert apply(state, LastCall(1)) is state
-    assert ids(apply(state, LastCall(0))) == ["n0", "n1"]
+    assert apply(joined(limits(2, 4), 1), LastCallPassed(0)).phase is Phase.JOINING
+    assert apply(state, LastCallPassed(1)) is state
+    assert ids(apply(state, LastCallPassed(0))) == ["n0", "n1"]
 
 
 def test_first_restart_needs_no_last_call():
-    state = apply(joined(limits(1, 4, restarts=1), 2), LastCall(0))
+    state = apply(joined(limits(1, 4, restarts=1), 2), LastCallPassed(0))
     state = apply(state, Failed("n1", 1, True, "boom"))
     assert (state.phase, state.restarts) == (Phase.JOINING, 1)
     for number in (1, 0):
@@ -95,8 +95,8 @@ def test_consequence_of_a_lost_node_costs_no_restart(restarts):
     assert state.phase is Phase.JOINING
     state = apply(state, Join(node(0), rules))
     # Not before it is known why: as a restart it could be one too many.
-    assert apply(state, LastCall(1)) is state
-    state = apply(state, Lost("n1", "n1 was lost"))
+    assert apply(state, LastCallPassed(1)) is state
+    state = apply(state, NodeLost("n1", "n1 was lost"))
     assert (state.phase, state.restarts, ids(state)) == (Phase.RUNNING, 0, ["n0"])
 
 
@@ -120,7 +120,7 @@ def test_the_cause_may_be_told_after_the_consequence():
 
 def test_new_node_makes_a_larger_world():
     rules = limits(1, 3)
-    state = apply(joined(rules, 2), LastCall(0))
+    state = apply(joined(rules, 2), LastCallPassed(0))
     state = apply(state, Join(node(2), rules))
     assert (state.phase, state.cause, state.restarts) == (Phase.JOINING, Cause.MEMBERSHIP, 0)
     for number in (1, 0):
@@ -135,13 +135,13 @@ def test_spare_node_waits_and_takes_a_place_that_becomes_free():
     # A failure alone frees no place: the old nodes come back.
     failed = apply(state, Failed("n0", 1, True, "boom"))
     assert [n.id for n in failed.waiting] == ["n2"]
-    state = apply(apply(state, Lost("n0", "lost")), Join(node(1), rules))
+    state = apply(apply(state, NodeLost("n0", "lost")), Join(node(1), rules))
     assert (state.phase, ids(state)) == (Phase.RUNNING, ["n1", "n2"])
 
 
 def test_nodes_come_and_go_in_a_running_world():
     rules = elastic(1, 3, restarts=2)
-    state = apply(joined(rules, 2), LastCall(0))
+    state = apply(joined(rules, 2), LastCallPassed(0))
     state = apply(state, Join(node(2), rules))
     assert (state.phase, state.epoch, ids(state)) == (Phase.RUNNING, 1, ["n0", "n1", "n2"])
     assert (state.holders(), [n.joined for n in state.order]) == (
@@ -150,7 +150,7 @@ def test_nodes_come_and_go_in_a_running_world():
     )
     assert apply(state, Idle("n2", 1, False)).holders(without="n0") == ["n1", "n2"]
     waits = apply(state, Join(node(3), rules))
-    state = apply(waits, Lost("n0", "node h0 was lost"))
+    state = apply(waits, NodeLost("n0", "node h0 was lost"))
     # The spare node gets the place, and a number that no node had before.
     assert (state.epoch, ids(state)) == (1, ["n1", "n2", "n3"])
     assert [n.id for n in state.order] == ["n0", "n1", "n2", "n3"]
@@ -166,12 +166,12 @@ def test_nodes_come_and_go_in_a_running_world():
 
 def test_a_world_ends_if_a_node_leaves_before_the_ranks_met():
     rules = elastic(1, 3)
-    state = apply(apply(joined(rules, 2), LastCall(0)), Join(node(2), rules))
+    state = apply(apply(joined(rules, 2), LastCallPassed(0)), Join(node(2), rules))
     assert apply(state, Unmet("n0", 1)) is state, "no rank is missing"
-    state = apply(state, Lost("n1", "node h1 was lost"))
+    state = apply(state, NodeLost("n1", "node h1 was lost"))
     assert [n.id for n in state.gone] == ["n1"]
     # A node that joined later has no rank for which the others wait.
-    assert apply(state, Lost("n2", "node h2 was lost")).gone == state.gone
+    assert apply(state, NodeLost("n2", "node h2 was lost")).gone == state.gone
     assert apply(state, Unmet("n1", 1)) is apply(state, Unmet("n0", 0)) is state
     state = apply(state, Unmet("n0", 1))
     assert (state.phase, state.cause, state.restarts) == (Phase.JOINING, Cause.MEMBERSHIP, 0)
@@ -193,20 +193,20 @@ def test_a_world_ends_with_too_few_nodes_or_without_its_store():
     assert apply(state, Left("n1", "left")).phase is Phase.JOINING
     rules = elastic(1, 3, durable=False)
     state = joined(rules, 3)
-    assert apply(state, Lost("n1", "lost")).phase is Phase.RUNNING
-    assert apply(state, Lost("n0", "lost")).phase is Phase.JOINING
+    assert apply(state, NodeLost("n1", "lost")).phase is Phase.RUNNING
+    assert apply(state, NodeLost("n0", "lost")).phase is Phase.JOINING
     assert apply(state, Left("n0", "left")).phase is Phase.JOINING
     serving = replace(node(5), serves=True)
     state = apply(apply(joined(rules, 2), Join(serving, rules)), Join(node(6), rules))
     # The workers' store is on the host of the agents' store, whose agent stays if it leaves.
     assert ids(state) == ["n5", "n0", "n1"]
     assert apply(state, Left("n5", "left")).phase is Phase.RUNNING
-    assert apply(state, Lost("n5", "lost")).phase is Phase.JOINING
+    assert apply(state, NodeLost("n5", "lost")).phase is Phase.JOINING
 
 
 def test_nodes_that_were_never_taken_in_do_not_finish_a_job():
     rules = elastic(1, 3)
-    state = apply(apply(joined(rules, 1), LastCall(0)), Join(node(1), rules))
+    state = apply(apply(joined(rules, 1), LastCallPassed(0)), Join(node(1), rules))
     done = apply(apply(state, Succeeded("n0", 1)), Succeeded("n1", 1, idle=True))
     assert done.phase is Phase.FINISHED
     state = apply(apply(state, Left("n0", "left")), Succeeded("n1", 1, idle=True))
@@ -233,7 +233,7 @@ def test_clean_leave_never_closes_the_rendezvous():
 
 
 def test_lost_node_ends_a_job_that_must_not_restart_and_cannot_go_on():
-    state = apply(joined(limits(2), 2), Lost("n1", "node h1 was lost"))
+    state = apply(joined(limits(2), 2), NodeLost("n1", "node h1 was lost"))
     assert state.phase is Phase.FAILED
     expected = "node h1 was lost; 1 of at least 2 nodes left, and --max-restarts is 0"
     assert state.reason == expected
@@ -241,18 +241,18 @@ def test_lost_node_ends_a_job_that_must_not_restart_and_cannot_go_on():
 
 def test_lost_node_is_told_by_its_host_though_it_was_only_expected():
     state = joined(limits(2), 2)
-    member, _, _ = decide(Member(node=node(0), limits=limits(2)), state, 0.0)
+    member, _, _ = decide(AgentMemory(node=node(0), limits=limits(2)), state, 0.0)
     for now in (0.0, 5.0, 10.0):
         member = observe(member, {"n1": 1}, now)
     ended = apply(state, Failed("n0", 1, False, "a peer was lost"))
     assert ended.expected == ("n0", "n1")
     _, events, _ = decide(member, ended, 10.0)
-    assert Lost("n1", "node h1 was lost (no heartbeat for 10 s)") in events
+    assert NodeLost("n1", "node h1 was lost (no heartbeat for 10 s)") in events
 
 
 def test_nobody_joins_when_part_of_the_work_is_done():
     rules = limits(1, 3)
-    state = apply(apply(joined(rules, 2), LastCall(0)), Succeeded("n0", 1))
+    state = apply(apply(joined(rules, 2), LastCallPassed(0)), Succeeded("n0", 1))
     state = apply(state, Join(node(2), rules))
     assert (state.phase, [n.id for n in state.waiting]) == (Phase.RUNNING, ["n2"])
     assert apply(state, Succeeded("n1", 1)).phase is Phase.FINISHED
@@ -260,7 +260,7 @@ def test_nobody_joins_when_part_of_the_work_is_done():
 
 def test_node_that_waited_is_let_in_when_the_world_ends():
     rules = limits(1, 3, restarts=1)
-    state = apply(apply(joined(rules, 2), LastCall(0)), Succeeded("n0", 1))
+    state = apply(apply(joined(rules, 2), LastCallPassed(0)), Succeeded("n0", 1))
     state = apply(state, Join(node(2), rules))
     state = apply(state, Failed("n1", 1, True, "boom"))
     assert (ids(state), state.waiting, state.expected) == (["n2"], (), ("n0", "n1"))
@@ -269,12 +269,12 @@ def test_node_that_waited_is_let_in_when_the_world_ends():
 @pytest.mark.parametrize("original", [True, False])
 def test_failure_that_is_told_too_late_is_ignored(original):
     rules = limits(1, 2, restarts=3)
-    state = apply(apply(joined(rules, 2), Lost("n1", "lost")), Join(node(0), rules))
+    state = apply(apply(joined(rules, 2), NodeLost("n1", "lost")), Join(node(0), rules))
     assert (state.phase, state.epoch) == (Phase.RUNNING, 2)
     assert apply(state, Failed("n0", 1, original, "peer lost")) is state
 
 
-@pytest.mark.parametrize("event", [Left("n0", "left"), Lost("n0", "lost")])
+@pytest.mark.parametrize("event", [Left("n0", "left"), NodeLost("n0", "lost")])
 def test_node_that_is_done_may_go(event):
     state = apply(apply(joined(limits(2), 2), Succeeded("n0", 1)), event)
     assert (state.phase, ids(state), state.present) == (Phase.RUNNING, ["n0", "n1"], ("n1",))
@@ -291,7 +291,7 @@ def test_node_that_has_gone_is_expected_if_the_world_ends():
     state = apply(state, Failed("n1", 1, False, "a peer was lost"))
     assert (state.expected, state.present, state.left) == (("n0", "n1"), ("n0", "n1"), ())
     # Without that event, n1 would wait for an explanation until its join timed out.
-    assert apply(state, Lost("n0", "no heartbeat")).phase is Phase.FAILED
+    assert apply(state, NodeLost("n0", "no heartbeat")).phase is Phase.FAILED
 
 
 def test_different_limits_are_refused():
@@ -304,7 +304,7 @@ def test_different_limits_are_refused():
 
 def test_same_node_rank_twice_is_refused():
     first, second = (replace(node(i), node_rank=0) for i in range(2))
-    state = apply(State(), Join(first, limits(2)))
+    state = apply(AgentsState(), Join(first, limits(2)))
     with pytest.raises(RendezvousError, match="--node-rank 0 of host h1 is taken by host h0"):
         apply(state, Join(second, limits(2)))
 
@@ -338,7 +338,7 @@ def test_node_rank_of_a_lost_node_is_free():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_node_rank_decides_the_group_rank(order):
-    state = State()
+    state = AgentsState()
     for rank in order:
         state = apply(state, Join(replace(node(rank), node_rank=rank), limits(3)))
     assert ids(state) == ["n0", "n1", "n2"]
@@ -363,13 +363,13 @@ def test_every_sequence_of_events_of_two_nodes(rules):
     """All documents that any order of events can lead to obey the invariants of Cluster.check."""
     cluster = Cluster(rules)
     # What may be said at all; the epoch is the present one or, said too late, the one before.
-    seen, frontier = {State()}, [State()]
+    seen, frontier = {AgentsState()}, [AgentsState()]
     while frontier:
         state = frontier.pop()
         epochs = [e for e in (state.epoch - 1, state.epoch) if e >= 0]
-        events = [LastCall(e) for e in epochs]
+        events = [LastCallPassed(e) for e in epochs]
         for n in (node(0), node(1)):
-            events += [Join(n, rules), Left(n.id, "left"), Lost(n.id, "lost")]
+            events += [Join(n, rules), Left(n.id, "left"), NodeLost(n.id, "lost")]
             for epoch in epochs:
                 events += [Failed(n.id, epoch, original, "boom") for original in (True, False)]
                 events.append(Succeeded(n.id, epoch))

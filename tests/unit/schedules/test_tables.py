@@ -7,15 +7,15 @@ import pytest
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.explain import interval, reason
 from unisono.schedules.select import Topology, select
-from unisono.schedules.tables import Rule, Shape, Table
+from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
 from unisono.schedules.tuning import rules_of
 
 KIB, MIB = 1024, 1024**2
 PAIR = Topology(2, shared_memory=True, local=2)
 NET4 = Topology(4)
-SHAPE = Shape("native", "tcp", 4, 1, 250)
+SHAPE = GroupShape("native", "tcp", 4, 1, 250)
 RULES = (Rule("reduce", 0, 8191, "linear"), Rule("reduce", 8192, 65536, "one_shot"))
-TABLE = Table(SHAPE, "a machine", "0.1.0", RULES, {("reduce", 1024): {"linear": (3.0, 4.0)}})
+TABLE = ChoiceTable(SHAPE, "a machine", "0.1.0", RULES, {("reduce", 1024): {"linear": (3.0, 4.0)}})
 
 
 def changed(**fields):
@@ -23,7 +23,7 @@ def changed(**fields):
 
 
 def test_a_table_is_read_as_it_was_written():
-    again = Table.from_json("x", TABLE.to_json())
+    again = ChoiceTable.from_json("x", TABLE.to_json())
     assert again == TABLE
     assert again.measured == TABLE.measured
     assert again.digest == TABLE.digest
@@ -32,10 +32,10 @@ def test_a_table_is_read_as_it_was_written():
 @pytest.mark.parametrize(
     "other",
     [
-        Table(SHAPE, "a machine", "0.1.0", RULES[:1]),
-        Table(SHAPE, "a machine", "0.2.0", RULES),
-        Table(SHAPE._replace(local=2), "a machine", "0.1.0", RULES),
-        Table(SHAPE._replace(round_trip_us=4000), "a machine", "0.1.0", RULES),
+        ChoiceTable(SHAPE, "a machine", "0.1.0", RULES[:1]),
+        ChoiceTable(SHAPE, "a machine", "0.2.0", RULES),
+        ChoiceTable(SHAPE._replace(local=2), "a machine", "0.1.0", RULES),
+        ChoiceTable(SHAPE._replace(round_trip_us=4000), "a machine", "0.1.0", RULES),
     ],
 )
 def test_the_digest_differs_if_choices_can_differ(other):
@@ -43,7 +43,7 @@ def test_the_digest_differs_if_choices_can_differ(other):
 
 
 def test_the_digest_ignores_times():
-    assert Table(SHAPE, "a machine", "0.1.0", RULES).digest == TABLE.digest
+    assert ChoiceTable(SHAPE, "a machine", "0.1.0", RULES).digest == TABLE.digest
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_the_digest_ignores_times():
 )
 def test_a_broken_table_is_refused(text, expected):
     with pytest.raises(InvalidArgumentError) as caught:
-        Table.from_json("bad.json", text)
+        ChoiceTable.from_json("bad.json", text)
     assert caught.value.what.startswith("bad.json is no tuning table of format 2: ")
     assert expected in caught.value.what
 
@@ -104,7 +104,7 @@ def test_select_takes_what_the_table_has(nbytes, options, algorithm):
 
 def test_a_table_cannot_give_an_algorithm_that_does_not_serve_the_call():
     """Bruck's all_to_all takes no uneven blocks."""
-    table = Table(SHAPE, "", "0.1.0", (Rule("all_to_all", 0, MIB, "bruck"),))
+    table = ChoiceTable(SHAPE, "", "0.1.0", (Rule("all_to_all", 0, MIB, "bruck"),))
     assert select("all_to_all", KIB, NET4, table=table).algorithm == "bruck"
     uneven = select("all_to_all", KIB, NET4, uneven=True)
     assert select("all_to_all", KIB, NET4, uneven=True, table=table) == uneven
@@ -150,12 +150,12 @@ def test_a_hole_of_one_size_is_closed():
 
 
 def test_rules_pass_the_check_of_a_table():
-    shape = Shape("native", "shared-memory", 2, 2)
+    shape = GroupShape("native", "shared-memory", 2, 2)
     times = [(5.0, 5.0, 5.0), (9.9, 9.9, 9.9)] * 3
     rules = rules_of(measured(ring=times, tree=times[::-1]), PAIR)
     assert {rule.algorithm for rule in rules} == {"ring", "tree"}
-    table = Table(shape, "", "0.1.0", rules)
-    assert Table.from_json("x", table.to_json()) == table
+    table = ChoiceTable(shape, "", "0.1.0", rules)
+    assert ChoiceTable.from_json("x", table.to_json()) == table
 
 
 @pytest.mark.parametrize("nbytes", [1, 300, 5000, 32 * KIB, 32 * KIB + 1, 500_000, MIB, 1 << 30])

@@ -304,7 +304,7 @@ def test_impossible_calls_are_refused():
     with pytest.raises(InvalidArgumentError, match="method must be"):
         simulate(build("barrier", "linear", 4), 0, Switch(4, LinkSpec()), method="fast")
     rows = Traffic(build("all_reduce", "ring", 4), 64).rows(0, [np.arange(4)])
-    state = stages._State(Switch(4, LinkSpec()), Costs(), contended=True)
+    state = stages._StageState(Switch(4, LinkSpec()), Costs(), contended=True)
     with pytest.raises(InvalidArgumentError, match=" messages of a stage do not match its "):
         state.advance(rows.take(rows.rank > 0))
     times = np.arange(8) << 59

@@ -20,7 +20,7 @@ from unisono.simulate import (
     simulate,
 )
 from unisono.simulate.links import run
-from unisono.simulate.traffic import RECV, SEND, Rows
+from unisono.simulate.traffic import RECV, SEND, TrafficRows
 
 US = 1_000_000
 NS = 1000
@@ -45,7 +45,7 @@ def messages(pairs, nbytes):
     rows.sort(key=lambda row: row[:2])
     rank, kind, peer = np.array(rows).T
     none = np.zeros(len(rows), np.int64)
-    return Rows(rank, kind, peer, np.full(len(rows), nbytes), none > 0, none)
+    return TrafficRows(rank, kind, peer, np.full(len(rows), nbytes), none > 0, none)
 
 
 def last_ns(network, pairs=((1, 4),), *, contended=True):

@@ -21,13 +21,13 @@ from unisono.platform.processes import resident_bytes
 from unisono.stores import TCPStore
 from unisono.stores.tcp.link import StoreLink, open_link
 from unisono.stores.tcp.token import HELLO
-from unisono.stores.tcp.wire import MAGIC, Op, encode_reply, encode_request
+from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_reply, encode_request
 
 MAX_GROWTH_BYTES = 256 << 20
 PATIENCE_S = 20.0
 TOKEN = "token"
 
-VALIDATE = encode_request(Op.VALIDATE, MAGIC)
+VALIDATE = encode_request(RequestOp.VALIDATE, MAGIC)
 KEYS = ["/k", "/n", "/queue", "/" + "x" * 200, ""]
 
 
@@ -37,30 +37,36 @@ def requests(rng: random.Random) -> bytes:
     number = rng.choice([0, 1, -1, 2, 2**63 - 1, -(2**63)])
     keys = rng.choices(KEYS, k=rng.randrange(4))
     arguments = {
-        Op.VALIDATE: (MAGIC,),
-        Op.SET: (key, value),
-        Op.COMPARE_SET: (key, value, b"x"),
-        Op.GET: (key,),
-        Op.ADD: (key, number),
-        Op.CHECK: (keys,),
-        Op.WAIT: (keys,),
-        Op.APPEND: (key, value),
-        Op.MULTI_GET: (keys,),
-        Op.MULTI_SET: ([(each, value) for each in keys],),
-        Op.PING: (7,),
-        Op.QUEUE_PUSH: (key, value),
-        Op.QUEUE_POP: (key,),
-        Op.QUEUE_LEN: (key,),
-        Op.DELETE_KEY: (key,),
-        Op.BARRIER: (key, number),
+        RequestOp.VALIDATE: (MAGIC,),
+        RequestOp.SET: (key, value),
+        RequestOp.COMPARE_SET: (key, value, b"x"),
+        RequestOp.GET: (key,),
+        RequestOp.ADD: (key, number),
+        RequestOp.CHECK: (keys,),
+        RequestOp.WAIT: (keys,),
+        RequestOp.APPEND: (key, value),
+        RequestOp.MULTI_GET: (keys,),
+        RequestOp.MULTI_SET: ([(each, value) for each in keys],),
+        RequestOp.PING: (7,),
+        RequestOp.QUEUE_PUSH: (key, value),
+        RequestOp.QUEUE_POP: (key,),
+        RequestOp.QUEUE_LEN: (key,),
+        RequestOp.DELETE_KEY: (key,),
+        RequestOp.BARRIER: (key, number),
     }
-    op = rng.choice(list(Op))
+    op = rng.choice(list(RequestOp))
     return encode_request(op, *arguments.get(op, ()))
 
 
 def replies(rng: random.Random) -> bytes:
     """One valid reply."""
-    results = {Op.GET: b"value", Op.ADD: 5, Op.CHECK: 0, Op.LIST_KEYS: KEYS, Op.PING: 0}
+    results = {
+        RequestOp.GET: b"value",
+        RequestOp.ADD: 5,
+        RequestOp.CHECK: 0,
+        RequestOp.LIST_KEYS: KEYS,
+        RequestOp.PING: 0,
+    }
     op = rng.choice(list(results))
     return encode_reply(op, results[op])
 
@@ -162,7 +168,12 @@ def hang_up(sock: socket.socket, rng: random.Random) -> None:
 
 def fuzz_client(seconds: float, rng: random.Random) -> int:
     """Answer clients with nonsense; return how often."""
-    asked = ((Op.GET, "/k"), (Op.LIST_KEYS,), (Op.SET, "/k", b"v"), (Op.MULTI_GET, ["/a", "/b"]))
+    asked = (
+        (RequestOp.GET, "/k"),
+        (RequestOp.LIST_KEYS,),
+        (RequestOp.SET, "/k", b"v"),
+        (RequestOp.MULTI_GET, ["/a", "/b"]),
+    )
     before, count, end = (resident_bytes(os.getpid()) or 0), 0, time.monotonic() + seconds
     while time.monotonic() < end:
         client, server = socket.socketpair()

@@ -15,15 +15,15 @@ from unisono.groups.membership_store import Document
 from unisono.rendezvous import dynamic
 from unisono.rendezvous.dynamic import DynamicRendezvous
 from unisono.rendezvous.member import Timing
-from unisono.rendezvous.membership import Arrival, Join, Member
-from unisono.rendezvous.state import Join as NodeJoin
-from unisono.rendezvous.state import Limits, Node, State, dumps
+from unisono.rendezvous.membership import JoinRequest, Member, WaitingMember
+from unisono.rendezvous.state import AgentsState, JobLimits, Node, dumps
+from unisono.rendezvous.state import JoinRequest as NodeJoin
 from unisono.stores import FileStore, HashStore, PrefixStore
 from unisono.stores.files.log import RecordLog
-from unisono.stores.services.store import Entry, ServiceStore
+from unisono.stores.services.store import ServiceStore, VersionedValue
 from unisono.stores.table import ChangeKind
 from unisono.stores.tcp.link import StoreLink, open_link
-from unisono.stores.tcp.wire import Op, encode_reply
+from unisono.stores.tcp.wire import RequestOp, encode_reply
 from unisono.transports.connect import connect
 
 LIMIT_S = 0.05
@@ -37,15 +37,15 @@ class TableService(ServiceStore):
         self.table, self._versions = {}, itertools.count(1)
 
     def _fetch(self, names):
-        return [self.table.get(name, Entry(None, 0)) for name in names]
+        return [self.table.get(name, VersionedValue(None, 0)) for name in names]
 
     def _swap(self, swaps):
         for name, before, _ in swaps:
-            if before is not None and self.table.get(name, Entry(None, 0)) != before:
+            if before is not None and self.table.get(name, VersionedValue(None, 0)) != before:
                 return None
         version = next(self._versions)
         for name, _, after in swaps:
-            self.table[name] = Entry(after, version if after is not None else 0)
+            self.table[name] = VersionedValue(after, version if after is not None else 0)
         return version
 
     def _names(self, start):
@@ -101,7 +101,7 @@ def test_change_of_a_service_that_another_thread_holds_up():
 @pytest.mark.parametrize("make_link", [open_link, StoreLink])
 def test_reply_that_comes_byte_by_byte(make_link):
     client, server = socket.socketpair()
-    reply = encode_reply(Op.GET, bytes(1 << 22))
+    reply = encode_reply(RequestOp.GET, bytes(1 << 22))
 
     def trickle():
         with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ def test_reply_that_comes_byte_by_byte(make_link):
         thread.start()
         try:
             with pytest.raises(TimeoutError):
-                link.exchange(LIMIT_S, ((Op.GET, "k"),))
+                link.exchange(LIMIT_S, ((RequestOp.GET, "k"),))
         finally:
             client.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -134,9 +134,10 @@ class FickleStore(HashStore):
 def agents_rendezvous(store):
     node = Node(id="n", host="h", address="", nprocs=1)
     made = DynamicRendezvous.__new__(DynamicRendezvous)
-    made.__dict__.update(state=State(), _member=SimpleNamespace(node=node, timing=Timing()))
+    made.__dict__.update(state=AgentsState(), _member=SimpleNamespace(node=node, timing=Timing()))
     return lambda: made._apply(
-        PrefixStore("job", store), NodeJoin(node, Limits(min_nodes=1, max_nodes=1, max_restarts=0))
+        PrefixStore("job", store),
+        NodeJoin(node, JobLimits(min_nodes=1, max_nodes=1, max_restarts=0)),
     )
 
 
@@ -145,7 +146,7 @@ def claim(store):
 
 
 def join_document(store):
-    return Document(store).change(Join(Arrival(member=Member(id="x"))))
+    return Document(store).change(JoinRequest(WaitingMember(member=Member(id="x"))))
 
 
 def test_deleted_key_is_made_anew_by_a_rank_that_claims_it():
@@ -160,13 +161,13 @@ def test_deleted_document_is_made_anew():
     with FickleStore() as store:
         join_document(store)
         store.acts = store.delete_key
-        state = Document(store).change(Join(Arrival(member=Member(id="y"))))
+        state = Document(store).change(JoinRequest(WaitingMember(member=Member(id="y"))))
         assert [each.id for each in state.waiting] == ["y"]
 
 
 def test_deleted_state_of_agents_is_an_error():
     with FickleStore() as store:
-        PrefixStore("job", store).set(dynamic._STATE, dumps(State()))
+        PrefixStore("job", store).set(dynamic._STATE, dumps(AgentsState()))
         store.acts = store.delete_key
         with pytest.raises(StoreError, match="the state of the job was deleted"):
             agents_rendezvous(store)()

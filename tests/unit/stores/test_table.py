@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidArgumentError, StoreKeyError
-from unisono.stores.table import Table, checked_sum
+from unisono.stores.table import StoreTable, checked_sum
 
 
 def test_watch_is_notified_once_when_the_last_key_comes():
-    table, woken = Table(), []
+    table, woken = StoreTable(), []
     table.watch(["a", "b"], lambda: woken.append("both"))
     table.set("a", b"")
     table.delete_key("a")
@@ -22,9 +22,9 @@ def test_watch_is_notified_once_when_the_last_key_comes():
 
 
 def test_wait_for_many_keys_looks_at_each_about_once(monkeypatch):
-    table, woken, looks = Table(), [], []
-    look = Table._is_ready
-    monkeypatch.setattr(Table, "_is_ready", lambda *args: looks.append(1) or look(*args))
+    table, woken, looks = StoreTable(), [], []
+    look = StoreTable._is_ready
+    monkeypatch.setattr(StoreTable, "_is_ready", lambda *args: looks.append(1) or look(*args))
     names = [f"k{i}" for i in range(200)]
     table.watch(names, lambda: woken.append(1))
     for name in names:
@@ -35,7 +35,7 @@ def test_wait_for_many_keys_looks_at_each_about_once(monkeypatch):
 
 
 def test_unwatch_forgets():
-    table, woken = Table(), []
+    table, woken = StoreTable(), []
     watch = table.watch(["a", "a"], lambda: woken.append(1))
     table.unwatch(watch)
     table.unwatch(watch)
@@ -45,7 +45,7 @@ def test_unwatch_forgets():
 
 
 def test_reserved_value_of_a_queue_is_not_ready():
-    table = Table()
+    table = StoreTable()
     table.queue_push("q", b"1")
     assert table.ready(["q"])
     table.reserved["q"] += 1
@@ -56,7 +56,7 @@ def test_reserved_value_of_a_queue_is_not_ready():
 
 
 def test_barrier_withdrawal():
-    table, released = Table(), []
+    table, released = StoreTable(), []
     table.arrive("b", 2, "x", lambda: released.append("x"))
     assert table.withdraw("b", "x") == 1
     assert table.withdraw("b", "x") == 0

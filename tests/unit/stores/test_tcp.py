@@ -33,7 +33,7 @@ from unisono.stores.tcp import client as tcp_client
 from unisono.stores.tcp import python_server, wire
 from unisono.stores.tcp.link import open_link
 from unisono.stores.tcp.python_server import ServerOptions
-from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_reply, encode_request
+from unisono.stores.tcp.wire import STOP_WAITING, RequestOp, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
 
@@ -80,10 +80,10 @@ def in_thread(call):
 def raw_client(port: int, *requests: bytes) -> socket.socket:
     """Return a socket whose requests the server has read, if there are any."""
     sock = socket.create_connection(("127.0.0.1", port), timeout=20)
-    sock.sendall(encode_request(Op.VALIDATE, wire.MAGIC))
+    sock.sendall(encode_request(RequestOp.VALIDATE, wire.MAGIC))
     if requests:
-        sock.sendall(b"".join(requests) + encode_request(Op.PING, 7))
-        assert sock.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
+        sock.sendall(b"".join(requests) + encode_request(RequestOp.PING, 7))
+        assert sock.recv(4, socket.MSG_WAITALL) == encode_reply(RequestOp.PING, 7)
     return sock
 
 
@@ -265,12 +265,12 @@ def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch, known_
 
 def test_replies_come_although_the_client_sends_no_more(master):
     with raw_client(master.port) as sock:
-        sock.sendall(encode_request(Op.ADD, "/n", 5) * 3)
+        sock.sendall(encode_request(RequestOp.ADD, "/n", 5) * 3)
         sock.shutdown(socket.SHUT_WR)
         replies = b""
         while chunk := sock.recv(100):
             replies += chunk
-    assert replies == b"".join(encode_reply(Op.ADD, total) for total in (5, 10, 15))
+    assert replies == b"".join(encode_reply(RequestOp.ADD, total) for total in (5, 10, 15))
 
 
 def test_unknown_host_is_named():
@@ -442,7 +442,7 @@ def test_many_waiters_need_no_thread_in_the_server(master):
 
 @pytest.mark.parametrize("how", ["dies", "does something else"])
 def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
-    waiting = encode_request(Op.WAIT, ["/q"])
+    waiting = encode_request(RequestOp.WAIT, ["/q"])
     with raw_client(master.port, waiting) as first, master.clone() as popper:
         thread, outcome = in_thread(lambda: popper.queue_pop("q"))
         assert wait_until(lambda: popper._pool._busy)
@@ -451,13 +451,13 @@ def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
         if how == "dies":
             first.close()
         else:
-            first.sendall(encode_request(Op.PING, 1))
+            first.sendall(encode_request(RequestOp.PING, 1))
         thread.join(10)
         assert outcome == [b"job"]
 
 
 def test_dead_client_leaves_the_barrier(master):
-    raw_client(master.port, encode_request(Op.BARRIER, "/b", 2)).close()
+    raw_client(master.port, encode_request(RequestOp.BARRIER, "/b", 2)).close()
     with pytest.raises(StoreTimeoutError):
         master.barrier("b", 2, 0.1)
 
@@ -522,8 +522,8 @@ def test_killed_clients_do_no_harm(master):
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        encode_request(Op.VALIDATE, wire.MAGIC) + b"\xff",
-        encode_request(Op.VALIDATE, wire.MAGIC) + b"\x01" + b"\xff" * 8,
+        encode_request(RequestOp.VALIDATE, wire.MAGIC) + b"\xff",
+        encode_request(RequestOp.VALIDATE, wire.MAGIC) + b"\x01" + b"\xff" * 8,
     ],
 )
 def test_server_hangs_up_on_nonsense_and_lives(master, sent):
@@ -538,7 +538,10 @@ def test_client_that_reads_nothing_does_not_fill_the_server(master):
     master.set("large", bytes(4 << 20))
     before = resident_bytes(os.getpid()) or 0
     with raw_client(master.port) as slow:
-        slow.sendall(encode_request(Op.GET, "/large") * 200 + encode_request(Op.ADD, "/late", 1))
+        slow.sendall(
+            encode_request(RequestOp.GET, "/large") * 200
+            + encode_request(RequestOp.ADD, "/late", 1)
+        )
         assert wait_until(lambda: readable_bytes(slow) > 0)
         assert not master.check(["late"])
         assert master.add("n", 1) == 1
@@ -644,7 +647,7 @@ def test_grandchild_keeps_its_files(server_kind):
 
 
 def test_one_value_in_a_queue_wakes_one_waiter(master):
-    waiting = encode_request(Op.WAIT, ["/q"])
+    waiting = encode_request(RequestOp.WAIT, ["/q"])
     with raw_client(master.port, waiting) as first, raw_client(master.port, waiting) as second:
         master.queue_push("q", "x")
         assert master.queue_len("q") == 1
@@ -655,7 +658,7 @@ def test_all_wait_for_the_keys_of_all(master):
     """Each of n waits for n keys, of which one goes again: nobody wakes before all are there."""
     count = 100
     names = [f"/rank{i}" for i in range(count)]
-    waiting = encode_request(Op.WAIT, names)
+    waiting = encode_request(RequestOp.WAIT, names)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(raw_client(master.port, waiting)) for _ in range(count)]
         for name in names[:-1]:
@@ -665,7 +668,7 @@ def test_all_wait_for_the_keys_of_all(master):
         assert select.select(clients, [], [], 0)[0] == []
         master.set(names[50][1:], "here")
         for client in clients:
-            assert client.recv(1) == encode_reply(Op.WAIT, STOP_WAITING)
+            assert client.recv(1) == encode_reply(RequestOp.WAIT, STOP_WAITING)
 
 
 @pytest.mark.parametrize("free", range(10))
@@ -708,13 +711,14 @@ def test_a_wait_that_ends_while_it_is_cancelled_has_ended():
     with client, server:
         link = open_link(client)
         with pytest.raises(TimeoutError):
-            link.exchange(0.01, ((Op.WAIT, ["k"]),))
+            link.exchange(0.01, ((RequestOp.WAIT, ["k"]),))
         server.sendall(
-            encode_reply(Op.WAIT, STOP_WAITING) + encode_reply(Op.CANCEL_WAIT, wire.WAIT_CANCELED)
+            encode_reply(RequestOp.WAIT, STOP_WAITING)
+            + encode_reply(RequestOp.CANCEL_WAIT, wire.WAIT_CANCELED)
         )
         assert link.cancel(20) is True
-        server.sendall(encode_reply(Op.GET, b"next"))
-        assert link.exchange(20, ((Op.GET, "k"),)) == [b"next"]
+        server.sendall(encode_reply(RequestOp.GET, b"next"))
+        assert link.exchange(20, ((RequestOp.GET, "k"),)) == [b"next"]
 
 
 def test_a_server_is_reached_by_ipv4_where_ipv6_is_off():

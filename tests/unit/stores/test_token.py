@@ -24,9 +24,9 @@ from unisono.platform.peer_user import is_foreign
 from unisono.stores import TCPStore, start_server
 from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
-from unisono.stores.tcp.wire import MAGIC, Op, encode_request
+from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
 
-VALIDATE = encode_request(Op.VALIDATE, MAGIC)
+VALIDATE = encode_request(RequestOp.VALIDATE, MAGIC)
 TOKEN = "right"
 NOBODY = 65534
 
@@ -105,7 +105,7 @@ def as_another_user(call) -> int:
 def knock(port: int) -> bytes:
     """What a client without a token hears, as torch's is one."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
-        sock.sendall(VALIDATE + encode_request(Op.PING, 7))
+        sock.sendall(VALIDATE + encode_request(RequestOp.PING, 7))
         return sock.recv(4)
 
 
@@ -128,7 +128,7 @@ def send_and_close(port: int) -> bool:
     for number in range(50):
         with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
-            sock.sendall(VALIDATE + encode_request(Op.SET, f"/{number}", b"forged"))
+            sock.sendall(VALIDATE + encode_request(RequestOp.SET, f"/{number}", b"forged"))
     return True
 
 
@@ -181,7 +181,7 @@ def test_local_server_without_token(server_kind, monkeypatch):
 def test_replay(server, caplog):
     """What one client said is no use to another."""
     nonce = bytes(NONCE_BYTES)
-    request = VALIDATE + encode_request(Op.SET, "/k", b"stolen")
+    request = VALIDATE + encode_request(RequestOp.SET, "/k", b"stolen")
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address, timeout=20) as sock:
         sock.sendall(HELLO + nonce)

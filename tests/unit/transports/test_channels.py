@@ -17,7 +17,7 @@ from unisono.base.deadline import Deadline
 from unisono.engines import is_native_built
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError, PeerLostError
 from unisono.transports import Key
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.native_messages import NativeMessages
 
 pytestmark = [
@@ -71,7 +71,7 @@ def test_random_messages_arrive_in_order(channels, seed):
             way, source, to, tag = each
             turns[each] = k = turns.get(each, -1) + 1
             data = message(source, to, tag, k)
-            key = Key(1, Kind.P2P, tag)
+            key = Key(1, Purpose.P2P, tag)
             if way == "s":
                 transfers.append(world[source].send(to, key, data))
             else:
@@ -95,12 +95,12 @@ def test_any_source_gets_large_messages_in_order():
         for size in sizes:
             for source in sources:
                 data = memoryview(NOISE)[source : source + size]
-                sends.append(world[source].send(0, Key(1, Kind.P2P, size), data))
+                sends.append(world[source].send(0, Key(1, Purpose.P2P, size), data))
         for size in sizes:
             found = set()
             for _ in sources:
                 room = memoryview(bytearray(size))
-                received = world[0].recv(None, Key(1, Kind.P2P, size), room)
+                received = world[0].recv(None, Key(1, Purpose.P2P, size), room)
                 assert received.wait_until(Deadline(SOON))
                 assert room == memoryview(NOISE)[received.peer : received.peer + size]
                 found.add(received.peer)

@@ -17,14 +17,14 @@ from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore, TCPStore
 from unisono.stores.tcp.refusals import refused_client
 from unisono.stores.tcp.token import REFUSED_KEY
-from unisono.stores.tcp.wire import Op
+from unisono.stores.tcp.wire import RequestOp
 from unisono.transports import InprocTransport, Key, connect
 from unisono.transports.connect import round_trip_us
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.tcp import address
 from unisono.transports.tcp.address import TCPAddress, listen
 
-KEY = Key(1, Kind.P2P, 0)
+KEY = Key(1, Purpose.P2P, 0)
 
 
 def connected(store, size, kind):
@@ -73,7 +73,7 @@ def test_refused_client_ends_the_first_meeting_only(monkeypatch):
     module = import_module("unisono.transports.connect")
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     monkeypatch.setattr(module, "_LATE_S", 0.01)
-    note = (Op.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
+    note = (RequestOp.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
     with TCPStore("127.0.0.1", 0, is_master=True, token="") as store:
         for transport in connected(store, 2, "tcp"):
             transport.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from unisono.transports import Cancelled, Key, LinkDown
 from unisono.transports.mailbox import MailboxMessages
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.tcp.io_loop import CHUNK_BYTES
 from unisono.transports.tcp.link import Link
 from unisono.transports.tcp.wire import FRAME, Frame
@@ -70,7 +70,7 @@ def end():
     end.close()
 
 
-def key(tag=0, kind=Kind.P2P):
+def key(tag=0, kind=Purpose.P2P):
     return Key(5, kind, tag)
 
 
@@ -93,7 +93,7 @@ def test_frames_decode_equally_wherever_the_stream_is_cut(frames, cuts):
     end = End()
     stream, posted = b"", {}
     for i, (nbytes, post, control) in enumerate(frames):
-        kind = Kind.ASK if control else Kind.P2P
+        kind = Purpose.ASK if control else Purpose.P2P
         body = pattern(nbytes, i)
         stream += Frame(key(i, kind), nbytes, 0).pack() + body
         if post and not control:
@@ -104,7 +104,7 @@ def test_frames_decode_equally_wherever_the_stream_is_cut(frames, cuts):
     controls = iter(end.controls)
     for i, (nbytes, _, control) in enumerate(frames):
         if control:
-            assert next(controls) == (PEER, 5, Kind.ASK, pattern(nbytes, i))
+            assert next(controls) == (PEER, 5, Purpose.ASK, pattern(nbytes, i))
             continue
         transfer = posted.get(i) or end.post(key(i), nbytes)
         assert transfer.done()
@@ -155,8 +155,8 @@ def test_cancelled_send_is_completed_from_a_copy(end):
     [
         (Frame(key(), 2**63 - 1, 0).pack(), "do not fit in memory"),
         (Frame(key(), 2**64 - 1, 0).pack(), "do not fit in memory"),
-        (Frame(key(kind=Kind.ASK), 2**30, 0).pack(), "control message of 1073741824 bytes"),
-        (b"\x63" + bytes(FRAME.size - 1), "99 is not a valid Kind"),
+        (Frame(key(kind=Purpose.ASK), 2**30, 0).pack(), "control message of 1073741824 bytes"),
+        (b"\x63" + bytes(FRAME.size - 1), "99 is not a valid Purpose"),
     ],
 )
 def test_absurd_frames_are_refused(end, frame, text):

@@ -7,11 +7,11 @@ from tests.support.together import on_threads
 from tests.support.transport_worlds import SOON, connected
 from unisono.base.deadline import Deadline
 from unisono.transports import Key, api, control, mailbox
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.tcp import link, transport
 
 MODULES = [api, control, mailbox, link, transport]
-MINE, THEIRS = Key(1, Kind.P2P, 0), Key(1, Kind.P2P, 1)
+MINE, THEIRS = Key(1, Purpose.P2P, 0), Key(1, Purpose.P2P, 1)
 
 
 def exchange(a, b, key, data):

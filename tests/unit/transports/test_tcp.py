@@ -19,7 +19,7 @@ from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.base.deadline import Deadline
 from unisono.base.silence import silence_on, silent_s
 from unisono.transports import Key, LinkDown, TCPTransport
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Purpose
 from unisono.transports.tcp import handshake, io_loop
 from unisono.transports.tcp import transport as tcp_transport
 from unisono.transports.tcp.address import TCPAddress
@@ -207,11 +207,11 @@ def test_garbage_after_the_handshake_ends_that_link_only():
     source = random.Random(5)
     frames = [
         source.randbytes(500),
-        Frame(Key(1, Kind.ASK, 0), 2, 0).pack() + b"{}",
-        Frame(Key(1, Kind.ASK, 0), 2, 0).pack() + b"[]",
-        Frame(Key(1, Kind.FAIL, 0), 4, 0).pack() + b"null",
-        Frame(Key(1, Kind.ANSWER, 0), 3, 0).pack() + b"\xff{{",
-        Frame(Key(1, Kind.P2P, 0), 2**62, 0).pack(),
+        Frame(Key(1, Purpose.ASK, 0), 2, 0).pack() + b"{}",
+        Frame(Key(1, Purpose.ASK, 0), 2, 0).pack() + b"[]",
+        Frame(Key(1, Purpose.FAIL, 0), 4, 0).pack() + b"null",
+        Frame(Key(1, Purpose.ANSWER, 0), 3, 0).pack() + b"\xff{{",
+        Frame(Key(1, Purpose.P2P, 0), 2**62, 0).pack(),
     ]
     for garbage in frames:
         with tcp_world(3) as world:
@@ -262,7 +262,9 @@ def test_last_words_survive_a_close_with_unread_data():
     for _ in range(20):
         with tcp_world(2) as (a, b):
             works(a, b)
-            flood = [b.send(0, Key(1, Kind.P2P, 1), memoryview(bytes(50_000))) for _ in range(20)]
+            flood = [
+                b.send(0, Key(1, Purpose.P2P, 1), memoryview(bytes(50_000))) for _ in range(20)
+            ]
             sent = a.send(1, KEY, memoryview(bytes(300_000)))
             closer = threading.Thread(target=a.close)
             closer.start()
@@ -336,7 +338,7 @@ def test_a_rank_that_leaves_before_its_call_is_answered_says_good_bye(monkeypatc
                 time.sleep(0.001)
             link.sendall(ACCEPT)
             frame = Frame.parse(link.recv(FRAME.size, socket.MSG_WAITALL))
-            assert frame.key.kind is Kind.GOODBYE
+            assert frame.key.kind is Purpose.GOODBYE
         closer.join()
 
 
@@ -405,7 +407,7 @@ def test_loopback_address_of_another_host_is_not_called():
     mine = TCPAddress(("10.0.0.1", "127.0.0.1"), 1, bytes(16))
     theirs = TCPAddress(("10.0.0.2", "::1", "127.0.0.1"), 2, token)
     addresses = [mine.pack(), theirs.pack(), mine.pack(), theirs._replace(hosts=("::1",)).pack()]
-    loop = io_loop.Loop()
+    loop = io_loop.IOLoop()
     try:
         dials = Dials(0, 4, addresses.__getitem__, loop)
         made = [list(dials.make(peer, 0, print)._hosts) for peer in (1, 2, 3)]

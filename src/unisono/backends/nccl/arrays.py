@@ -15,12 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from unisono.base.buffers import BufferView, overlaps_itself
+from unisono.base.buffers import Array, BufferView, overlaps_itself
 from unisono.base.types import DType, RedOpType, dtype_named, dtype_of_numpy
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
-
-Array = np.ndarray[Any, Any]
-
 
 # The names that NumPy, torch and CuPy have in common.
 _UFUNCS = {

@@ -24,14 +24,14 @@ import numpy as np
 from unisono.backends.api import CallOptions, GroupSpec, Pending
 from unisono.backends.collectives import ArrayBackend
 from unisono.backends.cpu import CPUBackend
-from unisono.backends.flat import Flat
+from unisono.backends.flat import FlatMemory
 from unisono.backends.nccl import flat
-from unisono.backends.nccl.calls import Calls, GPUCall
+from unisono.backends.nccl.calls import GPUCall, OpenCalls
 from unisono.backends.nccl.flat import GPUFlat, index_of
 from unisono.backends.nccl.gpu import GPU
-from unisono.backends.nccl.kernels import Kernels, Memory, require_reducible_on
+from unisono.backends.nccl.kernels import CallMemory, Kernels, require_reducible_on
 from unisono.backends.nccl.library import load
-from unisono.backends.nccl.link import Link
+from unisono.backends.nccl.link import NCCLLink
 from unisono.backends.prepared_calls import NO_DTYPE, CallSpec
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -90,7 +90,7 @@ class NCCLBackend(ArrayBackend):
         self.control: CPUBackend = control
         self.trace = control.trace
         self._prepared = control.calls_of(self.name)
-        self._calls = Calls(spec.name, self._require_progress, self._stop)
+        self._calls = OpenCalls(spec.name, self._require_progress, self._stop)
         self._lock = threading.RLock()
         self._kernels: Kernels | None = None
         self._error: UnisonoError | None = None
@@ -102,9 +102,9 @@ class NCCLBackend(ArrayBackend):
     def _submit(
         self,
         spec: CallSpec,
-        subject: Flat | None,
-        input: Flat | None,
-        output: Flat | None,
+        subject: FlatMemory | None,
+        input: FlatMemory | None,
+        output: FlatMemory | None,
         results: Sequence[Any],
         options: CallOptions,
     ) -> Pending:
@@ -128,7 +128,7 @@ class NCCLBackend(ArrayBackend):
         def run() -> list[Any]:
             given, into = ([] if each is None else each.pieces() for each in (source, target))
             check = partial(self._calls.has_ended, call)
-            moved = Memory(dtype, given, into, memory[0].library, check)
+            moved = CallMemory(dtype, given, into, memory[0].library, check)
             return kernels.run(spec, moved)
 
         # One lock: calls of several threads must have one order for the comparison and NCCL.
@@ -319,7 +319,7 @@ class NCCLBackend(ArrayBackend):
         with self._lock:
             if self._kernels is None:
                 try:
-                    link = Link(
+                    link = NCCLLink(
                         self._libraries,
                         gpu,
                         self.spec,

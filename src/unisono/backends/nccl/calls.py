@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.backends.api import Pending
 from unisono.base.deadline import Deadline
-from unisono.base.worker import Worker
+from unisono.base.worker import WorkerThread
 from unisono.errors import UnisonoError
 
 # The watcher's pause: short while calls end one after another, longer while one call runs.
@@ -58,7 +58,7 @@ class GPUCall(Pending):
         self.limit = deadline
         self.kept = kept
         self.end: Any = None
-        self.calls: Calls | None = None
+        self.calls: OpenCalls | None = None
         self.follow: Callable[[], None] = lambda: None
         self.late = "every rank entered it, but the data did not arrive in time"
         self.verify: Callable[[], None] = self._raise_error
@@ -91,7 +91,7 @@ class GPUCall(Pending):
         return True
 
 
-class Calls:
+class OpenCalls:
     """The calls of one group that have not ended, oldest first.
 
     Args:
@@ -114,7 +114,7 @@ class Calls:
         self._changed = threading.Condition()
         # Reentrant, because a handler of a signal may look again.
         self._looking = threading.RLock()
-        self._worker = Worker(f"unisono-nccl-{name}")
+        self._worker = WorkerThread(f"unisono-nccl-{name}")
 
     def add(self, call: GPUCall) -> None:
         """Watch a call whose kernels are enqueued."""
@@ -201,7 +201,7 @@ class Calls:
         while True:
             with self._changed:
                 if not self._queue and not self._changed.wait_for(lambda: self._queue, _IDLE_S):
-                    self._worker = Worker(f"unisono-nccl-{self._name}")
+                    self._worker = WorkerThread(f"unisono-nccl-{self._name}")
                     return
                 head = self._queue[0] if self._queue else None
             self.look()

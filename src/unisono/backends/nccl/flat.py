@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from unisono.backends.flat import Flat, apart, views_of
+from unisono.backends.flat import FlatMemory, apart, views_of
 from unisono.backends.nccl.arrays import ArrayLibrary, GPUView, address_of, shadow_at, view
 from unisono.backends.nccl.gpu import GPU
 from unisono.base.types import DType
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     elements: int
 
 
-class GPUFlat(Flat):
+class GPUFlat(FlatMemory):
     """Memory of a GPU for one call, with the arrays that it stands for.
 
     `begin` and `end` only enqueue copies. They run in the stream that is current then.

@@ -16,8 +16,8 @@ from unisono.backends.nccl.arrays import ArrayLibrary
 from unisono.backends.nccl.flat import Piece
 from unisono.backends.nccl.gpu import GPU
 from unisono.backends.nccl.library import BYTES, DTYPES, Libraries, reduction_of
-from unisono.backends.nccl.link import Link
-from unisono.backends.neighbors import Sizes
+from unisono.backends.nccl.link import NCCLLink
+from unisono.backends.neighbors import MessageSizes
 from unisono.backends.prepared_calls import CallSpec
 from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
 from unisono.errors import UnsupportedError
@@ -25,10 +25,10 @@ from unisono.errors import UnsupportedError
 _ARITHMETIC = (RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.MIN, RedOpType.MAX)
 _SCANS = ("scan", "exscan")
 
-Message = tuple[Piece, int]
+SentPiece = tuple[Piece, int]
 
 
-class Memory(NamedTuple):
+class CallMemory(NamedTuple):
     """The addresses of one call.
 
     Attributes:
@@ -36,7 +36,7 @@ class Memory(NamedTuple):
         source: The input; empty without one.
         target: The output; empty without one.
         library: For reductions that NCCL lacks.
-        check: For `Link.settle`.
+        check: For `NCCLLink.settle`.
     """
 
     dtype: DType
@@ -82,7 +82,7 @@ class Kernels:
         size: Number of ranks.
     """
 
-    def __init__(self, libraries: Libraries, link: Link, rank: int, size: int) -> None:
+    def __init__(self, libraries: Libraries, link: NCCLLink, rank: int, size: int) -> None:
         self._nccl = libraries.nccl
         self._calls = libraries.calls
         self.link = link
@@ -104,7 +104,7 @@ class Kernels:
             finally:
                 self._nccl.group_end()
 
-    def run(self, spec: CallSpec, memory: Memory) -> list[Any]:
+    def run(self, spec: CallSpec, memory: CallMemory) -> list[Any]:
         """Enqueue a collective; return what must stay alive until its end."""
         op = spec.op
         if op is None:
@@ -138,7 +138,7 @@ class Kernels:
                     self._calls.reduce_scatter(source, address, *how, *self._where)
         return []
 
-    def _blocks(self, spec: CallSpec, memory: Memory) -> list[Piece] | None:
+    def _blocks(self, spec: CallSpec, memory: CallMemory) -> list[Piece] | None:
         """Return the blocks of a reduce_scatter that are a list, or that differ in size."""
         if spec.collective != "reduce_scatter":
             return None
@@ -148,7 +148,7 @@ class Kernels:
         even = (memory.target[0].elements,) * self._size
         return cut(memory.source, sizes or even, memory.dtype.itemsize)
 
-    def _move(self, spec: CallSpec, memory: Memory) -> None:
+    def _move(self, spec: CallSpec, memory: CallMemory) -> None:
         """Enqueue a collective without a reduction."""
         itemsize = memory.dtype.itemsize
         source, target = memory.source, memory.target
@@ -171,12 +171,14 @@ class Kernels:
             sends, receives = self._messages(spec, memory)
             self.exchange(sends, receives, itemsize)
 
-    def _messages(self, spec: CallSpec, memory: Memory) -> tuple[list[Message], list[Message]]:
+    def _messages(
+        self, spec: CallSpec, memory: CallMemory
+    ) -> tuple[list[SentPiece], list[SentPiece]]:
         """Return the messages of a call that has no call of NCCL."""
         source, target, splits = memory.source, memory.target, spec.splits
         itemsize, ranks = memory.dtype.itemsize, range(self._size)
         is_root = self._rank == spec.root
-        if isinstance(splits, Sizes):
+        if isinstance(splits, MessageSizes):
             sent, taken = splits.links.sent_by(self._rank), splits.links.received_by(self._rank)
             # All messages in the order of the table, on both sides.
             rows = {(*row[:4],): row for row in splits.links.table.tolist()}
@@ -204,7 +206,7 @@ class Kernels:
         return sends, [(piece, at // each) for at, piece in enumerate(target)]
 
     def exchange(
-        self, sends: Iterable[Message], receives: Iterable[Message], itemsize: int
+        self, sends: Iterable[SentPiece], receives: Iterable[SentPiece], itemsize: int
     ) -> None:
         """Enqueue messages as one launch; messages from a rank to itself are copies."""
         me, gpu, stream = self._rank, self.link.gpu, self.link.stream
@@ -232,7 +234,7 @@ class Kernels:
                 return range(rank)
         return everyone
 
-    def _reduce_here(self, spec: CallSpec, memory: Memory) -> list[Any]:
+    def _reduce_here(self, spec: CallSpec, memory: CallMemory) -> list[Any]:
         """Gather the contributions, and reduce them in rank order; return the memory used."""
         assert spec.op is not None
         dtype, library, op = memory.dtype, memory.library, spec.op
@@ -272,7 +274,7 @@ class Kernels:
         return kept
 
     def _by_result(
-        self, spec: CallSpec, memory: Memory, source: list[Piece]
+        self, spec: CallSpec, memory: CallMemory, source: list[Piece]
     ) -> Iterator[tuple[Piece, list[Piece]]]:
         """Yield each array of the result, with the part of the source for each rank."""
         itemsize = memory.dtype.itemsize
@@ -289,7 +291,7 @@ class Kernels:
 
 def _ordered(
     pieces: list[Piece], rows: list[list[int]], peer: int, order: dict[Any, int]
-) -> list[Message]:
+) -> list[SentPiece]:
     """Return the messages of rows in the order of the whole table; `peer`: the peer's column."""
     made = [(order[(*row[:4],)], piece, row[peer]) for piece, row in zip(pieces, rows, strict=True)]
     return [(piece, rank) for _, piece, rank in sorted(made)]

@@ -50,7 +50,7 @@ def _bits_of(value: float, dtype: DType) -> np.ndarray[Any, Any]:
     return np.array([(bits + 0x7FFF + (bits >> 16 & 1)) >> 16], np.uint16)
 
 
-class Link:
+class NCCLLink:
     """A connected communicator, and the stream on which its kernels run.
 
     To make it is a collective: it ends when all ranks of the group have begun.

@@ -24,7 +24,7 @@ import numpy as np
 
 from unisono.c10d.objects.serializer import Serializer
 
-Array = np.ndarray[Any, np.dtype[np.uint8]]
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 FIRST_BYTES = 1024
 
@@ -50,7 +50,7 @@ class Packet:
         large: The memory of each large buffer; empty until `open_rest`.
     """
 
-    def __init__(self, first: Array, rest: Array, large: Sequence[Array] = ()) -> None:
+    def __init__(self, first: ByteArray, rest: ByteArray, large: Sequence[ByteArray] = ()) -> None:
         self.first = first
         self.rest = rest
         self.large = list(large)
@@ -72,7 +72,7 @@ class Packet:
         return cls._made(_REFUSAL, 0, f"{type(error).__name__}: {error}".encode(), [])
 
     @classmethod
-    def _made(cls, kind: bytes, word: int, head: bytes, large: Sequence[Array]) -> Packet:
+    def _made(cls, kind: bytes, word: int, head: bytes, large: Sequence[ByteArray]) -> Packet:
         text = _FIRST.pack(kind, word, len(head), next(_tags)) + head
         first = np.zeros(FIRST_BYTES, np.uint8)
         known = min(len(text), FIRST_BYTES)
@@ -80,7 +80,7 @@ class Packet:
         return cls(first, _array(text)[FIRST_BYTES:], large)
 
     @classmethod
-    def arriving(cls, first: Array) -> Packet | None:
+    def arriving(cls, first: ByteArray) -> Packet | None:
         """Return the packet that begins with an arrived first message, with room for `rest`.
 
         Return None if the message is not of a packet.
@@ -142,7 +142,7 @@ class Packet:
         return struct.unpack_from(f"<{count}Q", head, 8)
 
 
-def _array(data: Any) -> Array:
+def _array(data: Any) -> ByteArray:
     return np.frombuffer(data, np.uint8)
 
 

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from unisono.base import document
 from unisono.base.deadline import Deadline
-from unisono.cli.doctor.facts import Examination, Host, Link
+from unisono.cli.doctor.facts import Examination, HostFacts, HostLink
 from unisono.cli.doctor.host import examine_host, resolve
 from unisono.cli.doctor.links import Peer, Probe, Responder
 from unisono.errors import RendezvousError, StoreError, StoreTimeoutError
-from unisono.launcher.spec import Meeting
+from unisono.launcher.spec import NodeMeeting
 from unisono.rendezvous.endpoint import is_host_of
-from unisono.rendezvous.state import Limits
+from unisono.rendezvous.state import JobLimits
 from unisono.stores import PrefixStore, Store
 from unisono.stores.tcp.client import RefusalGrace
 from unisono.stores.tcp.handshake import TOKEN_HINT
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExamPlan:
     """The hosts to examine.
 
     Attributes:
@@ -57,8 +57,8 @@ class Plan:
     """
 
     nprocs: int
-    limits: Limits
-    meeting: Meeting
+    limits: JobLimits
+    meeting: NodeMeeting
     wanted: Sequence[str] = ()
     show: Callable[[str], None]
 
@@ -74,7 +74,7 @@ class Plan:
 class _Facts:
     """The facts about one host, and the `place` of its `Responder`."""
 
-    host: Host
+    host: HostFacts
     peer: Sequence[Any]
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class _Found:
     """The names of all hosts as one host resolves them, and its links to the others."""
 
     names: Mapping[str, Sequence[str] | None]
-    links: Sequence[Link]
+    links: Sequence[HostLink]
 
 
 class Examiner:
@@ -100,7 +100,7 @@ class Examiner:
         plan: Equal on all hosts, apart from `nprocs`.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ExamPlan) -> None:
         self._plan = plan
         self._number = 0
         self._step_s = _STEP_S
@@ -226,13 +226,13 @@ class Examiner:
         return self._collected(store, order, hosts)
 
     def _collected(
-        self, store: Store, numbers: Sequence[int], hosts: Sequence[Host]
+        self, store: Store, numbers: Sequence[int], hosts: Sequence[HostFacts]
     ) -> Examination:
         """Return the facts of all hosts; without the links of hosts that do not publish them."""
         self._end_step(store, "found", len(hosts))
         keys = [f"found/{number}" for number in numbers]
-        complete: list[Host] = []
-        links: list[Link] = []
+        complete: list[HostFacts] = []
+        links: list[HostLink] = []
         for key, host in zip(keys, hosts, strict=True):
             if store.check([key]):
                 found = _published(store, key, _Found, host.name)
@@ -310,7 +310,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _addresses(plan: Plan) -> Sequence[str]:
+def _addresses(plan: ExamPlan) -> Sequence[str]:
     """Return the addresses that ranks of this host would publish; none in a job of one host."""
     if plan.limits.max_nodes == 1:
         return ()

@@ -12,7 +12,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SystemLimits:
     """Limits of the system for the processes of a host.
 
     Attributes:
@@ -46,7 +46,7 @@ class Sharing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostFacts:
     """One host, as it sees itself.
 
     Attributes:
@@ -69,12 +69,12 @@ class Host:
     names: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     admits: str = "token"
-    limits: Limits = field(default_factory=Limits)
+    limits: SystemLimits = field(default_factory=SystemLimits)
     sharing: Sharing = field(default_factory=Sharing)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class HostLink:
     """The connection that one host opened to another.
 
     Attributes:
@@ -119,8 +119,8 @@ class Examination:
         endpoint: Name or address at which the hosts meet; "" with one host.
     """
 
-    hosts: Sequence[Host]
-    links: Sequence[Link] = ()
+    hosts: Sequence[HostFacts]
+    links: Sequence[HostLink] = ()
     expected: int = 1
     wanted: Sequence[str] = ()
     endpoint: str = ""

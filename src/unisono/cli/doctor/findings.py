@@ -7,7 +7,16 @@ from statistics import median
 
 from unisono.base.grouping import grouped
 from unisono.base.sockets import is_loopback
-from unisono.cli.doctor.facts import ERROR, OK, WARNING, Examination, Finding, Host, Link, some
+from unisono.cli.doctor.facts import (
+    ERROR,
+    OK,
+    WARNING,
+    Examination,
+    Finding,
+    HostFacts,
+    HostLink,
+    some,
+)
 
 _CLOCK_S = 1.0
 """Difference of clocks from which logs of two hosts mislead. NTP keeps clocks within 0.1 s."""
@@ -58,7 +67,7 @@ def findings(facts: Examination) -> list[Finding]:
     return sorted(found, key=lambda finding: (ERROR, WARNING, OK).index(finding.severity))
 
 
-def endpoint_fault(host: Host, endpoint: str) -> Finding | None:
+def endpoint_fault(host: HostFacts, endpoint: str) -> Finding | None:
     """Return why this host cannot find the endpoint, or would serve it for itself; None if fine."""
     fault = _name_fault(host, endpoint)
     # A slow name server delays a job, and does not stop it.
@@ -75,7 +84,7 @@ def _merged(faults: Iterable[tuple[str, Finding]]) -> Iterator[Finding]:
         yield fault._replace(fact=fact, fix=fix)
 
 
-def _of_host(host: Host, world_size: int) -> Iterator[Finding]:
+def _of_host(host: HostFacts, world_size: int) -> Iterator[Finding]:
     limits, nprocs = host.limits, host.nprocs
     fewer = "start fewer ranks, or raise the limit of the job or container"
     if limits.cpu_quota is not None and limits.cpu_quota < nprocs:
@@ -110,7 +119,7 @@ def _of_host(host: Host, world_size: int) -> Iterator[Finding]:
         )
 
 
-def _sharing(host: Host) -> Iterator[tuple[str, str, str]]:
+def _sharing(host: HostFacts) -> Iterator[tuple[str, str, str]]:
     """Yield severity, fact and fix."""
     sharing, several = host.sharing, host.nprocs > 1
     if not sharing.engine:
@@ -132,7 +141,7 @@ def _sharing(host: Host) -> Iterator[tuple[str, str, str]]:
         yield WARNING, fact, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
 
 
-def _of_link(link: Link) -> Iterator[Finding]:
+def _of_link(link: HostLink) -> Iterator[Finding]:
     """Yield what is wrong with a connection; equal faults differ in the source only."""
     target, failures = link.target, "; ".join(link.failures)
     way = f"from {_NAMES} to {target}"
@@ -194,7 +203,7 @@ def _other_names(facts: Examination) -> Iterator[Finding]:
                 yield Finding("names", WARNING, fault, fix)
 
 
-def _name_fault(host: Host, name: str) -> str:
+def _name_fault(host: HostFacts, name: str) -> str:
     """Return what is wrong with the addresses that `host` finds for a name, or ""."""
     if name not in host.names:
         return ""
@@ -285,7 +294,7 @@ _FINE: dict[str, Callable[[Examination], str]] = {
 """Text about a topic without a fault."""
 
 
-def _is_named(name: str, host: Host) -> bool:
+def _is_named(name: str, host: HostFacts) -> bool:
     """Return whether a name or address is that of this host; the domain is not compared."""
     own = {name, *(host.names.get(name) or ())} & set(host.addresses)
     same = name.partition(".")[0] == host.name.partition(".")[0]

@@ -22,7 +22,7 @@ from unisono import __version__
 from unisono.base import config, document
 from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
-from unisono.cli.doctor.facts import Host, Limits, Sharing
+from unisono.cli.doctor.facts import HostFacts, Sharing, SystemLimits
 from unisono.platform.machine import cpu_quota, huge_pages, most_descriptors, usable_cores
 from unisono.platform.memory import available_memory_bytes, why_not_readable
 
@@ -35,7 +35,7 @@ _CHILD_S = 20.0
 _PROOF_BYTES = 16
 
 
-def examine_host(nprocs: int, addresses: Sequence[str], names: Iterable[str]) -> Host:
+def examine_host(nprocs: int, addresses: Sequence[str], names: Iterable[str]) -> HostFacts:
     """Return the facts about this host.
 
     Args:
@@ -45,7 +45,7 @@ def examine_host(nprocs: int, addresses: Sequence[str], names: Iterable[str]) ->
     """
     name = socket.gethostname()
     admits = "token" if config.get("UNISONO_TOKEN") else "local"
-    return Host(
+    return HostFacts(
         name=name,
         nprocs=nprocs,
         addresses=tuple(addresses),
@@ -92,9 +92,9 @@ def _version(package: str) -> str:
         return ""
 
 
-def _limits() -> Limits:
+def _limits() -> SystemLimits:
     descriptors, quota = most_descriptors(), cpu_quota()
-    return Limits(
+    return SystemLimits(
         cores=usable_cores(),
         cpu_quota=None if quota == math.inf else quota,
         memory_bytes=available_memory_bytes(),

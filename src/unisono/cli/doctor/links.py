@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
 from unisono.base.sockets import connect_first, format_address, is_loopback
-from unisono.cli.doctor.facts import Link
+from unisono.cli.doctor.facts import HostLink
 from unisono.platform.network import resent
 
 MESSAGE_BYTES = 64 * 1024
@@ -148,9 +148,9 @@ class Probe:
         self._facts: dict[str, Any] = {"source": source, "target": peer.name}
 
     @property
-    def link(self) -> Link:
+    def link(self) -> HostLink:
         """The facts until now."""
-        return Link(**self._facts)
+        return HostLink(**self._facts)
 
     def open(self) -> None:
         """Connect to the first address that answers, as a rank would."""

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from unisono.cli.doctor.facts import Examination, Link
+from unisono.cli.doctor.facts import Examination, HostLink
 from unisono.errors import InvalidArgumentError
 
 _CELL_INCHES = 0.55
@@ -38,16 +38,20 @@ def plot(facts: Examination, path: str) -> None:
     pyplot.close(figure)
 
 
-def _trip_ms(link: Link) -> float | None:
+def _trip_ms(link: HostLink) -> float | None:
     return None if link.rtt_s is None else link.rtt_s * 1e3
 
 
-def _rate_mb(link: Link) -> float | None:
+def _rate_mb(link: HostLink) -> float | None:
     return None if link.rate_bytes_s is None else link.rate_bytes_s / 1e6
 
 
 def _draw(
-    panel: Any, facts: Examination, title: str, colours: str, value: Callable[[Link], float | None]
+    panel: Any,
+    facts: Examination,
+    title: str,
+    colours: str,
+    value: Callable[[HostLink], float | None],
 ) -> None:
     names = [host.name for host in facts.hosts]
     cells = [[float("nan")] * len(names) for _ in names]

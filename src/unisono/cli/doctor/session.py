@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from unisono.cli.doctor.examine import Examiner, Plan
+from unisono.cli.doctor.examine import Examiner, ExamPlan
 from unisono.cli.doctor.facts import ERROR, OK, WARNING, Examination, Finding
 from unisono.cli.doctor.findings import endpoint_fault, findings
 from unisono.cli.nodes import node_options
@@ -35,7 +35,7 @@ class Session:
     ) -> None:
         fields = node_options(options)
         self._run_id = str(fields["run_id"])
-        self._plan = Plan(
+        self._plan = ExamPlan(
             nprocs=nprocs,
             limits=fields["limits"],
             meeting=fields["meeting"],

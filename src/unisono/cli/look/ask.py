@@ -39,7 +39,7 @@ from unisono.transports.tcp.status import THREAD
 from unisono.transports.tcp.viewer import NO_KEY, VIEWERS, key_of, opened, question
 from unisono.transports.tcp.wire import INSPECT
 
-State = dict[str, Any]
+RankState = dict[str, Any]
 """What a rank answers; see `transports.tcp.status.state_of`."""
 
 Endpoint = tuple[str, int, bytes]
@@ -61,7 +61,7 @@ _STORE = re.compile(r".+:\d+")
 _MOST_BYTES = 1 << 26
 
 
-def ask_job(which: str | None, token: str = "") -> list[State]:
+def ask_job(which: str | None, token: str = "") -> list[RankState]:
     """Return the states of all ranks that answer.
 
     Args:
@@ -112,23 +112,23 @@ def _in_store(where: str, token: str) -> list[Endpoint]:
     return [(host, each.port, key_of(token, each)) for each in shown for host in each.hosts]
 
 
-def _by_rank(states: Iterable[State | None]) -> dict[tuple[str, int], State]:
+def _by_rank(states: Iterable[RankState | None]) -> dict[tuple[str, int], RankState]:
     return {(state["job"], state["rank"]): state for state in states if state is not None}
 
 
-def _ask(endpoint: Endpoint) -> State | None:
+def _ask(endpoint: Endpoint) -> RankState | None:
     """Return the state of the rank that listens there; None if it does not answer."""
     answer = exchange(endpoint, INSPECT, _ANSWER_S)
     with contextlib.suppress(ValueError):
         if answer is not None:
-            state: State = json.loads(answer.data)
+            state: RankState = json.loads(answer.data)
             mine = TCPAddress.unpack(state["addresses"][state["rank"]])
             state["endpoint"] = (*endpoint[:2], mine.token)
             return state
     return None
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """The answer of a rank, and when the question left and the answer was there."""
 
     data: bytes
@@ -136,7 +136,7 @@ class Answer(NamedTuple):
     got_ns: int
 
 
-def exchange(endpoint: Endpoint, channel: int, within_s: float) -> Answer | None:
+def exchange(endpoint: Endpoint, channel: int, within_s: float) -> TimedAnswer | None:
     """Ask a rank and return its answer; None if it refuses, or does not answer in time.
 
     None also if another process answers, which has not the key.
@@ -158,7 +158,7 @@ def exchange(endpoint: Endpoint, channel: int, within_s: float) -> Answer | None
             if not (chunk := sock.recv(1 << 16)):
                 got_ns = time.monotonic_ns()
                 data = opened(hello, key, b"".join(chunks))
-                return None if data is None else Answer(data, asked_ns, got_ns)
+                return None if data is None else TimedAnswer(data, asked_ns, got_ns)
             chunks.append(chunk)
             nbytes += len(chunk)
             if nbytes > _MOST_BYTES:
@@ -166,7 +166,7 @@ def exchange(endpoint: Endpoint, channel: int, within_s: float) -> Answer | None
     return None
 
 
-def _state_of_stack(offered: OfferedStack) -> State:
+def _state_of_stack(offered: OfferedStack) -> RankState:
     """Return what is known of a rank without a group of unisono."""
     return {
         "job": offered.run_id,

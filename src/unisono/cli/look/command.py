@@ -16,8 +16,8 @@ from unisono.cli.terminal import plain
 from unisono.errors import LaunchError
 
 if TYPE_CHECKING:
-    from unisono.cli.look.ask import State
-    from unisono.cli.look.verdict import Job
+    from unisono.cli.look.ask import RankState
+    from unisono.cli.look.verdict import JobView
 
 _REFRESH_S = 1.0
 
@@ -72,7 +72,7 @@ def token_of(options: argparse.Namespace) -> str:
         raise LaunchError(f"cannot read the token in {options.token_file}: {error}") from error
 
 
-def find_jobs(which: str | None, token: str = "") -> list[Job]:
+def find_jobs(which: str | None, token: str = "") -> list[JobView]:
     """Return the jobs that answer.
 
     Args:
@@ -120,12 +120,12 @@ def _top(options: argparse.Namespace) -> int:
     return _live(options.job, token, jobs)
 
 
-def _public(state: State) -> State:
+def _public(state: RankState) -> RankState:
     # These have tokens, which must not get into a file.
     return {n: value for n, value in state.items() if n not in ("addresses", "endpoint")}
 
 
-def _live(which: str | None, token: str, jobs: list[Job]) -> int:
+def _live(which: str | None, token: str, jobs: list[JobView]) -> int:
     try:
         from rich.live import Live
         from rich.text import Text
@@ -152,7 +152,7 @@ def _live(which: str | None, token: str, jobs: list[Job]) -> int:
 
 
 def _note_times(
-    jobs: list[Job], seen: dict[tuple[Any, ...], float], now_s: float
+    jobs: list[JobView], seen: dict[tuple[Any, ...], float], now_s: float
 ) -> dict[tuple[Any, ...], float]:
     """Set since when each call has been seen running; return these times for the next look."""
     times = {}
@@ -166,7 +166,7 @@ def _note_times(
     return times
 
 
-def _text(job: Job) -> Iterator[str]:
+def _text(job: JobView) -> Iterator[str]:
     """Return the verdict and the table of a job, line by line."""
     from unisono.cli.look.verdict import verdict_of
 
@@ -179,7 +179,7 @@ def _text(job: Job) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
 
-def _rows(job: Job) -> Iterator[tuple[str, ...]]:
+def _rows(job: JobView) -> Iterator[tuple[str, ...]]:
     from unisono.cli.look.verdict import waits_of
 
     waits = {rank: wait for wait in reversed(waits_of(job)) for rank in wait.waiting}

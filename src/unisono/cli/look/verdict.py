@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unisono.base.grouping import grouped
 from unisono.base.text import name_ranks
 from unisono.base.where import states_of
-from unisono.cli.look.ask import State
+from unisono.cli.look.ask import RankState
 
 # By which part of its time a rank waits less if it slows the job down.
 _SLOW_SHARE = 0.1
@@ -18,7 +18,7 @@ _SLOW_SHARE = 0.1
 _MANY_CALLS = 20
 
 
-class Job(NamedTuple):
+class JobView(NamedTuple):
     """The ranks of one job.
 
     Attributes:
@@ -30,7 +30,7 @@ class Job(NamedTuple):
 
     name: str
     world_size: int
-    states: dict[int, State]
+    states: dict[int, RankState]
     silent: dict[int, str] = {}  # noqa: RUF012  never changed
 
     def place(self, rank: int) -> str:
@@ -40,17 +40,19 @@ class Job(NamedTuple):
         return self.silent.get(rank, "does not answer")
 
 
-def jobs_of(states: Sequence[State]) -> list[Job]:
+def jobs_of(states: Sequence[RankState]) -> list[JobView]:
     """Return the jobs to which the states belong."""
     names = dict.fromkeys(state["job"] for state in states)
     found = {name: [state for state in states if state["job"] == name] for name in names}
     return [
-        Job(name, mine[0]["world_size"], {state["rank"]: state for state in mine}, _silent(mine))
+        JobView(
+            name, mine[0]["world_size"], {state["rank"]: state for state in mine}, _silent(mine)
+        )
         for name, mine in found.items()
     ]
 
 
-def _silent(states: Sequence[State]) -> dict[int, str]:
+def _silent(states: Sequence[RankState]) -> dict[int, str]:
     """Return what the kernel reports of the ranks of this host that did not answer, by rank."""
     here = [state["pids"] for state in states if state["host"] == platform.node()]
     pids = {int(rank): pid for each in here for rank, pid in each.items()}
@@ -61,7 +63,7 @@ def _silent(states: Sequence[State]) -> dict[int, str]:
     return {rank: f"(process {pid}) {reports[pid]}" for rank, pid in pids.items()}
 
 
-class Wait(NamedTuple):
+class CallWait(NamedTuple):
     """Ranks that wait in one call of a group.
 
     Attributes:
@@ -81,7 +83,7 @@ class Wait(NamedTuple):
     since_s: float | None
 
 
-def waits_of(job: Job) -> list[Wait]:
+def waits_of(job: JobView) -> list[CallWait]:
     """Return the calls in which ranks of a job are, those with missing ranks first."""
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
     for rank, state in job.states.items():
@@ -97,7 +99,7 @@ def waits_of(job: Job) -> list[Wait]:
             call = f"{running[waiting[0]]['call'].partition('(')[0]} #{seq}"
             times = [_since_s(running[rank]) for rank in waiting]
             since_s = max((time for time in times if time is not None), default=None)
-            found.append(Wait(name, ranks, call, waiting, behind, since_s))
+            found.append(CallWait(name, ranks, call, waiting, behind, since_s))
         for rank, view in views.items():
             found += _messages(name, ranks, rank, view, job.states[rank])
     return sorted(found, key=lambda wait: (not wait.missing, wait.waiting))
@@ -111,17 +113,17 @@ def _since_s(view: dict[str, Any]) -> float | None:
 
 
 def _messages(
-    name: str, ranks: tuple[int, ...], rank: int, view: dict[str, Any], state: State
-) -> Iterator[Wait]:
+    name: str, ranks: tuple[int, ...], rank: int, view: dict[str, Any], state: RankState
+) -> Iterator[CallWait]:
     """Return the messages for which the calling thread waits: those of lines in its stack."""
     frames = [tuple(f[:2]) for s in state["stacks"] if s["calls"] for f in s["frames"]]
     for each in view.get("open", ()):
         if each["message"] and tuple(each["at"]) in frames:
             missing = [] if each["peer"] is None else [each["peer"]]
-            yield Wait(name, ranks, each["call"], [rank], missing, each["since_s"])
+            yield CallWait(name, ranks, each["call"], [rank], missing, each["since_s"])
 
 
-def verdict_of(job: Job) -> list[str]:
+def verdict_of(job: JobView) -> list[str]:
     """Return a line for each wait: "ranks 0 and 1 wait in all_reduce #8 for rank 2, which ..."."""
     lines = []
     for wait in waits_of(job):
@@ -139,7 +141,7 @@ def verdict_of(job: Job) -> list[str]:
     return _placed(job, list(job.states))
 
 
-def _placed(job: Job, ranks: Sequence[int], which: str = "") -> list[str]:
+def _placed(job: JobView, ranks: Sequence[int], which: str = "") -> list[str]:
     """Return "ranks 1 and 2 are in load (data.py:5)" for each place of these ranks."""
     places = grouped((job.place(rank), rank) for rank in ranks)
     return [
@@ -159,7 +161,7 @@ def wait_share(groups: Sequence[dict[str, Any]]) -> float | None:
     return float(sum(group["waited_s"] for group in traced)) / age_s
 
 
-def _slow_rank(job: Job) -> list[str]:
+def _slow_rank(job: JobView) -> list[str]:
     """Return a line for the rank that waits far less than the other ranks.
 
     All ranks of a collective wait for the last rank. So the slowest rank waits least, also if the

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 from unisono.base.config import environ
-from unisono.launcher.environment import Place, worker_environment
+from unisono.launcher.environment import NodePlace, worker_environment
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
@@ -28,12 +28,12 @@ def _node_rank(spec: LaunchSpec) -> int | None:
     return 0 if spec.is_single_node else spec.meeting.node_rank
 
 
-def _place(spec: LaunchSpec) -> Place:
+def _place(spec: LaunchSpec) -> NodePlace:
     nodes, node_rank = spec.limits.min_nodes, _node_rank(spec) or 0
     shared = ("127.0.0.1", spec.master_port) if spec.is_single_node else spec.meeting.endpoint
     host, port = shared if isinstance(shared, tuple) else ("", 0)
     each = Node(id="", host="", address="", nprocs=spec.nprocs, role=spec.role)
-    return Place(
+    return NodePlace(
         world=WorkerWorld(
             members=(each,) * nodes,
             group_rank=node_rank,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from unisono.base.host import reason_of
 from unisono.cli.look.ask import Endpoint, exchange
-from unisono.cli.look.verdict import Job
+from unisono.cli.look.verdict import JobView
 from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.platform.machine import clock_name
@@ -67,7 +67,7 @@ def _read(path: Path) -> RankRecords:
     return replace(found, rank=int(number[1]))
 
 
-def ask_ranks(job: Job) -> tuple[list[RankRecords], list[Trip]]:
+def ask_ranks(job: JobView) -> tuple[list[RankRecords], list[Trip]]:
     """Return the records of the ranks of a job, and questions for the time of other hosts."""
     # A rank without a group of unisono does not listen, and has no records.
     endpoints: dict[int, Endpoint] = {

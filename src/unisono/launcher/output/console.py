@@ -56,7 +56,7 @@ class _Held:
     ranks: list[int] = field(default_factory=list)
 
 
-class Fold:
+class LineFold:
     """Joins equal lines of different ranks; each rank's lines keep their order."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Console:
     def __init__(self, sink: Sink, *, prefix: str, fold: bool, clock: Callable[[], float]) -> None:
         self._sink = sink
         self._prefix = prefix
-        self._fold = Fold() if fold else None
+        self._fold = LineFold() if fold else None
         self._clock = clock
         self._names: dict[int, WorkerName] = {}
         self._unfinished: int | None = None

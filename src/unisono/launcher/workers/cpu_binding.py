@@ -25,7 +25,7 @@ MODES = ("none", "core", "numa", "auto")
 
 
 @dataclass(frozen=True)
-class Machine:
+class HostCPUs:
     """The part of a host that the launcher may use.
 
     Attributes:
@@ -42,7 +42,7 @@ class Machine:
         return [core for node in self.nodes for core in node]
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> HostCPUs:
         """Return the part of this host that the process may use."""
         allowed = sorted(allowed_cpus())
         nodes = []
@@ -70,7 +70,7 @@ class Binding:
     report: str = ""
 
     @classmethod
-    def make(cls, mode: str, nprocs: int, machine: Machine | None = None) -> Binding:
+    def make(cls, mode: str, nprocs: int, machine: HostCPUs | None = None) -> Binding:
         """Return the binding of `nprocs` workers.
 
         Raises:
@@ -81,7 +81,7 @@ class Binding:
             raise InvalidArgumentError(f"bind must be one of {', '.join(MODES)}; got {mode!r}")
         if mode == "none":
             return cls()
-        machine = machine or Machine.here()
+        machine = machine or HostCPUs.here()
         cores = machine.cores
         if mode != "numa" and nprocs > len(cores):
             short = f"{nprocs} workers, {len(cores)} cores"
@@ -121,7 +121,7 @@ def _equal(cores: Sequence[Sequence[int]], nprocs: int) -> list[Sequence[Sequenc
     return [cores[edges[rank] : edges[rank + 1]] for rank in range(nprocs)]
 
 
-def _whole_nodes(machine: Machine, nprocs: int) -> list[Sequence[Sequence[int]]]:
+def _whole_nodes(machine: HostCPUs, nprocs: int) -> list[Sequence[Sequence[int]]]:
     return [machine.nodes[rank * len(machine.nodes) // nprocs] for rank in range(nprocs)]
 
 

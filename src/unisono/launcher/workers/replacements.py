@@ -16,12 +16,12 @@ from unisono.base.deadline import Deadline
 from unisono.base.process_identity import Life, life_of
 from unisono.errors import UnisonoError
 from unisono.launcher.back_off import BackOff
-from unisono.launcher.environment import Place
+from unisono.launcher.environment import NodePlace
 from unisono.launcher.report import WorkerFailure
 from unisono.launcher.traceback_text import is_consequence
 from unisono.launcher.workers.worker import Worker
-from unisono.rendezvous.dynamic import Answer, DynamicRendezvous
-from unisono.rendezvous.membership import State, loads
+from unisono.rendezvous.dynamic import DynamicRendezvous, RestartsLeft
+from unisono.rendezvous.membership import MembershipState, loads
 from unisono.rendezvous.services import open_launched
 from unisono.rendezvous.state import Idle, Replaced, Unmet
 from unisono.stores import PrefixStore, Store, TCPStore
@@ -53,9 +53,9 @@ class Replacements:
 
     def __init__(
         self,
-        place: Place,
+        place: NodePlace,
         rendezvous: DynamicRendezvous | None = None,
-        answer: Callable[[], Answer | None] = lambda: None,
+        answer: Callable[[], RestartsLeft | None] = lambda: None,
         least: int = 0,
         notify: Callable[[str], None] = lambda line: None,
         back_off: BackOff | None = None,
@@ -86,7 +86,7 @@ class Replacements:
         self._rendezvous.report(Replaced, self._place.world.epoch)
         return True
 
-    def answered(self) -> tuple[Worker, WorkerFailure, Answer] | None:
+    def answered(self) -> tuple[Worker, WorkerFailure, RestartsLeft] | None:
         """Return the oldest failure of `asked` with its answer.
 
         None if there is no answer, or if it is too early for a replacement.
@@ -177,19 +177,19 @@ class Replacements:
         here = not self.newcomers.issuperset(running)
         return here or self._rendezvous.others_hold_state
 
-    def _read(self) -> State:
+    def _read(self) -> MembershipState:
         """Read the document of the ranks; forget the newcomers that ranks have taken in."""
         try:
             [text] = _get(self._place, {_DOCUMENT: f"{_TORCH}{_DOCUMENT}"})
             state = loads(text)
         except UnisonoError:
-            return State()
+            return MembershipState()
         taken = _processes(each.user for each in state.members)
         self.newcomers = {worker for worker in self.newcomers if worker.pid not in taken}
         return state
 
 
-def _open(place: Place) -> Store:
+def _open(place: NodePlace) -> Store:
     """Open the workers' store."""
     world = place.world
     if world.store_url:
@@ -198,7 +198,7 @@ def _open(place: Place) -> Store:
     return PrefixStore(f"worker/attempt_{world.restarts}", store, owns_store=True)
 
 
-def _get(place: Place, keys: Mapping[str, str]) -> list[bytes]:
+def _get(place: NodePlace, keys: Mapping[str, str]) -> list[bytes]:
     """Return the values of keys of unisono's ranks, or of torch's, in the workers' store, or b"".
 
     The store is opened once: the agent can handle no signal while its host does not answer.

@@ -22,7 +22,7 @@ from unisono.errors import (
 )
 from unisono.stores.api import DEFAULT_TIMEOUT, check_integer, check_path, require_outside
 from unisono.stores.files.log import Compacted, RecordLog, packed_bytes
-from unisono.stores.table import Change, ChangeKind, Table
+from unisono.stores.table import Change, ChangeKind, StoreTable
 from unisono.stores.table_store import T, TableStore
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
@@ -100,11 +100,11 @@ class FileStore(TableStore):
         with self._state.locked(Deadline(self._timeout_s)):
             return self._state.change(changes)
 
-    def _look(self, question: Callable[[Table], T]) -> T:
+    def _look(self, question: Callable[[StoreTable], T]) -> T:
         with self._state.up_to_date(Deadline(self._timeout_s)):
             return question(self._state.table)
 
-    def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
+    def _poll(self, deadline: Deadline, question: Callable[[StoreTable], bool]) -> bool:
         pause_s = _FIRST_PAUSE_S
         seen = -1
         while True:
@@ -292,7 +292,7 @@ class _FileState:
                 self._log.remove()
 
     def _forget(self) -> None:
-        self.table = Table()
+        self.table = StoreTable()
         # `applied` goes on, because a waiting call compares it.
         self._compact_at = _COMPACT_BYTES
         self._users: set[str] = set()

@@ -10,7 +10,13 @@ from unisono.base.deadline import Timeout
 from unisono.base.sockets import format_address
 from unisono.errors import InvalidArgumentError, StoreError
 from unisono.stores.api import DEFAULT_TIMEOUT, check_host, check_integer
-from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
+from unisono.stores.services.store import (
+    ServiceStore,
+    Swap,
+    Unreachable,
+    VersionedValue,
+    import_client,
+)
 
 DEFAULT_PORT = 2379
 # etcd's default limit for the operations of a transaction.
@@ -142,7 +148,7 @@ class EtcdStore(ServiceStore):
             host, port, protocol, timeout=_REPLY_S, api_path="/v3/", session=session
         )
 
-    def _fetch(self, names: Sequence[str]) -> list[Entry]:
+    def _fetch(self, names: Sequence[str]) -> list[VersionedValue]:
         found = []
         for start in range(0, len(names), _OPERATIONS):
             some = names[start : start + _OPERATIONS]
@@ -198,8 +204,8 @@ def _encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _entry(answer: Json) -> Entry:
+def _entry(answer: Json) -> VersionedValue:
     kvs = answer.get("kvs")
     if not kvs:
-        return Entry(None, 0)
-    return Entry(base64.b64decode(kvs[0].get("value", "")), kvs[0]["mod_revision"])
+        return VersionedValue(None, 0)
+    return VersionedValue(base64.b64decode(kvs[0].get("value", "")), kvs[0]["mod_revision"])

@@ -9,7 +9,13 @@ from unisono.base.deadline import Timeout
 from unisono.base.sockets import format_address
 from unisono.errors import StoreError
 from unisono.stores.api import DEFAULT_TIMEOUT, check_host, check_integer
-from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
+from unisono.stores.services.store import (
+    ServiceStore,
+    Swap,
+    Unreachable,
+    VersionedValue,
+    import_client,
+)
 
 DEFAULT_PORT = 6379
 # Bounds a request whose reply is lost; a server that is alive answers in microseconds.
@@ -96,10 +102,10 @@ class RedisStore(ServiceStore):
         except self._errors.RedisError as error:
             raise StoreError(f"{words[0]} on {self!r} failed: {error}") from error
 
-    def _fetch(self, names: Sequence[str]) -> list[Entry]:
+    def _fetch(self, names: Sequence[str]) -> list[VersionedValue]:
         values = self._run("HMGET", self.prefix, *names)
         # A value that is the same again is as good as one that did not change.
-        return [Entry(value, value) for value in values]
+        return [VersionedValue(value, value) for value in values]
 
     def _swap(self, swaps: Sequence[Swap]) -> Any:
         words: list[str | bytes] = []

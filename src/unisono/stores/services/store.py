@@ -34,7 +34,7 @@ from unisono.stores.api import (
     check_key,
     require_outside,
 )
-from unisono.stores.table import Change, ChangeKind, Table
+from unisono.stores.table import Change, ChangeKind, StoreTable
 from unisono.stores.table_store import T, TableStore
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
@@ -45,7 +45,7 @@ _KINDS = {
 }
 
 
-class Entry(NamedTuple):
+class VersionedValue(NamedTuple):
     """The value under a name; `version` differs after each change."""
 
     value: bytes | None
@@ -56,7 +56,7 @@ class Swap(NamedTuple):
     """One change: `name` gets the value `after` (None: is deleted), if it still is `before`."""
 
     name: str
-    before: Entry | None
+    before: VersionedValue | None
     after: bytes | None
 
 
@@ -107,13 +107,13 @@ class ServiceStore(TableStore):
         self.prefix = check_key(prefix)
         self.world_size = world_size
         self._mark_name = f"m/{uuid.uuid4().hex}"
-        self._mark = Entry(None, None)
+        self._mark = VersionedValue(None, None)
         self._change_lock = threading.RLock()
         self._pid = os.getpid()
         self._joined = False
 
     @abstractmethod
-    def _fetch(self, names: Sequence[str]) -> list[Entry]:
+    def _fetch(self, names: Sequence[str]) -> list[VersionedValue]:
         """Return all entries as they are at one moment."""
 
     @abstractmethod
@@ -156,7 +156,7 @@ class ServiceStore(TableStore):
                     self._change_one(Change(ChangeKind.WITHDRAW, change.key, change.second))
             raise
 
-    def _look(self, question: Callable[[Table], T]) -> T:
+    def _look(self, question: Callable[[StoreTable], T]) -> T:
         return question(_ServiceTable(self))
 
     def _check_open(self) -> None:
@@ -168,7 +168,7 @@ class ServiceStore(TableStore):
         """Reset the state in a forked child: lock, mark and membership are the parent's."""
         self._pid = os.getpid()
         self._joined = False
-        self._mark_name, self._mark = f"m/{uuid.uuid4().hex}", Entry(None, None)
+        self._mark_name, self._mark = f"m/{uuid.uuid4().hex}", VersionedValue(None, None)
         self._change_lock = threading.RLock()
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class ServiceStore(TableStore):
         came, left = map(int, (old or b"0 0").split())
         return b"%d %d" % (came, left + 1), left + 1 >= self.world_size
 
-    def _entries(self, names: list[str]) -> list[Entry]:
+    def _entries(self, names: list[str]) -> list[VersionedValue]:
         return self._request(lambda: self._fetch(names)) if names else []
 
     def _update(self, name: str, change: Callable[[bytes | None], tuple[bytes | None, T]]) -> T:
@@ -256,7 +256,7 @@ class ServiceStore(TableStore):
         def attempt() -> bool:
             version = self._swap([*swaps, Swap(self._mark_name, self._mark, mark)])
             if version is not None:
-                self._mark = Entry(mark, version)
+                self._mark = VersionedValue(mark, version)
                 return True
             # An earlier attempt without an answer may have made the change.
             (self._mark,) = self._fetch([self._mark_name])
@@ -275,7 +275,7 @@ class ServiceStore(TableStore):
         finally:
             lock.release()
 
-    def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
+    def _poll(self, deadline: Deadline, question: Callable[[StoreTable], bool]) -> bool:
         pause_s = _FIRST_PAUSE_S
         while not self._look(question):
             if deadline.expired():
@@ -302,7 +302,7 @@ class ServiceStore(TableStore):
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
 
-class _ServiceTable(Table):
+class _ServiceTable(StoreTable):
     """The table in a service: it reads what it is asked."""
 
     def __init__(self, store: ServiceStore) -> None:
@@ -352,9 +352,9 @@ def _applied(change: Change, entry: bytes | None) -> tuple[bytes | None, Any]:
     return made[0].first if made else None, result
 
 
-def _table(kind: str, key: str, entry: bytes | None) -> Table:
+def _table(kind: str, key: str, entry: bytes | None) -> StoreTable:
     """Return a table with one entry of a service."""
-    table = Table()
+    table = StoreTable()
     if entry is None:
         return table
     if kind == "k":

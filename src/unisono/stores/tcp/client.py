@@ -39,7 +39,7 @@ from unisono.stores.tcp.handshake import TOKEN_HINT
 from unisono.stores.tcp.native_server import start_server
 from unisono.stores.tcp.python_server import ServerOptions, StoreServer
 from unisono.stores.tcp.token import REFUSED_KEY
-from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
+from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, RequestOp
 
 # torch puts these before user keys, so a torch program on the same server finds our keys.
 _KEY_PREFIX = "/"
@@ -155,13 +155,13 @@ class TCPStore(Store):
 
     def set(self, key: str, value: Value) -> None:
         """Store `value` under `key`."""
-        self._call(Op.SET, _wire_key(key), check_value(value))
+        self._call(RequestOp.SET, _wire_key(key), check_value(value))
 
     def append(self, key: str, value: Value) -> None:
         """Append `value` to what `key` holds."""
         more = check_value(value)
         try:
-            self._call(Op.APPEND, _wire_key(key), more)
+            self._call(RequestOp.APPEND, _wire_key(key), more)
         except StoreConnectionError:
             # As for add: a server closes the connection if a value becomes too long.
             self._explain_append(key, len(more))
@@ -172,10 +172,10 @@ class TCPStore(Store):
         wire_key = _wire_key(key)
         if timeout is None:
             # The key mostly exists already. An empty reply may mean an empty value, or no value.
-            value: bytes = self._call(Op.GET, wire_key)
+            value: bytes = self._call(RequestOp.GET, wire_key)
             if value:
                 return value
-        value = self._fetch("get", (Op.GET, wire_key), [wire_key], timeout)
+        value = self._fetch("get", (RequestOp.GET, wire_key), [wire_key], timeout)
         return value
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
@@ -185,20 +185,20 @@ class TCPStore(Store):
             self._check_open()
             return []
         values: list[bytes] = self._fetch(
-            "multi_get", (Op.MULTI_GET, wire_keys), wire_keys, timeout
+            "multi_get", (RequestOp.MULTI_GET, wire_keys), wire_keys, timeout
         )
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Store each value under the key at the same position, all at once."""
         pairs = self._pairs(keys, values)
-        self._call(Op.MULTI_SET, [(_wire_key(key), value) for key, value in pairs])
+        self._call(RequestOp.MULTI_SET, [(_wire_key(key), value) for key, value in pairs])
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number stored under `key` and return the sum."""
         check_integer(amount, "amount")
         try:
-            return int(self._call(Op.ADD, _wire_key(key), amount))
+            return int(self._call(RequestOp.ADD, _wire_key(key), amount))
         except StoreConnectionError:
             # The protocol has no error reply: a server closes the connection of a client that adds
             # to a value that is not a number.
@@ -208,12 +208,14 @@ class TCPStore(Store):
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Store `desired` if `key` holds `expected`; see Store.compare_set."""
         return bytes(
-            self._call(Op.COMPARE_SET, _wire_key(key), check_value(expected), check_value(desired))
+            self._call(
+                RequestOp.COMPARE_SET, _wire_key(key), check_value(expected), check_value(desired)
+            )
         )
 
     def check(self, keys: Sequence[str], timeout: Timeout | None = None) -> bool:
         """Return whether every key has a value; see Store.check."""
-        return bool(self._call(Op.CHECK, _wire_keys(keys), timeout=timeout) == READY)
+        return bool(self._call(RequestOp.CHECK, _wire_keys(keys), timeout=timeout) == READY)
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Block until every key has a value."""
@@ -221,20 +223,20 @@ class TCPStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Remove the value of `key`; return whether there was one."""
-        return bool(self._call(Op.DELETE_KEY, _wire_key(key)))
+        return bool(self._call(RequestOp.DELETE_KEY, _wire_key(key)))
 
     def num_keys(self) -> int:
         """Return the number of keys on the server, torch's internal keys included."""
-        return int(self._call(Op.NUM_KEYS))
+        return int(self._call(RequestOp.NUM_KEYS))
 
     def list_keys(self) -> list[str]:
         """Return all keys with a value, sorted."""
-        found = self._call(Op.LIST_KEYS)
+        found = self._call(RequestOp.LIST_KEYS)
         return sorted(key.removeprefix(_KEY_PREFIX) for key in found if key[:1] == _KEY_PREFIX)
 
     def queue_push(self, key: str, value: Value) -> None:
         """Append `value` to the queue `key`."""
-        self._call(Op.QUEUE_PUSH, _wire_key(key), check_value(value))
+        self._call(RequestOp.QUEUE_PUSH, _wire_key(key), check_value(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
         """Remove and return the oldest value of the queue `key`."""
@@ -243,10 +245,10 @@ class TCPStore(Store):
         while True:
             # On the connection that waited: the server keeps the value for that connection.
             with self._pool.lease(_patience(deadline.remaining())) as connection:
-                if block and not connection.wait(deadline.remaining(), Op.WAIT, [wire_key]):
+                if block and not connection.wait(deadline.remaining(), RequestOp.WAIT, [wire_key]):
                     break
                 before, value = connection.ask(
-                    _patience(deadline.remaining()), ((Op.QUEUE_POP, wire_key),)
+                    _patience(deadline.remaining()), ((RequestOp.QUEUE_POP, wire_key),)
                 )[0]
             if before:
                 return bytes(value)
@@ -260,7 +262,7 @@ class TCPStore(Store):
 
     def queue_len(self, key: str) -> int:
         """Return the number of values in the queue `key`."""
-        return int(self._call(Op.QUEUE_LEN, _wire_key(key)))
+        return int(self._call(RequestOp.QUEUE_LEN, _wire_key(key)))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Block until `world_size` callers are inside `barrier(key)`."""
@@ -268,7 +270,7 @@ class TCPStore(Store):
         deadline = self._deadline(timeout)
         wire_key = _wire_key(key)
         with self._pool.lease(_patience(deadline.remaining())) as connection:
-            passed = connection.wait(deadline.remaining(), Op.BARRIER, wire_key, world_size)
+            passed = connection.wait(deadline.remaining(), RequestOp.BARRIER, wire_key, world_size)
         if not passed:
             came = f"at most {world_size - 1}"
             raise barrier_timeout(self, key, came, world_size, deadline.timeout_s)
@@ -300,16 +302,16 @@ class TCPStore(Store):
         It is the first that was refused because the server has no token; "" if there is none.
         """
         # One of torch's servers closes the connection if the key of GET is missing.
-        if self._call(Op.CHECK, [REFUSED_KEY]) != READY:
+        if self._call(RequestOp.CHECK, [REFUSED_KEY]) != READY:
             return ""
-        address: bytes = self._call(Op.GET, REFUSED_KEY)
+        address: bytes = self._call(RequestOp.GET, REFUSED_KEY)
         return "" if address == _FORGOTTEN else address.decode()
 
     def forget_refused(self) -> None:
         """Let `refused_client` return "" from now on, because all clients have come."""
         # Torch's server refuses no client, and its users count its keys.
         if self._server is not None or self.refused_client():
-            self._call(Op.SET, REFUSED_KEY, _FORGOTTEN)
+            self._call(RequestOp.SET, REFUSED_KEY, _FORGOTTEN)
 
     def close(self) -> None:
         """Close the connections, and the server if it runs here; blocked threads wake up."""
@@ -321,35 +323,41 @@ class TCPStore(Store):
         host = self._server.host if self._server else self.host
         return ConnectionPool(host, self.port, self._token)
 
-    def _call(self, op: Op, *args: Any, timeout: Timeout | None = None) -> Any:
+    def _call(self, op: RequestOp, *args: Any, timeout: Timeout | None = None) -> Any:
         """Make one request that the server answers at once."""
         self._check_open()
         timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
         return self._pool.ask(_patience(timeout_s), (op, *args))[0]
 
     def _fetch(
-        self, operation: str, request: tuple[Op, Any], keys: list[str], timeout: Timeout | None
+        self,
+        operation: str,
+        request: tuple[RequestOp, Any],
+        keys: list[str],
+        timeout: Timeout | None,
     ) -> Any:
         deadline = self._deadline(timeout)
         while True:
             # Both in one round trip, so that no other client can delete the key in between.
-            answers = self._pool.ask(_patience(deadline.remaining()), (Op.CHECK, keys), request)
+            answers = self._pool.ask(
+                _patience(deadline.remaining()), (RequestOp.CHECK, keys), request
+            )
             if answers[0] == READY:
                 return answers[1]
             self._wait(operation, keys, deadline)
 
     def _wait(self, operation: str, keys: list[str], deadline: Deadline) -> None:
         with self._pool.lease(_patience(deadline.remaining())) as connection:
-            if connection.wait(deadline.remaining(), Op.WAIT, keys):
+            if connection.wait(deadline.remaining(), RequestOp.WAIT, keys):
                 return
-            flags = connection.ask(1.0, tuple((Op.CHECK, [key]) for key in keys[:1024]))
+            flags = connection.ask(1.0, tuple((RequestOp.CHECK, [key]) for key in keys[:1024]))
         missing = [key for key, flag in zip(keys, flags, strict=False) if flag != READY]
         if missing:
             names = [key.removeprefix(_KEY_PREFIX) for key in missing]
             raise keys_timeout(self, operation, keys, names, deadline.timeout_s)
 
     def _wait_for_workers(self, world_size: int, deadline: Deadline) -> None:
-        joined = int(self._call(Op.ADD, _INIT_KEY, 1))
+        joined = int(self._call(RequestOp.ADD, _INIT_KEY, 1))
         grace = RefusalGrace()
         while self._server is not None and joined < world_size:
             if client := grace.over(self.refused_client):
@@ -365,7 +373,7 @@ class TCPStore(Store):
                     hint="were all ranks started, with the same address and port?",
                 )
             time.sleep(min(_POLL_S, deadline.remaining()))
-            joined = int(self._call(Op.GET, _INIT_KEY))
+            joined = int(self._call(RequestOp.GET, _INIT_KEY))
 
     def _explain_add(self, key: str, amount: int) -> None:
         """Raise StoreKeyError if the stored value is why the server ended the connection."""
@@ -386,8 +394,8 @@ class TCPStore(Store):
         """Return the value of a key; None if there is none, or no server to ask."""
         self._check_open()
         try:
-            value: bytes = self._call(Op.GET, _wire_key(key))
-            return value if self._call(Op.CHECK, [_wire_key(key)]) == READY else None
+            value: bytes = self._call(RequestOp.GET, _wire_key(key))
+            return value if self._call(RequestOp.CHECK, [_wire_key(key)]) == READY else None
         except StoreError:
             return None
 

@@ -21,8 +21,8 @@ from unisono.errors import (
 )
 from unisono.platform.posix import after_fork
 from unisono.stores.tcp.handshake import shake_hands
-from unisono.stores.tcp.link import Request, open_link
-from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_request
+from unisono.stores.tcp.link import RawRequest, open_link
+from unisono.stores.tcp.wire import STOP_WAITING, RequestOp, encode_request
 
 _MAX_IDLE = 4
 _RETRY_S, _LAST_RETRY_S = 0.01, 1.0
@@ -46,7 +46,7 @@ class Connection:
         self._address = address
         self._link = open_link(sock)
 
-    def ask(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
+    def ask(self, timeout_s: float, requests: tuple[RawRequest, ...]) -> list[Any]:
         """Make requests in one round trip and return their results; None for a write.
 
         Raises:
@@ -58,7 +58,7 @@ class Connection:
         except (OSError, OverflowError, ValueError) as error:
             raise self._failure(error, timeout_s, requests) from error
 
-    def wait(self, timeout_s: float, op: Op, *args: Any) -> bool:
+    def wait(self, timeout_s: float, op: RequestOp, *args: Any) -> bool:
         """Make a WAIT or BARRIER; return False at the time-out, after the server has cancelled it.
 
         Raises:
@@ -90,10 +90,10 @@ class Connection:
             return
 
     def _failure(
-        self, error: Exception, timeout_s: float, requests: tuple[Request, ...]
+        self, error: Exception, timeout_s: float, requests: tuple[RawRequest, ...]
     ) -> Exception:
         """Return the error for a link's exception."""
-        operation = Op(requests[0][0]).name
+        operation = RequestOp(requests[0][0]).name
         if isinstance(error, InvalidArgumentError):
             return error
         if isinstance(error, OverflowError):
@@ -165,7 +165,7 @@ class ConnectionPool:
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
         self._idle.append(connection)
 
-    def ask(self, timeout_s: float, *requests: Request) -> list[Any]:
+    def ask(self, timeout_s: float, *requests: RawRequest) -> list[Any]:
         """Make requests on a free connection; see Connection.ask."""
         connection = self._take(timeout_s)
         try:

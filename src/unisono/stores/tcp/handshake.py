@@ -12,9 +12,9 @@ from unisono.base.sockets import is_local
 from unisono.errors import HandshakeError, StoreConnectionError, StoreTimeoutError
 from unisono.platform.peer_user import is_foreign
 from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
-from unisono.stores.tcp.wire import MAGIC, Op, encode_request
+from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
 
-_OPENING = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING])
+_OPENING = encode_request(RequestOp.VALIDATE, MAGIC) + bytes([RequestOp.PING])
 
 TOKEN_HINT = (
     "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process may use "

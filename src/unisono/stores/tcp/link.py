@@ -15,8 +15,8 @@ from unisono.base.silence import LOOK_S, host_timeout_s, keep_alive, silent_s
 from unisono.stores.tcp.wire import (
     NO_REPLY,
     WAIT_CANCELED,
-    Op,
     ReplyDecoder,
+    RequestOp,
     WireError,
     encode_request,
 )
@@ -25,7 +25,7 @@ _READ_BYTES = 256 * 1024
 
 T = TypeVar("T")
 
-Request = tuple[Any, ...]
+RawRequest = tuple[Any, ...]
 """An Op and its arguments."""
 
 
@@ -56,7 +56,7 @@ class StoreLink:
         self._decoder = ReplyDecoder()
         self._replies: list[Any] = []
 
-    def exchange(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
+    def exchange(self, timeout_s: float, requests: tuple[RawRequest, ...]) -> list[Any]:
         """Make requests in one round trip and return their results; None for a write."""
         deadline = Deadline(timeout_s)
         data = []
@@ -64,11 +64,12 @@ class StoreLink:
             data.append(encode_request(op, *args))
             if op in NO_REPLY:
                 # So that a write is done, and visible to every other connection, on return.
-                data.append(encode_request(Op.PING, 0))
-        answered = [request for request in requests if request[:2] != (Op.MULTI_GET, [])]
+                data.append(encode_request(RequestOp.PING, 0))
+        answered = [request for request in requests if request[:2] != (RequestOp.MULTI_GET, [])]
         for op, *args in answered:
             self._decoder.expect(
-                Op.PING if op in NO_REPLY else op, len(args[0]) if op is Op.MULTI_GET else 0
+                RequestOp.PING if op in NO_REPLY else op,
+                len(args[0]) if op is RequestOp.MULTI_GET else 0,
             )
         self._send(b"".join(data), deadline)
         answers = iter([self._receive(deadline) for _ in answered])
@@ -81,12 +82,12 @@ class StoreLink:
     def cancel(self, timeout_s: float) -> bool:
         """Cancel a WAIT or BARRIER that timed out; return whether it had ended before."""
         deadline = Deadline(timeout_s)
-        self._send(encode_request(Op.CANCEL_WAIT), deadline)
+        self._send(encode_request(RequestOp.CANCEL_WAIT), deadline)
         # The reply still expected is either the late end of the wait or its cancellation. If it is
         # the end, the answer to this request follows. Each has 1 byte.
         if self._receive(deadline, 1) == WAIT_CANCELED:
             return False
-        self._decoder.expect(Op.CANCEL_WAIT)
+        self._decoder.expect(RequestOp.CANCEL_WAIT)
         self._receive(deadline)
         return True
 

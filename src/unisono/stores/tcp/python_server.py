@@ -25,7 +25,7 @@ from unisono.base.sockets import format_address, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
 from unisono.platform.peer_user import is_foreign
 from unisono.platform.posix import after_fork
-from unisono.stores.table import Table, Watch
+from unisono.stores.table import StoreTable, Watch
 from unisono.stores.tcp.token import REFUSED_KEY, Gate, Refused
 from unisono.stores.tcp.wire import (
     MAX_REPLY_BYTES,
@@ -34,9 +34,9 @@ from unisono.stores.tcp.wire import (
     READY,
     STOP_WAITING,
     WAIT_CANCELED,
-    Op,
     Request,
     RequestDecoder,
+    RequestOp,
     WireError,
     encode_reply,
 )
@@ -57,7 +57,7 @@ _SERVERS: weakref.WeakSet[StoreServer] = weakref.WeakSet()
 
 
 @dataclass(eq=False, slots=True)
-class _Connection:
+class _ServedClient:
     """One client: its incomplete request, its unread replies, and its wait."""
 
     sock: socket.socket
@@ -146,10 +146,10 @@ class StoreServer:
 
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self._options = options
-        self._greetings: deque[tuple[float, _Connection]] = deque()
+        self._greetings: deque[tuple[float, _ServedClient]] = deque()
         self.port: int = listeners[0].getsockname()[1]
-        self._table = Table()
-        self._connections: set[_Connection] = set()
+        self._table = StoreTable()
+        self._connections: set[_ServedClient] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_out.setblocking(False)
@@ -193,7 +193,7 @@ class StoreServer:
                 for key, events in self._selector.select(limit_s):
                     if key.data is None:
                         continue
-                    if isinstance(key.data, _Connection):
+                    if isinstance(key.data, _ServedClient):
                         self._serve(key.data, events)
                     else:
                         key.data(key.fileobj)
@@ -232,12 +232,12 @@ class StoreServer:
             lambda: is_local(sock),
             lambda: is_foreign(sock),
         )
-        connection = _Connection(sock, format_address(*address[:2]), gate)
+        connection = _ServedClient(sock, format_address(*address[:2]), gate)
         self._greetings.append((time.monotonic(), connection))
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, connection: _ServedClient, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
                 chunk = connection.sock.recv(_READ_BYTES)
@@ -263,7 +263,7 @@ class StoreServer:
         except OSError:
             self._drop(connection)
 
-    def _greet(self, connection: _Connection, gate: Gate, chunk: bytes) -> bytes:
+    def _greet(self, connection: _ServedClient, gate: Gate, chunk: bytes) -> bytes:
         """Do the handshake; return the bytes that follow it."""
         answer, rest = gate.feed(chunk)
         connection.unsent += answer
@@ -285,7 +285,7 @@ class StoreServer:
             self._greetings.popleft()
         return rest_s
 
-    def _answer(self, connection: _Connection) -> None:
+    def _answer(self, connection: _ServedClient) -> None:
         """Handle received requests, as long as the client reads its replies."""
         done = 0
         for request in connection.pending:
@@ -297,16 +297,16 @@ class StoreServer:
         self._flush(connection)
         self._watch_socket(connection)
 
-    def _handle(self, connection: _Connection, request: Request) -> None:
+    def _handle(self, connection: _ServedClient, request: Request) -> None:
         promised, connection.promised = connection.promised, None
         match request.op:
-            case Op.WAIT:
+            case RequestOp.WAIT:
                 self._wait(connection, request.args[0])
-            case Op.BARRIER:
+            case RequestOp.BARRIER:
                 self._barrier(connection, *request.args)
-            case Op.CANCEL_WAIT:
+            case RequestOp.CANCEL_WAIT:
                 self._forget_wait(connection)
-                connection.unsent += encode_reply(Op.CANCEL_WAIT, WAIT_CANCELED)
+                connection.unsent += encode_reply(RequestOp.CANCEL_WAIT, WAIT_CANCELED)
             case _:
                 result = self._apply(request)
                 connection.unsent += encode_reply(request.op, result)
@@ -315,7 +315,7 @@ class StoreServer:
 
     def _apply(self, request: Request) -> Any:
         """Execute a request that is answered at once, and return its result."""
-        if request.op is Op.MULTI_GET:
+        if request.op is RequestOp.MULTI_GET:
             return self._multi_get(*request.args)
         operation = _OPERATIONS.get(request.op)
         return None if operation is None else operation(self._table, *request.args)
@@ -329,21 +329,21 @@ class StoreServer:
             )
         return values
 
-    def _wait(self, connection: _Connection, keys: list[str]) -> None:
+    def _wait(self, connection: _ServedClient, keys: list[str]) -> None:
         self._forget_wait(connection)
         if self._table.ready(keys):
             self._promise(connection, keys)
-            connection.unsent += encode_reply(Op.WAIT, STOP_WAITING)
+            connection.unsent += encode_reply(RequestOp.WAIT, STOP_WAITING)
             return
 
         def notify() -> None:
             connection.watch = None
             self._promise(connection, keys)
-            self._send_later(connection, encode_reply(Op.WAIT, STOP_WAITING))
+            self._send_later(connection, encode_reply(RequestOp.WAIT, STOP_WAITING))
 
         connection.watch = self._table.watch(keys, notify)
 
-    def _promise(self, connection: _Connection, keys: list[str]) -> None:
+    def _promise(self, connection: _ServedClient, keys: list[str]) -> None:
         """Reserve one value of a queue for a waiter, which fetches it by its next request."""
         if len(keys) == 1 and keys[0] not in self._table.values:
             connection.promised = keys[0]
@@ -356,17 +356,17 @@ class StoreServer:
         # If the waiter did not fetch the value, the next waiter gets it.
         self._table.changed(key)
 
-    def _barrier(self, connection: _Connection, key: str, world_size: int) -> None:
+    def _barrier(self, connection: _ServedClient, key: str, world_size: int) -> None:
         self._forget_wait(connection)
 
         def release() -> None:
             connection.barrier = None
-            self._send_later(connection, encode_reply(Op.BARRIER, STOP_WAITING))
+            self._send_later(connection, encode_reply(RequestOp.BARRIER, STOP_WAITING))
 
         connection.barrier = key
         self._table.arrive(key, world_size, connection, release)
 
-    def _forget_wait(self, connection: _Connection) -> None:
+    def _forget_wait(self, connection: _ServedClient) -> None:
         if connection.watch is not None:
             self._table.unwatch(connection.watch)
             connection.watch = None
@@ -374,12 +374,12 @@ class StoreServer:
             self._table.withdraw(connection.barrier, connection)
             connection.barrier = None
 
-    def _send_later(self, connection: _Connection, data: bytes) -> None:
+    def _send_later(self, connection: _ServedClient, data: bytes) -> None:
         """Queue bytes for a client that is not being served now."""
         connection.unsent += data
         self._watch_socket(connection)
 
-    def _flush(self, connection: _Connection) -> bool:
+    def _flush(self, connection: _ServedClient) -> bool:
         """Send what the socket accepts; return whether nothing is left."""
         while connection.unsent:
             try:
@@ -389,14 +389,14 @@ class StoreServer:
             del connection.unsent[:sent]
         return True
 
-    def _watch_socket(self, connection: _Connection) -> None:
+    def _watch_socket(self, connection: _ServedClient) -> None:
         events = selectors.EVENT_WRITE if connection.unsent else 0
         if not connection.pending:
             events |= selectors.EVENT_READ
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
-    def _drop(self, connection: _Connection, why: str = "") -> None:
+    def _drop(self, connection: _ServedClient, why: str = "") -> None:
         if why:
             self._listeners.log.add(f"port {self.port}: closing {connection.peer}: {why}")
         self._connections.discard(connection)
@@ -407,33 +407,33 @@ class StoreServer:
             self._end_promise(connection.promised)
 
 
-def _append(table: Table, key: str, value: bytes) -> None:
+def _append(table: StoreTable, key: str, value: bytes) -> None:
     if len(table.values.get(key, b"")) + len(value) > MAX_VALUE_BYTES:
         raise InvalidArgumentError(f"append({key!r}): the value becomes too long")
     table.append(key, value)
 
 
-def _multi_set(table: Table, pairs: list[tuple[str, bytes]]) -> None:
+def _multi_set(table: StoreTable, pairs: list[tuple[str, bytes]]) -> None:
     for key, value in pairs:
         table.set(key, value)
 
 
 # The requests that are answered at once, except MULTI_GET, which the options limit.
-_OPERATIONS: dict[Op, Callable[..., Any]] = {
-    Op.SET: Table.set,
-    Op.GET: lambda table, key: table.values.get(key, b""),
-    Op.ADD: Table.add,
-    Op.CHECK: lambda table, keys: NOT_READY if table.missing(keys) else READY,
-    Op.COMPARE_SET: Table.compare_set,
-    Op.APPEND: _append,
-    Op.DELETE_KEY: Table.delete_key,
-    Op.NUM_KEYS: lambda table: len(table.values),
-    Op.LIST_KEYS: lambda table: list(table.values),
-    Op.MULTI_SET: _multi_set,
-    Op.QUEUE_PUSH: Table.queue_push,
-    Op.QUEUE_POP: lambda table, key: (table.queue_len(key), table.queue_pop(key)),
-    Op.QUEUE_LEN: Table.queue_len,
-    Op.PING: lambda table, nonce: nonce,
+_OPERATIONS: dict[RequestOp, Callable[..., Any]] = {
+    RequestOp.SET: StoreTable.set,
+    RequestOp.GET: lambda table, key: table.values.get(key, b""),
+    RequestOp.ADD: StoreTable.add,
+    RequestOp.CHECK: lambda table, keys: NOT_READY if table.missing(keys) else READY,
+    RequestOp.COMPARE_SET: StoreTable.compare_set,
+    RequestOp.APPEND: _append,
+    RequestOp.DELETE_KEY: StoreTable.delete_key,
+    RequestOp.NUM_KEYS: lambda table: len(table.values),
+    RequestOp.LIST_KEYS: lambda table: list(table.values),
+    RequestOp.MULTI_SET: _multi_set,
+    RequestOp.QUEUE_PUSH: StoreTable.queue_push,
+    RequestOp.QUEUE_POP: lambda table, key: (table.queue_len(key), table.queue_pop(key)),
+    RequestOp.QUEUE_LEN: StoreTable.queue_len,
+    RequestOp.PING: lambda table, nonce: nonce,
 }
 
 

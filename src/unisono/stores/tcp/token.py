@@ -24,7 +24,7 @@ import enum
 import os
 from collections.abc import Callable
 
-from unisono.stores.tcp.wire import MAGIC, Op, encode_request
+from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
 
 HELLO = b"UNISONO\x01"
 NONCE_BYTES = 32
@@ -33,7 +33,7 @@ PROOF_BYTES = 32
 REFUSED_KEY = "refused"
 """The key, which users cannot write, of the first client that was refused for lack of a token."""
 
-_OPENING = encode_request(Op.VALIDATE, MAGIC)
+_OPENING = encode_request(RequestOp.VALIDATE, MAGIC)
 
 
 class Answer(enum.IntEnum):

@@ -1,9 +1,9 @@
 """torch's TCPStore protocol as bytes in, messages out: no socket, no clock, no thread.
 
 A connection starts with VALIDATE (a magic number) and PING (the server echoes the nonce). Any
-request may follow. A request is one byte of `Op` and its fields. A reply has only fields, without
-an op or a length, so the client must remember its requests. SET, APPEND, MULTI_SET and QUEUE_PUSH
-have no reply. Integers are little-endian.
+request may follow. A request is one byte of `RequestOp` and its fields. A reply has only fields,
+without an op or a length, so the client must remember its requests. SET, APPEND, MULTI_SET and
+QUEUE_PUSH have no reply. Integers are little-endian.
 
     field   on the wire
     KEY     u64 length, UTF-8 bytes
@@ -53,7 +53,7 @@ class WireError(TransportError):
     """Bytes that are not a TCPStore message; the connection is closed."""
 
 
-class Op(enum.IntEnum):
+class RequestOp(enum.IntEnum):
     """The operation of a request."""
 
     VALIDATE = 0
@@ -91,7 +91,7 @@ class Field(enum.Enum):
     FLAG = enum.auto()
 
 
-class _Layout(NamedTuple):
+class _OpFields(NamedTuple):
     """The fields of a request and of its reply."""
 
     request: tuple[Field, ...]
@@ -99,25 +99,25 @@ class _Layout(NamedTuple):
 
 
 _LAYOUTS = {
-    Op.VALIDATE: _Layout((Field.U32,), None),
-    Op.SET: _Layout((Field.KEY, Field.VALUE), None),
-    Op.COMPARE_SET: _Layout((Field.KEY, Field.VALUE, Field.VALUE), Field.VALUE),
-    Op.GET: _Layout((Field.KEY,), Field.VALUE),
-    Op.ADD: _Layout((Field.KEY, Field.I64), Field.I64),
-    Op.CHECK: _Layout((Field.KEYS,), Field.FLAG),
-    Op.WAIT: _Layout((Field.KEYS,), Field.FLAG),
-    Op.NUM_KEYS: _Layout((), Field.I64),
-    Op.DELETE_KEY: _Layout((Field.KEY,), Field.I64),
-    Op.APPEND: _Layout((Field.KEY, Field.VALUE), None),
-    Op.MULTI_GET: _Layout((Field.KEYS,), Field.VALUES),
-    Op.MULTI_SET: _Layout((Field.PAIRS,), None),
-    Op.CANCEL_WAIT: _Layout((), Field.FLAG),
-    Op.PING: _Layout((Field.U32,), Field.U32),
-    Op.QUEUE_PUSH: _Layout((Field.KEY, Field.VALUE), None),
-    Op.QUEUE_POP: _Layout((Field.KEY,), Field.POPPED),
-    Op.QUEUE_LEN: _Layout((Field.KEY,), Field.I64),
-    Op.LIST_KEYS: _Layout((), Field.KEYS),
-    Op.BARRIER: _Layout((Field.KEY, Field.I64), Field.FLAG),
+    RequestOp.VALIDATE: _OpFields((Field.U32,), None),
+    RequestOp.SET: _OpFields((Field.KEY, Field.VALUE), None),
+    RequestOp.COMPARE_SET: _OpFields((Field.KEY, Field.VALUE, Field.VALUE), Field.VALUE),
+    RequestOp.GET: _OpFields((Field.KEY,), Field.VALUE),
+    RequestOp.ADD: _OpFields((Field.KEY, Field.I64), Field.I64),
+    RequestOp.CHECK: _OpFields((Field.KEYS,), Field.FLAG),
+    RequestOp.WAIT: _OpFields((Field.KEYS,), Field.FLAG),
+    RequestOp.NUM_KEYS: _OpFields((), Field.I64),
+    RequestOp.DELETE_KEY: _OpFields((Field.KEY,), Field.I64),
+    RequestOp.APPEND: _OpFields((Field.KEY, Field.VALUE), None),
+    RequestOp.MULTI_GET: _OpFields((Field.KEYS,), Field.VALUES),
+    RequestOp.MULTI_SET: _OpFields((Field.PAIRS,), None),
+    RequestOp.CANCEL_WAIT: _OpFields((), Field.FLAG),
+    RequestOp.PING: _OpFields((Field.U32,), Field.U32),
+    RequestOp.QUEUE_PUSH: _OpFields((Field.KEY, Field.VALUE), None),
+    RequestOp.QUEUE_POP: _OpFields((Field.KEY,), Field.POPPED),
+    RequestOp.QUEUE_LEN: _OpFields((Field.KEY,), Field.I64),
+    RequestOp.LIST_KEYS: _OpFields((), Field.KEYS),
+    RequestOp.BARRIER: _OpFields((Field.KEY, Field.I64), Field.FLAG),
 }
 
 NO_REPLY = frozenset(op for op, layout in _LAYOUTS.items() if layout.reply is None)
@@ -126,11 +126,11 @@ NO_REPLY = frozenset(op for op, layout in _LAYOUTS.items() if layout.reply is No
 class Request(NamedTuple):
     """One request: its op and one argument for each field (str, bytes, int, list)."""
 
-    op: Op
+    op: RequestOp
     args: tuple[Any, ...] = ()
 
 
-def encode_request(op: Op, *args: Any) -> bytes:
+def encode_request(op: RequestOp, *args: Any) -> bytes:
     """Return the bytes of one request.
 
     Raises:
@@ -144,7 +144,7 @@ def encode_request(op: Op, *args: Any) -> bytes:
     return data
 
 
-def encode_reply(op: Op, result: Any) -> bytes:
+def encode_reply(op: RequestOp, result: Any) -> bytes:
     """Return the bytes that answer a request of kind `op`; `result` has the kind of its reply.
 
     Replies have no limits of their own: appended values may outgrow what one request carries.
@@ -321,16 +321,16 @@ class RequestDecoder(_Decoder):
 
     def _request(self) -> _Reader:
         code = (yield 1)[0]
-        if self._first and code != Op.VALIDATE:
+        if self._first and code != RequestOp.VALIDATE:
             raise WireError(f"the first byte is {code}, not VALIDATE: not a TCPStore client")
         if code not in _LAYOUTS:
             raise WireError(f"request {code} is unknown (known: 0 to {max(_LAYOUTS)})")
-        op = Op(code)
+        op = RequestOp(code)
         limits = _Limits(MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS, MAX_REQUEST_BYTES)
         args = []
         for field in _LAYOUTS[op].request:
             args.append((yield from _read(field, 0, limits)))
-        if op is Op.VALIDATE and args[0] != MAGIC:
+        if op is RequestOp.VALIDATE and args[0] != MAGIC:
             raise WireError(f"magic number {args[0]:#x} instead of {MAGIC:#x}")
         self._first = False
         return Request(op, tuple(args))
@@ -343,7 +343,7 @@ class ReplyDecoder(_Decoder):
         super().__init__()
         self._expected: list[tuple[Field, int]] = []
 
-    def expect(self, op: Op, count: int = 0) -> None:
+    def expect(self, op: RequestOp, count: int = 0) -> None:
         """Announce that a request was sent; `count` is the number of keys of MULTI_GET."""
         field = _LAYOUTS[op].reply
         if field is Field.VALUES and count == 0:

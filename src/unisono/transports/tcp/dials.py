@@ -8,7 +8,7 @@ from functools import partial
 
 from unisono.transports.tcp.address import TCPAddress, is_loopback
 from unisono.transports.tcp.handshake import Dial
-from unisono.transports.tcp.io_loop import Loop
+from unisono.transports.tcp.io_loop import IOLoop
 from unisono.transports.tcp.wire import Hello
 
 # The channel of the link in a hello; wires have the channels from 1 on.
@@ -25,7 +25,9 @@ class Dials:
         loop: Of the I/O thread.
     """
 
-    def __init__(self, rank: int, world_size: int, find: Callable[[int], str], loop: Loop) -> None:
+    def __init__(
+        self, rank: int, world_size: int, find: Callable[[int], str], loop: IOLoop
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._find = find

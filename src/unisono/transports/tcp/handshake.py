@@ -16,7 +16,7 @@ from unisono.base.silence import limit_start
 from unisono.base.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
 from unisono.errors import HandshakeError
 from unisono.transports.tcp.address import TCPAddress
-from unisono.transports.tcp.io_loop import READ, WRITE, Loop
+from unisono.transports.tcp.io_loop import READ, WRITE, IOLoop
 from unisono.transports.tcp.wire import ACCEPT, HELLO, Hello
 
 _log = get_logger("transports.tcp")
@@ -30,11 +30,11 @@ _MOST_GREETINGS = 256
 _LEAST_S = 1.0
 
 
-class _Attempt:
+class _ConnectionAttempt:
     """A connection attempt to one address; ends with `ended(attempt, reason)`, "": connected."""
 
     def __init__(
-        self, loop: Loop, host: str, port: int, ended: Callable[[_Attempt, str], None]
+        self, loop: IOLoop, host: str, port: int, ended: Callable[[_ConnectionAttempt, str], None]
     ) -> None:
         self.host = host
         self.at = f"{host}:{port}"
@@ -97,7 +97,7 @@ class Dial:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: IOLoop,
         hello: Hello,
         address: TCPAddress,
         done: Callable[[socket.socket | None, str], None],
@@ -108,7 +108,7 @@ class Dial:
         self._port = address.port
         self._done = done
         self._errors: list[str] = []
-        self._attempts: list[_Attempt] = []
+        self._attempts: list[_ConnectionAttempt] = []
         self._at = ""
         self._sock: socket.socket | None = None  # on which the hello was sent
         self._spare: socket.socket | None = None
@@ -117,7 +117,7 @@ class Dial:
         """Try the next address. After the last one, use the peer's own connection, or fail."""
         self._loop.stop_timer(self.start)
         if self._hosts:
-            attempt = _Attempt(self._loop, self._hosts.popleft(), self._port, self._ended)
+            attempt = _ConnectionAttempt(self._loop, self._hosts.popleft(), self._port, self._ended)
             self._attempts.append(attempt)
             if self._hosts:
                 self._loop.start_timer(self.start, STAGGER_S)
@@ -155,7 +155,7 @@ class Dial:
         self._hang_up()
         self.close_spare()
 
-    def _ended(self, attempt: _Attempt, reason: str) -> None:
+    def _ended(self, attempt: _ConnectionAttempt, reason: str) -> None:
         self._attempts.remove(attempt)
         self._at = attempt.at
         if reason:
@@ -219,7 +219,7 @@ class Greetings:
         done: Receives a connection and its hello.
     """
 
-    def __init__(self, loop: Loop, done: Callable[[socket.socket, Hello], None]) -> None:
+    def __init__(self, loop: IOLoop, done: Callable[[socket.socket, Hello], None]) -> None:
         self._loop = loop
         self._done = done
         self._log = LogLimit(_log)
@@ -263,7 +263,7 @@ class _Greeting:
     """An accepted connection until its hello is complete; closed if no hello arrives in time."""
 
     def __init__(
-        self, loop: Loop, sock: socket.socket, ended: Callable[[_Greeting, Hello | None], None]
+        self, loop: IOLoop, sock: socket.socket, ended: Callable[[_Greeting, Hello | None], None]
     ) -> None:
         self._loop = loop
         self.sock = sock

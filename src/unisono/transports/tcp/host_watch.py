@@ -7,10 +7,10 @@ import socket
 from collections.abc import Callable
 
 from unisono.base.silence import LOOK_S, has_vanished, host_timeout_s, keep_alive, silent_s
-from unisono.transports.tcp.io_loop import Loop
+from unisono.transports.tcp.io_loop import IOLoop
 
 
-class HostWatch(Loop):
+class HostWatch(IOLoop):
     """The loop of an I/O thread; it looks at the connections to other hosts once a second."""
 
     def __init__(self) -> None:

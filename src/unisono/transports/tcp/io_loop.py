@@ -17,8 +17,8 @@ WRITE = selectors.EVENT_WRITE
 # How long a fork waits for a handler to end.
 _HOLD_S = 1.0
 
-Handler = Callable[[int], None]
-Job = Callable[[], object]
+SocketHandler = Callable[[int], None]
+LaterCall = Callable[[], object]
 
 
 # Small frames are read through a buffer of this size, several in one system call. Larger payloads
@@ -26,7 +26,7 @@ Job = Callable[[], object]
 CHUNK_BYTES = 1 << 16
 
 
-class Loop:
+class IOLoop:
     """Calls the handlers of sockets that are ready; only `later` may be used by any thread.
 
     Attributes:
@@ -36,8 +36,8 @@ class Loop:
     def __init__(self) -> None:
         self.chunk = memoryview(bytearray(CHUNK_BYTES))
         self._selector = selectors.DefaultSelector()
-        self._todo: deque[Job] = deque()
-        self._timers: dict[Job, float] = {}
+        self._todo: deque[LaterCall] = deque()
+        self._timers: dict[LaterCall, float] = {}
         # Held while a handler runs: a socket may then be known to a local variable only.
         # Re-entrant, because a handler may fork.
         self._handling = threading.RLock()
@@ -46,22 +46,22 @@ class Loop:
         self._wake_out.setblocking(False)
         self.watch(self._wake_in, READ, self._woken)
 
-    def later(self, job: Job) -> None:
+    def later(self, job: LaterCall) -> None:
         """Run `job` on the loop's thread, soon."""
         self._todo.append(job)
         # A full pipe wakes the thread as well. If the pipe is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._wake_out.send(b"!")
 
-    def start_timer(self, job: Job, seconds: float) -> None:
+    def start_timer(self, job: LaterCall, seconds: float) -> None:
         """Run `job` once, after `seconds`; a job has at most one timer."""
         self._timers[job] = time.monotonic() + seconds
 
-    def stop_timer(self, job: Job) -> None:
+    def stop_timer(self, job: LaterCall) -> None:
         """Remove the timer of `job`, if it has one."""
         self._timers.pop(job, None)
 
-    def watch(self, sock: socket.socket, events: int, handler: Handler) -> None:
+    def watch(self, sock: socket.socket, events: int, handler: SocketHandler) -> None:
         """Call `handler(events)` whenever one of `events` is possible on this socket."""
         self._selector.register(sock, events, handler)
 

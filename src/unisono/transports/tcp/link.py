@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from unisono.platform.posix import sendmsg
-from unisono.transports.messages import Arrival, Cancelled, Key, Kind, LinkDown, MessageMismatch
+from unisono.transports.messages import Arrival, Cancelled, Key, LinkDown, MessageMismatch, Purpose
 from unisono.transports.tcp.io_loop import CHUNK_BYTES
 from unisono.transports.tcp.wire import FRAME, Frame
 from unisono.transports.transfers import Messages, Transfer, is_of_user
@@ -31,9 +31,9 @@ _CONTROL_MAX_BYTES = 1 << 24
 # Receives the bytes of cancelled transfers, of all links at once.
 _SINK = memoryview(bytearray(CHUNK_BYTES))
 
-_DATA = (Kind.COLLECTIVE, Kind.P2P)
+_DATA = (Purpose.COLLECTIVE, Purpose.P2P)
 
-Control = Callable[[int, int, Kind, bytes], None]
+Control = Callable[[int, int, Purpose, bytes], None]
 
 
 class _Out:

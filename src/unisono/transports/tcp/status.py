@@ -26,7 +26,7 @@ from unisono.platform.posix import effective_user
 from unisono.platform.processes import name_thread, resident_bytes
 from unisono.trace.flight_recorder import encode_short
 from unisono.trace.snapshot import live_records
-from unisono.transports.tcp.io_loop import WRITE, Loop
+from unisono.transports.tcp.io_loop import WRITE, IOLoop
 from unisono.transports.tcp.viewer import NO_KEY, sealed
 from unisono.transports.tcp.wire import CLOCK, CLOCK_TIME, RECORDS, REFUSE, Hello
 
@@ -65,7 +65,7 @@ class Client(NamedTuple):
 
 
 def answer_client(
-    transport: Transport, loop: Loop, client: Client, addresses: Callable[[], list[str]]
+    transport: Transport, loop: IOLoop, client: Client, addresses: Callable[[], list[str]]
 ) -> None:
     """Send what a client asks for, if it may have it, and hang up; on the I/O thread."""
     answer = REFUSE
@@ -77,7 +77,7 @@ def answer_client(
         # For example, the addresses are not known before the ranks have met. An exception would end
         # the I/O thread, and with it the job.
         _log.info("rank %d cannot answer a client: %r", transport.rank, error)
-    _Answer(loop, client.sock, answer)
+    _Reply(loop, client.sock, answer)
 
 
 def _answer(transport: Transport, channel: int, addresses: Callable[[], list[str]]) -> bytes:
@@ -112,10 +112,10 @@ def state_of(transport: Transport) -> dict[str, Any]:
     }
 
 
-class _Answer:
+class _Reply:
     """An answer under way; the socket is closed at its end."""
 
-    def __init__(self, loop: Loop, sock: socket.socket, data: bytes) -> None:
+    def __init__(self, loop: IOLoop, sock: socket.socket, data: bytes) -> None:
         self._loop = loop
         self._sock = sock
         self._left = memoryview(data)

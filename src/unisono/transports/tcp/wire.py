@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 from unisono.errors import HandshakeError
-from unisono.transports.messages import Key, Kind
+from unisono.transports.messages import Key, Purpose
 
 _MAGIC = b"unisono\x00"
 _VERSION = 4
@@ -85,4 +85,4 @@ class Frame(NamedTuple):
             ValueError: The kind is unknown, so the stream is out of step.
         """
         kind, info, context, tag, nbytes = FRAME.unpack(data)
-        return cls(Key(context, Kind(kind), tag), nbytes, info)
+        return cls(Key(context, Purpose(kind), tag), nbytes, info)

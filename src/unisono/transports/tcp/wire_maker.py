@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from unisono.transports.messages import LinkDown
 from unisono.transports.tcp.dials import Dials
-from unisono.transports.tcp.io_loop import READ, Loop
+from unisono.transports.tcp.io_loop import READ, IOLoop
 from unisono.transports.tcp.wire import ACCEPT
 
 # How long the link has to show why a wire has ended. A rank that ends or leaves ends both.
@@ -31,7 +31,7 @@ class WireMaker:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: IOLoop,
         dials: Dials,
         down: Callable[[int], LinkDown | None],
         link: Callable[[int], object],

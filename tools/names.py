@@ -1,0 +1,64 @@
+"""Check that a type name has one meaning: it is defined in one module only.
+
+Run from the repository root: `python tools/names.py`. Classes and aliases of types count, with or
+without a leading underscore. A class of C++ may have a twin of the same name in Python, and
+`unisono.torch` has the names of torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+# name -> why two modules define it.
+ALLOWED = {
+    "Network": "public in simulate and in testing.hosts",
+    "Group": "public in unisono.ray",
+    "Program": "public in schedules, and in simulate as the graph of a GOAL file",
+}
+_CPP = re.compile(
+    r"^(?:class|struct|enum(?: class)?)\s+(?:alignas\([^)]*\)\s+)?(\w+)\b(?!::)[^;]*$", re.MULTILINE
+)
+
+
+def main() -> int:
+    """Print each name with two meanings, or one line that gives the number of names."""
+    python: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(Path("src").rglob("*.py")):
+        if "torch" not in path.parts:
+            for name in names_in(path):
+                python[name.lstrip("_")].append(str(path))
+    cpp: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(Path("native").rglob("*.hpp")):
+        if "tests" not in path.parts:
+            for name in _CPP.findall(path.read_text(encoding="utf-8")):
+                cpp[name].append(str(path))
+    problems = [
+        f"{name} is defined in {', '.join(where)}"
+        for known in (python, cpp)
+        for name, where in sorted(known.items())
+        if len(where) > 1 and name not in ALLOWED
+    ]
+    print("\n".join(problems) or f"names: {len(python)} types in Python, {len(cpp)} in C++")
+    return 1 if problems else 0
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Yield the names of the types that a module defines."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp)):
+            yield from (
+                target.id
+                for target in node.targets
+                if isinstance(target, ast.Name) and re.match(r"_?[A-Z][a-z]", target.id)
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
