@@ -1,6 +1,7 @@
 #include "bindings/receive.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "bindings/bindings.hpp"
 #include "bindings/outcomes.hpp"
@@ -11,10 +12,15 @@ namespace nb = nanobind;
 
 namespace unisono {
 
-// No code of Python runs here, so no signal handler can come between the start and the entry.
+// No code of Python runs before the entry, so no signal handler can come in between.
 void Receive::begin(Outcome outcome, nb::handle self) {
   number = outcome.number;
-  if (number == 0) return end(std::move(outcome));
+  if (number == 0) {
+    end(std::move(outcome));
+    // The Message ends the record; the caller may never ask for it.
+    if (outcome_.is_valid()) message(self);
+    return;
+  }
   const nb::int_ key(number);
   PyObject* const found = PyDict_SetDefault(open_.ptr(), key.ptr(), self.ptr());
   if (found == nullptr) {
@@ -27,6 +33,7 @@ void Receive::begin(Outcome outcome, nb::handle self) {
   outcome_ = nb::borrow(found);
   is_over_ = true;
   PyDict_DelItem(open_.ptr(), key.ptr());
+  message(self);
 }
 
 void Receive::end(Outcome outcome) {
@@ -61,8 +68,9 @@ nb::object Receive::message(nb::handle self) {
   nb::object made = makes_(self);
   // Another thread, or a signal handler, may have been here meanwhile.
   if (made_.is_valid()) return made_;
-  made_ = made;
-  if (!is_over_) return made;
+  // Only one of several Messages ends the record.
+  made.attr("_record") = std::exchange(record, 0);
+  if (!is_over_) return made_ = made;
   if (!outcome_.is_valid()) {
     Outcome ended{number};
     ended.source = source_;
@@ -72,7 +80,9 @@ nb::object Receive::message(nb::handle self) {
   }
   made.attr("_outcomes").attr("append")(outcome_);
   made.attr("done")();
-  return made;
+  // Last, because other threads take it for ended.
+  if (!made_.is_valid()) made_ = made;
+  return made_;
 }
 
 int Receive::visit(visitproc visit, void* arg) const {
@@ -117,7 +127,7 @@ void bind_receive(nb::module_& m) {
     .def_ro("peer", &Receive::peer, "Global rank; None for any.")
     .def_ro("tag", &Receive::tag)
     .def_ro("number", &Receive::number, "As of Messages.start_recv.")
-    .def_ro("record", &Receive::record, "The number of its record; 0: it has ended.")
+    .def_prop_ro("is_forked", &Receive::is_forked, "Whether a parent of this process started it.")
     .def_ro("timeout_s", &Receive::timeout_s, "The whole time-out.")
     .def_prop_ro(
       "left_s",

@@ -30,6 +30,7 @@ class Receive {
   void begin(Outcome outcome, nanobind::handle self);
   // Wait for the end. False: it has not ended well, or the Message must wait.
   bool wait_well();
+  bool is_forked() const { return messages_->is_forked(); }
   bool has_ended_well() const { return is_over_ && !outcome_.is_valid() && !made_.is_valid(); }
   // Return the Message; make it if there is none.
   nanobind::object message(nanobind::handle self);

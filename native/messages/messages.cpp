@@ -162,6 +162,7 @@ uint64_t Messages::number_of(const char* data, uint64_t after) {
 }
 
 void Messages::watch(uint64_t number) {
+  if (is_forked()) return;
   const Lock lock(lock_);
   Operation* const op = parts_.operations.find(lock, number);
   if (op == nullptr || !op->quiet) return;
@@ -207,6 +208,8 @@ Outcome Messages::cancel(uint64_t number) {
 }
 
 std::vector<Outcome> Messages::serve() {
+  // As in wait().
+  if (is_forked()) return {};
   Lock lock(lock_);
   return waiting_.serve(lock);
 }

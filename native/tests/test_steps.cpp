@@ -164,7 +164,6 @@ void test_timeout_and_abort() {
   });
 }
 
-// Open operations are cancelled: no byte is written into memory that the caller may have freed.
 // A message without elements holds its receiver back until it is sent.
 void test_empty_message() {
   on_ranks(2, 2, [](Steps& steps, Messages&, int rank) {
@@ -181,6 +180,7 @@ void test_empty_message() {
   });
 }
 
+// Open operations are cancelled: no byte is written into memory that the caller may have freed.
 void test_no_memory() {
   std::atomic<bool> is_over{false};
   on_ranks(2, 1, [&](Steps& steps, Messages& messages, int rank) {

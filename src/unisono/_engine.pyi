@@ -449,8 +449,8 @@ class Receive:
         """As of Messages.start_recv."""
 
     @property
-    def record(self) -> int:
-        """The number of its record; 0: it has ended."""
+    def is_forked(self) -> bool:
+        """Whether a parent of this process started it."""
 
     @property
     def timeout_s(self) -> float:

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import select
 import signal
 import sys
 import threading
@@ -15,10 +16,12 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import wait_until
+from unisono.backends import p2p
 from unisono.base.deadline import Deadline
 from unisono.engines.native_queue import QueuedCall
 from unisono.errors import (
     ClosedError,
+    CollectiveTimeoutError,
     UnisonoError,
 )
 from unisono.trace import open_calls
@@ -293,6 +296,89 @@ def test_a_child_of_a_fork_is_refused_beside_a_call_of_another_thread(rank):
     dist.send(np.ones(1), 1)
     called_by.join(60.0)
     assert all(work.wait() is not False for work in works)
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_a_child_of_a_fork_takes_no_message_of_its_parent(rank):
+    data, gate, count = np.zeros(4), np.zeros(1), 300
+    if rank == 1:
+        dist.recv(gate, 0)
+        for i in range(count):
+            dist.send(np.full(500, float(i)), 0, tag=6)
+        dist.send(np.arange(4.0), 0, tag=5)
+        dist.barrier()
+        return
+    work, shorter = dist.irecv(data, 1, tag=5), dist.irecv(gate, 1, tag=7, timeout=0.1)
+    (looks, looked), (runs, ends) = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            os.close(ends)
+            with pytest.raises(ClosedError, match="parent of this fork"):
+                shorter.wait()
+            assert not work.is_completed()
+            os.write(looked, b".")
+            while not select.select([runs], [], [], 0)[0]:
+                assert not work.is_completed()
+            status = 42
+        finally:
+            os._exit(status)
+    os.read(looks, 1)
+    dist.send(gate, 1)
+    received = np.zeros(500)
+    for i in range(count):
+        dist.recv(received, 1, tag=6)
+        assert (received == i).all()
+    assert work.wait()
+    assert data.tolist() == [0, 1, 2, 3]
+    os.close(ends)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    for fd in (looks, looked, runs):
+        os.close(fd)
+    with pytest.raises(CollectiveTimeoutError):
+        shorter.wait()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_receive_has_its_results_although_another_thread_ends_it(rank, monkeypatch):
+    if rank == 1:
+        dist.send(np.arange(4.0), 0, tag=3)
+        dist.barrier()
+        return
+    data = np.zeros(4)
+    work = dist.irecv(data, 1, tag=3)
+    assert work.wait()
+    finish, (inside, over) = p2p.Message.finish, (threading.Event(), threading.Event())
+
+    def slowly(message, error=None):
+        if not inside.is_set():
+            inside.set()
+            assert over.wait(60)
+        return finish(message, error)
+
+    monkeypatch.setattr(p2p.Message, "finish", slowly)
+    first = threading.Thread(target=work.tag)
+    first.start()
+    assert inside.wait(60)
+    found = work.source_rank(), work.tag(), work._received(), work.is_completed()
+    over.set()
+    first.join(60)
+    assert found == (1, 3, 4, True)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_the_record_of_a_receive_that_failed_at_once_ends(rank):
+    if rank == 1:
+        dist.send(np.zeros(5), 0, tag=2)
+        dist.barrier()
+        return
+    dist.barrier()
+    dist.probe(1, tag=2)
+    dist.irecv(np.zeros(4), 1, tag=2)
+    received = [each for each in dist.trace_records() if (each.op, each.tag) == ("recv", 2)]
+    assert [each.outcome for each in received] == ["mismatch"]
 
 
 @pytest.mark.ranks(3, kind="both")

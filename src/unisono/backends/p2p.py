@@ -268,7 +268,8 @@ class Port:
         is_server = self._messages.is_server
         message = Message(self._comm, words, deadline, started.array, 0, self._among, is_server)
         message.outputs = [started.owner]
-        message._record = started.record
+        if started.is_forked:
+            message._forks = -1
         self._messages.adopt(message, started.number)
         return message
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger, log_raised, must_pass
-from unisono.errors import ClosedError, UsageError
+from unisono.errors import ClosedError, InternalError, UsageError
 
 _log = get_logger("base.completion")
 
@@ -236,6 +236,8 @@ class Pending(Completion):
         if own is not None and (limit is None or own.remaining() <= limit.remaining()):
             if not self.wait_until(own):
                 self.expire()
+                if not self._done:
+                    raise InternalError("a call goes on although its deadline has passed")
             return True
         return self.wait_until(limit)
 

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from tests.support.together import on_threads
-from unisono.base.completion import Completion
+from unisono.base.completion import Completion, Pending
 from unisono.base.deadline import Deadline
+from unisono.errors import InternalError
 
 
 def test_only_the_first_end_counts():
@@ -22,6 +23,11 @@ def test_only_the_first_end_counts():
     assert completion.done()
     assert completion.error is first
     assert completion.wait_until(None)
+
+
+def test_no_call_counts_as_ended_that_goes_on():
+    with pytest.raises(InternalError, match="a call goes on although its deadline has passed"):
+        Pending(deadline=Deadline(0.0)).wait_or_expire(None)
 
 
 def test_callbacks_run_once_in_order():
