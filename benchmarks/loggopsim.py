@@ -94,7 +94,7 @@ def draw(choose: random.Random, collective: str, algorithm: str) -> dict[str, An
     or 1 less in most cases, so that some messages have a rendezvous.
     """
     found, ranks, local = entry(collective, algorithm), 0, 1
-    while not ranks or not found.serves(ranks, local):
+    while not ranks or algorithm not in available(collective, ranks, local=local):
         ranks = round(2 ** choose.uniform(1, 6))
         local = choose.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
     size = 1 << choose.randrange(25) if choose.random() < 0.3 else int(2 ** choose.uniform(0, 24))

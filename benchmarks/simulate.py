@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import build
+from unisono.schedules import available, build
 from unisono.schedules.ir import ROOTED
 from unisono.schedules.registry import _TABLE
 from unisono.simulate import Costs, Hosts, LinkSpec, LogGOPS, Switch, program_of, simulate
@@ -75,10 +75,11 @@ def at_scale(*, every: bool, **options: Any) -> None:
     """Print the time of each algorithm at 24,576 ranks (16,384 where it needs a power of two)."""
     some = {("all_reduce", name) for name in ("ring", "tree", "double_tree", "node_tree")}
     for collective, table in _TABLE.items():
-        for algorithm, entry in table.items():
+        for algorithm in table:
             if not every and (collective, algorithm) not in some:
                 continue
-            fits = [p for p in (RANKS, 16_384) if entry.serves(p, PER_HOST if p == RANKS else 8)]
+            sizes = ((RANKS, PER_HOST), (16_384, 8))
+            fits = [p for p, n in sizes if algorithm in available(collective, p, local=n)]
             if fits:
                 one_at_scale(collective, algorithm, fits[0], **options)
 

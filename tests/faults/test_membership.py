@@ -332,7 +332,7 @@ def test_a_job_goes_on_when_a_newcomer_ends_before_it_is_connected():
         + """
 import unisono.groups.membership
 from unisono.groups.world import current
-from unisono.rendezvous.membership import Arrival, Join, Member
+from unisono.rendezvous.membership import JoinRequest, Member, WaitingMember
 # A shorter patience than in production.
 unisono.groups.membership._CONNECT_S = 1.0
 count(3)
@@ -340,7 +340,7 @@ if me == 0:
     document = current().membership.document
     # The fields of its process name are those of a process of another machine.
     user = "far~machine~1~1~1" if os.environ["FAR"] == "1" else gone_user
-    document.change(Join(Arrival(member=Member(id="ghost", user=user, current=False))))
+    document.change(JoinRequest(WaitingMember(member=Member(id="ghost", user=user, current=False))))
 dist.barrier()
 regroup()
 count(6)

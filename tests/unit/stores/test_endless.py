@@ -17,7 +17,7 @@ from unisono.rendezvous.dynamic import DynamicRendezvous
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.membership import JoinRequest, Member, WaitingMember
 from unisono.rendezvous.state import AgentsState, JobLimits, Node, dumps
-from unisono.rendezvous.state import JoinRequest as NodeJoin
+from unisono.rendezvous.state import Join as NodeJoin
 from unisono.stores import FileStore, HashStore, PrefixStore
 from unisono.stores.files.log import RecordLog
 from unisono.stores.services.store import ServiceStore, VersionedValue
