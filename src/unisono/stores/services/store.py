@@ -322,7 +322,11 @@ class _ServiceTable(StoreTable):
         return [key for key, value, queue in pairs if value is queue is None]
 
     def queue_len(self, key: str) -> int:
-        return _table("q", key, self._read("q", [key])[0]).queue_len(key)
+        queue = self._read("q", [key])[0] or b""
+        count = place = 0
+        while place < len(queue):
+            place, count = _end(queue, place), count + 1
+        return count
 
     def inside(self, key: str, member: Hashable) -> bool:
         return _table("b", key, self._read("b", [key])[0]).inside(key, member)
@@ -342,30 +346,33 @@ def _name(change: Change) -> str:
 
 def _applied(change: Change, entry: bytes | None) -> tuple[bytes | None, Any]:
     """Return the value of a name after a change, and the result of the change."""
+    if change.kind is ChangeKind.PUSH:
+        return (entry or b"") + _LENGTH.pack(len(change.first)) + change.first, None
+    if change.kind is ChangeKind.POP:
+        if entry is None:
+            return None, None
+        end = _end(entry, 0)
+        return entry[end:] or None, entry[_LENGTH.size : end]
     table = _table(_kind(change), change.key, entry)
     result = table.apply(change)
     made = table.changes()
-    if made and made[0].kind is ChangeKind.PUSH:
-        return b"".join(_LENGTH.pack(len(each.first)) + each.first for each in made), result
     if made and made[0].kind is ChangeKind.ARRIVE:
         return b" ".join([made[0].first, *(each.second for each in made)]), result
     return made[0].first if made else None, result
 
 
+def _end(queue: bytes, start: int) -> int:
+    """Return where the value of a queue that begins at `start` ends."""
+    return start + _LENGTH.size + int(_LENGTH.unpack_from(queue, start)[0])
+
+
 def _table(kind: str, key: str, entry: bytes | None) -> StoreTable:
-    """Return a table with one entry of a service."""
+    """Return a table with one value or barrier of a service."""
     table = StoreTable()
-    if entry is None:
-        return table
-    if kind == "k":
+    if entry is not None and kind == "k":
         table.set(key, entry)
-    elif kind == "b":
+    elif entry is not None:
         size, *members = entry.split(b" ")
         for member in members:
             table.apply(Change(ChangeKind.ARRIVE, key, size, member))
-    place = 0
-    while kind == "q" and place < len(entry):
-        (length,) = _LENGTH.unpack_from(entry, place)
-        place += _LENGTH.size + length
-        table.queue_push(key, entry[place - length : place])
     return table
