@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import services
 from tests.support.calls import wait_until
-from tests.support.handlers import at_each_line
+from tests.support.handlers import at_each_line, in_a_handler
 from unisono.errors import ClosedError, StoreTimeoutError
 from unisono.stores import FileStore, HashStore, table_store
 from unisono.stores.services.etcd import EtcdStore
@@ -81,6 +81,8 @@ def test_close_wakes_a_waiting_thread_and_takes_it_out_of_the_barrier(store, ope
         store.barrier("b", 2, 0.02)
 
 
+# The interrupt may come while a client of a service opens a connection.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_interrupt_ends_a_barrier_and_leaves_it(store):
     def interrupt():
         assert wait_until(lambda: arrived(store))
@@ -93,6 +95,12 @@ def test_interrupt_ends_a_barrier_and_leaves_it(store):
     thread.join()
     with pytest.raises(StoreTimeoutError, match="1 of 2 callers"):
         store.barrier("b", 2, 0.02)
+
+
+def test_a_handler_closes_the_handle_on_which_its_thread_waits(store):
+    handle = store.clone()
+    with in_a_handler(handle.close), pytest.raises(ClosedError):
+        handle.get("never", 20)
 
 
 @pytest.mark.parametrize("moment", ["before", "after", "between the look and the change"])

@@ -169,6 +169,8 @@ class ServiceStore(TableStore):
             if self._pid == os.getpid():
                 self._part()
         finally:
+            # A call that a signal handler interrupted to close the store ends, too.
+            self._closer = None
             self._hang_up()
 
     def _part(self) -> None:
