@@ -76,6 +76,15 @@ def verdict_when(processes, right, where=None):
         assert not ended, ended[0].stderr.read()
 
 
+@pytest.mark.parametrize("name", ["top", "stacks"])
+def test_help_fits_a_narrow_terminal(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
 @pytest.mark.linux("finds a job by a process")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_top_names_the_rank_for_which_the_others_wait(capsys, engine):

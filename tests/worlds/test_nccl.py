@@ -882,6 +882,20 @@ def test_nccl4py_alone_does_every_operation_of_the_benchmark():
     on_threads(*(partial(rank_thread, rank) for rank in range(3)))
 
 
+def test_nccl4py_without_an_operation_does_the_others(monkeypatch):
+    plan = BenchPlan(("all_reduce", "all_to_all"), 1, sizes=SizeRange(600, 600))
+    fake_cuda.set_device(0)
+    library = open_library("nccl4py", 0, plan, dist.HashStore())
+    monkeypatch.delattr(type(library._comm), "alltoall")
+    (reduces,), (exchanges,) = cases("all_reduce", plan), cases("all_to_all", plan)
+    data = BenchData(reduces, plan, 0)
+    library.call(data)()
+    data.end()
+    with pytest.raises(AttributeError, match="alltoall"):
+        library.call(BenchData(exchanges, plan, 0))
+    library.close()
+
+
 def test_nccl4py_alone_names_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     with pytest.raises(UnsupportedError, match="needs nccl4py and the libraries of CUDA"):

@@ -180,18 +180,21 @@ class _NCCL4Py:
         op, root = getattr(nccl_library, REDOPS[plan.redop]), plan.root
         if case.op == "barrier":
             raise UnsupportedError(f"{self.name} has no barrier")
-        calls: dict[str, TimedCall] = {
-            "all_reduce": partial(comm.allreduce, result, result, op),
-            "broadcast": partial(comm.broadcast, result, result, root),
-            "reduce": partial(comm.reduce, result, result, op, root),
-            "all_gather": partial(comm.allgather, given, result),
-            "reduce_scatter": partial(comm.reduce_scatter, given, result, op),
-            "all_to_all": partial(comm.alltoall, given, result),
-            "gather": partial(comm.gather, given, result, root),
-            "scatter": partial(comm.scatter, given, result, root),
+        if case.op == "sendrecv":
+            return _ping_pong(data, partial(comm.send, given), partial(comm.recv, result))
+        # By name: a version of nccl4py may lack some.
+        calls: dict[str, tuple[Any, ...]] = {
+            "all_reduce": ("allreduce", result, result, op),
+            "broadcast": ("broadcast", result, result, root),
+            "reduce": ("reduce", result, result, op, root),
+            "all_gather": ("allgather", given, result),
+            "reduce_scatter": ("reduce_scatter", given, result, op),
+            "all_to_all": ("alltoall", given, result),
+            "gather": ("gather", given, result, root),
+            "scatter": ("scatter", given, result, root),
         }
-        ping_pong = _ping_pong(data, partial(comm.send, given), partial(comm.recv, result))
-        return calls.get(case.op, ping_pong)
+        name, *args = calls[case.op]
+        return partial(getattr(comm, name), *args)
 
     def versions(self) -> dict[str, str]:
         return {"nccl4py": str(self._nccl.__version__)}

@@ -44,6 +44,7 @@ class HashStore(TableStore):
     def _change(self, changes: Sequence[Change]) -> list[Any]:
         require_outside(self, self._changed)
         with self._changed:
+            self._check_change()
             results = [self._table.apply(change) for change in changes]
             self._changed.notify_all()
         return results
@@ -57,11 +58,11 @@ class HashStore(TableStore):
         require_outside(self, self._changed)
         with self._changed:
             while not question(self._table):
+                if self._closed:
+                    raise ClosedError(f"{self!r} was closed while a thread waited on it")
                 if deadline.expired():
                     return False
                 self._changed.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
-                if self._closed:
-                    raise ClosedError(f"{self!r} was closed while a thread waited on it")
         return True
 
     def __repr__(self) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from unisono.base.deadline import Deadline, Timeout
-from unisono.errors import QueueEmptyError, StoreError
+from unisono.errors import ClosedError, QueueEmptyError, StoreError, UsageError
 from unisono.stores.api import (
     Store,
     Value,
@@ -32,10 +34,11 @@ class TableStore(Store):
     def __init__(self, timeout: Timeout) -> None:
         super().__init__(timeout)
         self._inside: set[tuple[str, str]] = set()
+        self._closer: int | None = None
 
     @abstractmethod
     def _change(self, changes: Sequence[Change]) -> list[Any]:
-        """Apply all changes at once and return their results; also while closing."""
+        """Apply all changes at once, after `_check_change` under the lock; return the results."""
 
     @abstractmethod
     def _look(self, question: Callable[[StoreTable], T]) -> T:
@@ -131,26 +134,35 @@ class TableStore(Store):
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Block until `world_size` callers are inside `barrier(key)`."""
         key, size = check_key(key), b"%d" % check_world_size(world_size)
-        member = uuid.uuid4().hex
+        member = f"{os.getpid()}~{uuid.uuid4().hex}"
         deadline = self._deadline(timeout)
-        self._do(ChangeKind.ARRIVE, key, size, member.encode())
-        self._inside.add((key, member))
+        came = 0
         try:
-            if self._poll(deadline, lambda table: not table.inside(key, member)):
-                self._inside.discard((key, member))
+            # First, so that `close` finds each member that arrived.
+            self._inside.add((key, member))
+            self._do(ChangeKind.ARRIVE, key, size, member.encode())
+            if not self._poll(deadline, lambda table: not table.inside(key, member)):
+                came = self._leave_barrier(key, member)
+            # Nobody released a member that `close` took out.
+            self._check_open()
         except BaseException:
             # Also after Ctrl-C: a caller that left must not count, or the others pass too early.
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError, UsageError):
                 self._leave_barrier(key, member)
             raise
-        if came := self._leave_barrier(key, member):
+        self._inside.discard((key, member))
+        if came:
             raise barrier_timeout(self, key, str(came), world_size, deadline.timeout_s)
 
     def close(self) -> None:
         """Close this handle; its waiting threads raise ClosedError."""
+        self._closer = threading.get_ident()
         super().close()
         for key, member in list(self._inside):
-            self._leave_barrier(key, member)
+            # The members of a parent process stay.
+            if member.startswith(f"{os.getpid()}~"):
+                with contextlib.suppress(StoreError, ClosedError):
+                    self._leave_barrier(key, member)
 
     def has_extended_api(self) -> bool:
         """Return True."""
@@ -158,10 +170,14 @@ class TableStore(Store):
 
     def _leave_barrier(self, key: str, member: str) -> int:
         """Leave a barrier; return how many were inside, 0 if this member was not."""
-        if (key, member) not in self._inside:
-            return 0
+        (came,) = self._change([Change(ChangeKind.WITHDRAW, key, member.encode())])
         self._inside.discard((key, member))
-        return int(self._change([Change(ChangeKind.WITHDRAW, key, member.encode())])[0])
+        return int(came)
+
+    def _check_change(self) -> None:
+        """Refuse a change that comes after `close`, unless `close` makes it."""
+        if self._closer != threading.get_ident():
+            self._check_open()
 
     def _ask(self, question: Callable[[StoreTable], T]) -> T:
         self._check_open()

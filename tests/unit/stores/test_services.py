@@ -64,6 +64,37 @@ def test_many_keys_at_once(open_store):
         assert store.num_keys() == 300
 
 
+def test_a_push_and_a_pop_do_not_read_the_values_of_a_queue(open_store):
+    """Calls of Python code, for a queue of one value and for a long one."""
+    with open_store() as store:
+
+        def count(call):
+            seen = []
+
+            def note(frame, event, _):
+                if event in ("call", "c_call") and frame.f_globals["__name__"].startswith(
+                    "unisono."
+                ):
+                    seen.append(frame.f_code.co_name)
+
+            sys.setprofile(note)
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+            return len(seen)
+
+        calls = []
+        for length in (1, 200):
+            while store.queue_len("q") < length:
+                store.queue_push("q", f"{store.queue_len('q')}")
+            push = count(lambda: store.queue_push("q", "last"))
+            calls.append((push, count(lambda: store.queue_pop("q"))))
+        assert calls[0] == calls[1]
+        left = [store.queue_pop("q") for _ in range(store.queue_len("q"))]
+        assert left[-2:] == [b"199", b"last"]
+
+
 def test_last_rank_deletes_the_keys(open_store):
     first, second = open_store(world_size=2), open_store(world_size=2)
     clone = first.clone()

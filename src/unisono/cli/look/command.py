@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _REFRESH_S = 1.0
 
 _TOP = """\
-Show what the ranks of a running job do, and for which rank they wait. The job needs no preparation.
-It must have a rank of the same user on this host, or a token."""
+Show what the ranks of a running job do, and for which rank they wait. The job
+needs no preparation. It must have a rank of the same user on this host, or a
+token."""
 
 _STACKS = "Print the Python stacks of all ranks of a running job; equal stacks once."
 

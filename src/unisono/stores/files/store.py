@@ -98,6 +98,7 @@ class FileStore(TableStore):
 
     def _change(self, changes: Sequence[Change]) -> list[Any]:
         with self._state.locked(Deadline(self._timeout_s)):
+            self._check_change()
             return self._state.change(changes)
 
     def _look(self, question: Callable[[StoreTable], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,8 +193,9 @@ class EtcdStore(ServiceStore):
         return _encode(f"{self.prefix}/{name}".encode())
 
     def _hang_up(self) -> None:
-        while self._idle:
-            self._idle.pop()[1].session.close()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop()[1].session.close()
 
     def __repr__(self) -> str:
         places = ",".join(format_address(*each) for each in self.endpoints)

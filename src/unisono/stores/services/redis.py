@@ -125,8 +125,8 @@ class RedisStore(ServiceStore):
         self._run("DEL", self.prefix)
 
     def _hang_up(self) -> None:
-        self._redis.close()
-        self._redis.connection_pool.disconnect()
+        # A call whose connection is closed fails oddly; `_request` closes it after the call.
+        self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def __repr__(self) -> str:
         return f"<RedisStore {format_address(self.host, self.port)} {self.prefix!r}>"

@@ -28,7 +28,6 @@ from unisono.errors import (
     UnsupportedError,
 )
 from unisono.stores.api import (
-    Store,
     changed_too_often,
     check_integer,
     check_key,
@@ -133,11 +132,11 @@ class ServiceStore(TableStore):
 
     @abstractmethod
     def _hang_up(self) -> None:
-        """Close all connections."""
+        """Close all connections that no thread uses; several threads may do so at once."""
 
     def _change(self, changes: Sequence[Change]) -> list[Any]:
         if len(changes) == 1 and changes[0].kind is not ChangeKind.SET:
-            return [self._change_one(changes[0])]
+            return [self._update(_name(changes[0]), partial(_applied, changes[0]))]
         # If a key occurs twice, its last value counts.
         values = {_name(change): change.first for change in changes}
         swaps = [Swap(name, None, value) for name, value in values.items()]
@@ -145,16 +144,6 @@ class ServiceStore(TableStore):
         for start in range(0, len(swaps), most):
             self._write(swaps[start : start + most])
         return [None for _ in changes]
-
-    def _change_one(self, change: Change) -> Any:
-        try:
-            return self._update(_name(change), partial(_applied, change))
-        except BaseException:
-            if change.kind is ChangeKind.ARRIVE:
-                # The caller may be inside, although it got no answer.
-                with contextlib.suppress(StoreError):
-                    self._change_one(Change(ChangeKind.WITHDRAW, change.key, change.second))
-            raise
 
     def _look(self, question: Callable[[StoreTable], T]) -> T:
         return question(_ServiceTable(self))
@@ -176,11 +165,12 @@ class ServiceStore(TableStore):
         if self._closed:
             return
         try:
+            super().close()
             if self._pid == os.getpid():
                 self._part()
         finally:
-            # A thread that waits in a barrier sees that the store is closed.
-            Store.close(self)
+            # A call that a signal handler interrupted to close the store ends, too.
+            self._closer = None
             self._hang_up()
 
     def _part(self) -> None:
@@ -228,13 +218,15 @@ class ServiceStore(TableStore):
 
     def _update(self, name: str, change: Callable[[bytes | None], tuple[bytes | None, T]]) -> T:
         """Replace the value of a name by `change(value)[0]`; return `change(value)[1]`."""
-        self._check_open()
         deadline = Deadline(self._timeout_s)
         pause_s = _FIRST_PAUSE_S
         while True:
             (before,) = self._entries([name])
             after, result = change(before.value)
-            if after == before.value or self._try_change([Swap(name, before, after)]):
+            # Leaving a barrier is always written, so that an earlier arrival that is still on its
+            # way is void.
+            same = after == before.value and not name.startswith("b/")
+            if same or self._try_change([Swap(name, before, after)]):
                 return result
             self._pause(pause_s, deadline, name)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
@@ -282,7 +274,6 @@ class ServiceStore(TableStore):
                 return False
             time.sleep(min(pause_s * random.uniform(0.5, 1.0), deadline.remaining()))
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-            self._check_open()
         return True
 
     def _request(self, call: Callable[[], T]) -> T:
@@ -290,6 +281,7 @@ class ServiceStore(TableStore):
         deadline = Deadline(min(self._timeout_s, self.patience_s))
         pause_s = _FIRST_PAUSE_S
         while True:
+            self._check_change()
             try:
                 return call()
             except Unreachable as error:
@@ -298,6 +290,10 @@ class ServiceStore(TableStore):
                         f"no answer from {self!r} within {deadline.timeout_s:g} s: {error}",
                         hint="is the service running there, and is the port open?",
                     ) from error
+            finally:
+                if self._closed and self._closer != threading.get_ident():
+                    # `close` could not close the connection of this call.
+                    self._hang_up()
             time.sleep(min(pause_s, deadline.remaining()))
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
@@ -322,7 +318,11 @@ class _ServiceTable(StoreTable):
         return [key for key, value, queue in pairs if value is queue is None]
 
     def queue_len(self, key: str) -> int:
-        return _table("q", key, self._read("q", [key])[0]).queue_len(key)
+        queue = self._read("q", [key])[0] or b""
+        count = place = 0
+        while place < len(queue):
+            place, count = _end(queue, place), count + 1
+        return count
 
     def inside(self, key: str, member: Hashable) -> bool:
         return _table("b", key, self._read("b", [key])[0]).inside(key, member)
@@ -342,30 +342,33 @@ def _name(change: Change) -> str:
 
 def _applied(change: Change, entry: bytes | None) -> tuple[bytes | None, Any]:
     """Return the value of a name after a change, and the result of the change."""
+    if change.kind is ChangeKind.PUSH:
+        return (entry or b"") + _LENGTH.pack(len(change.first)) + change.first, None
+    if change.kind is ChangeKind.POP:
+        if entry is None:
+            return None, None
+        end = _end(entry, 0)
+        return entry[end:] or None, entry[_LENGTH.size : end]
     table = _table(_kind(change), change.key, entry)
     result = table.apply(change)
     made = table.changes()
-    if made and made[0].kind is ChangeKind.PUSH:
-        return b"".join(_LENGTH.pack(len(each.first)) + each.first for each in made), result
     if made and made[0].kind is ChangeKind.ARRIVE:
         return b" ".join([made[0].first, *(each.second for each in made)]), result
     return made[0].first if made else None, result
 
 
+def _end(queue: bytes, start: int) -> int:
+    """Return where the value of a queue that begins at `start` ends."""
+    return start + _LENGTH.size + int(_LENGTH.unpack_from(queue, start)[0])
+
+
 def _table(kind: str, key: str, entry: bytes | None) -> StoreTable:
-    """Return a table with one entry of a service."""
+    """Return a table with one value or barrier of a service."""
     table = StoreTable()
-    if entry is None:
-        return table
-    if kind == "k":
+    if entry is not None and kind == "k":
         table.set(key, entry)
-    elif kind == "b":
+    elif entry is not None:
         size, *members = entry.split(b" ")
         for member in members:
             table.apply(Change(ChangeKind.ARRIVE, key, size, member))
-    place = 0
-    while kind == "q" and place < len(entry):
-        (length,) = _LENGTH.unpack_from(entry, place)
-        place += _LENGTH.size + length
-        table.queue_push(key, entry[place - length : place])
     return table
