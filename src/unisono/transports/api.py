@@ -58,10 +58,14 @@ class Carrier(ABC):
         address: Where other ranks find this rank, in one line; published in the store.
         allows_cpp: Whether C++ may carry the messages instead, over `wires` and through memory that
             ranks of a host share. The transport then only carries what is beside the messages.
+        delivers_at_once: Whether `transmit` itself calls `arrive` of the other rank. The rank that
+            detects a failure then informs all ranks, and none passes it on: each would do that
+            inside the call of the one before.
     """
 
     address: str
     allows_cpp = False
+    delivers_at_once = False
 
     @property
     @abstractmethod
@@ -269,8 +273,10 @@ class Transport(Carrier):
         self._failures.first.add(failure)
         self._failures.defer(context, failure)
         try:
-            # The end of this rank may concern linked ranks outside the group, too.
-            sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self.linked()})
+            # The end of this rank may concern ranks outside the group, too. They come first,
+            # because a member may end as soon as it knows.
+            order = [*{*self._informed()}.difference(peers), *peers]
+            sent = self._inform(context, failure, {*peers, self.rank}, order)
         finally:
             # After Ctrl-C, too, because this rank takes no other failure any more.
             self._break(context, failure)
@@ -279,6 +285,16 @@ class Transport(Carrier):
             for transfer in sent:
                 if transfer.peer not in failure.peers:
                     transfer.wait_until(deadline)
+
+    def _informed(self, *, by_another: bool = False) -> Iterable[int]:
+        """Return the ranks outside a group that get news from this rank.
+
+        Args:
+            by_another: Whether this rank has it from another rank.
+        """
+        if not self.delivers_at_once:
+            return self.linked()
+        return () if by_another else {*range(self.world_size)} - {self.rank}
 
     def _inform(
         self, context: int, failure: Failure, members: Collection[int], peers: Iterable[int]
@@ -399,7 +415,8 @@ class Transport(Carrier):
             self.messages.attend()
         elif kind is Purpose.LOST and words["peer"] not in self.linked():
             # If this rank had a link to that rank, it would detect the end itself.
-            self.spread(LinkDown(words["peer"], words["reason"], peers=words["peers"]))
+            error = LinkDown(words["peer"], words["reason"], peers=words["peers"])
+            self.spread(error, by_another=True)
 
     def _take_failure(
         self, peer: int, context: int, failure: Failure, members: list[int] | None
@@ -411,6 +428,10 @@ class Transport(Carrier):
         """
         self._failures.first.add(failure)
         among = range(self.world_size) if members is None else members
+        if self.delivers_at_once:
+            # They have it, too, and do not report that.
+            for member in among:
+                self._failures.first.add_follower(member)
         if self._failures.is_own(context, failure, self.rank):
             return
         is_new = self._failures.is_new(context, failure)
@@ -419,7 +440,7 @@ class Transport(Carrier):
         is_direct = peer == failure.by or self.down(failure.by) is not None
         if self._failures.defer(context, failure):
             # Also ranks that know it: in another group they would blame this rank for its end.
-            self._inform(context, failure, among, self.linked())
+            self._inform(context, failure, among, self._informed(by_another=True))
         if is_direct:
             self._break(context, failure)
         else:
@@ -468,10 +489,14 @@ class Transport(Carrier):
         """Send a rank that this rank leaves, as the last frame."""
         self._control(peer, 0, Purpose.GOODBYE, {})
 
-    def spread(self, error: LinkDown) -> None:
+    def spread(self, error: LinkDown, *, by_another: bool = False) -> None:
         """Record that a rank crashed, and send this to all linked ranks, which do the same.
 
         So a rank learns of a crash although it was never linked to the crashed rank.
+
+        Args:
+            error: The end of the rank.
+            by_another: Whether this rank has it from another rank.
         """
         known = self.down(error.peer)
         if known is None or known.left:
@@ -482,7 +507,7 @@ class Transport(Carrier):
                 "peers": error.peers,
                 "first": self._failures.first.words,
             }
-            for peer in self.linked():
+            for peer in self._informed(by_another=by_another):
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Purpose.LOST, words)
             # Last, because a call of this rank may fail now, and this rank may end.
