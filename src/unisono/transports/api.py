@@ -133,6 +133,7 @@ class Transport(Carrier):
         self._failures = Failures()
         self._questions = Questions()
         self._users = 1
+        self._is_parting = False
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -479,14 +480,16 @@ class Transport(Carrier):
         if (error := self.down(peer)) is None:
             by_memory = self.messages.has_left(peer)
             error = LinkDown(peer, LEFT if by_memory else reason, left or by_memory)
-        if spreads and not error.left:
+        # The other ranks answer a good-bye: they close their links, too.
+        if spreads and not error.left and not self._is_parting:
             self.spread(error)
         else:
             self.mark_down(error)
         return error
 
     def good_bye(self, peer: int) -> None:
-        """Send a rank that this rank leaves, as the last frame."""
+        """Send a rank that this rank leaves, as the last frame; report no crash from now on."""
+        self._is_parting = True
         self._control(peer, 0, Purpose.GOODBYE, {})
 
     def spread(self, error: LinkDown, *, by_another: bool = False) -> None:

@@ -2,16 +2,28 @@
 
 import pytest
 
-from tests.support.transport_worlds import connected
+from tests.support.transport_worlds import KINDS, connected
+from unisono.transports import InprocTransport
 from unisono.transports.messages import Failure
 
 
+class ClosedLinks(InprocTransport):
+    """Reports the end of its links when it closes them, as the guide permits."""
+
+    def shut(self):
+        linked = self.linked()
+        super().shut()
+        for peer in linked:
+            self.ended(peer, "its connection was closed")
+
+
 @pytest.fixture
-def make_world():
+def make_world(monkeypatch):
+    monkeypatch.setitem(KINDS, "closed links", ClosedLinks)
     made = []
 
-    def make(size):
-        made.extend(world := connected("inproc", size))
+    def make(size, kind="inproc"):
+        made.extend(world := connected(kind, size))
         for transport in world:
             transport.watch_neighbours()
         return world
@@ -46,3 +58,11 @@ def test_a_rank_outside_the_group_knows_why_a_member_ends(make_world):
     world[18].watch(5)
     world[5].close()
     assert world[18].explain(world[18].down(5), 0.0, (5, 18)).peers == (0,)
+
+
+def test_a_rank_that_leaves_reports_no_crash(make_world):
+    world = make_world(8, "closed links")
+    linked = world[0].linked()
+    world[0].close()
+    assert {world[rank].down(0).left for rank in linked} == {True}
+    assert not [each.rank for each in world[1:] if any(map(each.down, range(1, 8)))]
