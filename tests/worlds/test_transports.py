@@ -127,7 +127,6 @@ def test_installed_package_registers_a_transport(tmp_path, monkeypatch):
         "    register_transport('plugged', lambda store, *ranks: InprocTransport(*ranks))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry._transports, "_loaded", set())
     monkeypatch.setenv("UNISONO_TRANSPORT", "plugged")
     assert run(lambda rank: dist.get_rank(), 2) == [0, 1]
 
