@@ -287,15 +287,9 @@ class Transport(Carrier):
                 if transfer.peer not in failure.peers:
                     transfer.wait_until(deadline)
 
-    def _informed(self, *, by_another: bool = False) -> Iterable[int]:
-        """Return the ranks outside a group that get news from this rank.
-
-        Args:
-            by_another: Whether this rank has it from another rank.
-        """
-        if not self.delivers_at_once:
-            return self.linked()
-        return () if by_another else {*range(self.world_size)} - {self.rank}
+    def _informed(self) -> Iterable[int]:
+        """Return the ranks, of any group, that this rank informs of what it has detected."""
+        return {*range(self.world_size)} - {self.rank} if self.delivers_at_once else self.linked()
 
     def _inform(
         self, context: int, failure: Failure, members: Collection[int], peers: Iterable[int]
@@ -417,7 +411,7 @@ class Transport(Carrier):
         elif kind is Purpose.LOST and words["peer"] not in self.linked():
             # If this rank had a link to that rank, it would detect the end itself.
             error = LinkDown(words["peer"], words["reason"], peers=words["peers"])
-            self.spread(error, by_another=True)
+            (self.mark_down if self.delivers_at_once else self.spread)(error)
 
     def _take_failure(
         self, peer: int, context: int, failure: Failure, members: list[int] | None
@@ -439,9 +433,9 @@ class Transport(Carrier):
         if self.rank not in among or not is_new or failure.by == self.rank:
             return
         is_direct = peer == failure.by or self.down(failure.by) is not None
-        if self._failures.defer(context, failure):
+        if self._failures.defer(context, failure) and not self.delivers_at_once:
             # Also ranks that know it: in another group they would blame this rank for its end.
-            self._inform(context, failure, among, self._informed(by_another=True))
+            self._inform(context, failure, among, self.linked())
         if is_direct:
             self._break(context, failure)
         else:
@@ -488,18 +482,14 @@ class Transport(Carrier):
         return error
 
     def good_bye(self, peer: int) -> None:
-        """Send a rank that this rank leaves, as the last frame; report no crash from now on."""
+        """Send a rank that this rank leaves, as the last frame."""
         self._is_parting = True
         self._control(peer, 0, Purpose.GOODBYE, {})
 
-    def spread(self, error: LinkDown, *, by_another: bool = False) -> None:
+    def spread(self, error: LinkDown) -> None:
         """Record that a rank crashed, and send this to all linked ranks, which do the same.
 
         So a rank learns of a crash although it was never linked to the crashed rank.
-
-        Args:
-            error: The end of the rank.
-            by_another: Whether this rank has it from another rank.
         """
         known = self.down(error.peer)
         if known is None or known.left:
@@ -510,7 +500,7 @@ class Transport(Carrier):
                 "peers": error.peers,
                 "first": self._failures.first.words,
             }
-            for peer in self._informed(by_another=by_another):
+            for peer in self._informed():
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Purpose.LOST, words)
             # Last, because a call of this rank may fail now, and this rank may end.
