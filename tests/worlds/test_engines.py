@@ -46,6 +46,22 @@ def test_native_is_refused_where_it_cannot_be(monkeypatch):
         run(shown, 2, engine="native")
 
 
+def survive_a_refused_group(rank):
+    for options, error in [(CPUOptions(engine="native"), UnsupportedError), (7, TypeError)]:
+        with pytest.raises(error):
+            dist.new_group([0, 1, 2], pg_options=options)
+    total = np.array([rank])
+    dist.all_reduce(total)
+    assert total.tolist() == [3]
+    return dist.group.WORLD.backends["cpu"].comm.transport
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+def test_a_refused_sub_group_leaves_the_links_of_the_world_open(transport):
+    for links in run(survive_a_refused_group, 3, transport=transport, engine="reference"):
+        assert links.closed
+
+
 def meet(rank, path, settings):
     """Leave the world; meet the same ranks again, each with the settings of this test."""
     size = dist.get_world_size()

@@ -16,13 +16,14 @@ from tests.support.transport_worlds import UnixTransport
 from unisono.base.deadline import Deadline
 from unisono.engines import is_native_built
 from unisono.errors import (
+    ArgumentTypeError,
     CollectiveMismatchError,
     InvalidArgumentError,
     PeerLostError,
     RendezvousError,
     UnsupportedError,
 )
-from unisono.lowlevel import CPUOptions, register_transport
+from unisono.lowlevel import CPUOptions, InprocTransport, register_transport
 from unisono.stores import HashStore
 from unisono.testing import run
 from unisono.transports import connect, registry
@@ -127,26 +128,44 @@ def test_installed_package_registers_a_transport(tmp_path, monkeypatch):
         "    register_transport('plugged', lambda store, *ranks: InprocTransport(*ranks))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry._transports, "_loaded", set())
     monkeypatch.setenv("UNISONO_TRANSPORT", "plugged")
     assert run(lambda rank: dist.get_rank(), 2) == [0, 1]
 
 
-def test_other_ranks_learn_that_a_transport_cannot_be_made():
-    def broken(store, rank, world_size, find):
-        raise OSError(f"no card in rank {rank}")
+def broken(store, rank, world_size, find):
+    raise OSError(f"no card in rank {rank}")
 
-    register_transport("broken", broken)
+
+class NoAddress(InprocTransport):
+    def __init__(self, store, *ranks):
+        super().__init__(*ranks)
+        del self.address
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "text"),
+    [
+        (broken, OSError, "OSError('no card in rank 1')"),
+        (lambda *_: None, ArgumentTypeError, "transport 'broken': the factory returned None"),
+        (
+            NoAddress,
+            ArgumentTypeError,
+            "transport 'broken' has set no address, which must be a string",
+        ),
+    ],
+)
+def test_other_ranks_learn_that_a_transport_cannot_be_made(factory, error, text):
+    register_transport("broken", factory)
     with HashStore() as store:
 
         def join(rank):
-            kind, error = [("unix", RendezvousError), ("broken", OSError)][rank]
-            with pytest.raises(error) as caught:
+            kind, mine = [("unix", RendezvousError), ("broken", error)][rank]
+            with pytest.raises(mine) as caught:
                 connect(store, rank, 2, Deadline(20), kind)
-            return str(caught.value)
+            return caught.value
 
         told, _ = on_threads(*(lambda rank=rank: join(rank) for rank in range(2)))
-    assert told.startswith("rank 0 of 2 cannot meet rank 1: OSError('no card in rank 1')")
+    assert told.what == f"rank 0 of 2 cannot meet rank 1: {text}"
 
 
 def test_example_has_under_100_lines(tmp_path):

@@ -116,6 +116,8 @@ class CPUBackend(MessageBackend, ArrayBackend):
             tables = tuning.read_tables(spec.size)
             comm = _connect(spec, options, tuning.published(tables))
             self.world_number = comm.transport.world_number
+        else:
+            comm.transport.retain()
         self._comm = comm
         self.trace = comm.trace
         kind = options.engine or config.get("UNISONO_ENGINE")
@@ -161,9 +163,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
         # The ranks of a transport are global ranks. A sub-group of a sub-group must use them, too.
         comm = Communicator(transport, spec.ranks, spec.name, spec.key)
         comm.mpi_ranks = self._comm.mpi_ranks
-        part = CPUBackend(spec, comm, self._tables)
-        transport.retain()
-        return part
+        return CPUBackend(spec, comm, self._tables)
 
     def abort(self, reason: str, failed: bool = False) -> None:
         if self._comm.closed() is not None:

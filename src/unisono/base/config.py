@@ -26,7 +26,7 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_ENGINE": Variable("auto", "auto, native, reference or mpi"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_TRANSPORT": Variable(
-        "auto", "auto, inproc, tcp, or a name that the program has registered"
+        "auto", "auto, inproc, tcp, or a name that the program or a package registers"
     ),
     "UNISONO_RANKS_PER_HOST": Variable(
         "0", "number of ranks to treat as one host, to try out several hosts; 0: the real hosts"

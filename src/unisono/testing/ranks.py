@@ -76,7 +76,8 @@ def run(
         args: Further arguments, the same on every rank.
         timeout: Time-out in seconds of every call in the group. The whole run may take twice as
             long.
-        transport: "inproc" or "tcp"; by default inproc for threads, tcp for processes.
+        transport: "inproc", "tcp" or a registered name; by default the value of
+            UNISONO_TRANSPORT, whose "auto" is inproc for threads and tcp for processes.
         engine: "native" or "reference"; by default the value of UNISONO_ENGINE.
         dead: Ranks that are expected to die without a result (processes only). Their result is
             None.

@@ -58,10 +58,14 @@ class Carrier(ABC):
         address: Where other ranks find this rank, in one line; published in the store.
         allows_cpp: Whether C++ may carry the messages instead, over `wires` and through memory that
             ranks of a host share. The transport then only carries what is beside the messages.
+        delivers_at_once: Whether `transmit` itself calls `arrive` of the other rank. The rank that
+            detects a failure then informs all ranks, and none passes it on: each would do that
+            inside the call of the one before.
     """
 
     address: str
     allows_cpp = False
+    delivers_at_once = False
 
     @property
     @abstractmethod
@@ -129,6 +133,7 @@ class Transport(Carrier):
         self._failures = Failures()
         self._questions = Questions()
         self._users = 1
+        self._is_parting = False
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -269,8 +274,10 @@ class Transport(Carrier):
         self._failures.first.add(failure)
         self._failures.defer(context, failure)
         try:
-            # The end of this rank may concern linked ranks outside the group, too.
-            sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self.linked()})
+            # The end of this rank may concern ranks outside the group, too. They come first,
+            # because a member may end as soon as it knows.
+            order = [*{*self._informed()}.difference(peers), *peers]
+            sent = self._inform(context, failure, {*peers, self.rank}, order)
         finally:
             # After Ctrl-C, too, because this rank takes no other failure any more.
             self._break(context, failure)
@@ -279,6 +286,10 @@ class Transport(Carrier):
             for transfer in sent:
                 if transfer.peer not in failure.peers:
                     transfer.wait_until(deadline)
+
+    def _informed(self) -> Iterable[int]:
+        """Return the ranks, of any group, that this rank informs of what it has detected."""
+        return {*range(self.world_size)} - {self.rank} if self.delivers_at_once else self.linked()
 
     def _inform(
         self, context: int, failure: Failure, members: Collection[int], peers: Iterable[int]
@@ -399,7 +410,8 @@ class Transport(Carrier):
             self.messages.attend()
         elif kind is Purpose.LOST and words["peer"] not in self.linked():
             # If this rank had a link to that rank, it would detect the end itself.
-            self.spread(LinkDown(words["peer"], words["reason"], peers=words["peers"]))
+            error = LinkDown(words["peer"], words["reason"], peers=words["peers"])
+            (self.mark_down if self.delivers_at_once else self.spread)(error)
 
     def _take_failure(
         self, peer: int, context: int, failure: Failure, members: list[int] | None
@@ -411,13 +423,17 @@ class Transport(Carrier):
         """
         self._failures.first.add(failure)
         among = range(self.world_size) if members is None else members
+        if self.delivers_at_once:
+            # They have it, too, and do not report that.
+            for member in among:
+                self._failures.first.add_follower(member)
         if self._failures.is_own(context, failure, self.rank):
             return
         is_new = self._failures.is_new(context, failure)
         if self.rank not in among or not is_new or failure.by == self.rank:
             return
         is_direct = peer == failure.by or self.down(failure.by) is not None
-        if self._failures.defer(context, failure):
+        if self._failures.defer(context, failure) and not self.delivers_at_once:
             # Also ranks that know it: in another group they would blame this rank for its end.
             self._inform(context, failure, among, self.linked())
         if is_direct:
@@ -458,7 +474,8 @@ class Transport(Carrier):
         if (error := self.down(peer)) is None:
             by_memory = self.messages.has_left(peer)
             error = LinkDown(peer, LEFT if by_memory else reason, left or by_memory)
-        if spreads and not error.left:
+        # The other ranks answer a good-bye: they close their links, too.
+        if spreads and not error.left and not self._is_parting:
             self.spread(error)
         else:
             self.mark_down(error)
@@ -466,6 +483,7 @@ class Transport(Carrier):
 
     def good_bye(self, peer: int) -> None:
         """Send a rank that this rank leaves, as the last frame."""
+        self._is_parting = True
         self._control(peer, 0, Purpose.GOODBYE, {})
 
     def spread(self, error: LinkDown) -> None:
@@ -482,7 +500,7 @@ class Transport(Carrier):
                 "peers": error.peers,
                 "first": self._failures.first.words,
             }
-            for peer in self.linked():
+            for peer in self._informed():
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Purpose.LOST, words)
             # Last, because a call of this rank may fail now, and this rank may end.

@@ -22,6 +22,7 @@ class InprocTransport(Transport):
     """
 
     allows_cpp = True
+    delivers_at_once = True
 
     # All transports of this process, by name. Weak, so that it keeps no transport alive.
     _by_address: ClassVar[weakref.WeakValueDictionary[str, InprocTransport]] = (

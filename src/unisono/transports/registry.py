@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from unisono.base import config
 from unisono.base.registry import Registry
+from unisono.errors import ArgumentTypeError
 from unisono.stores import HashStore, Store
 from unisono.stores.prefix import innermost
 from unisono.transports.api import Transport
@@ -65,5 +66,12 @@ def make_transport(name: str, store: Store, rank: int, world_size: int, find: Fi
 
     Raises:
         InvalidArgumentError: The name is unknown; the text lists the known names.
+        ArgumentTypeError: Its factory returned no transport, or one without an address.
     """
-    return _transports.get(name)(store, rank, world_size, find)
+    transport = _transports.get(name)(store, rank, world_size, find)
+    if not isinstance(transport, Transport):
+        raise ArgumentTypeError(f"transport {name!r}: the factory returned {transport!r}")
+    if not isinstance(getattr(transport, "address", None), str):
+        transport.close()
+        raise ArgumentTypeError(f"transport {name!r} has set no address, which must be a string")
+    return transport
