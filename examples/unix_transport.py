@@ -20,7 +20,7 @@ import unisono as dist
 from unisono.lowlevel import CPUOptions, Deadline, Key, Transport, register_transport
 
 HEAD = struct.Struct("<QBqIQ")  # context, kind, tag, info, nbytes
-LINGER_S = 2.0
+LINGER_S, ANSWER_S = 2.0, 10.0
 
 
 class UnixTransport(Transport):
@@ -103,29 +103,27 @@ class UnixTransport(Transport):
             return self.queues.get(peer) or SimpleQueue()
 
     def accept(self):
-        while True:
+        while not self.leaving:
             sock, path = self.listener.accept()
             self.sockets.append(sock)
-            if not path:  # from `shut`
-                return
-            with self.guard, suppress(OSError):
-                if self.leaving:
-                    sock.close()
-                    continue
-                sock.send(b"!")
-                peer = int(path.rpartition("-")[2])
-                self.connections[peer].append(sock)
-                self.queue_to(peer, sock)
-                self.start(self.read, peer, sock)
+            with self.guard, suppress(OSError, ValueError):  # the path of a stranger has no rank
+                if not self.leaving:
+                    peer = int(path.rpartition("-")[2])
+                    sock.send(b"!")
+                    self.connections[peer].append(sock)
+                    self.queue_to(peer, sock)
+                    self.start(self.read, peer, sock)
 
     def write(self, peer, sock):
         try:
             if sock is None:
                 self.connections[peer].append(None)
                 sock = self.new_socket(f"{self.folder.name}/{peer}-{self.rank}")
+                sock.settimeout(ANSWER_S)
                 sock.connect(self.find(peer))
                 if not sock.recv(1):
                     raise ConnectionError("it did not answer")
+                sock.settimeout(None)
                 self.start(self.read, peer, sock)
         except OSError as error:
             return self.end(peer, str(error), left=True)
