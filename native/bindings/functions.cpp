@@ -13,6 +13,7 @@
 
 #include "bindings/arguments.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/collected.hpp"
 #include "bindings/waits.hpp"
 
 namespace nb = nanobind;
@@ -171,22 +172,6 @@ PyObject* represent_function(PyObject* self) {
   return PyObject_Repr(reinterpret_cast<Function*>(self)->function);
 }
 
-int visit_calls(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  return nb::inst_ready(self) ? nb::inst_ptr<Calls>(self)->visit(visit, arg) : 0;
-}
-
-int clear_calls(PyObject* self) {
-  if (nb::inst_ready(self)) nb::inst_ptr<Calls>(self)->clear();
-  return 0;
-}
-
-PyType_Slot calls_slots[] = {
-  {Py_tp_traverse, reinterpret_cast<void*>(&visit_calls)},
-  {Py_tp_clear, reinterpret_cast<void*>(&clear_calls)},
-  {0, nullptr},
-};
-
 PyMemberDef members[] = {
   {"__vectorcalloffset__", T_PYSSIZET, offsetof(Function, vectorcall), READONLY, nullptr},
   {"__dictoffset__", T_PYSSIZET, offsetof(Function, dict), READONLY, nullptr},
@@ -256,7 +241,7 @@ nb::object make_function(nb::object function, const std::vector<nb::str>& names,
 void set_world(nb::object world, nb::object stream, nb::object group_type, nb::object work_type) {
   global.world = world.release().ptr();
   global.stream = stream.release().ptr();
-  global.calls_offset = SlottedType<1>::offset_of(group_type, "calls");
+  global.calls_offset = offset_of_slot(group_type, "calls");
   global.group_type = group_type.release().ptr();
   delete global.works;
   global.works = new SlottedType<4>(std::move(work_type), {"_end", "_op", "_group", "_output"});
@@ -300,7 +285,7 @@ void bind_calls(nb::module_& m) {
          nb::arg("count") = 0, nb::arg("members") = 1, nb::arg("copies") = false,
          "A call without its memory; fingerprint 0: the ranks have agreed.");
 
-  nb::class_<Calls> calls(m, "Calls", nb::type_slots(unisono::calls_slots));
+  nb::class_<Calls> calls(m, "Calls", nb::type_slots(unisono::Collected<Calls>::slots));
   unisono::global.calls_type = reinterpret_cast<PyTypeObject*>(calls.ptr());
   calls.def(nb::init<nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"))
     .def("close", &Calls::close, "Pass every call to Python from now on.")

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "bindings/collected.hpp"
 #include "bindings/outcomes.hpp"
 #include "bindings/waits.hpp"
 #include "core/clock.hpp"
@@ -97,31 +98,11 @@ void Receive::clear() {
   for (nb::object* each : {&makes_, &made_, &open_}) each->reset();
 }
 
-namespace {
-
-int visit_receive(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  return nb::inst_ready(self) ? nb::inst_ptr<Receive>(self)->visit(visit, arg) : 0;
-}
-
-int clear_receive(PyObject* self) {
-  if (nb::inst_ready(self)) nb::inst_ptr<Receive>(self)->clear();
-  return 0;
-}
-
-PyType_Slot receive_slots[] = {
-  {Py_tp_traverse, reinterpret_cast<void*>(&visit_receive)},
-  {Py_tp_clear, reinterpret_cast<void*>(&clear_receive)},
-  {0, nullptr},
-};
-
-}  // namespace
-
 }  // namespace unisono
 
 void bind_receive(nb::module_& m) {
   using unisono::Receive;
-  nb::class_<Receive>(m, "Receive", nb::type_slots(unisono::receive_slots))
+  nb::class_<Receive>(m, "Receive", nb::type_slots(unisono::Collected<Receive>::slots))
     .def_ro("array", &Receive::array, "The memory.")
     .def_ro("owner", &Receive::owner, "The caller's argument.")
     .def_ro("peer", &Receive::peer, "Global rank; None for any.")

@@ -11,6 +11,12 @@
 
 namespace unisono {
 
+inline Py_ssize_t offset_of_slot(nanobind::handle type, const char* name) {
+  const nanobind::object slot = type.attr(name);
+  if (Py_TYPE(slot.ptr()) != &PyMemberDescr_Type) throw nanobind::type_error("not a slot");
+  return reinterpret_cast<PyMemberDescrObject*>(slot.ptr())->d_member->offset;
+}
+
 // Makes objects of a class whose slots are known by name.
 template <size_t kCount>
 class SlottedType {
@@ -18,13 +24,7 @@ class SlottedType {
   SlottedType() = default;
   SlottedType(nanobind::object type, const std::array<const char*, kCount>& names)
       : type_(std::move(type)) {
-    for (size_t i = 0; i < kCount; ++i) offsets_[i] = offset_of(type_, names[i]);
-  }
-
-  static Py_ssize_t offset_of(nanobind::handle type, const char* name) {
-    const nanobind::object slot = type.attr(name);
-    if (Py_TYPE(slot.ptr()) != &PyMemberDescr_Type) throw nanobind::type_error("not a slot");
-    return reinterpret_cast<PyMemberDescrObject*>(slot.ptr())->d_member->offset;
+    for (size_t i = 0; i < kCount; ++i) offsets_[i] = offset_of_slot(type_, names[i]);
   }
 
   // Return a new object with these values, in the order of the names.
