@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 
 import unisono as dist
-from unisono.base.seam import cpp as extension
+from unisono.core.base.seam import cpp as extension
 from unisono.testing import run
 
 # Shorter: a round depends on chance. Longer: neighbouring rounds see different loads.

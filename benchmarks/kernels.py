@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 
 from unisono import _engine
-from unisono.base.types import RedOpType, ReduceOp, dtype_named
-from unisono.engines.kernels import reduce_into
+from unisono.core.base.types import RedOpType, ReduceOp, dtype_named
+from unisono.core.engines.kernels import reduce_into
 
 ROUNDS = 15
 

@@ -54,7 +54,7 @@ def start(rank: int, size: int, port: int, answers: Any) -> None:
 def start_all(size: int) -> list[tuple[float, float]]:
     """Start `size` processes with NumPy loaded; return the answer of each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "unisono.c10d.lifecycle"])
+    context.set_forkserver_preload(["numpy", "unisono.core.c10d.lifecycle"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.Queue()
     processes = [

@@ -30,10 +30,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from unisono.core.schedules import available, build
+from unisono.core.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES
+from unisono.core.schedules.registry import entry
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import available, build
-from unisono.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES
-from unisono.schedules.registry import entry
 from unisono.simulate import LogGOPS, Program, Traffic, program_of, to_goal
 from unisono.simulate.loggops import run
 from unisono.simulate.traffic import SEND, WORK

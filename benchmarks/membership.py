@@ -21,8 +21,8 @@ import time
 import numpy as np
 
 import unisono as dist
+from unisono.core.stores import TCPStore
 from unisono.errors import StepAborted
-from unisono.stores import TCPStore
 
 STEPS = 100
 DOCUMENT = "worker/attempt_0/unisono/membership/document"

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from tuning import Cell, Half, mean_us, topology_of
 
-from unisono.schedules import Topology, available, build, select
-from unisono.schedules.ir import ROOTED
+from unisono.core.schedules import Topology, available, build, select
+from unisono.core.schedules.ir import ROOTED
 from unisono.simulate import Costs, LinkSpec, Switch, Traffic
 from unisono.simulate.evaluate import all_rows
 from unisono.simulate.links import run

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.schedules import available, build
-from unisono.schedules.ir import COLLECTIVES, ROOTED
+from unisono.core.schedules import available, build
+from unisono.core.schedules.ir import COLLECTIVES, ROOTED
 from unisono.simulate import Hosts, LinkSpec, Machine, Network, Pods, machine, simulate
 
 SUMMIT = Path("src/unisono/simulate/shipped/summit.toml")

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from unisono.core.schedules import available, build
+from unisono.core.schedules.ir import ROOTED
+from unisono.core.schedules.registry import _TABLE
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import available, build
-from unisono.schedules.ir import ROOTED
-from unisono.schedules.registry import _TABLE
 from unisono.simulate import Costs, Hosts, LinkSpec, LogGOPS, Switch, program_of, simulate
 from unisono.simulate.evaluate import all_rows
 from unisono.simulate.links import run as run_links

@@ -18,9 +18,9 @@ from datetime import timedelta
 from importlib import import_module, util
 from typing import Any
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
+from unisono.core.stores import TCPStore
 from unisono.launcher.workers.worker import opened, parent_death_hook
-from unisono.stores import TCPStore
 
 KINDS = ("torch", "unisono", "redis")
 

@@ -40,7 +40,7 @@ def be_rank(counter: str) -> None:
 def answering_s(pid: int) -> list[float]:
     """Return the CPU time so far of each rank's thread that answers viewers."""
     from unisono.cli.look.ask import _candidates
-    from unisono.transports.tcp.status import THREAD
+    from unisono.core.transports.tcp.status import THREAD
 
     found = []
     for rank in _candidates(str(pid)):

@@ -35,7 +35,7 @@ __all__ = [
     "get_requires_for_build_wheel",
 ]
 
-# In the folder of the metadata; base/extension.py reads it.
+# In the folder of the metadata; core/base/extension.py reads it.
 NOTE = "why_no_engine.txt"
 _LONGEST = 500
 _ERROR = re.compile(r"\berror: |No space left|Killed")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.ports import reserved_port
-from unisono.base import config as settings
-from unisono.base.seam import why_absent
-from unisono.platform.processes import IS_LINUX
+from unisono.core.base import config as settings
+from unisono.core.base.seam import why_absent
+from unisono.core.platform.processes import IS_LINUX
 
 pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
 

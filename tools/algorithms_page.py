@@ -8,10 +8,10 @@ from __future__ import annotations
 from fractions import Fraction
 from pathlib import Path
 
-from unisono.schedules import available, build
-from unisono.schedules.cost import cost
-from unisono.schedules.ir import COLLECTIVES, ROOTED
-from unisono.schedules.registry import ALGORITHMS
+from unisono.core.schedules import available, build
+from unisono.core.schedules.cost import cost
+from unisono.core.schedules.ir import COLLECTIVES, ROOTED
+from unisono.core.schedules.registry import ALGORITHMS
 
 PAGE = Path("docs/reference/algorithms.md")
 WORLD_SIZES = (2, 4, 8, 13, 64)

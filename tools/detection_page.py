@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unisono.rendezvous.launchers import LAUNCHERS, Launcher
+from unisono.core.rendezvous.launchers import LAUNCHERS, Launcher
 
 PAGE = Path("docs/reference/environment-detection.md")
 
 HEAD = """\
 # Rank and world size detection
 
-Written by `tools/detection_page.py` from the table in `src/unisono/rendezvous/launchers.py`; do
+Written by `tools/detection_page.py` from the table in `src/unisono/core/rendezvous/launchers.py`; do
 not edit.
 
 `init_process_group()` without arguments, and `init_method="env://"`, read the environment. The rows

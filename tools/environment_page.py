@@ -1,4 +1,4 @@
-"""Write the table in docs/reference/environment.md from `unisono.base.config`.
+"""Write the table in docs/reference/environment.md from `unisono.core.base.config`.
 
 Run from the repository root: `make docs`. A test fails when the table is out of date.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from unisono.base.config import VARIABLES
+from unisono.core.base.config import VARIABLES
 
 PAGE = Path("docs/reference/environment.md")
 TABLE = re.compile(r"^\| variable \|.*?\n\n", re.MULTILINE | re.DOTALL)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.schedules import build
-from unisono.schedules.ir import ROOTED
+from unisono.core.schedules import build
+from unisono.core.schedules.ir import ROOTED
 from unisono.simulate import machine
 from unisono.simulate.diagrams import COLOURS, diagram
 from unisono.simulate.drawing import PALE, Line, Picture

@@ -25,10 +25,10 @@ HEAD = '''\
 from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
-from unisono.base.deadline import Timeout
-from unisono.base.types import Arrays
-from unisono.groups.keywords import AlgorithmKeywords
-from unisono.groups.world import Group
+from unisono.core.base.deadline import Timeout
+from unisono.core.base.types import Arrays
+from unisono.core.groups.keywords import AlgorithmKeywords
+from unisono.core.groups.world import Group
 '''
 MODULES = ("c10d.collectives", "c10d.p2p")
 """The modules whose functions have several signatures."""

@@ -66,7 +66,7 @@ class Messenger {
                                       const nanobind::object& makes) = 0;
 };
 
-// A place in the cache. Python's table of prepared calls (backends/prepared_calls.py) has the same
+// A place in the cache. Python's table of prepared calls (core/backends/prepared_calls.py) has the same
 // call by its meaning, for the calls that Python runs.
 struct CachedCall {
   Key key;

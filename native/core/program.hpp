@@ -15,7 +15,7 @@
 
 namespace unisono {
 
-// The opcodes of schedules/ir.py.
+// The opcodes of core/schedules/ir.py.
 enum StepOp : int64_t { kSend, kRecv, kRecvReduce, kCopy, kReduce, kPost, kRead, kReadReduce };
 enum Buf : int64_t { kInput, kOutput, kScratch };
 

@@ -5,8 +5,8 @@
 
 namespace unisono {
 
-static_assert(sizeof(Record) == 88, "trace/ring.py has the same columns");
-static_assert(sizeof(Total) == 32, "trace/ring.py has the same columns");
+static_assert(sizeof(Record) == 88, "core/recorder/ring.py has the same columns");
+static_assert(sizeof(Total) == 32, "core/recorder/ring.py has the same columns");
 
 void Recorder::Free::operator()(void* memory) const { std::free(memory); }
 

@@ -13,7 +13,7 @@
 
 namespace unisono {
 
-// One call. src/unisono/trace/ring.py has the same columns. Times are ticks(); 0: not yet.
+// One call. src/unisono/core/recorder/ring.py has the same columns. Times are ticks(); 0: not yet.
 struct Record {
   uint64_t number;  // of the record, from 1; 0: the place is empty, or is being written
   uint64_t seq;     // of the call in the group

@@ -1,4 +1,4 @@
-// Element-wise reductions, bit by bit the same as in unisono/engines/kernels.py, with two
+// Element-wise reductions, bit by bit the same as in unisono/core/engines/kernels.py, with two
 // exceptions. NumPy's result depends on the processor in these, and the result here must not:
 // products of complex numbers are never fused. MIN and MAX of +0 and -0 give what NumPy gives on
 // x86-64.
@@ -30,7 +30,7 @@ enum class DType : int {
 };
 constexpr int kDTypes = 15;
 
-// The numbers of unisono.base.types.RedOpType, which are torch's.
+// The numbers of unisono.core.base.types.RedOpType, which are torch's.
 enum class RedOp : int {
   sum = 0,
   avg = 1,

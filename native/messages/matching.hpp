@@ -1,4 +1,4 @@
-// Pairs messages with receives, as transports/mailbox.py does. The k-th message from a rank under a
+// Pairs messages with receives, as core/transports/mailbox.py does. The k-th message from a rank under a
 // context and tag goes to the k-th receive for them. A receive from any source or of any tag takes
 // the oldest message that it may take. A probe takes no message.
 #pragma once

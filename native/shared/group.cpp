@@ -279,7 +279,7 @@ void Group::apply(const Step& step, char* slot) {
     if (joins(step)) left = address_of(step.src_buf, step.src_off + done, &count);
     if (step.op == kRecvReduce && step.peer < rank_) {
       // If two ranks swap their vectors, the lower rank's operand comes first, so that both ranks
-      // compute the same expression. Run.execute in engines/reference.py shows where that matters.
+      // compute the same expression. Run.execute in core/engines/reference.py shows where that matters.
       reduce_(into, from, into, static_cast<size_t>(count));
     } else if (reduces) {
       reduce_(into, left, from, static_cast<size_t>(count));

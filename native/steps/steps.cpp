@@ -300,7 +300,7 @@ Status Steps::receive(const Step& step) {
 }
 
 // If two ranks swap their vectors, the lower rank's operand comes first, so that both ranks compute
-// the same expression. Run.execute in engines/reference.py shows where that matters.
+// the same expression. Run.execute in core/engines/reference.py shows where that matters.
 void Steps::reduce(const Step& step, char* into, char* staging, size_t nbytes) {
   const size_t count = nbytes / static_cast<size_t>(itemsize_);
   if (step.op == kRecvReduce && step.peer < rank_) {

@@ -1,5 +1,5 @@
 // Programs of messages over rings and wires (messages/messages.hpp), with the result of
-// engines/reference.py.
+// core/engines/reference.py.
 //
 // All work is done on the caller's thread. Receives are posted ahead of their turn if no step in
 // between uses their memory. Data to be reduced comes in chunks: a chunk is reduced while the next

@@ -1,5 +1,5 @@
 // Sums up log lines, so that strangers that knock by the thousand do not fill the log; the twin of
-// LogLimit in src/unisono/base/log.py.
+// LogLimit in src/unisono/core/base/log.py.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Finds the user id of the local peer of a connection; the twin of
-// src/unisono/platform/peer_user.py.
+// src/unisono/core/platform/peer_user.py.
 #include <cerrno>
 #include <cstring>
 

@@ -6,7 +6,7 @@
 //        |--VALIDATE of a client without a token, if it may be served--> validating
 //        `--anything else--> refused
 //
-// src/unisono/stores/tcp/token.py has the messages of the handshake.
+// src/unisono/core/stores/tcp/token.py has the messages of the handshake.
 #include <algorithm>
 #include <cstdio>
 #include <optional>
@@ -22,7 +22,7 @@ namespace {
 constexpr std::size_t kShownBytes = 64;
 
 const std::string_view kMagicBytes{reinterpret_cast<const char*>(&kMagic), sizeof kMagic};
-// The twin of REFUSED_KEY in src/unisono/stores/tcp/token.py.
+// The twin of REFUSED_KEY in src/unisono/core/stores/tcp/token.py.
 constexpr std::string_view kRefusedKey = "refused";
 
 const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here accepts any client";

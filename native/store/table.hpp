@@ -1,5 +1,5 @@
 // The values of a store and the clients that wait for them; the twin of
-// src/unisono/stores/table.py. No I/O: one thread calls the table, and the table wakes a waiter by
+// src/unisono/core/stores/table.py. No I/O: one thread calls the table, and the table wakes a waiter by
 // `wake`.
 #pragma once
 

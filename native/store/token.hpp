@@ -1,5 +1,5 @@
 // Proves knowledge of the job's token: HMAC-SHA256 over fresh random numbers of both ends. The twin
-// of src/unisono/stores/tcp/token.py, which has the messages of the handshake.
+// of src/unisono/core/stores/tcp/token.py, which has the messages of the handshake.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // torch's TCPStore protocol: the end of a request, and its fields. No socket, no clock. The twin of
-// src/unisono/stores/tcp/wire.py, which has the table of fields.
+// src/unisono/core/stores/tcp/wire.py, which has the table of fields.
 #pragma once
 
 #include <cstddef>

@@ -15,75 +15,75 @@ from importlib import import_module
 TYPE_CHECKING = False  # without an import of typing
 if TYPE_CHECKING:
     # An editor finds the source of what the stub gives several signatures.
-    from unisono.c10d.collectives import *  # noqa: F403
+    from unisono.core.c10d.collectives import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 # module -> names.
 _HOMES = {
-    "backends": "BackendConfig register_backend",
-    "base.streams": "Event Stream current_stream default_stream stream",
-    "base.types": "Array RedOpType ReduceOp",
+    "core.backends": "BackendConfig register_backend",
+    "core.base.streams": "Event Stream current_stream default_stream stream",
+    "core.base.types": "Array RedOpType ReduceOp",
     "launcher": "launch spawn",
-    "engines.choice": "EngineInfo engine_info",
-    "groups.c10d_methods": (
+    "core.engines.choice": "EngineInfo engine_info",
+    "core.groups.c10d_methods": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "
         "ScatterOptions"
     ),
-    "c10d.backend_names": "Backend",
-    "c10d.lifecycle": "destroy_process_group init_process_group",
-    "c10d.queries": (
+    "core.c10d.backend_names": "Backend",
+    "core.c10d.lifecycle": "destroy_process_group init_process_group",
+    "core.c10d.queries": (
         "get_backend get_backend_config get_default_backend_for_device get_global_rank "
         "get_group_rank get_node_local_rank get_pg_count get_process_group_ranks get_rank "
         "get_world_size is_available is_backend_available is_gloo_available is_initialized "
         "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "
         "is_xccl_available supports_complex"
     ),
-    "c10d.new_groups": (
+    "core.c10d.new_groups": (
         "SHRINK_ABORT SHRINK_DEFAULT new_group new_subgroups new_subgroups_by_enumeration "
         "shrink_group split_group"
     ),
-    "c10d.collectives": (
+    "core.c10d.collectives": (
         "_all_gather_base _reduce_scatter_base all_gather all_gather_coalesced "
         "all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced all_to_all "
         "all_to_all_single barrier broadcast exscan gather reduce reduce_scatter "
         "reduce_scatter_single reduce_scatter_tensor scan scatter"
     ),
     "errors": "QueueEmptyError",
-    "c10d.counters": "Counter Lock",
-    "c10d.debug": (
+    "core.c10d.counters": "Counter Lock",
+    "core.c10d.debug": (
         "DebugLevel breakpoint get_debug_level record_comm set_debug_level set_debug_level_from_env"
     ),
-    "c10d.other_names": (
+    "core.c10d.other_names": (
         "DistBackendError DistError DistNetworkError DistStoreError GroupName ProcessGroupGloo "
         "ProcessGroupNCCL RankType _coalescing_manager _get_process_group_name "
         "_make_nccl_premul_sum _rank_not_in_group default_pg_timeout reduce_op"
     ),
-    "c10d.device_mesh": "DeviceMesh init_device_mesh",
-    "c10d.membership": "membership_changed reconfigure",
-    "c10d.files": "CollectiveFile open_file",
-    "c10d.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
-    "c10d.monitored_barrier": "monitored_barrier",
-    "c10d.state_sync": "sync_state",
-    "c10d.steps": "Step step",
-    "c10d.objects.functions": (
+    "core.c10d.device_mesh": "DeviceMesh init_device_mesh",
+    "core.c10d.membership": "membership_changed reconfigure",
+    "core.c10d.files": "CollectiveFile open_file",
+    "core.c10d.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
+    "core.c10d.monitored_barrier": "monitored_barrier",
+    "core.c10d.state_sync": "sync_state",
+    "core.c10d.steps": "Step step",
+    "core.c10d.objects.functions": (
         "all_gather_object all_reduce_object broadcast_object_list gather_object "
         "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
-    "c10d.shared_arrays": "SharedArray shared_array",
-    "c10d.tracing": "stats trace_records",
-    "trace": "GroupStats OperationStats TraceRecord write_trace",
-    "c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
-    "groups.keywords": "CallKeywords",
-    "groups.process_group": "ProcessGroup",
-    "c10d.objects.serializer": "PickleSerializer Serializer",
-    "c10d.preemption": "should_stop",
-    "groups.work": "Future Work collect_all wait_all wait_any",
-    "groups.world": "GroupMember group",
-    "rendezvous": "register_rendezvous_handler rendezvous",
-    "transports.messages": "ANY_TAG MessageInfo PROC_NULL",
-    "stores": "FileStore HashStore PrefixStore Store TCPStore",
+    "core.c10d.shared_arrays": "SharedArray shared_array",
+    "core.c10d.tracing": "stats trace_records",
+    "core.recorder": "GroupStats OperationStats TraceRecord write_trace",
+    "core.c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
+    "core.groups.keywords": "CallKeywords",
+    "core.groups.process_group": "ProcessGroup",
+    "core.c10d.objects.serializer": "PickleSerializer Serializer",
+    "core.c10d.preemption": "should_stop",
+    "core.groups.work": "Future Work collect_all wait_all wait_any",
+    "core.groups.world": "GroupMember group",
+    "core.rendezvous": "register_rendezvous_handler rendezvous",
+    "core.transports.messages": "ANY_TAG MessageInfo PROC_NULL",
+    "core.stores": "FileStore HashStore PrefixStore Store TCPStore",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 

@@ -1,12 +1,12 @@
 """The second public tier, for authors of backends, transports, engines and schedules."""
 
-from unisono.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
-from unisono.backends.nccl.streams import CUDAEvent, CUDAStream
-from unisono.base.buffers import BufferView, device_of, view
-from unisono.base.completion import Completion
-from unisono.base.deadline import Deadline
-from unisono.base.types import DType
-from unisono.engines import (
+from unisono.core.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
+from unisono.core.backends.nccl.streams import CUDAEvent, CUDAStream
+from unisono.core.base.buffers import BufferView, device_of, view
+from unisono.core.base.completion import Completion
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.types import DType
+from unisono.core.engines import (
     Call,
     Communicator,
     Engine,
@@ -15,15 +15,15 @@ from unisono.engines import (
     ReferenceEngine,
     Task,
 )
-from unisono.groups.dispatch import Dispatcher, dispatcher
-from unisono.groups.operations import OPS, OpSchema, schema_of
-from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select
-from unisono.schedules.msccl import from_msccl, to_msccl
-from unisono.schedules.registry import register_schedule
-from unisono.schedules.verify import verify
-from unisono.stores.services.etcd import EtcdStore
-from unisono.stores.services.redis import RedisStore
-from unisono.transports import (
+from unisono.core.groups.dispatch import Dispatcher, dispatcher
+from unisono.core.groups.operations import OPS, OpSchema, schema_of
+from unisono.core.schedules import Layout, Program, Schedule, Topology, build, lower, select
+from unisono.core.schedules.msccl import from_msccl, to_msccl
+from unisono.core.schedules.registry import register_schedule
+from unisono.core.schedules.verify import verify
+from unisono.core.stores.services.etcd import EtcdStore
+from unisono.core.stores.services.redis import RedisStore
+from unisono.core.transports import (
     InprocTransport,
     Key,
     TCPTransport,

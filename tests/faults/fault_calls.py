@@ -11,10 +11,10 @@ import numpy as np
 import unisono as dist
 from tests.support import operations
 from tests.support.operations import Operations
-from unisono.base.completion import Completion
-from unisono.engines.native_queue import QueuedCall
+from unisono.core.base.completion import Completion
+from unisono.core.engines.native_queue import QueuedCall
+from unisono.core.transports.tcp import link
 from unisono.errors import UnisonoError
-from unisono.transports.tcp import link
 
 # The longest any rank may take to hear of a failure, in seconds; the library's own promise.
 NOTICE_S = 1.0

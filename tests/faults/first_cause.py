@@ -22,10 +22,10 @@ import traceback
 import numpy as np
 
 import unisono as dist
+from unisono.core.stores import PrefixStore, TCPStore
+from unisono.core.transports.tcp.io_loop import IOLoop
 from unisono.errors import UnisonoError
 from unisono.lowlevel import CPUOptions
-from unisono.stores import PrefixStore, TCPStore
-from unisono.transports.tcp.io_loop import IOLoop
 
 MEDIA = {
     "tcp": ({"UNISONO_SHARED_MEMORY": "0"}, None),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import unisono
 from tests.support.launches import Inherited
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 
 SRC = str(Path(unisono.__file__).parents[1])
 LIMIT_S = 90.0

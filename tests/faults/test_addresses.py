@@ -13,8 +13,8 @@ from tests.faults.scripts import outcome, started
 from tests.faults.test_hosts import COMPUTES, PORT
 from tests.support import netns
 from tests.support.nodes import PATIENT, REDUCING, Job
-from unisono.rendezvous.launchers import find_place
-from unisono.rendezvous.meeting import job_ports
+from unisono.core.rendezvous.launchers import find_place
+from unisono.core.rendezvous.meeting import job_ports
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -73,7 +73,7 @@ def test_first_node_need_not_resolve_its_own_name(tmp_path, pods, backend):
 
 
 def test_node_serves_an_endpoint_whose_name_comes_late(tmp_path, pods):
-    quiet = {"unisono.rendezvous.endpoint._QUIET_S": 0.0}
+    quiet = {"unisono.core.rendezvous.endpoint._QUIET_S": 0.0}
     with Job(tmp_path, REDUCING, pods) as job:
         endpoint = f"other.name:{job.port}"
         agents = [job.node(endpoint=endpoint, conf=PATIENT, patches=quiet) for _ in pods]
@@ -157,7 +157,7 @@ while True:
 """,
     "the store of another job": """
 listener.close()
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 store = TCPStore("::", int(sys.argv[1]), is_master=True)
 print("ready", flush=True)
 sys.stdin.read()

@@ -11,8 +11,8 @@ from tests.faults.fault_calls import BUSY_S, NOTICE_S
 from tests.faults.scripts import started
 from tests.faults.test_hosts import PORT, ask, tell
 from tests.support import netns
-from unisono.engines import is_native_built, mpi_library
-from unisono.rendezvous.membership import AWAY_S, VANISHED_S
+from unisono.core.engines import is_native_built, mpi_library
+from unisono.core.rendezvous.membership import AWAY_S, VANISHED_S
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -231,7 +231,7 @@ def test_host_that_is_cut_from_the_quorum_does_not_wait_for_the_others():
 
 
 WAITS_FOR_A_KEY = """
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 own = TCPStore(os.environ["MASTER_ADDR"], PORT, is_master=rank == 0, wait_for_workers=False)
 own.add("here", 1)
 print("ready", flush=True)

@@ -18,9 +18,9 @@ from tests.faults.fault_calls import COLLECTIVES, attempt, groups_for, pids, sto
 from tests.support.lateness import Lateness
 from tests.support.together import on_threads
 from unisono import Serializer
-from unisono.groups import world
-from unisono.platform.processes import IS_LINUX
-from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
+from unisono.core.groups import world
+from unisono.core.platform.processes import IS_LINUX
+from unisono.core.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.testing import run
 
 # So many at the same time: one after another would take minutes, all at once a whole core.

@@ -11,8 +11,13 @@ import unisono as dist
 from tests.faults.scripts import Forked, outcome, ranks_of
 from tests.faults.test_membership import keys, newcomer
 from tests.support.calls import wait_until
-from unisono.base.process_identity import new_user
-from unisono.c10d import steps
+from unisono.core.base.process_identity import new_user
+from unisono.core.c10d import steps
+from unisono.core.groups.membership import Document
+from unisono.core.groups.membership_store import first_proposal
+from unisono.core.groups.world import current
+from unisono.core.rendezvous.membership import JoinRequest, Member, WaitingMember
+from unisono.core.stores import PrefixStore
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
@@ -20,12 +25,7 @@ from unisono.errors import (
     PeerLostError,
     StoreTimeoutError,
 )
-from unisono.groups.membership import Document
-from unisono.groups.membership_store import first_proposal
-from unisono.groups.world import current
 from unisono.parallel import ElasticJob
-from unisono.rendezvous.membership import JoinRequest, Member, WaitingMember
-from unisono.stores import PrefixStore
 from unisono.testing import run
 
 LENGTH, BATCH, STEPS = 60, 12, 30

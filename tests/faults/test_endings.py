@@ -17,8 +17,8 @@ from tests.faults.fault_calls import BUSY_S
 from tests.faults.scripts import Forked, outcome, ranks_of
 from tests.support.together import on_threads
 from unisono import HashStore, PrefixStore, ProcessGroup
+from unisono.core.groups import ending
 from unisono.errors import PeerLostError
-from unisono.groups import ending
 
 # So long a rank must wait for another rank that comes late. A rank that does not wait is faster.
 LATE_S = 0.2
@@ -34,7 +34,7 @@ outside = lambda: dist.ProcessGroup(dist.PrefixStore("mine", store()), rank, 2, 
 # The function `show` runs when the process has closed its groups, which happens at its exit too.
 SHOW = """
 import atexit
-from unisono.groups import ending
+from unisono.core.groups import ending
 def show():
     print(json.dumps([x.tolist(), part.tolist(), [each.tolist() for each in parts]]), flush=True)
 atexit.unregister(ending.close_open_groups)

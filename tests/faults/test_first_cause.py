@@ -36,10 +36,10 @@ from tests.faults import first_cause
 from tests.faults.fault_calls import attempt, store, wait_for_count
 from tests.support import selection
 from tests.support.transport_worlds import connected, works
+from unisono.core.transports import control
+from unisono.core.transports.control import FirstCause
+from unisono.core.transports.messages import Failure, Purpose
 from unisono.testing import run
-from unisono.transports import control
-from unisono.transports.control import FirstCause
-from unisono.transports.messages import Failure, Purpose
 
 LOST, LOST_2 = Failure("lost", "gone", [3], 0), Failure("lost", "gone", [2], 1)
 RAISED = Failure("failed", "rank 2 raised", [2], 2)

@@ -12,7 +12,7 @@ from tests.faults.fault_calls import BUSY_S, NOTICE_S
 from tests.faults.scripts import outcome, started
 from tests.support import netns
 from tests.support.lateness import best_s
-from unisono.engines import is_native_built
+from unisono.core.engines import is_native_built
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -225,7 +225,7 @@ def test_both_families_reach_a_store_at_any_address(network):
 
 
 LISTENS = """
-from unisono.transports.tcp.transport import _transports
+from unisono.core.transports.tcp.transport import _transports
 os.environ.update(json.loads(os.environ["OF_RANK"])[rank])
 dist.init_process_group(timeout=60)
 def check():
@@ -306,9 +306,7 @@ def test_hosts_that_cannot_reach_each_other_are_told_in_a_table():
 
 
 def test_store_that_cannot_be_reached_is_told_with_every_address(network):
-    script = (
-        "from unisono.stores import TCPStore; import sys; TCPStore(sys.argv[1], 29501, timeout=1)"
-    )
+    script = "from unisono.core.stores import TCPStore; import sys; TCPStore(sys.argv[1], 29501, timeout=1)"
     host = network.hosts[1]
     process = subprocess.run(
         host.inside(sys.executable, "-c", script, "first"),

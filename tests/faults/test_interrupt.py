@@ -14,10 +14,10 @@ import pytest
 import unisono as dist
 from tests.faults.fault_calls import BUSY_S, LEFT, attempt, store
 from tests.support.handlers import press_when_blocked
-from unisono.engines import is_native_built
+from unisono.core.engines import is_native_built
+from unisono.core.transports.native_messages import NativeMessages
+from unisono.core.transports.tcp.transport import TCPTransport
 from unisono.testing import run
-from unisono.transports.native_messages import NativeMessages
-from unisono.transports.tcp.transport import TCPTransport
 
 BLOCKING = {
     "all_reduce": lambda box: dist.all_reduce(box),

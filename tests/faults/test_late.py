@@ -19,11 +19,11 @@ from tests.faults.fault_calls import (
     store,
 )
 from tests.support.lateness import best_s
-from unisono.base.deadline import Deadline
-from unisono.engines import native_engine as native
-from unisono.stores import PrefixStore
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import native_engine as native
+from unisono.core.stores import PrefixStore
+from unisono.core.transports import Transport
 from unisono.testing import run
-from unisono.transports import Transport
 
 
 def leave_out(rank, missing, timeout_s, mode, members=None):

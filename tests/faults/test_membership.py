@@ -17,8 +17,20 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import SRC, Forked, outcome, ranks_of, started
 from tests.support.programs import python
-from unisono.c10d import lifecycle, steps
-from unisono.c10d.steps import Step
+from unisono.core.c10d import lifecycle, steps
+from unisono.core.c10d.steps import Step
+from unisono.core.groups.membership import Membership
+from unisono.core.groups.membership_store import Document, first_proposal
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import World, current, use
+from unisono.core.rendezvous.joining import open_for_newcomer
+from unisono.core.rendezvous.membership import Come, Member, WaitingMember
+from unisono.core.rendezvous.state import AgentsState as Nodes
+from unisono.core.rendezvous.state import Node, Phase
+from unisono.core.rendezvous.worker_world import WorkerStore
+from unisono.core.stores import FileStore, HashStore
+from unisono.core.transports import LinkDown, has_ended
+from unisono.core.transports.messages import LEFT
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -32,19 +44,7 @@ from unisono.errors import (
     StoreTimeoutError,
     UsageError,
 )
-from unisono.groups.membership import Membership
-from unisono.groups.membership_store import Document, first_proposal
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import World, current, use
-from unisono.rendezvous.joining import open_for_newcomer
-from unisono.rendezvous.membership import Come, Member, WaitingMember
-from unisono.rendezvous.state import AgentsState as Nodes
-from unisono.rendezvous.state import Node, Phase
-from unisono.rendezvous.worker_world import WorkerStore
-from unisono.stores import FileStore, HashStore
 from unisono.testing import run
-from unisono.transports import LinkDown, has_ended
-from unisono.transports.messages import LEFT
 
 # A job that counts to `steps`. Each committed step adds the sum over ranks to a model.
 JOB = """
@@ -83,7 +83,9 @@ def told(**more):
 
 
 def script(body):
-    names = "from unisono import errors as dist_errors\nfrom unisono.groups.world import current\n"
+    names = (
+        "from unisono import errors as dist_errors\nfrom unisono.core.groups.world import current\n"
+    )
     return names + JOB + body
 
 
@@ -221,8 +223,8 @@ def test_ranks_whose_links_all_break_go_on_together():
         COUNT
         + """
 import socket
-import unisono.rendezvous.membership
-unisono.rendezvous.membership.SILENT_S = 60.0
+import unisono.core.rendezvous.membership
+unisono.core.rendezvous.membership.SILENT_S = 60.0
 
 def break_links():
     kept = int(os.environ["MASTER_PORT"])
@@ -281,9 +283,9 @@ except dist_errors.RendezvousError as problem:
 def test_half_of_the_ranks_without_the_lowest_one_do_not_go_on():
     body = script(
         """
-import unisono.rendezvous.membership
+import unisono.core.rendezvous.membership
 # The reference engine does not know which ranks are on this host.
-unisono.rendezvous.membership.AWAY_S = 3.0
+unisono.core.rendezvous.membership.AWAY_S = 3.0
 add()
 if me < 2:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -305,8 +307,8 @@ if me < 2:
 def test_a_rank_does_not_wait_for_ranks_whose_nodes_the_launcher_gave_up():
     body = script(
         """
-import unisono.rendezvous.membership
-unisono.rendezvous.membership.AWAY_S = 600.0
+import unisono.core.rendezvous.membership
+unisono.core.rendezvous.membership.AWAY_S = 600.0
 add()
 if me:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -330,11 +332,11 @@ def test_a_job_goes_on_when_a_newcomer_ends_before_it_is_connected():
     body = script(
         COUNT
         + """
-import unisono.groups.membership
-from unisono.groups.world import current
-from unisono.rendezvous.membership import JoinRequest, Member, WaitingMember
+import unisono.core.groups.membership
+from unisono.core.groups.world import current
+from unisono.core.rendezvous.membership import JoinRequest, Member, WaitingMember
 # A shorter patience than in production.
-unisono.groups.membership._CONNECT_S = 1.0
+unisono.core.groups.membership._CONNECT_S = 1.0
 count(3)
 if me == 0:
     document = current().membership.document
@@ -348,7 +350,7 @@ told()
 dist.barrier()
 """
     )
-    name = "from unisono.base.process_identity import new_user; print(new_user())"
+    name = "from unisono.core.base.process_identity import new_user; print(new_user())"
     env = dict(os.environ) | {"PYTHONPATH": SRC}
     gone = python("-c", name, check=True, env=env).stdout.strip()
     for far, group in (("1", "default:generation-3"), ("0", "default:generation-2")):
@@ -734,7 +736,7 @@ def test_states_of_different_structure_are_refused_on_all_ranks():
 
 
 def test_tensors_for_a_process_without_torch(monkeypatch):
-    from unisono.c10d.state_sync import _Slot
+    from unisono.core.c10d.state_sync import _Slot
 
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InvalidArgumentError, match="this process has not imported torch"):

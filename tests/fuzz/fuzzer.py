@@ -22,7 +22,7 @@ import numpy as np
 import unisono as dist
 from tests.fuzz.kinds import Call
 from tests.fuzz.steps import Step, World, steps_of, world_of
-from unisono.engines import is_native_built
+from unisono.core.engines import is_native_built
 from unisono.errors import LaunchError, PeerError
 from unisono.testing import run
 

@@ -10,8 +10,8 @@ import unisono as dist
 from tests.fuzz.memory import Array, Memory
 from tests.fuzz.steps import Step, World
 from tests.support.operations import COLLECTIVES, Operations
+from unisono.core.schedules import available
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError
-from unisono.schedules import available
 
 LISTS = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 TENSORS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")

@@ -34,9 +34,9 @@ import numpy as np
 
 import unisono as dist
 from unisono import errors
-from unisono.groups import membership, membership_store
-from unisono.platform.processes import stat_fields
-from unisono.stores import PrefixStore, TCPStore
+from unisono.core.groups import membership, membership_store
+from unisono.core.platform.processes import stat_fields
+from unisono.core.stores import PrefixStore, TCPStore
 from unisono.testing.hosts import Host, Network, why_no_hosts
 
 TIMEOUT_S = 1.5
@@ -453,7 +453,7 @@ def main() -> int:
     options = parser.parse_args()
     # All processes inherit it. `break_links` waits for the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    names = ["unisono.testing", "unisono.c10d.state_sync", "unisono.c10d.steps"]
+    names = ["unisono.testing", "unisono.core.c10d.state_sync", "unisono.core.c10d.steps"]
     _context.set_forkserver_preload(names)
     total: collections.Counter[str] = collections.Counter()
     hosts: list[Host] = []

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from unisono import ReduceOp
-from unisono.base.types import all_dtypes, reduce_ops_of
+from unisono.core.base.types import all_dtypes, reduce_ops_of
 
 Random = np.random.Generator
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.fuzz import fuzzer, kinds
-from unisono.engines import is_native_built
+from unisono.core.engines import is_native_built
 
 needs_native = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 import unisono as dist
-from unisono.base import config
+from unisono.core.base import config
 
 
 def summed(scale):

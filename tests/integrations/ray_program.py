@@ -17,8 +17,8 @@ from ray.util.collective import types
 import unisono as dist
 import unisono.ray
 from tests.integrations import program, ranks
-from unisono.base.deadline import Deadline
-from unisono.engines import mpi_library
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import mpi_library
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,

@@ -11,7 +11,7 @@ import time
 
 def meet(rank, folder):
     """Write down the environment, and what the ranks put into the parent's store."""
-    from unisono.stores import TCPStore
+    from unisono.core.stores import TCPStore
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(f"rank{rank}", str(rank))

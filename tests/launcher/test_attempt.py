@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
 from unisono.launcher.attempt import Attempt, LaunchResources
 from unisono.launcher.environment import NodePlace
 from unisono.launcher.output.files import LogOptions, Output

@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.oracle import outcome
 from tests.support.programs import python
-from unisono.base import document
 from unisono.bench import launch as bench_launch
 from unisono.bench import libraries
 from unisono.bench.data import Data
@@ -31,7 +30,8 @@ from unisono.bench.plan import (
 from unisono.bench.report import ReportTable, bandwidths, fixed, summary
 from unisono.bench.worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.cli.main import main
-from unisono.engines import is_native_built
+from unisono.core.base import document
+from unisono.core.engines import is_native_built
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.testing.hosts import why_no_hosts
 

@@ -17,7 +17,6 @@ import pytest
 
 from tests.support import netns
 from tests.support.launches import Launch
-from unisono.base import document
 from unisono.cli.doctor import examine, links, picture
 from unisono.cli.doctor.facts import Examination, HostFacts, HostLink, Sharing, SystemLimits
 from unisono.cli.doctor.findings import endpoint_fault, findings
@@ -26,15 +25,16 @@ from unisono.cli.doctor.links import _SIZES, Peer, Probe, Responder
 from unisono.cli.doctor.session import Session
 from unisono.cli.main import main
 from unisono.cli.nodes import add_node_flags
+from unisono.core.base import document
+from unisono.core.platform.processes import IS_LINUX
+from unisono.core.rendezvous import state
+from unisono.core.rendezvous.member import Timing
+from unisono.core.stores import HashStore, PrefixStore, TCPStore
+from unisono.core.stores.tcp.refusals import refused_client
+from unisono.core.stores.tcp.token import REFUSED_KEY
+from unisono.core.stores.tcp.wire import RequestOp
 from unisono.errors import HandshakeError, InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import NodeMeeting
-from unisono.platform.processes import IS_LINUX
-from unisono.rendezvous import state
-from unisono.rendezvous.member import Timing
-from unisono.stores import HashStore, PrefixStore, TCPStore
-from unisono.stores.tcp.refusals import refused_client
-from unisono.stores.tcp.token import REFUSED_KEY
-from unisono.stores.tcp.wire import RequestOp
 
 needs_hosts = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -424,7 +424,7 @@ def test_refused_stranger_does_not_end_an_examination_whose_hosts_come(examiners
             assert looks.acquire(timeout=20)
         jobs.append(pool.submit(second.examine, PrefixStore("x", server), lambda: False))
         assert [len(job.result(60).hosts) for job in jobs] == [2, 2]
-        monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
+        monkeypatch.setattr("unisono.core.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
         line = r"the store refused 10\.0\.0\.9:4242, which is on another machine"
         with pytest.raises(RendezvousError, match=line):
             examiners(2)[0].examine(PrefixStore("y", server), lambda: False)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from unisono.cli.main import main
-from unisono.schedules import build
+from unisono.core.schedules import build
 from unisono.simulate.diagrams import diagram
 from unisono.simulate.timeline import in_rounds
 

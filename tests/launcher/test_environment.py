@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from unisono.core.rendezvous.state import Node
+from unisono.core.rendezvous.worker_world import WorkerWorld
 from unisono.launcher.environment import NodePlace, worker_environment
-from unisono.rendezvous.state import Node
-from unisono.rendezvous.worker_world import WorkerWorld
 
 NODES = tuple(
     Node(id=name, host=name, address=name, nprocs=nprocs, role=role)

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 import unisono
-from unisono.backends import tuning
 from unisono.cli.main import main
-from unisono.schedules import Topology, available, build, select
-from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.backends import tuning
+from unisono.core.schedules import Topology, available, build, select
+from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
 from unisono.simulate import Costs, LinkSpec, Switch, simulate
 
 KIB, MIB = 1024, 1024**2

@@ -18,25 +18,24 @@ import pytest
 
 from tests.faults.scripts import ranks_of, started
 from tests.support import netns
-from unisono.base.deadline import Deadline
-from unisono.base.where import stack_of
 from unisono.cli.look import ask, command, verdict
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import JobView, jobs_of, verdict_of
 from unisono.cli.main import main
-from unisono.errors import LaunchError, UnisonoError
-from unisono.platform.network import listeners
-from unisono.platform.peer_user import user_of_peer
-from unisono.stores import HashStore, TCPStore
-from unisono.transports.connect import connect
-from unisono.transports.tcp import status
-from unisono.transports.tcp.address import (
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.where import stack_of
+from unisono.core.platform.network import listeners
+from unisono.core.platform.peer_user import user_of_peer
+from unisono.core.stores import HashStore, TCPStore
+from unisono.core.transports.connect import connect
+from unisono.core.transports.tcp import status
+from unisono.core.transports.tcp.address import (
     TCPAddress,
     is_loopback,
     local_hosts,
 )
-from unisono.transports.tcp.transport import TCPTransport
-from unisono.transports.tcp.viewer import (
+from unisono.core.transports.tcp.transport import TCPTransport
+from unisono.core.transports.tcp.viewer import (
     NO_KEY,
     VIEWERS,
     key_of,
@@ -45,7 +44,8 @@ from unisono.transports.tcp.viewer import (
     question,
     sealed,
 )
-from unisono.transports.tcp.wire import ACCEPT, CLOCK, HELLO, INSPECT, RECORDS, REFUSE, Hello
+from unisono.core.transports.tcp.wire import ACCEPT, CLOCK, HELLO, INSPECT, RECORDS, REFUSE, Hello
+from unisono.errors import LaunchError, UnisonoError
 
 SCRIPT = """
 def load():

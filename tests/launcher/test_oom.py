@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.cgroups import small_cgroup
 from tests.support.launches import RUN
+from unisono.core.platform import machine, memory
 from unisono.launcher.workers import oom
-from unisono.platform import machine, memory
 
 pytestmark = pytest.mark.linux("looks into /proc")
 

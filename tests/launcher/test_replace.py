@@ -194,7 +194,7 @@ import importlib, os, pathlib, signal, time
 import numpy as np
 import unisono as dist
 from unisono.errors import PeerError, StepAborted
-connect = importlib.import_module("unisono.transports.connect")
+connect = importlib.import_module("unisono.core.transports.connect")
 publish, mark = connect._publish, pathlib.Path("MARK")
 me, joins = int(os.environ["RANK"]), os.environ.get("UNISONO_JOIN", "0")
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.programs import python
-from unisono.base import document
+from unisono.core.base import document
+from unisono.core.rendezvous.state import AgentsState
 from unisono.errors import CollectiveAbortedError, PeerFailedError, PeerLostError, StepAborted
 from unisono.launcher.agent import Agent
 from unisono.launcher.report import (
@@ -22,7 +23,6 @@ from unisono.launcher.report import (
 )
 from unisono.launcher.spec import LaunchResult, LaunchSpec
 from unisono.launcher.traceback_text import exception_line, extract_traceback, is_consequence
-from unisono.rendezvous.state import AgentsState
 
 PLAIN = """Traceback (most recent call last):
   File "a.py", line 1, in <module>

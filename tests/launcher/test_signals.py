@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.programs import python
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
 from unisono.launcher import back_off
 from unisono.launcher.agent import Agent
 from unisono.launcher.back_off import BackOff

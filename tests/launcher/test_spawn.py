@@ -19,10 +19,10 @@ import pytest
 
 from tests.launcher import spawn_targets as targets
 from tests.support.launches import LIMIT_S, gone
+from unisono.core.platform.processes import open_files
 from unisono.errors import WorkerFailedError
 from unisono.launcher import spawn
 from unisono.launcher.spawn import SpawnContext
-from unisono.platform.processes import open_files
 
 METHODS = ["spawn", "fork", "forkserver"]
 
@@ -210,7 +210,7 @@ import os, sys, threading
 sys.path.insert(0, {folder!r})
 from tests.launcher.spawn_targets import announce_and_wait
 from unisono.launcher import spawn
-from unisono.platform.processes import open_files
+from unisono.core.platform.processes import open_files
 if __name__ == "__main__":
     options = dict(nprocs=2, start_method={method!r})
     if {in_thread}:

@@ -17,9 +17,9 @@ from unisono.cli.look.verdict import JobView
 from unisono.cli.main import main
 from unisono.cli.trace import gather
 from unisono.cli.trace.gather import ask_ranks
-from unisono.trace.clocks import align
-from unisono.trace.flight_recorder import encode
-from unisono.trace.joined import by_rank, join
+from unisono.core.recorder.clocks import align
+from unisono.core.recorder.flight_recorder import encode
+from unisono.core.recorder.joined import by_rank, join
 
 SCRIPT = """
 dist.init_process_group(timeout=60)

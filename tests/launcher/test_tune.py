@@ -11,14 +11,14 @@ import pytest
 
 import unisono as dist
 from tests.support.programs import python
-from unisono.backends import tuning
 from unisono.bench.tuning import TuningPlan, measure, quartiles
 from unisono.cli.main import main
 from unisono.cli.tune import _progress
-from unisono.schedules import available, select
-from unisono.schedules.far import NEAR_US
-from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
-from unisono.schedules.tuning import rules_of, topology_of
+from unisono.core.backends import tuning
+from unisono.core.schedules import available, select
+from unisono.core.schedules.far import NEAR_US
+from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.tuning import rules_of, topology_of
 from unisono.testing.hosts import Network, why_no_hosts
 
 SMALL = ("-b", "1K", "-e", "4K", "--seconds", "8")

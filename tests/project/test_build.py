@@ -33,8 +33,8 @@ def checkout(tmp_path):
         shutil.copy(ROOT / name, copy)
     (copy / "native").mkdir()
     shutil.copy(ROOT / "native/build_backend.py", copy / "native")
-    (copy / "src/unisono/base").mkdir(parents=True)
-    for name in ("__init__.py", "base/__init__.py", "base/extension.py"):
+    (copy / "src/unisono/core/base").mkdir(parents=True)
+    for name in ("__init__.py", "core/base/__init__.py", "core/base/extension.py"):
         shutil.copy(ROOT / "src/unisono" / name, copy / "src/unisono" / name)
     return copy
 
@@ -69,7 +69,7 @@ def test_two_builds_of_one_checkout_at_once(tmp_path, checkout):
 
 
 def why(target):
-    program = "import unisono.base.extension as e; print(e.why_absent)"
+    program = "import unisono.core.base.extension as e; print(e.why_absent)"
     # -S: else the finder of the developer's own editable installation finds it first.
     command = [sys.executable, "-S", "-c", program]
     done = subprocess.run(

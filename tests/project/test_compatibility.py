@@ -11,8 +11,8 @@ import pytest
 import unisono
 from tests.support import tools
 from tests.support.torch_signatures import calls, overloads
+from unisono.core.groups.operations import OPS
 from unisono.errors import UnsupportedError
-from unisono.groups.operations import OPS
 from unisono.refused import INCIDENTAL, REFUSED
 
 PAGE = (tools.ROOT / "docs/reference/compatibility.md").read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def step(server, path, number, call):
 
 @pytest.mark.whole("a language server reads the tree")
 def test_a_function_leads_to_the_code_that_prepares_its_call(server):
-    collectives = (SOURCE / "c10d/collectives.py").read_text("utf-8")
+    collectives = (SOURCE / "core/c10d/collectives.py").read_text("utf-8")
     names = re.findall(r"^def ([a-z]\w+)\(", collectives, re.MULTILINE)
     assert len(names) >= 16
     text = "import unisono as dist\n" + "".join(f"dist.{name}\n" for name in names)
@@ -103,10 +103,10 @@ def test_a_function_leads_to_the_code_that_prepares_its_call(server):
     for name in names:
         at = text.index(f"dist.{name}\n") + 5
         path, number = server.definitions(script, text, at)[0]
-        assert path == SOURCE / "c10d/collectives.py"
+        assert path == SOURCE / "core/c10d/collectives.py"
         path, number = step(server, path, number, rf"pg\.({name})\(")
-        assert path == SOURCE / "groups/operations.py"
+        assert path == SOURCE / "core/groups/operations.py"
         path, number = step(server, path, number, rf"\.({name})\(")
         ends[name] = path.relative_to(SOURCE).as_posix()
-    assert ends.pop("barrier") == "backends/cpu.py"
-    assert set(ends.values()) == {"backends/collectives.py"}
+    assert ends.pop("barrier") == "core/backends/cpu.py"
+    assert set(ends.values()) == {"core/backends/collectives.py"}

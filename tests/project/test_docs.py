@@ -13,10 +13,10 @@ import unisono as dist
 from tests.support.calls import check_usable
 from tests.support.programs import python
 from tests.support.tools import ROOT, tool
-from unisono.base.config import VARIABLES
-from unisono.base.seam import why_absent
+from unisono.core.base.config import VARIABLES
+from unisono.core.base.seam import why_absent
+from unisono.core.schedules import build
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
-from unisono.schedules import build
 from unisono.simulate.timeline import in_rounds
 from unisono.testing import run
 from unisono.testing.hosts import why_no_hosts
@@ -99,7 +99,7 @@ def test_source_files_that_a_page_names_exist(page):
     names = re.findall(r"`((?:src/|tests/|tools/|examples/)?[\w/]+\.py)`", text)
     own = {"script.py", *(block.title for block in tool("readme").fenced(text))}  # the reader's
     names = [name for name in names if name not in own]
-    places = (ROOT, ROOT / "src/unisono", ROOT / "src/unisono/schedules")
+    places = (ROOT, ROOT / "src/unisono", ROOT / "src/unisono/core/schedules")
     assert [name for name in names if not any((p / name).exists() for p in places)] == []
 
 

@@ -26,33 +26,33 @@ from tests.support.calls import frozen
 from tests.support.ports import reserved_port
 from tests.support.windows import posix_of_windows
 from unisono import errors
-from unisono.backends import CPUOptions, registry
-from unisono.base import buffers, log
-from unisono.base.deadline import Deadline
 from unisono.bench import launch as bench_launch
 from unisono.bench import libraries
 from unisono.cli import flags, nodes
-from unisono.engines import native_engine
+from unisono.core.backends import CPUOptions, registry
+from unisono.core.base import buffers, log
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import native_engine
+from unisono.core.rendezvous import handlers, launchers, search
+from unisono.core.rendezvous.endpoint import own_address, parse_endpoint
+from unisono.core.schedules import Buf, Schedule, build, layout_for, lower
+from unisono.core.schedules.ir import copy
+from unisono.core.stores import FileStore, HashStore, PrefixStore, TCPStore
+from unisono.core.stores.files.lock import FileLock
+from unisono.core.stores.services.store import ServiceStore, Unreachable, VersionedValue
+from unisono.core.stores.table import checked_sum
+from unisono.core.stores.tcp import wire
+from unisono.core.stores.tcp.connection import Connection, ConnectionPool
+from unisono.core.stores.tcp.python_server import ServerOptions, StoreServer
+from unisono.core.stores.tcp.wire import ReplyDecoder, RequestOp, encode_request
+from unisono.core.transports import InprocTransport, Key
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.tcp.address import listen
+from unisono.core.transports.tcp.wire import HELLO, Hello
 from unisono.launcher import guard
 from unisono.launcher.output.files import StdChoice, _create
 from unisono.launcher.workers.cpu_binding import Binding, HostCPUs
-from unisono.rendezvous import handlers, launchers, search
-from unisono.rendezvous.endpoint import own_address, parse_endpoint
-from unisono.schedules import Buf, Schedule, build, layout_for, lower
-from unisono.schedules.ir import copy
-from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
-from unisono.stores.files.lock import FileLock
-from unisono.stores.services.store import ServiceStore, Unreachable, VersionedValue
-from unisono.stores.table import checked_sum
-from unisono.stores.tcp import wire
-from unisono.stores.tcp.connection import Connection, ConnectionPool
-from unisono.stores.tcp.python_server import ServerOptions, StoreServer
-from unisono.stores.tcp.wire import ReplyDecoder, RequestOp, encode_request
 from unisono.testing import run
-from unisono.transports import InprocTransport, Key
-from unisono.transports.messages import Purpose
-from unisono.transports.tcp.address import listen
-from unisono.transports.tcp.wire import HELLO, Hello
 
 MAX, SUM, PREMUL_SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM
 NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
@@ -665,7 +665,7 @@ WITHOUT_A_WORLD["Rendezvous"] = {
     "rank 1 of 3 waited 0.05 s for ranks that never came: 0, 2":
         lambda: init(store=HashStore(), rank=1, world_size=3, timeout=0.05),
     "rank 1 of 2 on {} cannot join a group: {}file{}": lambda: patched(
-        importlib.import_module("unisono.c10d.lifecycle"), "ProcessGroup",
+        importlib.import_module("unisono.core.c10d.lifecycle"), "ProcessGroup",
         raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))),
         lambda: init(store=HashStore(), rank=1, world_size=2)),
     "the URL 'tcp://?rank=0&world_size=1' has no host; write tcp://host:port":

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.c10d import p2p
-from unisono.c10d.objects import functions as objects
-from unisono.groups.operations import OPS
+from unisono.core.c10d import p2p
+from unisono.core.c10d.objects import functions as objects
+from unisono.core.groups.operations import OPS
 from unisono.testing import run
 
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL

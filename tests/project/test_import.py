@@ -16,8 +16,8 @@ SOURCE = Path(unisono.__file__).parent
 OPTIONAL = {
     "cloudpickle": {"launcher/launch.py"},
     "distributed": {"integrations/dask.py"},
-    "ml_dtypes": {"base/types.py", "base/buffers.py"},
-    "prometheus_client": {"trace/metrics.py"},
+    "ml_dtypes": {"core/base/types.py", "core/base/buffers.py"},
+    "prometheus_client": {"core/recorder/metrics.py"},
     "py4j": {"integrations/spark.py"},
     "pyspark": {"integrations/spark.py"},
     "pytest": {"testing/plugin.py"},

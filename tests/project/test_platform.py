@@ -1,4 +1,4 @@
-"""Only unisono.platform names what an operating system may lack."""
+"""Only unisono.core.platform names what an operating system may lack."""
 
 import ast
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_no_other_package_names_a_facility():
         for path in others()
         for line, name in facilities(ast.parse(path.read_text()))
     ]
-    assert not found, "move to unisono.platform:\n" + "\n".join(found)
+    assert not found, "move to unisono.core.platform:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Only unisono.base.seam decides between C++ and Python."""
+"""Only unisono.core.base.seam decides between C++ and Python."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/unisono"
-SEAM = {"base/seam.py", "base/extension.py"}
+SEAM = {"core/base/seam.py", "core/base/extension.py"}
 OTHERS = [path for path in SOURCE.rglob("*.py") if str(path.relative_to(SOURCE)) not in SEAM]
 
 
@@ -14,11 +14,14 @@ def questions(tree):
     """Yield (line, name) for each way to ask whether there is an extension module."""
     names = {"_extension"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "unisono.base.seam":
+        if isinstance(node, ast.ImportFrom) and node.module == "unisono.core.base.seam":
             names |= {each.asname or each.name for each in node.names if each.name == "cpp"}
         elif isinstance(node, ast.ImportFrom):
             for each in node.names:
-                if f"{node.module}.{each.name}" in ("unisono._engine", "unisono.base.extension"):
+                if f"{node.module}.{each.name}" in (
+                    "unisono._engine",
+                    "unisono.core.base.extension",
+                ):
                     yield node.lineno, each.name
         elif isinstance(node, ast.Constant) and node.value == "unisono._engine":
             yield node.lineno, node.value
@@ -38,11 +41,11 @@ def test_no_other_module_asks_for_the_extension():
 @pytest.mark.parametrize(
     "text",
     [
-        "from unisono.base.seam import cpp as x\nif x is None: pass",
-        "from unisono.base.seam import cpp\ny = 1 if cpp else 2",
+        "from unisono.core.base.seam import cpp as x\nif x is None: pass",
+        "from unisono.core.base.seam import cpp\ny = 1 if cpp else 2",
         "from unisono import _engine",
         "import_module('unisono._engine')",
-        "from unisono.base import extension",
+        "from unisono.core.base import extension",
     ],
 )
 def test_a_question_is_found(text):

@@ -62,13 +62,13 @@ def test_docstrings_are_found_where_a_name_comes_from(api_pages):
     assert api_pages.document("unisono.lowlevel", "dispatcher")
     assert api_pages.document("unisono.launcher", "spawn")
     assert api_pages.document("unisono.lowlevel", "DType")
-    assert api_pages.document("unisono.c10d.other_names", "DistError")
+    assert api_pages.document("unisono.core.c10d.other_names", "DistError")
     assert api_pages.document("unisono.errors", "annotations") is None
 
 
 def test_a_name_that_is_also_a_module_is_shown_from_there(api_pages):
-    assert "\n::: unisono.schedules.select.select\n" in api_pages.pages()["lowlevel.md"]
-    assert "\n::: unisono.rendezvous.registry.rendezvous\n" in api_pages.pages()["stores.md"]
+    assert "\n::: unisono.core.schedules.select.select\n" in api_pages.pages()["lowlevel.md"]
+    assert "\n::: unisono.core.rendezvous.registry.rendezvous\n" in api_pages.pages()["stores.md"]
     assert "\n::: unisono.lowlevel.build\n" in api_pages.pages()["lowlevel.md"]
 
 

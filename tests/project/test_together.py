@@ -7,8 +7,8 @@ import pytest
 
 import unisono as dist
 from tests.support.together import on_threads
+from unisono.core.groups.world import World, use
 from unisono.errors import PeerLostError
-from unisono.groups.world import World, use
 
 
 def test_the_error_of_the_rank_that_failed_is_raised_and_not_its_consequence():

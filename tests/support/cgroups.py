@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.platform.machine import memory_cgroup
+from unisono.core.platform.machine import memory_cgroup
 
 
 @contextlib.contextmanager

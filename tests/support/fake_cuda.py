@@ -28,11 +28,11 @@ import ml_dtypes
 import numpy as np
 
 from tests.support.oracle import trunc_div
-from unisono.backends.nccl import library
-from unisono.base.streams import Event as HostEvent
-from unisono.base.streams import Stream as HostStream
+from unisono.core.backends.nccl import library
+from unisono.core.base.streams import Event as HostEvent
+from unisono.core.base.streams import Stream as HostStream
+from unisono.core.stores import TCPStore
 from unisono.errors import UnisonoError
-from unisono.stores import TCPStore
 
 # ---- streams, events, devices -------------------------------------------------------------------
 

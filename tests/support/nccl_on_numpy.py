@@ -13,10 +13,10 @@ import numpy as np
 
 import unisono as dist
 from tests.support import fake_cuda
-from unisono.backends.nccl import arrays
-from unisono.backends.nccl.backend import NCCLBackend
-from unisono.backends.nccl.calls import GPUCall
-from unisono.backends.registry import known_backends
+from unisono.core.backends.nccl import arrays
+from unisono.core.backends.nccl.backend import NCCLBackend
+from unisono.core.backends.nccl.calls import GPUCall
+from unisono.core.backends.registry import known_backends
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 
 NAME = "nccl_on_numpy"

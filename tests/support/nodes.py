@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.support.launches import Launch
 from tests.support.netns import TOKEN
 from tests.support.ports import reserved_port
-from unisono.rendezvous.dynamic import DynamicRendezvous
+from unisono.core.rendezvous.dynamic import DynamicRendezvous
 
 # Agents wait half a second for more nodes, but a minute for a heartbeat: on a busy machine an agent
 # can stand still for seconds.
@@ -29,7 +29,7 @@ print("up", env["RANK"], env["WORLD_SIZE"], env["GROUP_RANK"], env["TORCHELASTIC
 # Counts the ranks in the launcher's store, and needs a third of the time of REDUCING.
 WORKER = f"""
 import os, time
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 env = os.environ
 key = env["TORCHELASTIC_RESTART_COUNT"]
 store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=120)
@@ -88,7 +88,7 @@ def progress_after_joining(rendezvous):
 # Agents say at once, and not after 5 s, for what they wait.
 TELLING = {
     "unisono.launcher.agent._PATIENCE_S": 0.1,
-    "unisono.rendezvous.dynamic.DynamicRendezvous.progress": progress_after_joining,
+    "unisono.core.rendezvous.dynamic.DynamicRendezvous.progress": progress_after_joining,
 }
 
 

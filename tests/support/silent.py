@@ -3,7 +3,7 @@
 import socket
 import struct
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
 
 _SOON_S = 60.0
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.together import on_threads
 from tests.support.tools import ROOT
-from unisono.base.deadline import Deadline
-from unisono.engines import Communicator, ReferenceEngine
-from unisono.transports import InprocTransport, Key, TCPTransport
-from unisono.transports.messages import Purpose
-from unisono.transports.native_messages import NativeMessages
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import Communicator, ReferenceEngine
+from unisono.core.transports import InprocTransport, Key, TCPTransport
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.native_messages import NativeMessages
 
 UnixTransport = runpy.run_path(str(ROOT / "examples/unix_transport.py"))["UnixTransport"]
 KINDS = {

@@ -1,10 +1,10 @@
-"""unisono.platform.posix as Windows sees it."""
+"""unisono.core.platform.posix as Windows sees it."""
 
 import importlib.util
 import sys
 from unittest import mock
 
-from unisono.platform import posix
+from unisono.core.platform import posix
 
 
 def posix_of_windows():

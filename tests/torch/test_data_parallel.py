@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.core.groups.work import Future
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -15,7 +16,6 @@ from unisono.errors import (
     UnsupportedError,
     UsageError,
 )
-from unisono.groups.work import Future
 
 torch = pytest.importorskip("torch")
 

@@ -20,10 +20,10 @@ from tests.support.calls import wait_until
 from tests.support.dumps import DEFAULT, HALF
 from unisono.cli.main import main
 from unisono.cli.trace.gather import read_files
+from unisono.core.recorder.analysis import findings_of
+from unisono.core.recorder.decoding import decode
+from unisono.core.recorder.joined import by_rank, join
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
-from unisono.trace.analysis import findings_of
-from unisono.trace.decoding import decode
-from unisono.trace.joined import by_rank, join
 
 torch = pytest.importorskip("torch")
 torch_dist = torch.distributed

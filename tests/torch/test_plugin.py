@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")
 
 import unisono.torch  # noqa: E402  needs torch
-from unisono.groups.operations import OPS  # noqa: E402
+from unisono.core.groups.operations import OPS  # noqa: E402
 from unisono.torch.arguments import reduce_op  # noqa: E402
 from unisono.torch.callbacks import CallbackThreads  # noqa: E402
 from unisono.torch.errors import for_torch  # noqa: E402
@@ -64,7 +64,7 @@ for module, setting in [("", ""), ("unisono._engine", ""), ("unisono.errors", ""
 
         torch_backend()
         known = torch.distributed.is_backend_available("unisono")
-        loaded = [m for m in sys.modules if m.startswith(("unisono.engines", "unisono.groups"))]
+        loaded = [m for m in sys.modules if m.startswith(("unisono.core.engines", "unisono.core.groups"))]
         print([module, setting], torch.ones(2).sum().item(), known, loaded, flush=True)
         os._exit(0)
     os.wait()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.base.seam import cpp as extension
+from unisono.core.base.seam import cpp as extension
 
 torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")

@@ -4,9 +4,9 @@ import pytest
 
 import unisono as dist
 from tests.support.operations import COLLECTIVES, Operations
+from unisono.core.schedules import available
+from unisono.core.schedules.registry import ALGORITHMS
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import available
-from unisono.schedules.registry import ALGORITHMS
 from unisono.testing import run
 
 

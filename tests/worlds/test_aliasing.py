@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.core.schedules import available
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
-from unisono.schedules import available
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 

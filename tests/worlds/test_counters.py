@@ -7,6 +7,7 @@ import pytest
 import unisono as dist
 from tests.support.calls import check_usable, fails, wait_until
 from tests.support.together import on_threads
+from unisono.core.groups.world import World, use
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -16,7 +17,6 @@ from unisono.errors import (
     PeerLostError,
     UsageError,
 )
-from unisono.groups.world import World, use
 
 COUNT = 400
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.groups.world import at_exit
+from unisono.core.groups.world import at_exit
+from unisono.core.transports import control
 from unisono.testing import run
-from unisono.transports import control
 
 # Bytes that may stay per cycle: far below any object that a group consists of. What stays for
 # good (caches, interned names) was filled before the measurement.

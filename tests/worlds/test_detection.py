@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import unisono as dist
-from unisono.c10d.queries import get_node_local_rank
+from unisono.core.c10d.queries import get_node_local_rank
 from unisono.errors import RendezvousError
 
 LIMIT_S = 100
@@ -25,7 +25,7 @@ BODY = """
 import os, sys
 import numpy as np
 import unisono as dist
-from unisono.c10d.queries import get_node_local_rank
+from unisono.core.c10d.queries import get_node_local_rank
 sums = []
 for _ in range(int(os.environ.get("MEETINGS", "2"))):
     dist.init_process_group()

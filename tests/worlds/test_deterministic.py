@@ -8,8 +8,8 @@ import pytest
 
 import unisono as dist
 from tests.support.operations import COLLECTIVES, Operations
+from unisono.core.schedules import available
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
-from unisono.schedules import available
 from unisono.testing import run
 
 Op = dist.ReduceOp

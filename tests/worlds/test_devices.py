@@ -13,7 +13,7 @@ from tests.support.calls import operations_of
 from tests.support.operations import COLLECTIVES, Operations
 from tests.support.torch_signatures import calls, overloads
 from tests.worlds.test_dispatch import BoxArray, ThroughCPU, in_own_worlds
-from unisono.backends import registry
+from unisono.core.backends import registry
 from unisono.errors import ArgumentTypeError
 from unisono.lowlevel import OPS, Dispatcher, dispatcher, schema_of
 

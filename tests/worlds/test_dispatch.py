@@ -8,9 +8,9 @@ import pytest
 
 import unisono as dist
 from tests.support.together import on_threads
-from unisono.backends import registry
+from unisono.core.backends import registry
+from unisono.core.groups.world import World, use
 from unisono.errors import InvalidArgumentError, UnsupportedError
-from unisono.groups.world import World, use
 from unisono.lowlevel import OPS, DeviceBackend, Dispatcher, Pending, dispatcher
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import unisono as dist
 from tests.support.operations import Operations
-from unisono.backends import CPUOptions
-from unisono.base import log, seam
-from unisono.engines import shared_memory
+from unisono.core.backends import CPUOptions
+from unisono.core.base import log, seam
+from unisono.core.engines import shared_memory
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 from unisono.testing import run
 
@@ -40,8 +40,8 @@ def test_a_group_and_its_sub_group_have_the_engine_that_was_asked_for(engine, ca
 
 
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
-    monkeypatch.setattr("unisono.base.seam._extension", None)
-    monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
+    monkeypatch.setattr("unisono.core.base.seam._extension", None)
+    monkeypatch.setattr("unisono.core.engines.choice.why_absent", "it is not built")
     with pytest.raises(UnsupportedError, match="cannot use the native engine: it is not built"):
         run(shown, 2, engine="native")
 

@@ -9,7 +9,7 @@ import pytest
 
 import unisono as dist
 from tests.support.operations import Operations
-from unisono.engines import is_native_built
+from unisono.core.engines import is_native_built
 from unisono.errors import CollectiveMismatchError
 
 

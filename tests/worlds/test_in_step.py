@@ -11,10 +11,11 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable, f32, fails, finish
-from unisono.base.deadline import Deadline
-from unisono.base.types import dtype_named
-from unisono.engines import Call, Prepared, Task
-from unisono.engines.api import NO_STEPS
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.types import dtype_named
+from unisono.core.engines import Call, Prepared, Task
+from unisono.core.engines.api import NO_STEPS
+from unisono.core.transports.messages import Failure
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveAbortedError,
@@ -24,7 +25,6 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
-from unisono.transports.messages import Failure
 
 
 def ends():

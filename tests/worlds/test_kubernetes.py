@@ -16,7 +16,7 @@ import pytest
 
 import unisono as dist
 from tests.support import netns
-from unisono.engines import is_native_built
+from unisono.core.engines import is_native_built
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 

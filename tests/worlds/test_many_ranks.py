@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.schedules import Topology, select
+from unisono.core.schedules import Topology, select
 
 SIZES = (1, 1000, 20_000, 80_000)
 

@@ -26,12 +26,12 @@ from tests.support.calls import wait_until
 from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
-from unisono.base.deadline import Deadline
-from unisono.engines import join_mpi, mpi_calls, mpi_engine, mpi_library
-from unisono.engines.mpi_engine import MPIEngine, _MPIWatch, _unfinished
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import join_mpi, mpi_calls, mpi_engine, mpi_library
+from unisono.core.engines.mpi_engine import MPIEngine, _MPIWatch, _unfinished
+from unisono.core.stores import HashStore
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
-from unisono.stores import HashStore
 from unisono.testing import run
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
@@ -412,10 +412,10 @@ def test_reasons_without_mpi(monkeypatch):
 
 
 STUCK = """
-from unisono.base.deadline import Deadline
-from unisono.engines.mpi_library import process
-from unisono.rendezvous.pmi import MPIJob, PMIServer
-from unisono.stores import HashStore
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines.mpi_library import process
+from unisono.core.rendezvous.pmi import MPIJob, PMIServer
+from unisono.core.stores import HashStore
 process.start(PMIServer(HashStore(), MPIJob("k", 0, 2, ""), 0.2), Deadline(60))
 """
 
@@ -775,7 +775,7 @@ import gc
 import torch
 import torch.distributed as dist
 import unisono.torch
-from unisono.engines.mpi_engine import MPIEngine
+from unisono.core.engines.mpi_engine import MPIEngine
 from unisono.lowlevel import CPUOptions
 dist.init_process_group("unisono", pg_options=CPUOptions(engine="mpi"))
 rank = dist.get_rank()

@@ -11,7 +11,7 @@ from tests.support import nccl_on_numpy
 from tests.support.mpi_runner import bodies
 from tests.support.together import on_threads
 from tests.worlds import test_mismatch
-from unisono.groups.world import World, use
+from unisono.core.groups.world import World, use
 
 MODULES = (
     "aliasing", "coalescing_manager", "cycles", "dispatch", "files", "lists", "mismatch",

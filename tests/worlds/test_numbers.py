@@ -10,7 +10,8 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable
-from unisono.base.deadline import to_seconds
+from unisono.core.base.deadline import to_seconds
+from unisono.core.platform.processes import IS_LINUX
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -18,7 +19,6 @@ from unisono.errors import (
     UnsupportedError,
 )
 from unisono.launcher.spawn import check_start
-from unisono.platform.processes import IS_LINUX
 
 
 class Index:

@@ -13,7 +13,7 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable, fails
-from unisono.c10d.objects.packet import FIRST_BYTES, Packet
+from unisono.core.c10d.objects.packet import FIRST_BYTES, Packet
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,

@@ -9,10 +9,10 @@ import pytest
 import unisono as dist
 from tests.support.calls import fails
 from tests.support.oracle import COMPLEX, FLOATS, INTEGERS, bits, np_dtype
-from unisono.base.types import dtype_of_numpy
-from unisono.engines.kernels import divide, reduce_into
+from unisono.core.base.types import dtype_of_numpy
+from unisono.core.engines.kernels import divide, reduce_into
+from unisono.core.schedules import available
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
-from unisono.schedules import available
 
 pytestmark = [pytest.mark.sweep(1), pytest.mark.native]
 

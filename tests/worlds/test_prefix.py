@@ -6,8 +6,8 @@ import pytest
 import unisono as dist
 from tests.support.calls import fails, finish
 from tests.support.operations import Operations
+from unisono.core.schedules import available
 from unisono.errors import CollectiveMismatchError, UnsupportedError
-from unisono.schedules import available
 
 Op = dist.ReduceOp
 

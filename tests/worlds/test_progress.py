@@ -16,15 +16,15 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import wait_until
-from unisono.backends import p2p
-from unisono.base.deadline import Deadline
-from unisono.engines.native_queue import QueuedCall
+from unisono.core.backends import p2p
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines.native_queue import QueuedCall
+from unisono.core.recorder import open_calls
 from unisono.errors import (
     ClosedError,
     CollectiveTimeoutError,
     UnisonoError,
 )
-from unisono.trace import open_calls
 
 LIMIT_S = 60.0
 
@@ -117,7 +117,7 @@ def at_lines_of_the_queue(at_line):
     """Call a function at each line of the queue that is traced; it returns whether to go on."""
 
     def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith("engines/native_queue.py"):
+        if not frame.f_code.co_filename.endswith("core/engines/native_queue.py"):
             return None
         at_line(frame, event)
         return trace

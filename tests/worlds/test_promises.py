@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.promises import ENGINES, column
 from tests.support.tools import ROOT, tool
-from unisono.engines import mpi_library
+from unisono.core.engines import mpi_library
 
 promises_page = tool("promises_page")
 

@@ -18,7 +18,8 @@ import unisono as dist
 from tests.faults.scripts import outcome, started
 from tests.support import netns
 from tests.support.cgroups import small_cgroup
-from unisono.c10d import shared_arrays
+from unisono.core.c10d import shared_arrays
+from unisono.core.groups.process_group import ProcessGroup
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
@@ -29,7 +30,6 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
-from unisono.groups.process_group import ProcessGroup
 from unisono.testing import run
 
 NBYTES = 8_000_000

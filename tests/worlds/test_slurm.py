@@ -18,7 +18,7 @@ BODY = """
 import json, os, socket
 import numpy as np
 import unisono as dist
-from unisono.c10d.queries import get_node_local_rank
+from unisono.core.c10d.queries import get_node_local_rank
 sums = []
 for _ in range(2):
     dist.init_process_group()
@@ -207,7 +207,7 @@ def test_a_job_that_stops_in_time_ends_well(slurm, tmp_path, launcher):
 METRICS = """
 import json, os, urllib.request
 import unisono as dist
-from unisono.trace import metrics
+from unisono.core.recorder import metrics
 dist.init_process_group()
 dist.barrier()
 port = metrics._server[0].server_port

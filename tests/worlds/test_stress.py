@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono as dist
-from unisono.schedules import available
+from unisono.core.schedules import available
 from unisono.testing import run
 
 few = settings(max_examples=6, suppress_health_check=list(HealthCheck))

@@ -8,7 +8,8 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable, fails, wait_until
-from unisono.backends import registry
+from unisono.core.backends import registry
+from unisono.core.groups import world
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -18,7 +19,6 @@ from unisono.errors import (
     InvalidArgumentError,
     PeerLostError,
 )
-from unisono.groups import world
 from unisono.lowlevel import DeviceBackend
 from unisono.testing import run
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.core.groups.dispatch import dispatcher
 from unisono.errors import UsageError
-from unisono.groups.dispatch import dispatcher
 
 
 def check_names_both(line, refused, under_way):

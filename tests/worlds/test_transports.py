@@ -13,8 +13,10 @@ from tests.support.operations import COLLECTIVES, Operations
 from tests.support.together import on_threads
 from tests.support.tools import ROOT, tool
 from tests.support.transport_worlds import UnixTransport
-from unisono.base.deadline import Deadline
-from unisono.engines import is_native_built
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import is_native_built
+from unisono.core.stores import HashStore
+from unisono.core.transports import connect, registry
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -24,9 +26,7 @@ from unisono.errors import (
     UnsupportedError,
 )
 from unisono.lowlevel import CPUOptions, InprocTransport, register_transport
-from unisono.stores import HashStore
 from unisono.testing import run
-from unisono.transports import connect, registry
 
 NAME = UnixTransport.__name__
 
@@ -120,7 +120,7 @@ def test_names():
 def test_installed_package_registers_a_transport(tmp_path, monkeypatch):
     (tmp_path / "plug-1.dist-info").mkdir()
     (tmp_path / "plug-1.dist-info/METADATA").write_text("Name: plug\nVersion: 1\n")
-    points = "[unisono.transports]\nplugged = transport_plug:register\n"
+    points = "[unisono.core.transports]\nplugged = transport_plug:register\n"
     (tmp_path / "plug-1.dist-info/entry_points.txt").write_text(points)
     (tmp_path / "transport_plug.py").write_text(
         "from unisono.lowlevel import InprocTransport, register_transport\n"

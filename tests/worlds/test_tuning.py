@@ -7,9 +7,9 @@ import pytest
 
 import unisono as dist
 from tests.support.programs import python
-from unisono.backends import tuning
+from unisono.core.backends import tuning
+from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
 
 MINE = GroupShape("native", "shared-memory", 2, 2)
 

@@ -14,8 +14,9 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import fails
-from unisono.backends import p2p
-from unisono.base.completion import Completion
+from unisono.core.backends import p2p
+from unisono.core.base.completion import Completion
+from unisono.core.transports import transfers
 from unisono.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -24,7 +25,6 @@ from unisono.errors import (
     PeerLostError,
 )
 from unisono.testing import run
-from unisono.transports import transfers
 
 ANY = dist.ANY_TAG
 SIZES = (0, 1, 50, 70_000)

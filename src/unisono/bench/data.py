@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from unisono.base.buffers import Array
 from unisono.bench.plan import OPS, BenchPlan, Case
+from unisono.core.base.buffers import Array
 
 # A prime, so that no two blocks or chunks of a message start at the same place of the pattern.
 _PERIOD = 251

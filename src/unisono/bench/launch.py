@@ -13,10 +13,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from unisono.base.config import environ
-from unisono.base.deadline import Deadline
 from unisono.bench.plan import BenchPlan
 from unisono.bench.worker import QUEUE, work, worker_command
+from unisono.core.base.config import environ
+from unisono.core.base.deadline import Deadline
+from unisono.core.platform.processes import parent_death_hook
+from unisono.core.stores import TCPStore
 from unisono.errors import (
     Context,
     InvalidArgumentError,
@@ -26,8 +28,6 @@ from unisono.errors import (
 )
 from unisono.launcher.environment import LOOPBACK
 from unisono.launcher.spawn import SpawnContext
-from unisono.platform.processes import parent_death_hook
-from unisono.stores import TCPStore
 from unisono.testing.hosts import Host, Network, why_no_hosts
 
 _MODULES = {

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 import unisono
-from unisono.backends import CPUOptions
-from unisono.backends.nccl import library as nccl_library
-from unisono.base.types import ReduceOp
 from unisono.bench.data import Data, to_tensor
 from unisono.bench.plan import REDOPS, BenchPlan
+from unisono.core.backends import CPUOptions
+from unisono.core.backends.nccl import library as nccl_library
+from unisono.core.base.types import ReduceOp
+from unisono.core.groups.operations import OPS
+from unisono.core.stores import PrefixStore, Store, TCPStore
 from unisono.errors import LaunchError, UnsupportedError
-from unisono.groups.operations import OPS
-from unisono.stores import PrefixStore, Store, TCPStore
 
 TimedCall = Callable[[], object]
 

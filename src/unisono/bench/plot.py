@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.base.grouping import grouped
 from unisono.bench.report import bandwidths
+from unisono.core.base.grouping import grouped
 from unisono.errors import InvalidArgumentError
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; the marks differ, too.

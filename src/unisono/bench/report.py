@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from statistics import geometric_mean
 from typing import Any
 
-from unisono.base.config import environ
 from unisono.bench.plan import OPS, BenchPlan
-from unisono.platform.machine import cpu_model, load_average, usable_cores
-from unisono.platform.posix import require_posix
+from unisono.core.base.config import environ
+from unisono.core.platform.machine import cpu_model, load_average, usable_cores
+from unisono.core.platform.posix import require_posix
 
 ReportRow = dict[str, Any]
 

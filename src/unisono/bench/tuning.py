@@ -25,8 +25,8 @@ import unisono
 from unisono.bench.data import Data
 from unisono.bench.libraries import TimedCall, no_garbage_collection, slowest, unisono_library
 from unisono.bench.plan import BenchPlan, Case, SizeRange, cases
-from unisono.schedules import Topology, available, select
-from unisono.schedules.tables import Measured
+from unisono.core.schedules import Topology, available, select
+from unisono.core.schedules.tables import Measured
 
 Rounds = dict[tuple[str, int], dict[str, list[list[float]]]]
 """(collective, bytes) -> algorithm -> microseconds of a call by pass and round."""

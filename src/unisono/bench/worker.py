@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 import unisono
-from unisono.base import document
 from unisono.bench.data import Data, GPUData
 from unisono.bench.libraries import (
     BenchLibrary,
@@ -36,9 +35,10 @@ from unisono.bench.libraries import (
     slowest,
 )
 from unisono.bench.plan import OPS, BenchPlan, Case, cases
+from unisono.core.base import document
+from unisono.core.platform.processes import parent_death_hook
+from unisono.core.stores import TCPStore
 from unisono.launcher.environment import LOOPBACK
-from unisono.platform.processes import parent_death_hook
-from unisono.stores import TCPStore
 
 QUEUE = "bench/messages"
 """Key of the queue in the store into which the ranks push JSON for the command."""

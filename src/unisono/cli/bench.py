@@ -179,7 +179,7 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
     if options.ops == ["all"] and nprocs == 1:
         ops = tuple(op for op in ops if op != "sendrecv")
     if options.algorithm:
-        from unisono.schedules.registry import entry
+        from unisono.core.schedules.registry import entry
 
         for op in ops:
             if op != "sendrecv":

@@ -87,8 +87,8 @@ def _draw(options: argparse.Namespace) -> int:
 
 def _timeline(options: argparse.Namespace) -> Timeline:
     """Return the schedule over time that the flags describe."""
-    from unisono.schedules import build
-    from unisono.schedules.ir import ROOTED
+    from unisono.core.schedules import build
+    from unisono.core.schedules.ir import ROOTED
     from unisono.simulate.timeline import in_rounds, in_time
 
     net = None if options.net is None else machine_of(options.net)

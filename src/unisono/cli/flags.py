@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.base.config import environ
 from unisono.bench.plan import parse_nbytes
+from unisono.core.base.config import environ
 from unisono.errors import InvalidArgumentError
 
 PREFIXES = ("UNISONO_", "PET_")

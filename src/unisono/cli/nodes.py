@@ -8,14 +8,14 @@ import re
 from functools import partial
 from typing import Any
 
-from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
+from unisono.core.base.config import environ
+from unisono.core.platform.machine import usable_cores
+from unisono.core.rendezvous.endpoint import parse_endpoint
+from unisono.core.rendezvous.member import Timing
+from unisono.core.rendezvous.state import JobLimits
 from unisono.errors import InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import NodeMeeting
-from unisono.platform.machine import usable_cores
-from unisono.rendezvous.endpoint import parse_endpoint
-from unisono.rendezvous.member import Timing
-from unisono.rendezvous.state import JobLimits
 
 _SERVICES = ("etcd", "redis")
 _BACKENDS = ("static", "c10d", *_SERVICES)

@@ -115,7 +115,7 @@ def machine_of(name: str, model: str | None = None) -> Machine:
 
 def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[SimulatedRow]:
     """Yield and print a row per algorithm."""
-    from unisono.schedules import available
+    from unisono.core.schedules import available
 
     local = net.values["ranks_per_host"] if p % net.values["ranks_per_host"] == 0 else 1
     every = options.algorithm == "all"
@@ -142,9 +142,9 @@ def row_of(
     options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
 ) -> SimulatedRow:
     """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
-    from unisono.schedules import build
-    from unisono.schedules.ir import ROOTED
-    from unisono.schedules.registry import entry
+    from unisono.core.schedules import build
+    from unisono.core.schedules.ir import ROOTED
+    from unisono.core.schedules.registry import entry
     from unisono.simulate import Traffic, loggops, program_of, simulate, to_goal
 
     p, local, nbytes = shape

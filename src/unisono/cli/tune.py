@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from unisono.base import config
 from unisono.bench.plan import OPS, SizeRange
 from unisono.cli.flags import add_parser, add_sizes, checked, positive, seconds
 from unisono.cli.terminal import plain
+from unisono.core.base import config
+from unisono.core.platform.machine import load_average, usable_cores
 from unisono.errors import InvalidArgumentError
-from unisono.platform.machine import load_average, usable_cores
 
 if TYPE_CHECKING:
     from unisono.bench.tuning import TuningPlan
-    from unisono.schedules.tables import ChoiceTable
+    from unisono.core.schedules.tables import ChoiceTable
 
 _PREFIX = "unisono tune: "
 # The part of the limit in which the ranks start.
@@ -64,9 +64,9 @@ def _op(text: str) -> str:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from unisono.backends import tuning
     from unisono.bench import tuning as measuring
-    from unisono.rendezvous.launchers import is_alone
+    from unisono.core.backends import tuning
+    from unisono.core.rendezvous.launchers import is_alone
 
     if options.clear:
         for file in tuning.clear():
@@ -103,11 +103,11 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
         InvalidArgumentError: The world has one rank, or the file cannot be written.
     """
     import unisono
-    from unisono.backends import tuning
-    from unisono.backends.cpu import CPUBackend
     from unisono.bench.tuning import PASSES, hosts, measure, quartiles
-    from unisono.schedules.tables import ChoiceTable
-    from unisono.schedules.tuning import rules_of, topology_of
+    from unisono.core.backends import tuning
+    from unisono.core.backends.cpu import CPUBackend
+    from unisono.core.schedules.tables import ChoiceTable
+    from unisono.core.schedules.tuning import rules_of, topology_of
 
     start_s, load = time.perf_counter(), load_average()
     # The file may not exist yet, and the measurement must not depend on an older table.
@@ -152,9 +152,9 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
 
 def _show(table: ChoiceTable) -> None:
     """Print the rules of a table, and what each gains."""
-    from unisono.schedules.explain import nbytes_text
-    from unisono.schedules.select import select
-    from unisono.schedules.tuning import LEAST_PASSES, mean_us, topology_of
+    from unisono.core.schedules.explain import nbytes_text
+    from unisono.core.schedules.select import select
+    from unisono.core.schedules.tuning import LEAST_PASSES, mean_us, topology_of
 
     about, topology = table.about, topology_of(table.shape)
     shape = table.shape

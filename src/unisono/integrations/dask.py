@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from unisono.base.deadline import Deadline, Timeout
+from unisono.core.base.deadline import Deadline, Timeout
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError, UsageError
 from unisono.integrations import member
 from unisono.integrations.meeting import Meeting, close_meeting, open_meeting

@@ -9,11 +9,11 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from unisono.base.deadline import Deadline, Timeout, to_seconds
-from unisono.base.integers import as_integer
-from unisono.base.sockets import connect, format_address
+from unisono.core.base.deadline import Deadline, Timeout, to_seconds
+from unisono.core.base.integers import as_integer
+from unisono.core.base.sockets import connect, format_address
+from unisono.core.stores import TCPStore
 from unisono.errors import InvalidArgumentError, NetworkError, StoreConnectionError
-from unisono.stores import TCPStore
 
 # A rank posts STARTED when it reaches the store, JOINED when the group is there, and FAILED with
 # the outcome of a call that failed.

@@ -8,8 +8,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
-from unisono.base.deadline import Deadline
-from unisono.base.text import name_ranks
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.text import name_ranks
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
 from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
 from unisono.integrations.member import RankOutcome

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from unisono.base.deadline import Deadline, Timeout
+from unisono.core.base.deadline import Deadline, Timeout
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from unisono.base.deadline import Deadline, Timeout
-from unisono.base.integers import as_integer
+from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.integers import as_integer
 from unisono.errors import ArgumentTypeError, ClosedError, LaunchError, UnisonoError
 from unisono.integrations import member
 from unisono.integrations.meeting import (

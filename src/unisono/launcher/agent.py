@@ -19,9 +19,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from unisono.base import document
-from unisono.base.config import get
-from unisono.base.deadline import Deadline
+from unisono.core.base import document
+from unisono.core.base.config import get
+from unisono.core.base.deadline import Deadline
+from unisono.core.rendezvous.dynamic import Changed, DynamicRendezvous, RestartsLeft
+from unisono.core.rendezvous.endpoint import open_endpoint, own_address
+from unisono.core.rendezvous.member import End, Stop
+from unisono.core.rendezvous.services import open_service, service_host
+from unisono.core.rendezvous.state import Failed, Node, Succeeded
+from unisono.core.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, workers_url
+from unisono.core.stores import FileStore, HashStore, PrefixStore, Store
 from unisono.errors import LaunchError
 from unisono.launcher.attempt import Attempt, LaunchResources
 from unisono.launcher.environment import LOOPBACK, NodePlace, new_launch_id
@@ -34,13 +41,6 @@ from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
-from unisono.rendezvous.dynamic import Changed, DynamicRendezvous, RestartsLeft
-from unisono.rendezvous.endpoint import open_endpoint, own_address
-from unisono.rendezvous.member import End, Stop
-from unisono.rendezvous.services import open_service, service_host
-from unisono.rendezvous.state import Failed, Node, Succeeded
-from unisono.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, workers_url
-from unisono.stores import FileStore, HashStore, PrefixStore, Store
 
 Canceled = Callable[[], bool]
 """Function that returns whether to give up a wait."""

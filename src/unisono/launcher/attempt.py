@@ -12,9 +12,10 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unisono.base.config import environ
-from unisono.base.stacks import offered_stacks
-from unisono.base.where import place_of
+from unisono.core.base.config import environ
+from unisono.core.base.stacks import offered_stacks
+from unisono.core.base.where import place_of
+from unisono.core.platform.posix import SIGKILL
 from unisono.launcher.back_off import BackOff
 from unisono.launcher.environment import ERROR_FILE_VARIABLE, NodePlace, worker_environment
 from unisono.launcher.output.console import WorkerName
@@ -30,7 +31,6 @@ from unisono.launcher.workers.replacements import Replacements
 from unisono.launcher.workers.warm import WarmWorkers
 from unisono.launcher.workers.worker import CommandWorker, Worker
 from unisono.launcher.workers.worker_group import WorkerGroup
-from unisono.platform.posix import SIGKILL
 
 _TAIL_WAIT_S = 0.2
 _KILL_TIMEOUT_S = 10.0

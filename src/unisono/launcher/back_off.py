@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
 
 FIRST_S = 0.1
 """The second pause. The first is 0: most failures have nothing to do with the one before."""

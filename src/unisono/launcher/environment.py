@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.core.rendezvous.state import Node
+from unisono.core.rendezvous.worker_world import WorkerWorld
 from unisono.errors import LaunchError
-from unisono.rendezvous.state import Node
-from unisono.rendezvous.worker_world import WorkerWorld
 
 LOOPBACK = "127.0.0.1"
 

@@ -19,12 +19,12 @@ import sys
 import threading
 from collections.abc import Collection
 
+from unisono.core.platform.posix import require_posix
+from unisono.core.platform.processes import IS_LINUX
 from unisono.errors import LaunchError
 from unisono.launcher.report import signal_name
 from unisono.launcher.signals import PASSED_ON
 from unisono.launcher.workers.descendants import Descendants
-from unisono.platform.posix import require_posix
-from unisono.platform.processes import IS_LINUX
 
 _KILL_TIMEOUT_S = 10.0
 _NO_ENDS = {signum for signum in signal.Signals if signum.name in ("SIGCHLD", "SIGTSTP")}

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
-from unisono.platform.memory import new_memory_file
-from unisono.platform.posix import require_posix
+from unisono.core.platform.memory import new_memory_file
+from unisono.core.platform.posix import require_posix
 
 _ALIGNMENT = 64
 

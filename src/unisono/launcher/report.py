@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.base.deadline import Deadline
-from unisono.base.grouping import grouped
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.grouping import grouped
 from unisono.launcher.traceback_text import (
     exception_line,
     extract_traceback,

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Self
 
-from unisono.base.deadline import Deadline
-from unisono.platform.posix import SIGCHLD, blocked, require_posix, set_blocking, unblock
+from unisono.core.base.deadline import Deadline
+from unisono.core.platform.posix import SIGCHLD, blocked, require_posix, set_blocking, unblock
 
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that end the launch, unless the user names others."""

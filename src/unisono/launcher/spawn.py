@@ -23,11 +23,14 @@ from importlib.machinery import ModuleSpec
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTuple, cast, overload
 
-from unisono.base.config import environ, get
-from unisono.base.deadline import Deadline, Timeout
-from unisono.base.host import GUARD_HINT, is_importing_main
-from unisono.base.integers import as_integer
-from unisono.base.tracebacks import trimmed
+from unisono.core.base.config import environ, get
+from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.host import GUARD_HINT, is_importing_main
+from unisono.core.base.integers import as_integer
+from unisono.core.base.tracebacks import trimmed
+from unisono.core.platform.posix import SIGKILL
+from unisono.core.platform.processes import open_exit_fd, parent_death_hook
+from unisono.core.stores import TCPStore
 from unisono.errors import (
     ArgumentTypeError,
     Context,
@@ -43,9 +46,6 @@ from unisono.launcher.signals import deferred, run_deferred
 from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import Worker
 from unisono.launcher.workers.worker_group import WorkerGroup
-from unisono.platform.posix import SIGKILL
-from unisono.platform.processes import open_exit_fd, parent_death_hook
-from unisono.stores import TCPStore
 
 R = TypeVar("R", covariant=True)
 Ts = TypeVarTuple("Ts")

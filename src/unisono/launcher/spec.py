@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.core.rendezvous.member import Timing
+from unisono.core.rendezvous.state import JobLimits
 from unisono.launcher.output.files import LogOptions
 from unisono.launcher.report import WorkerFailure, signal_name
 from unisono.launcher.signals import ENDING
 from unisono.launcher.traceback_text import exception_line
-from unisono.rendezvous.member import Timing
-from unisono.rendezvous.state import JobLimits
 
 GRACE_S = 5.0
 """Default time between SIGTERM and SIGKILL.

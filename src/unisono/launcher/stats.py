@@ -1,6 +1,6 @@
 """The table of calls that `unisono run --stats` prints: what the workers of this node have written.
 
-The workers write a file each at their end, see `unisono.trace.files`. A worker that a signal killed
+The workers write a file each at their end, see `unisono.core.recorder.files`. A worker that a signal killed
 writes none.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from unisono.base.grouping import grouped
+from unisono.core.base.grouping import grouped
 
 _HEAD = f"  {'operation':30}{'calls':>9}{'MB':>12}{'median us':>12}{'worst ms':>12}  on rank"
 

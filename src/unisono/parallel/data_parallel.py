@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import current, resolve
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, NotInGroupError
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import current, resolve
 from unisono.parallel.hooks import Hook
 from unisono.parallel.module_check import ModuleCheck
 from unisono.parallel.reducer import Reducer

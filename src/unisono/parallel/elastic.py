@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.base.deadline import Deadline, Timeout
-from unisono.base.integers import as_integer
-from unisono.base.log import get_logger
-from unisono.c10d.membership import membership_of_world, reconfigure
-from unisono.c10d.state_sync import copy_state
-from unisono.c10d.steps import Step, step
+from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.integers import as_integer
+from unisono.core.base.log import get_logger
+from unisono.core.c10d.membership import membership_of_world, reconfigure
+from unisono.core.c10d.state_sync import copy_state
+from unisono.core.c10d.steps import Step, step
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import require_group
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveAbortedError,
@@ -26,8 +28,6 @@ from unisono.errors import (
     StepAborted,
     StoreError,
 )
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import require_group
 
 __all__ = ["ElasticJob", "ElasticSampler", "Share"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Future
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.work import Future
 from unisono.parallel.buckets import Bucket
 
 __all__ = [

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.work import Future
 from unisono.errors import InvalidArgumentError
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Future
 from unisono.parallel.buckets import Bucket
 from unisono.parallel.hooks import all_reduce_hook, sum_flat
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unisono.schedules.ir import IntArray
+from unisono.core.schedules.ir import IntArray
 from unisono.simulate import images, links, stages
 from unisono.simulate.costs import Costs
 from unisono.simulate.images import Images

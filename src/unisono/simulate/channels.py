@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from unisono.core.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.simulate.networks import LinkGroup, LinkSpec, Network
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from unisono.schedules.cost import cost
+from unisono.core.schedules.cost import cost
 from unisono.simulate.drawing import PALE, Picture, Point, heat
 from unisono.simulate.timeline import Span, Timeline
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unisono.core.schedules.ir import Schedule
+from unisono.core.schedules.registry import build
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import Schedule
-from unisono.schedules.registry import build
 from unisono.simulate import alike, images, links, stages
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network

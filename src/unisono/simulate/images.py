@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unisono.schedules.ir import IntArray, is_power_of_two
+from unisono.core.schedules.ir import IntArray, is_power_of_two
 from unisono.simulate import links
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from unisono.core.schedules.ir import BoolArray, IntArray
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import BoolArray, IntArray
 from unisono.simulate.agenda import Agenda
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network

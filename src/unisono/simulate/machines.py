@@ -6,8 +6,8 @@ import tomllib
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.core.schedules.ir import Schedule
 from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.schedules.ir import Schedule
 from unisono.simulate.channels import Channels, in_channels
 from unisono.simulate.costs import Costs
 from unisono.simulate.loggops import LogGOPS

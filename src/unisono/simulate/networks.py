@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from unisono.core.schedules.ir import BoolArray, IntArray
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import BoolArray, IntArray
 
 _PS_PER_NS = 1000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import json
 
+from unisono.core.schedules.verify import contributions
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.verify import contributions
 from unisono.simulate.diagrams import COLOURS, diagram
 from unisono.simulate.timeline import Timeline
 

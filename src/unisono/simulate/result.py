@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from unisono.schedules.ir import IntArray
+from unisono.core.schedules.ir import IntArray
 from unisono.simulate.networks import Network
 
 CAUSES = ("latency", "bytes", "links busy", "ends")

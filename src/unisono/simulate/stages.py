@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from unisono.core.schedules.ir import BoolArray, IntArray
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import BoolArray, IntArray
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from unisono.core.schedules.ir import Buf, IntArray, Schedule, recv, recv_reduce, send
+from unisono.core.schedules.pipeline import Tree, tree_schedule
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import Buf, IntArray, Schedule, recv, recv_reduce, send
-from unisono.schedules.pipeline import Tree, tree_schedule
 
 
 def sharp(hosts: int, radix: int, pipeline: int = 1) -> Schedule:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from unisono.core.schedules.ir import Op, Schedule
+from unisono.core.schedules.registry import build
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import Op, Schedule
-from unisono.schedules.registry import build
 from unisono.simulate.costs import Costs
 from unisono.simulate.links import traced
 from unisono.simulate.networks import Network

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import (
+from unisono.core.schedules.ir import (
     VECTOR_COLLECTIVES,
     BoolArray,
     Buf,
@@ -22,7 +21,8 @@ from unisono.schedules.ir import (
     Op,
     Schedule,
 )
-from unisono.schedules.layout import buffer_bounds, layout_for
+from unisono.core.schedules.layout import buffer_bounds, layout_for
+from unisono.errors import InvalidArgumentError
 
 SEND, RECV, WORK = 0, 1, 2
 

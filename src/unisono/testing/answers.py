@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unisono.base.buffers import Array
-from unisono.base.types import DType, ReduceOp
+from unisono.core.base.buffers import Array
+from unisono.core.base.types import DType, ReduceOp
 
 __all__ = ["UFUNCS", "case", "reduced", "values"]
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from unisono.base.buffers import Array
-from unisono.base.completion import Completion
-from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named
-from unisono.engines import Call, Engine, Exchange, Prepared, Task
+from unisono.core.base.buffers import Array
+from unisono.core.base.completion import Completion
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.types import DType, RedOpType, ReduceOp, dtype_named
+from unisono.core.engines import Call, Engine, Exchange, Prepared, Task
+from unisono.core.schedules import Program, available, build, layout_for, lower
+from unisono.core.schedules.ir import COLLECTIVES, ROOTED
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -24,8 +26,6 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.schedules import Program, available, build, layout_for, lower
-from unisono.schedules.ir import COLLECTIVES, ROOTED
 from unisono.testing.answers import UFUNCS, case
 from unisono.testing.expect import PATIENCE_S, checks_in, equal, in_threads, is_a, opened, raises
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from unisono.core.stores import DEFAULT_TIMEOUT, Store
 from unisono.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -16,7 +17,6 @@ from unisono.errors import (
     StoreKeyError,
     StoreTimeoutError,
 )
-from unisono.stores import DEFAULT_TIMEOUT, Store
 from unisono.testing.expect import PATIENCE_S, checks_in, equal, raises
 
 __all__ = ["STORE_CHECKS", "check_store"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from unisono.core.transports import Cancelled, Key, MessageMismatch
+from unisono.core.transports.messages import ANY_TAG, Purpose
+from unisono.core.transports.transfers import ANYTHING, NOTHING, Transfer
 from unisono.errors import InvalidArgumentError
 from unisono.testing.check_transport_life import LIFE_CHECKS, check_vanishing
 from unisono.testing.expect import checks_in, equal, in_threads, opened, raises
@@ -18,9 +21,6 @@ from unisono.testing.transport_tools import (
     room_for,
     wait,
 )
-from unisono.transports import Cancelled, Key, MessageMismatch
-from unisono.transports.messages import ANY_TAG, Purpose
-from unisono.transports.transfers import ANYTHING, NOTHING, Transfer
 
 __all__ = ["TRANSPORT_CHECKS", "check_transport", "check_vanishing"]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
+from unisono.core.transports import CallStatus, LinkDown, Transport
+from unisono.core.transports.messages import Failure
 from unisono.errors import ClosedError
 from unisono.testing.expect import PATIENCE_S, checks_in, equal, opened
 from unisono.testing.transport_tools import (
@@ -17,8 +19,6 @@ from unisono.testing.transport_tools import (
     room_for,
     wait,
 )
-from unisono.transports import CallStatus, LinkDown, Transport
-from unisono.transports.messages import Failure
 
 __all__ = ["LIFE_CHECKS", "check_vanishing"]
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any, Literal, NamedTuple
 
-from unisono.backends import CPUOptions
-from unisono.base.config import VARIABLES, environ
-from unisono.c10d.lifecycle import init_process_group
+from unisono.core.backends import CPUOptions
+from unisono.core.base.config import VARIABLES, environ
+from unisono.core.c10d.lifecycle import init_process_group
+from unisono.core.groups.world import World, current, use
+from unisono.core.stores import HashStore, Store
 from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
-from unisono.groups.world import World, current, use
 from unisono.launcher import SpawnContext
-from unisono.stores import HashStore, Store
 from unisono.testing.modules import Modules
 from unisono.testing.report import RankFailure, report
 

@@ -11,8 +11,8 @@ import types
 from typing import NamedTuple
 
 import unisono
-from unisono.base.grouping import grouped
-from unisono.base.text import name_ranks
+from unisono.core.base.grouping import grouped
+from unisono.core.base.text import name_ranks
 from unisono.errors import InternalError, UnisonoError
 from unisono.launcher.traceback_text import is_consequence
 

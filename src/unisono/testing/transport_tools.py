@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
+from unisono.core.transports import Key, Transport
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.transfers import Transfer
 from unisono.testing.expect import PATIENCE_S, equal, is_a
-from unisono.transports import Key, Transport
-from unisono.transports.messages import Purpose
-from unisono.transports.transfers import Transfer
 
 __all__ = ["CONTEXT", "SIZES", "MakeTransports", "fails", "key", "pattern", "room_for", "wait"]
 

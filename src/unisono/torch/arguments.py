@@ -6,9 +6,9 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-from unisono.base.types import ReduceOp, as_reduce_op
-from unisono.groups.c10d_methods import C10dCall, read_c10d_form
-from unisono.groups.operations import OpSchema
+from unisono.core.base.types import ReduceOp, as_reduce_op
+from unisono.core.groups.c10d_methods import C10dCall, read_c10d_form
+from unisono.core.groups.operations import OpSchema
 
 __all__ = ["read_call", "reduce_op"]
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from unisono.base.log import get_logger, log_raised
-from unisono.base.worker import WorkerThread
+from unisono.core.base.log import get_logger, log_raised
+from unisono.core.base.worker import WorkerThread
 
 __all__ = ["CallbackThreads"]
 

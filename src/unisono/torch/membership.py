@@ -15,14 +15,14 @@ from typing import Any
 import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
 
-from unisono.base import config
-from unisono.base.deadline import Timeout
-from unisono.c10d import membership
-from unisono.c10d.lifecycle import begin, init_process_group
+from unisono.core.base import config
+from unisono.core.base.deadline import Timeout
+from unisono.core.c10d import membership
+from unisono.core.c10d.lifecycle import begin, init_process_group
+from unisono.core.groups.membership import Membership
+from unisono.core.groups.process_group import ProcessGroup as UnisonoGroup
+from unisono.core.groups.world import World, at_exit, current, require_group
 from unisono.errors import NotInitializedError, UnisonoError
-from unisono.groups.membership import Membership
-from unisono.groups.process_group import ProcessGroup as UnisonoGroup
-from unisono.groups.world import World, at_exit, current, require_group
 from unisono.torch.errors import for_torch
 from unisono.torch.name import answer_libraries
 from unisono.torch.process_group import ProcessGroup, given_timeout_s, name_of, sort_options

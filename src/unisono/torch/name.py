@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
 
-from unisono.base import config
+from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["NAME", "answer_libraries", "shown_name", "warn_of_libraries"]
@@ -87,7 +87,7 @@ def warn_of_libraries() -> None:
     for module, what in _SILENT.items():
         if module in sys.modules and module not in _warned and wanted_name() == NAME:
             # Imported here: a wrong UNISONO_LOG must not break `import torch`.
-            from unisono.base.log import get_logger
+            from unisono.core.base.log import get_logger
 
             _warned.add(module)
             get_logger("torch.name").warning(

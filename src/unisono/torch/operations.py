@@ -19,14 +19,14 @@ import torch
 import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
-from unisono.backends import Pending
-from unisono.c10d import collectives, p2p
-from unisono.c10d.monitored_barrier import monitored_barrier
+from unisono.core.backends import Pending
+from unisono.core.c10d import collectives, p2p
+from unisono.core.c10d.monitored_barrier import monitored_barrier
+from unisono.core.groups.c10d_methods import GROUP_DEFAULT, refusing
+from unisono.core.groups.operations import OPS, OpSchema, in_cpp
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.work import Work
 from unisono.errors import UnisonoError
-from unisono.groups.c10d_methods import GROUP_DEFAULT, refusing
-from unisono.groups.operations import OPS, OpSchema, in_cpp
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Work
 from unisono.torch.arguments import read_call, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out

@@ -14,18 +14,18 @@ import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
-from unisono.backends import GroupSpec
-from unisono.base.tracebacks import hide_own_frames
+from unisono.core.backends import GroupSpec
+from unisono.core.base.tracebacks import hide_own_frames
+from unisono.core.groups.process_group import ProcessGroup as UnisonoGroup
+from unisono.core.groups.process_group import group_timeout_s
+from unisono.core.recorder import skip_folder
+from unisono.core.stores import PrefixStore
 from unisono.errors import ArgumentTypeError, ClosedError, UnsupportedError
-from unisono.groups.process_group import ProcessGroup as UnisonoGroup
-from unisono.groups.process_group import group_timeout_s
-from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.name import NAME, shown_name, warn_of_libraries
 from unisono.torch.operations import TorchOperations
 from unisono.torch.store import TorchStore
-from unisono.trace import skip_folder
 
 __all__ = ["ProcessGroup", "name_of", "sort_options"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from unisono.base.deadline import Timeout
-from unisono.base.types import RedOpType, ReduceOp
+from unisono.core.base.deadline import Timeout
+from unisono.core.base.types import RedOpType, ReduceOp
+from unisono.core.groups.keywords import How
+from unisono.core.groups.process_group import ProcessGroup
 from unisono.errors import UnsupportedError
-from unisono.groups.keywords import How
-from unisono.groups.process_group import ProcessGroup
 from unisono.torch.values import dense
 
 __all__ = ["all_reduce_sparse"]

@@ -11,9 +11,9 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono import errors
-from unisono.base.deadline import Deadline, Timeout
-from unisono.stores import Store
-from unisono.stores.api import (
+from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.stores import Store
+from unisono.core.stores.api import (
     Value,
     barrier_timeout,
     check_integer,

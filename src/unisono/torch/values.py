@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unisono.base.types import RedOpType, ReduceOp, all_dtypes
+from unisono.core.base.types import RedOpType, ReduceOp, all_dtypes
 from unisono.errors import UnsupportedError
 
 __all__ = ["are_fake", "dense", "done"]

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as torch_dist
 
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.work import Work
 from unisono.errors import UnisonoError
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Work
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.errors import for_torch
 from unisono.torch.futures import listed

@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 import pytest
 
-from unisono.base.buffers import as_bytes, device_of, view
+from unisono.core.base.buffers import as_bytes, device_of, view
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 

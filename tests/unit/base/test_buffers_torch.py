@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from unisono.base.buffers import device_of, view
+from unisono.core.base.buffers import device_of, view
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")

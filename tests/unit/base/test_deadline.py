@@ -3,8 +3,8 @@ from datetime import timedelta
 
 import pytest
 
-from unisono.base import deadline as module
-from unisono.base.deadline import Deadline, to_seconds
+from unisono.core.base import deadline as module
+from unisono.core.base.deadline import Deadline, to_seconds
 from unisono.errors import ArgumentTypeError
 
 

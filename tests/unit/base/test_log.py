@@ -44,7 +44,7 @@ def test_a_callback_that_raises(settings, level, first):
 LINES = """
 import os
 import unisono as dist
-from unisono.base.log import get_logger
+from unisono.core.base.log import get_logger
 log = get_logger("base.test")
 for rank in ("-", "7"):
     log.warning("before any group")

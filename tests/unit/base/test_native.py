@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.programs import python
-from unisono.base import extension as native
+from unisono.core.base import extension as native
 
 NAME = "unisono._engine"
 NOT_BUILT = "the extension module was not built: there was no C++ compiler, or it failed"

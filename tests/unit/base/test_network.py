@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from unisono.base import network
-from unisono.base.network import chosen_hosts, interfaces, reachable_hosts, spans_hosts
-from unisono.transports.tcp.address import local_hosts
+from unisono.core.base import network
+from unisono.core.base.network import chosen_hosts, interfaces, reachable_hosts, spans_hosts
+from unisono.core.transports.tcp.address import local_hosts
 
 THERE = {
     "lo": ["127.0.0.1", "::1"],

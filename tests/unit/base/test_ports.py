@@ -5,10 +5,10 @@ import contextlib
 import pytest
 
 from tests.support.ports import reserved_port
-from unisono.base.sockets import listen
+from unisono.core.base.sockets import listen
+from unisono.core.stores import TCPStore
+from unisono.core.transports.tcp import address
 from unisono.errors import InvalidArgumentError, StoreConnectionError, TransportError
-from unisono.stores import TCPStore
-from unisono.transports.tcp import address
 
 
 @pytest.fixture

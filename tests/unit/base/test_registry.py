@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from tests.support.together import on_threads
-from unisono.base import log
-from unisono.base.registry import Registry
+from unisono.core.base import log
+from unisono.core.base.registry import Registry
 from unisono.errors import InvalidArgumentError
 
 GROUP = "unisono.test_registry"
@@ -102,7 +102,7 @@ def register():
 """
     install("reg_slow", "slow", body)
     shared["began"], shared["asked"] = threading.Event(), threading.Event()
-    monkeypatch.setattr("unisono.base.registry._ADD_S", 0.01)
+    monkeypatch.setattr("unisono.core.base.registry._ADD_S", 0.01)
 
     def ask():
         assert shared["began"].wait(30)

@@ -3,8 +3,8 @@ import socket
 
 import pytest
 
-from unisono.base import silence
-from unisono.base.silence import host_timeout_s, round_trip_us
+from unisono.core.base import silence
+from unisono.core.base.silence import host_timeout_s, round_trip_us
 from unisono.errors import InvalidArgumentError
 
 

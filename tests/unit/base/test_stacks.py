@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from unisono.base.stacks import offered_stacks
 from unisono.cli.look import ask
+from unisono.core.base.stacks import offered_stacks
 
 SCRIPT = """
 import os, sys
-from unisono.base.stacks import offer_stack
+from unisono.core.base.stacks import offer_stack
 offer_stack()
 if len(sys.argv) > 1:
     os.setuid(int(sys.argv[1]))

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from unisono.base import types
-from unisono.base.types import (
+from unisono.core.base import types
+from unisono.core.base.types import (
     RedOpType,
     ReduceOp,
     all_dtypes,

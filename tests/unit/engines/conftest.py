@@ -1,9 +1,9 @@
 import pytest
 
 from tests.support.transport_worlds import connected, reference_engines
-from unisono.engines import Communicator, is_native_built
-from unisono.engines.native_engine import NativeEngine
-from unisono.transports.native_messages import NativeMessages
+from unisono.core.engines import Communicator, is_native_built
+from unisono.core.engines.native_engine import NativeEngine
+from unisono.core.transports.native_messages import NativeMessages
 
 needs_native = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 

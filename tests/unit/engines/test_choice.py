@@ -7,10 +7,10 @@ from contextlib import closing
 import pytest
 
 import unisono
-from unisono.base import seam
-from unisono.engines import Communicator, host_id, is_native_built, make_engine
+from unisono.core.base import seam
+from unisono.core.engines import Communicator, host_id, is_native_built, make_engine
+from unisono.core.transports import InprocTransport
 from unisono.errors import UnsupportedError
-from unisono.transports import InprocTransport
 
 needs_native = pytest.mark.skipif(not is_native_built(), reason="no native engine")
 
@@ -69,8 +69,8 @@ def test_engine_info(monkeypatch):
 
 
 def test_engine_info_without_the_extension_module(monkeypatch):
-    monkeypatch.setattr("unisono.engines.choice.cpp", seam._Python())
-    monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
+    monkeypatch.setattr("unisono.core.engines.choice.cpp", seam._Python())
+    monkeypatch.setattr("unisono.core.engines.choice.why_absent", "it is not built")
     info = unisono.engine_info()
     assert info.engine == "reference"
     assert "is not built" in str(info)

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from unisono.base.types import ReduceOp, dtype_named
-from unisono.engines.kernels import divide, reduce_into, scale
+from unisono.core.base.types import ReduceOp, dtype_named
+from unisono.core.engines.kernels import divide, reduce_into, scale
 
 BF16 = dtype_named("bfloat16")
 OPS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono.base.deadline import Deadline
-from unisono.engines.api import Call, Communicator
-from unisono.engines.errors import DeadlinePassed, to_failure
-from unisono.engines.places import places_of
-from unisono.transports import LinkDown
-from unisono.transports.messages import LEFT, CallStatus, LastCall
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines.api import Call, Communicator
+from unisono.core.engines.errors import DeadlinePassed, to_failure
+from unisono.core.engines.places import places_of
+from unisono.core.transports import LinkDown
+from unisono.core.transports.messages import LEFT, CallStatus, LastCall
 
 BEFORE, IN_IT, AFTER = (CallStatus(seq, "barrier()") for seq in (6, 7, 8))
 NOT_YET = "had not entered it 4.0 s ago and did not answer again"

@@ -5,9 +5,9 @@ import ctypes
 import numpy as np
 import pytest
 
-from unisono.base.seam import cpp as extension
-from unisono.base.types import RedOpType, ReduceOp, dtype_named
-from unisono.engines.kernels import reduce_into
+from unisono.core.base.seam import cpp as extension
+from unisono.core.base.types import RedOpType, ReduceOp, dtype_named
+from unisono.core.engines.kernels import reduce_into
 
 pytestmark = pytest.mark.native
 

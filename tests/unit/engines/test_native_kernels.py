@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from unisono.base.types import (
+from unisono.core.base.types import (
     RedOpType,
     ReduceOp,
     all_dtypes,
     dtype_named,
     require_reducible,
 )
-from unisono.engines.kernels import reduce_into
+from unisono.core.engines.kernels import reduce_into
 from unisono.errors import UnsupportedError
 
 _engine = pytest.importorskip("unisono._engine", reason="the C++ engine is not built")

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.support.together import on_threads
 from tests.support.transport_worlds import reference_engines
-from unisono.base.completion import Completion
-from unisono.base.deadline import Deadline
-from unisono.base.types import ReduceOp, dtype_named
-from unisono.engines import Call, Prepared, Task
-from unisono.schedules import Program, build, layout_for, lower
-from unisono.schedules.ir import Buf, Op
+from unisono.core.base.completion import Completion
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.types import ReduceOp, dtype_named
+from unisono.core.engines import Call, Prepared, Task
+from unisono.core.schedules import Program, build, layout_for, lower
+from unisono.core.schedules.ir import Buf, Op
 
 INT64 = dtype_named("int64")
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from unisono.base.seam import cpp as engine
-from unisono.base.seam import is_native_built
-from unisono.platform.proc import read_text
+from unisono.core.base.seam import cpp as engine
+from unisono.core.base.seam import is_native_built
+from unisono.core.platform.proc import read_text
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 

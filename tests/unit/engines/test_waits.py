@@ -12,11 +12,11 @@ import pytest
 
 import unisono as dist
 from tests.support.transport_worlds import WAYS, connected, use_native
-from unisono.base.deadline import Deadline
-from unisono.base.seam import cpp as extension
-from unisono.engines import is_native_built
-from unisono.transports import Key, native_messages
-from unisono.transports.messages import Cancelled, Purpose
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.seam import cpp as extension
+from unisono.core.engines import is_native_built
+from unisono.core.transports import Key, native_messages
+from unisono.core.transports.messages import Cancelled, Purpose
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
@@ -139,7 +139,7 @@ def test_a_message_that_came_as_its_wait_was_interrupted_has_ended(world):
 
 
 class Interruption:
-    """Raises `Ended` at the n-th line of transports/native_messages.py that this thread comes to.
+    """Raises `Ended` at the n-th line of core/transports/native_messages.py that this thread comes to.
 
     Not as a lock is taken or given back, where the interpreter looks for no signals.
     """

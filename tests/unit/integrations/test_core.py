@@ -13,7 +13,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.integrations import ranks
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
 from unisono.errors import (
     CollectiveMismatchError,
     Context,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.platform import machine, memory
+from unisono.core.platform import machine, memory
 
 MIB = 1 << 20
 MEMINFO = "MemTotal: 9 kB\nMemAvailable: 2097152 kB\nSwapFree: 1024 kB\n"

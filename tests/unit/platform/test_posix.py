@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from tests.support.windows import posix_of_windows
+from unisono.core.platform import posix
 from unisono.errors import UnsupportedError
-from unisono.platform import posix
 
 both = pytest.mark.parametrize("calls", [posix, posix_of_windows()], ids=["posix", "windows"])
 

@@ -17,19 +17,18 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.together import on_threads
-from unisono.base.network import reachable_hosts
-from unisono.errors import RendezvousError
-from unisono.rendezvous import endpoint
-from unisono.rendezvous.dynamic import DynamicRendezvous
-from unisono.rendezvous.endpoint import (
+from unisono.core.base.network import reachable_hosts
+from unisono.core.rendezvous import endpoint
+from unisono.core.rendezvous.dynamic import DynamicRendezvous
+from unisono.core.rendezvous.endpoint import (
     address_here,
     is_local,
     open_endpoint,
     own_address,
     parse_endpoint,
 )
-from unisono.rendezvous.member import End, Stop, Timing
-from unisono.rendezvous.state import (
+from unisono.core.rendezvous.member import End, Stop, Timing
+from unisono.core.rendezvous.state import (
     AgentsState,
     Failed,
     JobLimits,
@@ -41,11 +40,12 @@ from unisono.rendezvous.state import (
     dumps,
     loads,
 )
-from unisono.rendezvous.transitions import apply
-from unisono.rendezvous.worker_world import WorkerWorld
-from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
-from unisono.stores.tcp.token import REFUSED_KEY
-from unisono.stores.tcp.wire import RequestOp
+from unisono.core.rendezvous.transitions import apply
+from unisono.core.rendezvous.worker_world import WorkerWorld
+from unisono.core.stores import FileStore, HashStore, PrefixStore, TCPStore
+from unisono.core.stores.tcp.token import REFUSED_KEY
+from unisono.core.stores.tcp.wire import RequestOp
+from unisono.errors import RendezvousError
 
 LIMIT_S = 90.0
 
@@ -298,7 +298,7 @@ def test_refused_stranger_does_not_end_a_job_whose_nodes_come(refusing):
 
 
 def test_refused_node_ends_the_wait_for_it_after_the_grace(refusing, monkeypatch):
-    monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
+    monkeypatch.setattr("unisono.core.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
     limits = JobLimits(min_nodes=2, max_nodes=2, max_restarts=0)
     agent = Agent(0, limits, partial(TCPStore, "127.0.0.1", refusing.port))
     with closing(agent.rendezvous):
@@ -312,7 +312,7 @@ def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):
     # Only the clock of a thread that stood still is ahead.
     clock = threading.local()
     fake = SimpleNamespace(monotonic=lambda: time.monotonic() + getattr(clock, "ahead_s", 0.0))
-    monkeypatch.setattr("unisono.rendezvous.dynamic.time", fake)
+    monkeypatch.setattr("unisono.core.rendezvous.dynamic.time", fake)
     limits = JobLimits(min_nodes=1, max_nodes=2, max_restarts=0)
     timing = Timing(dead_after_s=LIMIT_S, last_call_s=LIMIT_S)
     with HashStore() as shared:

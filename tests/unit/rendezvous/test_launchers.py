@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.together import on_threads
-from unisono.base.sockets import listen
+from unisono.core.base.sockets import listen
+from unisono.core.rendezvous import meeting, rendezvous
+from unisono.core.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone, local_rank
+from unisono.core.rendezvous.meeting import host_of_mpiexec, hosts_of_rank_0, job_ports
+from unisono.core.stores import FileStore, TCPStore
 from unisono.errors import RendezvousError
-from unisono.rendezvous import meeting, rendezvous
-from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone, local_rank
-from unisono.rendezvous.meeting import host_of_mpiexec, hosts_of_rank_0, job_ports
-from unisono.stores import FileStore, TCPStore
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {

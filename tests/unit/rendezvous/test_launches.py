@@ -25,7 +25,7 @@ LAUNCHERS = """
 import os, sys
 from unisono.cli.main import main
 from unisono.launcher import agent
-from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
+from unisono.core.stores.tcp.wire import MAGIC, RequestOp, encode_request
 
 ops = RequestOp.VALIDATE, RequestOp.ADD, RequestOp.BARRIER
 requests = ((ops[0], MAGIC), (ops[1], "/workers", 1), (ops[2], "/all", 2))

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.errors import RendezvousError
-from unisono.rendezvous.membership import (
+from unisono.core.rendezvous.membership import (
     AWAY_S,
     BROKEN_S,
     SILENT_S,
@@ -26,7 +25,8 @@ from unisono.rendezvous.membership import (
     loads,
     next_event,
 )
-from unisono.rendezvous.state import dumps
+from unisono.core.rendezvous.state import dumps
+from unisono.errors import RendezvousError
 
 WORLD = 1
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.calls import wait_until
 from tests.support.together import on_threads
+from unisono.core.rendezvous.pmi import MPIJob, PMIServer, answer, carry, process_mapping
+from unisono.core.stores import HashStore, PrefixStore
 from unisono.errors import RendezvousError
-from unisono.rendezvous.pmi import MPIJob, PMIServer, answer, carry, process_mapping
-from unisono.stores import HashStore, PrefixStore
 
 JOB = MPIJob("unisono_1", 1, 4, "(vector,(0,2,2))")
 
@@ -222,7 +222,7 @@ def test_a_launcher_whose_descriptor_was_not_inherited(tmp_path):
 
 ENDS = """
 import ctypes, sys
-from unisono.rendezvous.pmi import carry
+from unisono.core.rendezvous.pmi import carry
 assert carry(int(sys.argv[1]), "k", "v", 30) == "v"
 """
 LIBRARY = "int MPI_Initialized(int *flag) { *flag = 1; return 0; }"

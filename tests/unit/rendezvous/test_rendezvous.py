@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 
 from tests.support.together import on_threads
-from unisono.base.network import reachable_hosts
+from unisono.core.base.network import reachable_hosts
+from unisono.core.rendezvous import register_rendezvous_handler, registry, rendezvous
+from unisono.core.rendezvous.joining import open_for_newcomer
+from unisono.core.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.errors import RendezvousError, StoreError
-from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
-from unisono.rendezvous.joining import open_for_newcomer
-from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 

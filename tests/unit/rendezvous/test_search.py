@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.ports import reserved_port
 from tests.support.together import on_threads
+from unisono.core.rendezvous.search import search, serve_at
+from unisono.core.stores.tcp.token import Answer
 from unisono.errors import HandshakeError
-from unisono.rendezvous.search import search, serve_at
-from unisono.stores.tcp.token import Answer
 
 HOST = "127.0.0.1"
 
@@ -55,7 +55,7 @@ def test_store_of_another_job_that_refuses_this_rank_does_not_end_the_search(oth
 
 
 def test_rank_that_is_refused_and_finds_no_other_store_says_so(monkeypatch, other_job):
-    monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
+    monkeypatch.setattr("unisono.core.stores.tcp.client._REFUSAL_GRACE_S", 0.05)
     ports = [other_job.server_address[1]]
     with (
         reserved_port() as port,

@@ -12,15 +12,15 @@ import unisono as dist
 from tests.support import services
 from tests.support.nodes import CONF, Job
 from tests.support.services import KINDS
+from unisono.core.groups.membership_store import Document
+from unisono.core.groups.world import current
+from unisono.core.rendezvous import rendezvous
+from unisono.core.rendezvous.services import open_launched, open_service
+from unisono.core.rendezvous.state import AgentsState, Node, Phase
+from unisono.core.rendezvous.worker_world import WorkerStore, job_prefix, workers_url
+from unisono.core.stores import PrefixStore
 from unisono.errors import StoreError, StoreTimeoutError
-from unisono.groups.membership_store import Document
-from unisono.groups.world import current
 from unisono.lowlevel import EtcdStore, RedisStore
-from unisono.rendezvous import rendezvous
-from unisono.rendezvous.services import open_launched, open_service
-from unisono.rendezvous.state import AgentsState, Node, Phase
-from unisono.rendezvous.worker_world import WorkerStore, job_prefix, workers_url
-from unisono.stores import PrefixStore
 from unisono.testing import run
 
 

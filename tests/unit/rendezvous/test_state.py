@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support.cluster import TIMING, Cluster, node
 from tests.support.selection import examples
-from unisono.errors import RendezvousError
-from unisono.rendezvous.member import AgentMemory, End, decide, observe
-from unisono.rendezvous.state import (
+from unisono.core.rendezvous.member import AgentMemory, End, decide, observe
+from unisono.core.rendezvous.state import (
     AgentsState,
     Cause,
     Failed,
@@ -28,7 +27,8 @@ from unisono.rendezvous.state import (
     dumps,
     loads,
 )
-from unisono.rendezvous.transitions import apply
+from unisono.core.rendezvous.transitions import apply
+from unisono.errors import RendezvousError
 
 
 def limits(low, high=None, restarts=0, replaces=False, durable=False):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 
 WORLDS = 3
 LIMIT_S = 90

@@ -5,9 +5,9 @@ from collections import defaultdict, deque
 import numpy as np
 import pytest
 
-from unisono.schedules.ir import Buf, Op
-from unisono.schedules.layout import buffer_bounds
-from unisono.schedules.program import lower
+from unisono.core.schedules.ir import Buf, Op
+from unisono.core.schedules.layout import buffer_bounds
+from unisono.core.schedules.program import lower
 
 REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE, Op.REDUCE)
 

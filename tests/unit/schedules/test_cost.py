@@ -5,8 +5,8 @@ from math import ceil, log2
 
 import pytest
 
-from unisono.schedules.cost import cost
-from unisono.schedules.registry import available, build
+from unisono.core.schedules.cost import cost
+from unisono.core.schedules.registry import available, build
 
 WORLD_SIZES = [*range(2, 34), 64]
 POWERS = [2, 4, 8, 16, 32, 64]

@@ -1,7 +1,7 @@
 import numpy as np
 
-from unisono.schedules.ir import Op
-from unisono.schedules.registry import build
+from unisono.core.schedules.ir import Op
+from unisono.core.schedules.registry import build
 
 # The links of a hybrid cube mesh: two quads, and one link between opposite corners.
 NEIGHBOURS = {x: ({y for y in range(8) if y // 4 == x // 4} - {x}) | {x ^ 4} for x in range(8)}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from unisono.schedules import available, build, far, select
-from unisono.schedules.far import MOST_RANKS, NEAR_US, fastest, round_trip_class
-from unisono.schedules.ir import ROOTED
-from unisono.schedules.select import Topology
+from unisono.core.schedules import available, build, far, select
+from unisono.core.schedules.far import MOST_RANKS, NEAR_US, fastest, round_trip_class
+from unisono.core.schedules.ir import ROOTED
+from unisono.core.schedules.select import Topology
 from unisono.simulate.evaluate import simulate
 from unisono.simulate.networks import Hosts, LinkSpec
 

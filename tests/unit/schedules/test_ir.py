@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from unisono.schedules.ir import COLLECTIVES, ROOTED, Buf, Op, ceil_log2, is_power_of_two, send
-from unisono.schedules.registry import available, build
+from unisono.core.schedules.ir import COLLECTIVES, ROOTED, Buf, Op, ceil_log2, is_power_of_two, send
+from unisono.core.schedules.registry import available, build
 
 
 def test_rows_broadcast_over_ranks_and_keep_their_order():
@@ -77,7 +77,7 @@ class Counter:
 def test_rows_are_made_for_active_ranks_only(collective, algorithm, monkeypatch):
     """With 24,576 ranks it took 4 to 26 s to make rows for all ranks and to drop most of them."""
     schedule = build(collective, algorithm, 48, 7 if collective in ROOTED else -1)
-    monkeypatch.setattr("unisono.schedules.ir.np", counter := Counter())
+    monkeypatch.setattr("unisono.core.schedules.ir.np", counter := Counter())
     kept = sum(len(schedule.steps(k, np.arange(48))) for k in range(schedule.stages))
     assert counter.rows == kept
 
@@ -86,7 +86,7 @@ def test_rows_are_made_for_active_ranks_only(collective, algorithm, monkeypatch)
 def test_reductions_in_the_order_of_ranks_are_a_few_tables(collective, monkeypatch):
     """A table per turn took 26 s with 24,576 ranks."""
     schedule = build(collective, "rank_order", 48, 7 if collective == "reduce" else -1)
-    monkeypatch.setattr("unisono.schedules.ir.np", counter := Counter())
+    monkeypatch.setattr("unisono.core.schedules.ir.np", counter := Counter())
     for k in range(schedule.stages):
         schedule.steps(k, np.array([5]))
     assert counter.calls <= 6 * schedule.stages

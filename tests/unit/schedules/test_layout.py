@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from unisono.schedules.ir import Buf
-from unisono.schedules.layout import buffer_bounds, layout_for
-from unisono.schedules.registry import build
+from unisono.core.schedules.ir import Buf
+from unisono.core.schedules.layout import buffer_bounds, layout_for
+from unisono.core.schedules.registry import build
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 8, 1000, 10**12 + 3])

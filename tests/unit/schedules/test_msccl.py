@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.core.schedules import build, registry
+from unisono.core.schedules.cost import cost
+from unisono.core.schedules.layout import layout_for
+from unisono.core.schedules.msccl import from_msccl, to_msccl
+from unisono.core.schedules.registry import available, entry, register_schedule
+from unisono.core.schedules.verify import verify
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, ScheduleError
-from unisono.schedules import build, registry
-from unisono.schedules.cost import cost
-from unisono.schedules.layout import layout_for
-from unisono.schedules.msccl import from_msccl, to_msccl
-from unisono.schedules.registry import available, entry, register_schedule
-from unisono.schedules.verify import verify
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 PAIRS = [(c, a) for c in COLLECTIVES for a in available(c, 8, local=2)]

@@ -1,8 +1,8 @@
 import pytest
 
+from unisono.core.schedules.override import EVERY, Permission, parse_override
+from unisono.core.schedules.registry import ALGORITHMS
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.override import EVERY, Permission, parse_override
-from unisono.schedules.registry import ALGORITHMS
 
 
 @pytest.mark.parametrize(

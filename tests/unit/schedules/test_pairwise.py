@@ -5,9 +5,9 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
-from unisono.schedules import build, layout_for, lower
-from unisono.schedules.ir import Op
-from unisono.schedules.pairwise import AT_ONCE
+from unisono.core.schedules import build, layout_for, lower
+from unisono.core.schedules.ir import Op
+from unisono.core.schedules.pairwise import AT_ONCE
 
 
 def most_under_way(schedule, sizes, slow):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from unisono.schedules import build
-from unisono.schedules.ir import Op
+from unisono.core.schedules import build
+from unisono.core.schedules.ir import Op
 
 
 def sent(schedule, k, rank=0):

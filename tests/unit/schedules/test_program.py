@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tests.support.oracle import outcome
-from unisono.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Op
-from unisono.schedules.layout import layout_for
-from unisono.schedules.program import lower
-from unisono.schedules.registry import available, build, entry
+from unisono.core.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Op
+from unisono.core.schedules.layout import layout_for
+from unisono.core.schedules.program import lower
+from unisono.core.schedules.registry import available, build, entry
 
 DATA_COLLECTIVES = [c for c in COLLECTIVES if c != "barrier"]
 PAIRS = sorted({(c, a) for c in DATA_COLLECTIVES for p in (8, 12) for a in available(c, p)})

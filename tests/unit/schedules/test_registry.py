@@ -1,9 +1,9 @@
 import pytest
 
+from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED
+from unisono.core.schedules.registry import ALGORITHMS, available, build, entry
+from unisono.core.schedules.verify import verify
 from unisono.errors import InvalidArgumentError, ScheduleError
-from unisono.schedules.ir import COLLECTIVES, REDUCING, ROOTED
-from unisono.schedules.registry import ALGORITHMS, available, build, entry
-from unisono.schedules.verify import verify
 
 PAIRS = sorted({(c, a) for c in COLLECTIVES for p in (1, 8, 12) for a in available(c, p)})
 WORLD_SIZES = [*range(1, 34), 64]

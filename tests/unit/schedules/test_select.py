@@ -1,11 +1,11 @@
 import pytest
 
+from unisono.core.schedules.cost import cost
+from unisono.core.schedules.ir import BLOCK_COLLECTIVES, COLLECTIVES, REDUCING, ROOTED
+from unisono.core.schedules.pipeline import MAX_PIPELINE
+from unisono.core.schedules.registry import build, entry
+from unisono.core.schedules.select import Topology, select
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.cost import cost
-from unisono.schedules.ir import BLOCK_COLLECTIVES, COLLECTIVES, REDUCING, ROOTED
-from unisono.schedules.pipeline import MAX_PIPELINE
-from unisono.schedules.registry import build, entry
-from unisono.schedules.select import Topology, select
 
 KIB, MIB = 1024, 1024**2
 HOST8 = Topology(8, shared_memory=True)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from unisono.core.schedules.explain import interval, reason
+from unisono.core.schedules.select import Topology, select
+from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.tuning import rules_of
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.explain import interval, reason
-from unisono.schedules.select import Topology, select
-from unisono.schedules.tables import ChoiceTable, GroupShape, Rule
-from unisono.schedules.tuning import rules_of
 
 KIB, MIB = 1024, 1024**2
 PAIR = Topology(2, shared_memory=True, local=2)

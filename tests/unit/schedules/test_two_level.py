@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from unisono.core.schedules import Topology, available, build, select
+from unisono.core.schedules.ir import ROOTED, Buf, Op
+from unisono.core.schedules.layout import layout_for
+from unisono.core.schedules.verify import verify
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import Topology, available, build, select
-from unisono.schedules.ir import ROOTED, Buf, Op
-from unisono.schedules.layout import layout_for
-from unisono.schedules.verify import verify
 
 PIPELINED = ("all_reduce", "broadcast", "reduce")
 COLLECTIVES = (*PIPELINED, "all_gather", "reduce_scatter", "all_to_all")

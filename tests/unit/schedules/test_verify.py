@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from unisono.core.schedules.ir import Buf, Op, Schedule, copy, recv, recv_reduce, reduce, send
+from unisono.core.schedules.registry import build
+from unisono.core.schedules.verify import verify
 from unisono.errors import ScheduleError
-from unisono.schedules.ir import Buf, Op, Schedule, copy, recv, recv_reduce, reduce, send
-from unisono.schedules.registry import build
-from unisono.schedules.verify import verify
 
 OP, PEER, SRC, DST_BUF, DST, N = 1, 2, 4, 5, 6, 7
 

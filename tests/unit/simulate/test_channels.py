@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from unisono.core.schedules import build
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import build
 from unisono.simulate import Channels, Hosts, LinkSpec, in_channels, machine, simulate
 
 MIB = 1 << 20

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
+from unisono.core.schedules import build
+from unisono.core.schedules.ir import COLLECTIVES, ROOTED
+from unisono.core.schedules.registry import available, entry
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import build
-from unisono.schedules.ir import COLLECTIVES, ROOTED
-from unisono.schedules.registry import available, entry
 from unisono.simulate import (
     Costs,
     FullyConnected,

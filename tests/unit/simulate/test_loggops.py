@@ -5,9 +5,9 @@ import re
 import pytest
 
 from tests.support.tools import tool
+from unisono.core.schedules import build
+from unisono.core.schedules.registry import _TABLE
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import build
-from unisono.schedules.registry import _TABLE
 from unisono.simulate import LogGOPS, Program, Traffic, from_goal, program_of, to_goal
 from unisono.simulate.loggops import run
 from unisono.simulate.traffic import RECV, SEND, WORK

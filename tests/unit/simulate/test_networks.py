@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from unisono.core.schedules import build
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import build
 from unisono.simulate import (
     Costs,
     FullyConnected,

@@ -11,10 +11,10 @@ from importlib import resources
 import numpy as np
 import pytest
 
+from unisono.core.schedules import available, build
+from unisono.core.schedules.ir import ROOTED
+from unisono.core.schedules.verify import contributions
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import available, build
-from unisono.schedules.ir import ROOTED
-from unisono.schedules.verify import contributions
 from unisono.simulate import Costs, FullyConnected, Hosts, LinkSpec, Switch, simulate
 from unisono.simulate.diagrams import CRITICAL, busy_shares, diagram
 from unisono.simulate.drawing import Label, Line, Polygon, heat

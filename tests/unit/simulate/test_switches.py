@@ -5,10 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from unisono.core.schedules import build
+from unisono.core.schedules.ir import Op
+from unisono.core.schedules.verify import verify
 from unisono.errors import InvalidArgumentError
-from unisono.schedules import build
-from unisono.schedules.ir import Op
-from unisono.schedules.verify import verify
 from unisono.simulate import FullyConnected, LinkSpec, Switch, nvls, sharp, simulate
 
 

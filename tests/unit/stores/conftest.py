@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.base.seam import is_wanted
+from unisono.core.base.seam import is_wanted
 
 
 @pytest.fixture(params=["native", "python"])

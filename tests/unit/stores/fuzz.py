@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 
+from unisono.core.platform.processes import resident_bytes
+from unisono.core.stores import TCPStore
+from unisono.core.stores.tcp.link import StoreLink, open_link
+from unisono.core.stores.tcp.token import HELLO
+from unisono.core.stores.tcp.wire import MAGIC, RequestOp, encode_reply, encode_request
 from unisono.errors import UnisonoError
-from unisono.platform.processes import resident_bytes
-from unisono.stores import TCPStore
-from unisono.stores.tcp.link import StoreLink, open_link
-from unisono.stores.tcp.token import HELLO
-from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_reply, encode_request
 
 MAX_GROWTH_BYTES = 256 << 20
 PATIENCE_S = 20.0
@@ -101,7 +101,7 @@ def dialogue(rng: random.Random) -> bytes:
 
 SERVER = """
 import logging, sys
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 logging.getLogger("unisono").addHandler(logging.NullHandler())
 logging.getLogger("unisono").propagate = False
 store = TCPStore("127.0.0.1", 0, is_master=True, token=sys.argv[1])

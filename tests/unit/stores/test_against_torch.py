@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-import unisono.stores as ours
+import unisono.core.stores as ours
 
 torch_dist = pytest.importorskip("torch.distributed")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import unisono as dist
+from unisono.core.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.testing.check_store import STORE_CHECKS, check_store
 
 

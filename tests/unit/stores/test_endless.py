@@ -9,22 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
+from unisono.core.groups.membership_store import Document
+from unisono.core.rendezvous import dynamic
+from unisono.core.rendezvous.dynamic import DynamicRendezvous
+from unisono.core.rendezvous.member import Timing
+from unisono.core.rendezvous.membership import JoinRequest, Member, WaitingMember
+from unisono.core.rendezvous.state import AgentsState, JobLimits, Node, dumps
+from unisono.core.rendezvous.state import Join as NodeJoin
+from unisono.core.stores import FileStore, HashStore, PrefixStore
+from unisono.core.stores.files.log import RecordLog
+from unisono.core.stores.services.store import ServiceStore, VersionedValue
+from unisono.core.stores.table import ChangeKind
+from unisono.core.stores.tcp.link import StoreLink, open_link
+from unisono.core.stores.tcp.wire import RequestOp, encode_reply
+from unisono.core.transports.connect import connect
 from unisono.errors import StoreError, StoreTimeoutError
-from unisono.groups.membership_store import Document
-from unisono.rendezvous import dynamic
-from unisono.rendezvous.dynamic import DynamicRendezvous
-from unisono.rendezvous.member import Timing
-from unisono.rendezvous.membership import JoinRequest, Member, WaitingMember
-from unisono.rendezvous.state import AgentsState, JobLimits, Node, dumps
-from unisono.rendezvous.state import Join as NodeJoin
-from unisono.stores import FileStore, HashStore, PrefixStore
-from unisono.stores.files.log import RecordLog
-from unisono.stores.services.store import ServiceStore, VersionedValue
-from unisono.stores.table import ChangeKind
-from unisono.stores.tcp.link import StoreLink, open_link
-from unisono.stores.tcp.wire import RequestOp, encode_reply
-from unisono.transports.connect import connect
 
 LIMIT_S = 0.05
 

@@ -15,20 +15,20 @@ import threading
 import pytest
 
 from tests.support.together import on_threads
-from unisono.base import process_identity
-from unisono.base.process_identity import Life, describe, life_of, new_user
+from unisono.core.base import process_identity
+from unisono.core.base.process_identity import Life, describe, life_of, new_user
+from unisono.core.stores import FileStore
+from unisono.core.stores.files import log
 from unisono.errors import (
     ClosedError,
     StoreConnectionError,
     StoreError,
     StoreTimeoutError,
 )
-from unisono.stores import FileStore
-from unisono.stores.files import log
 
 ADD = """
 import sys
-from unisono.stores import FileStore
+from unisono.core.stores import FileStore
 with FileStore(sys.argv[1]) as store:
     store.barrier("start", 3)
     for _ in range(100):
@@ -104,7 +104,7 @@ def test_without_world_size_the_keys_stay(path):
 
 KILLED = """
 import os, sys, signal
-from unisono.stores import FileStore
+from unisono.core.stores import FileStore
 store = FileStore(sys.argv[1], 2, run_id=sys.argv[2])
 store.set("stale", "1")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -205,8 +205,8 @@ def test_deleted_file_is_noticed_by_a_waiter(path):
 
 HOLDS = """
 import os, sys, signal
-from unisono.stores import FileStore
-from unisono.stores.files import log
+from unisono.core.stores import FileStore
+from unisono.core.stores.files import log
 store = FileStore(sys.argv[1])
 real = log.pwrite
 def half(fd, data, place):
@@ -306,7 +306,7 @@ def test_failed_write_leaves_file_and_table_as_before(path, monkeypatch):
 
 def test_child_of_a_fork_can_use_it_and_does_not_sign_off_for_its_parent(path):
     script = (
-        "import os, sys; from unisono.stores import FileStore\n"
+        "import os, sys; from unisono.core.stores import FileStore\n"
         "store = FileStore(sys.argv[1], 1)\n"
         "pid = os.fork()\n"
         "for _ in range(50): store.add('n', 1)\n"
@@ -320,7 +320,7 @@ def test_child_of_a_fork_can_use_it_and_does_not_sign_off_for_its_parent(path):
 
 
 def test_exit_without_close_signs_off(path):
-    script = "import sys; from unisono.stores import FileStore; s = FileStore(sys.argv[1], 1)"
+    script = "import sys; from unisono.core.stores import FileStore; s = FileStore(sys.argv[1], 1)"
     assert run(script, path).wait(30) == 0
     assert not os.path.exists(path)
 
@@ -474,7 +474,7 @@ def test_hard_link_in_another_directory_is_a_timeout_with_a_hint(path, tmp_path)
 
 
 def test_a_file_that_many_writers_use_for_long_stays_small(path, monkeypatch):
-    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 2_000)
+    monkeypatch.setattr("unisono.core.stores.files.store._COMPACT_BYTES", 2_000)
     stores = [FileStore(path, 3) for _ in range(3)]
     stores[0].set("kept", "value")
     stores[1].queue_push("queue", "first")
@@ -498,7 +498,7 @@ def test_a_file_that_many_writers_use_for_long_stays_small(path, monkeypatch):
 
 
 def test_a_wait_and_a_barrier_outlive_a_new_file(path, monkeypatch):
-    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    monkeypatch.setattr("unisono.core.stores.files.store._COMPACT_BYTES", 1_000)
     first, second, third = (FileStore(path) for _ in range(3))
 
     def write():
@@ -519,7 +519,7 @@ def test_a_wait_and_a_barrier_outlive_a_new_file(path, monkeypatch):
 
 
 def test_a_file_with_two_names_or_on_a_full_disk_is_not_made_anew(path, monkeypatch):
-    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    monkeypatch.setattr("unisono.core.stores.files.store._COMPACT_BYTES", 1_000)
     with FileStore(path) as store, FileStore(path) as other:
         store.set("number", "0")
         os.link(path, path + "2")
@@ -544,7 +544,7 @@ def test_a_file_with_two_names_or_on_a_full_disk_is_not_made_anew(path, monkeypa
 
 def test_a_file_that_another_host_replaces_during_a_read_is_read_again(path, monkeypatch):
     """As NFS says it, of a file that was opened before."""
-    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    monkeypatch.setattr("unisono.core.stores.files.store._COMPACT_BYTES", 1_000)
     reads, real = itertools.count(), os.pread
 
     def pread(fd, *rest):
@@ -564,8 +564,8 @@ def test_a_file_that_another_host_replaces_during_a_read_is_read_again(path, mon
 
 DIES_WITH_A_DRAFT = """
 import os, signal, sys
-from unisono.stores import FileStore
-from unisono.stores.files import store
+from unisono.core.stores import FileStore
+from unisono.core.stores.files import store
 store._COMPACT_BYTES = 1_000
 os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 own = FileStore(sys.argv[1])
@@ -575,7 +575,7 @@ while True:
 
 
 def test_a_process_killed_while_it_makes_the_file_anew_leaves_nothing(path, monkeypatch):
-    monkeypatch.setattr("unisono.stores.files.store._COMPACT_BYTES", 1_000)
+    monkeypatch.setattr("unisono.core.stores.files.store._COMPACT_BYTES", 1_000)
     with FileStore(path, 2) as store:
         store.set("kept", "value")
         assert run(DIES_WITH_A_DRAFT, path).wait(60) == -signal.SIGKILL

@@ -3,7 +3,7 @@
 from functools import partial
 
 from tests.support.together import on_threads
-from unisono.stores import HashStore
+from unisono.core.stores import HashStore
 
 THREADS, ROUNDS = 16, 60
 

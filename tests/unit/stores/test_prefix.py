@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
+from unisono.core.stores import HashStore, PrefixStore, Store
 from unisono.errors import ClosedError
-from unisono.stores import HashStore, PrefixStore, Store
 
 
 def test_keys_get_the_prefix():

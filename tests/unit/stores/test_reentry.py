@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from tests.support.handlers import at_each_line, in_a_handler
+from unisono.core.stores import FileStore, HashStore, TCPStore, table_store
+from unisono.core.stores import hash as hash_store
+from unisono.core.stores.files import log
+from unisono.core.stores.files import store as file_store
+from unisono.core.stores.tcp import client, connection
 from unisono.errors import UsageError
-from unisono.stores import FileStore, HashStore, TCPStore, table_store
-from unisono.stores import hash as hash_store
-from unisono.stores.files import log
-from unisono.stores.files import store as file_store
-from unisono.stores.tcp import client, connection
 
 KINDS = ["hash", "file", "tcp"]
 MODULES = [hash_store, log, file_store, table_store, client, connection]

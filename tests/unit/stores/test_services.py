@@ -10,10 +10,10 @@ import pytest
 
 from tests.support import services
 from tests.support.services import KINDS, needs
+from unisono.core.stores.services.etcd import EtcdStore
+from unisono.core.stores.services.redis import RedisStore
+from unisono.core.stores.services.store import Unreachable
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError, UnsupportedError
-from unisono.stores.services.etcd import EtcdStore
-from unisono.stores.services.redis import RedisStore
-from unisono.stores.services.store import Unreachable
 from unisono.testing.check_store import STORE_CHECKS, check_store
 
 PREFIXES = (f"test{number}" for number in itertools.count())

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.core.stores.table import StoreTable, checked_sum
 from unisono.errors import InvalidArgumentError, StoreKeyError
-from unisono.stores.table import StoreTable, checked_sum
 
 
 def test_watch_is_notified_once_when_the_last_key_comes():

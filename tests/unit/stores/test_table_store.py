@@ -11,11 +11,11 @@ import pytest
 from tests.support import services
 from tests.support.calls import wait_until
 from tests.support.handlers import at_each_line, in_a_handler
+from unisono.core.stores import FileStore, HashStore, table_store
+from unisono.core.stores.services.etcd import EtcdStore
+from unisono.core.stores.services.redis import RedisStore
+from unisono.core.stores.table import ChangeKind
 from unisono.errors import ClosedError, StoreTimeoutError
-from unisono.stores import FileStore, HashStore, table_store
-from unisono.stores.services.etcd import EtcdStore
-from unisono.stores.services.redis import RedisStore
-from unisono.stores.table import ChangeKind
 
 NUMBERS = itertools.count()
 

@@ -18,28 +18,28 @@ import pytest
 from tests.support.calls import wait_until
 from tests.support.programs import python, start_python
 from tests.support.silent import unacceptable
-from unisono.base import sockets
-from unisono.base.deadline import Deadline
-from unisono.base.sockets import is_loopback, listen, listening_host
+from unisono.core.base import sockets
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.sockets import is_loopback, listen, listening_host
+from unisono.core.platform.processes import resident_bytes
+from unisono.core.stores import TCPStore, start_server
+from unisono.core.stores.tcp import client as tcp_client
+from unisono.core.stores.tcp import python_server, wire
+from unisono.core.stores.tcp.link import open_link
+from unisono.core.stores.tcp.python_server import ServerOptions
+from unisono.core.stores.tcp.wire import STOP_WAITING, RequestOp, encode_reply, encode_request
 from unisono.errors import (
     HandshakeError,
     InvalidArgumentError,
     StoreConnectionError,
     StoreTimeoutError,
 )
-from unisono.platform.processes import resident_bytes
-from unisono.stores import TCPStore, start_server
-from unisono.stores.tcp import client as tcp_client
-from unisono.stores.tcp import python_server, wire
-from unisono.stores.tcp.link import open_link
-from unisono.stores.tcp.python_server import ServerOptions
-from unisono.stores.tcp.wire import STOP_WAITING, RequestOp, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
 
 SERVER_PROCESS = """
 import sys
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 store = TCPStore("127.0.0.1", 0, is_master=True)
 print(store.port, flush=True)
 sys.stdin.read()
@@ -464,7 +464,7 @@ def test_dead_client_leaves_the_barrier(master):
 
 VICTIM = """
 import sys, threading
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
 calls = {
     "get": lambda: store.get("never"),
@@ -482,7 +482,7 @@ print("ready", flush=True)
 
 
 def test_refused_client_ends_the_wait_for_clients(monkeypatch):
-    monkeypatch.setattr("unisono.stores.tcp.client._REFUSAL_GRACE_S", 0.0)
+    monkeypatch.setattr("unisono.core.stores.tcp.client._REFUSAL_GRACE_S", 0.0)
     monkeypatch.setattr(TCPStore, "refused_client", lambda self: "10.0.0.9:4242")
     line = (
         r"waits no longer for clients \(1 of 2 joined\): it refused 10\.0\.0\.9:4242, which is on "
@@ -594,7 +594,7 @@ def test_small_multi_get_cannot_ask_for_more_than_the_bound():
 def test_child_of_a_fork_has_connections_of_its_own(master):
     master.set("from", "parent")
     script = (
-        "import os, sys; from unisono.stores import TCPStore\n"
+        "import os, sys; from unisono.core.stores import TCPStore\n"
         f"store = TCPStore('127.0.0.1', {master.port}, timeout=20)\n"
         "store.set('a', '1')\n"
         "pid = os.fork()\n"
@@ -607,7 +607,7 @@ def test_child_of_a_fork_has_connections_of_its_own(master):
 
 def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
     script = (
-        "import os, sys, time; from unisono.stores import TCPStore\n"
+        "import os, sys, time; from unisono.core.stores import TCPStore\n"
         "store = TCPStore('127.0.0.1', 0, is_master=True)\n"
         "port = store.port\n"
         # The child prints, because only then has it closed what it inherited.
@@ -632,7 +632,7 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
 def test_grandchild_keeps_its_files(server_kind):
     """The numbers of a server's sockets may belong to other files by then."""
     script = (
-        "import os, sys; from unisono.stores import TCPStore\n"
+        "import os, sys; from unisono.core.stores import TCPStore\n"
         "master = TCPStore('127.0.0.1', 0, is_master=True)\n"
         "clients = [TCPStore('127.0.0.1', master.port, timeout=20) for _ in range(8)]\n"
         "def fork():\n"
@@ -674,7 +674,7 @@ def test_all_wait_for_the_keys_of_all(master):
 @pytest.mark.parametrize("free", range(10))
 def test_too_few_descriptors_are_an_error_not_a_hang(free):
     script = (
-        "import os, resource; from unisono.stores import TCPStore\n"
+        "import os, resource; from unisono.core.stores import TCPStore\n"
         f"few = max(map(int, os.listdir('/dev/fd'))) + {free}\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))\n"
         "try: TCPStore('127.0.0.1', 0, is_master=True, timeout=0.2)\n"

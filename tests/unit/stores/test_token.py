@@ -18,13 +18,21 @@ from tests.support import netns
 from tests.support.calls import wait_until
 from tests.support.ports import reserved_port
 from tests.support.programs import python, start_python
-from unisono.base.sockets import listen
+from unisono.core.base.sockets import listen
+from unisono.core.platform.peer_user import is_foreign
+from unisono.core.stores import TCPStore, start_server
+from unisono.core.stores.tcp.python_server import ServerOptions
+from unisono.core.stores.tcp.token import (
+    HELLO,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Answer,
+    Gate,
+    Refused,
+    proof,
+)
+from unisono.core.stores.tcp.wire import MAGIC, RequestOp, encode_request
 from unisono.errors import HandshakeError
-from unisono.platform.peer_user import is_foreign
-from unisono.stores import TCPStore, start_server
-from unisono.stores.tcp.python_server import ServerOptions
-from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
-from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
 
 VALIDATE = encode_request(RequestOp.VALIDATE, MAGIC)
 TOKEN = "right"
@@ -236,7 +244,7 @@ def test_silent_strangers_are_bounded(caplog):
 @pytest.mark.usefixtures("server_kind")
 def test_silent_strangers_do_not_keep_others_out():
     script = (
-        "import resource, sys; from unisono.stores import TCPStore\n"
+        "import resource, sys; from unisono.core.stores import TCPStore\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
         f"store = TCPStore('127.0.0.1', 0, is_master=True, token={TOKEN!r})\n"
         "print(store.port, flush=True); sys.stdin.read()\n"
@@ -339,9 +347,9 @@ def test_launcher_gives_its_workers_a_token(monkeypatch):
 
 
 SERVE = """
-import sys, unisono.stores as s
-from unisono.stores.tcp.python_server import ServerOptions
-from unisono.base.sockets import listen
+import sys, unisono.core.stores as s
+from unisono.core.stores.tcp.python_server import ServerOptions
+from unisono.core.base.sockets import listen
 kinds = [ServerOptions(token=token) for token in (b"", b"right")]
 servers = [s.start_server(listen("0.0.0.0", 0), options) for options in kinds]
 ports = [server.port for server in servers]
@@ -351,7 +359,7 @@ for server in servers: server.close()
 """
 VISIT = """
 import sys
-from unisono.stores import TCPStore
+from unisono.core.stores import TCPStore
 host, *ports = sys.argv[1:]
 for port in ports:
     for token in ("", "right"):

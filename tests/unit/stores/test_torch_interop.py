@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from unisono.base.seam import is_wanted
-from unisono.base.sockets import listen
+from unisono.core.base.seam import is_wanted
+from unisono.core.base.sockets import listen
+from unisono.core.stores import TCPStore, start_server
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
-from unisono.stores import TCPStore, start_server
 from unisono.testing.check_store import STORE_CHECKS
 
 pytestmark = pytest.mark.skipif(

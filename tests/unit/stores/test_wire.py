@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.core.stores.tcp import wire
+from unisono.core.stores.tcp.wire import ReplyDecoder, Request, RequestDecoder, RequestOp, WireError
 from unisono.errors import InvalidArgumentError
-from unisono.stores.tcp import wire
-from unisono.stores.tcp.wire import ReplyDecoder, Request, RequestDecoder, RequestOp, WireError
 
 HELLO = wire.encode_request(RequestOp.VALIDATE, wire.MAGIC)
 KEY = st.text("ab/\0\u00e9\u6f22", max_size=20)

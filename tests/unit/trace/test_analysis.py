@@ -9,18 +9,18 @@ import pytest
 from tests.support import dumps
 from tests.support.dumps import DEFAULT, HALF, entry, open_entry
 from unisono.cli.main import main
-from unisono.errors import InvalidArgumentError
-from unisono.trace.analysis import findings_of, report
-from unisono.trace.decoding import decode
-from unisono.trace.flight_recorder import (
+from unisono.core.recorder.analysis import findings_of, report
+from unisono.core.recorder.decoding import decode
+from unisono.core.recorder.flight_recorder import (
     GroupRecords,
     Origin,
     RankRecords,
     encode,
     encode_short,
 )
-from unisono.trace.joined import by_rank, join
-from unisono.trace.records import TraceRecord
+from unisono.core.recorder.joined import by_rank, join
+from unisono.core.recorder.records import TraceRecord
+from unisono.errors import InvalidArgumentError
 
 SECOND = 1_000_000_000
 EIGHT = ((8,), (8,))

@@ -9,15 +9,15 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import wait_until
-from unisono.errors import InvalidArgumentError
-from unisono.trace.decoding import decode
-from unisono.trace.flight_recorder import (
+from unisono.core.recorder.decoding import decode
+from unisono.core.recorder.flight_recorder import (
     GroupRecords,
     Origin,
     RankRecords,
     encode,
     encode_short,
 )
+from unisono.errors import InvalidArgumentError
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.core.recorder import metrics
 from unisono.errors import InvalidArgumentError
-from unisono.trace import metrics
 
 parser = pytest.importorskip("prometheus_client.parser")
 

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.support.transport_worlds import KINDS, WAYS, connected, use_native
-from unisono.engines import is_native_built
+from unisono.core.engines import is_native_built
 
 NATIVE = ["inproc:rings", *(f"tcp:{ways}" for ways in WAYS)]
 NATIVE += ["tcp:wires:2", "tcp:wires:4"]  # so many channels

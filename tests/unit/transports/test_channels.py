@@ -12,13 +12,13 @@ import pytest
 import unisono as dist
 from tests.support.calls import wait_until
 from tests.support.transport_worlds import LARGE, SOON, WAYS, tcp_world, use_native, works
-from unisono.base import config
-from unisono.base.deadline import Deadline
-from unisono.engines import is_native_built
+from unisono.core.base import config
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import is_native_built
+from unisono.core.transports import Key
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.native_messages import NativeMessages
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError, PeerLostError
-from unisono.transports import Key
-from unisono.transports.messages import Purpose
-from unisono.transports.native_messages import NativeMessages
 
 pytestmark = [
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),

@@ -9,20 +9,20 @@ from importlib import import_module
 import pytest
 
 from tests.support.together import on_threads
-from unisono.base.deadline import Deadline
-from unisono.base.process_identity import new_user
-from unisono.engines.api import Communicator
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.process_identity import new_user
+from unisono.core.engines.api import Communicator
+from unisono.core.rendezvous import rendezvous
+from unisono.core.stores import HashStore, PrefixStore, TCPStore
+from unisono.core.stores.tcp.refusals import refused_client
+from unisono.core.stores.tcp.token import REFUSED_KEY
+from unisono.core.stores.tcp.wire import RequestOp
+from unisono.core.transports import InprocTransport, Key, connect
+from unisono.core.transports.connect import round_trip_us
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.tcp import address
+from unisono.core.transports.tcp.address import TCPAddress, listen
 from unisono.errors import RendezvousError, TransportError, UnisonoError
-from unisono.rendezvous import rendezvous
-from unisono.stores import HashStore, PrefixStore, TCPStore
-from unisono.stores.tcp.refusals import refused_client
-from unisono.stores.tcp.token import REFUSED_KEY
-from unisono.stores.tcp.wire import RequestOp
-from unisono.transports import InprocTransport, Key, connect
-from unisono.transports.connect import round_trip_us
-from unisono.transports.messages import Purpose
-from unisono.transports.tcp import address
-from unisono.transports.tcp.address import TCPAddress, listen
 
 KEY = Key(1, Purpose.P2P, 0)
 
@@ -58,8 +58,8 @@ def test_auto_is_inproc_if_the_store_cannot_leave_the_process(monkeypatch):
 
 
 def test_ranks_that_never_come_are_named(monkeypatch):
-    # By name: `unisono.transports.connect` is the function.
-    monkeypatch.setattr(import_module("unisono.transports.connect"), "_STAY_S", 0.01)
+    # By name: `unisono.core.transports.connect` is the function.
+    monkeypatch.setattr(import_module("unisono.core.transports.connect"), "_STAY_S", 0.01)
     with HashStore() as store:
         store.set("1/address/2", "4 x")
         with pytest.raises(RendezvousError) as caught:
@@ -70,7 +70,7 @@ def test_ranks_that_never_come_are_named(monkeypatch):
 
 def test_refused_client_ends_the_first_meeting_only(monkeypatch):
     """Of a store without a token; as its server, the test notes a client of another machine."""
-    module = import_module("unisono.transports.connect")
+    module = import_module("unisono.core.transports.connect")
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     monkeypatch.setattr(module, "_LATE_S", 0.01)
     note = (RequestOp.COMPARE_SET, REFUSED_KEY, b"", b"10.0.0.9:4242")
@@ -121,7 +121,7 @@ def test_rank_that_cannot_listen_is_told_to_all(caplog):
 def test_rank_that_hosts_the_store_gives_up_first(monkeypatch):
     """Its store stays until the rank that waits a little longer knows who is missing."""
     # On a busy machine the other rank may need seconds.
-    monkeypatch.setattr(import_module("unisono.transports.connect"), "_STAY_S", 60.0)
+    monkeypatch.setattr(import_module("unisono.core.transports.connect"), "_STAY_S", 60.0)
 
     def join(rank, store, timeout_s):
         with store, pytest.raises(RendezvousError) as caught:

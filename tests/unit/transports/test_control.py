@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono.base.types import dtype_named
-from unisono.trace import GroupTrace, number_of_kind
-from unisono.transports.control import CallLog
+from unisono.core.base.types import dtype_named
+from unisono.core.recorder import GroupTrace, number_of_kind
+from unisono.core.transports.control import CallLog
 
 # The clock of the records is converted to the wall clock.
 NEAR_S = 0.02

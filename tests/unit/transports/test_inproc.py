@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.transport_worlds import KINDS, connected
-from unisono.transports import InprocTransport
-from unisono.transports.messages import Failure
+from unisono.core.transports import InprocTransport
+from unisono.core.transports.messages import Failure
 
 
 class ClosedLinks(InprocTransport):

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.transports import Cancelled, Key, LinkDown
-from unisono.transports.mailbox import MailboxMessages
-from unisono.transports.messages import Purpose
-from unisono.transports.tcp.io_loop import CHUNK_BYTES
-from unisono.transports.tcp.link import Link
-from unisono.transports.tcp.wire import FRAME, Frame
-from unisono.transports.transfers import Transfer
+from unisono.core.transports import Cancelled, Key, LinkDown
+from unisono.core.transports.mailbox import MailboxMessages
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.tcp.io_loop import CHUNK_BYTES
+from unisono.core.transports.tcp.link import Link
+from unisono.core.transports.tcp.wire import FRAME, Frame
+from unisono.core.transports.transfers import Transfer
 
 PEER = 3
 

@@ -5,10 +5,10 @@ import pytest
 from tests.support.handlers import at_each_line
 from tests.support.together import on_threads
 from tests.support.transport_worlds import SOON, connected
-from unisono.base.deadline import Deadline
-from unisono.transports import Key, api, control, mailbox
-from unisono.transports.messages import Purpose
-from unisono.transports.tcp import link, transport
+from unisono.core.base.deadline import Deadline
+from unisono.core.transports import Key, api, control, mailbox
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.tcp import link, transport
 
 MODULES = [api, control, mailbox, link, transport]
 MINE, THEIRS = Key(1, Purpose.P2P, 0), Key(1, Purpose.P2P, 1)

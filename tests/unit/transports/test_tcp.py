@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from tests.support.silent import unacceptable
 from tests.support.together import on_threads
 from tests.support.transport_worlds import KEY, SOON, tcp_world, works
-from unisono.base.deadline import Deadline
-from unisono.base.silence import silence_on, silent_s
-from unisono.transports import Key, LinkDown, TCPTransport
-from unisono.transports.messages import Purpose
-from unisono.transports.tcp import handshake, io_loop
-from unisono.transports.tcp import transport as tcp_transport
-from unisono.transports.tcp.address import TCPAddress
-from unisono.transports.tcp.dials import Dials
-from unisono.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.silence import silence_on, silent_s
+from unisono.core.transports import Key, LinkDown, TCPTransport
+from unisono.core.transports.messages import Purpose
+from unisono.core.transports.tcp import handshake, io_loop
+from unisono.core.transports.tcp import transport as tcp_transport
+from unisono.core.transports.tcp.address import TCPAddress
+from unisono.core.transports.tcp.dials import Dials
+from unisono.core.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
 
 
 def dial(transport):

@@ -21,14 +21,14 @@ from tests.support.transport_worlds import (
     use_native,
     works,
 )
-from unisono.base import config
-from unisono.base.deadline import Deadline
-from unisono.engines import is_native_built
+from unisono.core.base import config
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines import is_native_built
+from unisono.core.transports import LinkDown
+from unisono.core.transports.native_messages import NativeMessages
+from unisono.core.transports.transfers import Transfer
 from unisono.errors import PeerLostError
 from unisono.testing import run
-from unisono.transports import LinkDown
-from unisono.transports.native_messages import NativeMessages
-from unisono.transports.transfers import Transfer
 
 
 def mixed(rank, path, settings):

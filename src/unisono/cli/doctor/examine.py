@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from unisono.base import document
-from unisono.base.deadline import Deadline
 from unisono.cli.doctor.facts import Examination, HostFacts, HostLink
 from unisono.cli.doctor.host import examine_host, resolve
 from unisono.cli.doctor.links import Peer, Probe, Responder
+from unisono.core.base import document
+from unisono.core.base.deadline import Deadline
+from unisono.core.rendezvous.endpoint import is_host_of
+from unisono.core.rendezvous.state import JobLimits
+from unisono.core.stores import PrefixStore, Store
+from unisono.core.stores.tcp.client import RefusalGrace
+from unisono.core.stores.tcp.handshake import TOKEN_HINT
+from unisono.core.stores.tcp.refusals import refused_client
 from unisono.errors import RendezvousError, StoreError, StoreTimeoutError
 from unisono.launcher.spec import NodeMeeting
-from unisono.rendezvous.endpoint import is_host_of
-from unisono.rendezvous.state import JobLimits
-from unisono.stores import PrefixStore, Store
-from unisono.stores.tcp.client import RefusalGrace
-from unisono.stores.tcp.handshake import TOKEN_HINT
-from unisono.stores.tcp.refusals import refused_client
 
 _POLL_S = 0.05
 _RATES_S = 3.0
@@ -315,6 +315,6 @@ def _addresses(plan: ExamPlan) -> Sequence[str]:
     if plan.limits.max_nodes == 1:
         return ()
     # It loads NumPy, and `unisono run` without --doctor must not.
-    from unisono.transports.tcp.address import own_hosts
+    from unisono.core.transports.tcp.address import own_hosts
 
     return own_hosts(plan.endpoint or None, apart=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 
-from unisono.base.grouping import grouped
-from unisono.base.sockets import is_loopback
 from unisono.cli.doctor.facts import (
     ERROR,
     OK,
@@ -17,6 +15,8 @@ from unisono.cli.doctor.facts import (
     HostLink,
     some,
 )
+from unisono.core.base.grouping import grouped
+from unisono.core.base.sockets import is_loopback
 
 _CLOCK_S = 1.0
 """Difference of clocks from which logs of two hosts mislead. NTP keeps clocks within 0.1 s."""

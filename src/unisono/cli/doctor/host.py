@@ -19,12 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from unisono import __version__
-from unisono.base import config, document
-from unisono.base.deadline import Deadline
-from unisono.base.host import reason_of
 from unisono.cli.doctor.facts import HostFacts, Sharing, SystemLimits
-from unisono.platform.machine import cpu_quota, huge_pages, most_descriptors, usable_cores
-from unisono.platform.memory import available_memory_bytes, why_not_readable
+from unisono.core.base import config, document
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.host import reason_of
+from unisono.core.platform.machine import cpu_quota, huge_pages, most_descriptors, usable_cores
+from unisono.core.platform.memory import available_memory_bytes, why_not_readable
 
 _NAME_S = 2.0
 """Seconds for the look-up of all names. A name server that does not answer takes 5 and more."""
@@ -126,7 +126,7 @@ def _sharing() -> Sharing:
 def _report(pid: str, address: str, proof: str) -> None:
     """Print what this process, as the second one, finds."""
     # The doctor must run where NumPy, which this loads, is broken.
-    from unisono.engines.choice import engine_info
+    from unisono.core.engines.choice import engine_info
 
     info = engine_info()
     found = Sharing(

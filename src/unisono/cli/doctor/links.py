@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from unisono.base.deadline import Deadline
-from unisono.base.host import reason_of
-from unisono.base.sockets import connect_first, format_address, is_loopback
 from unisono.cli.doctor.facts import HostLink
-from unisono.platform.network import resent
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.host import reason_of
+from unisono.core.base.sockets import connect_first, format_address, is_loopback
+from unisono.core.platform.network import resent
 
 MESSAGE_BYTES = 64 * 1024
 """A message of the measurement of rates. With fewer bytes it would measure Python; with more, a
@@ -78,7 +78,9 @@ class Responder:
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        from unisono.transports.tcp.address import listen  # loads NumPy, which the launcher lacks
+        from unisono.core.transports.tcp.address import (
+            listen,  # loads NumPy, which the launcher lacks
+        )
 
         self._listeners, port = listen(tuple(addresses))
         self._key = secrets.token_bytes(_KEY_BYTES)

@@ -12,9 +12,9 @@ from unisono.cli.doctor.examine import Examiner, ExamPlan
 from unisono.cli.doctor.facts import ERROR, OK, WARNING, Examination, Finding
 from unisono.cli.doctor.findings import endpoint_fault, findings
 from unisono.cli.nodes import node_options
+from unisono.core.stores import PrefixStore, TCPStore
 from unisono.errors import HandshakeError, NetworkError, RendezvousError, StoreError
 from unisono.launcher.agent import examination_store, open_shared
-from unisono.stores import PrefixStore, TCPStore
 
 
 class Session:

@@ -5,7 +5,7 @@ it listens. The rank answers because the kernel reports that the client is of th
 client asks it because the kernel reports the same of the listening socket. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
 On a host without a rank, the job's store has the addresses, and the job's token opens the ranks.
-A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.base.stacks`.
+A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.core.base.stacks`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from unisono.base.stacks import OfferedStack, offered_stacks
-from unisono.base.where import place_of
-from unisono.platform.network import listeners, network_of
-from unisono.platform.processes import (
+from unisono.core.base.stacks import OfferedStack, offered_stacks
+from unisono.core.base.where import place_of
+from unisono.core.platform.network import listeners, network_of
+from unisono.core.platform.processes import (
     all_pids,
     initial_environment,
     is_of_this_user,
@@ -32,12 +32,12 @@ from unisono.platform.processes import (
     stat_fields,
     thread_names,
 )
-from unisono.rendezvous.endpoint import parse_endpoint
-from unisono.stores import TCPStore
-from unisono.transports.tcp.address import TCPAddress
-from unisono.transports.tcp.status import THREAD
-from unisono.transports.tcp.viewer import NO_KEY, VIEWERS, key_of, opened, question
-from unisono.transports.tcp.wire import INSPECT
+from unisono.core.rendezvous.endpoint import parse_endpoint
+from unisono.core.stores import TCPStore
+from unisono.core.transports.tcp.address import TCPAddress
+from unisono.core.transports.tcp.status import THREAD
+from unisono.core.transports.tcp.viewer import NO_KEY, VIEWERS, key_of, opened, question
+from unisono.core.transports.tcp.wire import INSPECT
 
 RankState = dict[str, Any]
 """What a rank answers; see `transports.tcp.status.state_of`."""

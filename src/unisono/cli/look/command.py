@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.base import config
 from unisono.cli.flags import add_parser
 from unisono.cli.terminal import plain
+from unisono.core.base import config
 from unisono.errors import LaunchError
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from unisono.base.grouping import grouped
-from unisono.base.text import name_ranks
-from unisono.base.where import states_of
 from unisono.cli.look.ask import RankState
+from unisono.core.base.grouping import grouped
+from unisono.core.base.text import name_ranks
+from unisono.core.base.where import states_of
 
 # By which part of its time a rank waits less if it slows the job down.
 _SLOW_SHARE = 0.1

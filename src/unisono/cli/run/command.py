@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unisono.base.config import environ
 from unisono.cli.flags import add_flag, add_parser, non_negative, seconds
 from unisono.cli.nodes import add_node_flags, node_options, unknown_conf
 from unisono.cli.run.dry_run import describe
@@ -23,6 +22,8 @@ from unisono.cli.run.output import add_output_flags, log_options
 from unisono.cli.run.programs import add_program_flags, worker_commands
 from unisono.cli.run.status_line import make_status_line
 from unisono.cli.run.torchrun import NUMA_BINDINGS, add_torchrun_flags
+from unisono.core.base.config import environ
+from unisono.core.rendezvous.launchers import LAUNCHERS, find_place
 from unisono.errors import RendezvousError
 from unisono.launcher.agent import Agent
 from unisono.launcher.environment import ERROR_FILE_VARIABLE
@@ -33,7 +34,6 @@ from unisono.launcher.report import error_document, render, signal_name
 from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
 from unisono.launcher.stats import prepare_stats, take_stats
 from unisono.launcher.workers.cpu_binding import MODES
-from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
 _PREFIX = "unisono run: "
 _LOOK_S = 0.1

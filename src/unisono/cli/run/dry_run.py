@@ -6,13 +6,13 @@ import shlex
 import socket
 from collections.abc import Iterator
 
-from unisono.base.config import environ
+from unisono.core.base.config import environ
+from unisono.core.rendezvous.state import Node
+from unisono.core.rendezvous.worker_world import WorkerWorld
 from unisono.launcher.environment import NodePlace, worker_environment
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
-from unisono.rendezvous.state import Node
-from unisono.rendezvous.worker_world import WorkerWorld
 
 _DECIDED_LATER = ("RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK")
 

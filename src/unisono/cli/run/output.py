@@ -7,8 +7,8 @@ import re
 from functools import partial
 from typing import Any
 
-from unisono.base.config import environ
 from unisono.cli.flags import add_flag, checked
+from unisono.core.base.config import environ
 from unisono.launcher.output.console import check_prefix
 from unisono.launcher.output.files import DEFAULT_PREFIX, LogOptions, Screen, StdChoice
 from unisono.launcher.ranges import parse_ranges

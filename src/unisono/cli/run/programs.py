@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from unisono.base.config import environ
 from unisono.cli.flags import add_flag
 from unisono.cli.nodes import add_count_flag
+from unisono.core.base.config import environ
 
 _COUNT_FLAGS = ("-n", "--nproc-per-node", "--nproc_per_node")
 _LOCAL_RANK = "${local_rank}"
@@ -107,7 +107,7 @@ def _command(
         return command
     python = [environ().get("PYTHON_EXEC") or sys.executable, *(["-u"] if unbuffered else [])]
     if program.mpi:
-        python += ["-m", "unisono.engines.mpi_start"]
+        python += ["-m", "unisono.core.engines.mpi_start"]
     if program.module and not program.run_path:
         return [*python, "-m", *command]
     if not os.path.exists(command[0]):

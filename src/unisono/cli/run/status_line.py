@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from unisono.base.config import environ
+from unisono.core.base.config import environ
 
 _UPWARD = re.compile(r"\x1b\[\d*[AF]")
 """Control sequence that moves the cursor up, into lines of other ranks."""

@@ -14,8 +14,8 @@ from unisono.cli.terminal import plain
 from unisono.errors import InvalidArgumentError, LaunchError
 
 if TYPE_CHECKING:
-    from unisono.trace.clocks import Trip
-    from unisono.trace.flight_recorder import RankRecords
+    from unisono.core.recorder.clocks import Trip
+    from unisono.core.recorder.flight_recorder import RankRecords
 
 _PICTURES = (".svg", ".png", ".pdf")
 
@@ -49,10 +49,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _trace(options: argparse.Namespace) -> int:
     # These modules import NumPy, which `unisono run`, with the same parser, must not load.
-    from unisono.trace.analysis import report
-    from unisono.trace.chrome import chrome_trace
-    from unisono.trace.clocks import align
-    from unisono.trace.joined import by_rank, join, shifted
+    from unisono.core.recorder.analysis import report
+    from unisono.core.recorder.chrome import chrome_trace
+    from unisono.core.recorder.clocks import align
+    from unisono.core.recorder.joined import by_rank, join, shifted
 
     if options.output:
         _check_output(options.output)

@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from unisono.base.host import reason_of
 from unisono.cli.look.ask import Endpoint, exchange
 from unisono.cli.look.verdict import JobView
 from unisono.cli.terminal import plain
+from unisono.core.base.host import reason_of
+from unisono.core.platform.machine import clock_name
+from unisono.core.recorder.clocks import Trip
+from unisono.core.recorder.decoding import decode
+from unisono.core.recorder.flight_recorder import RankRecords
+from unisono.core.transports.tcp.wire import CLOCK, CLOCK_TIME, RECORDS
 from unisono.errors import InvalidArgumentError, UnisonoError
-from unisono.platform.machine import clock_name
-from unisono.trace.clocks import Trip
-from unisono.trace.decoding import decode
-from unisono.trace.flight_recorder import RankRecords
-from unisono.transports.tcp.wire import CLOCK, CLOCK_TIME, RECORDS
 
 # A pickle or JSON of more bytes than these is refused before it is read.
 _MOST_FILE_BYTES = 1 << 29

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unisono.trace.flight_recorder import RankRecords
-from unisono.trace.joined import JoinedGroup, begin_of, end_of, read_ns
-from unisono.trace.records import TraceRecord
+from unisono.core.recorder.flight_recorder import RankRecords
+from unisono.core.recorder.joined import JoinedGroup, begin_of, end_of, read_ns
+from unisono.core.recorder.records import TraceRecord
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish. Rarer operations are grey.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")

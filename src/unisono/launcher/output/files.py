@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Protocol, TextIO
 
-from unisono.base.config import environ
-from unisono.base.deadline import Deadline
+from unisono.core.base.config import environ
+from unisono.core.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.output.console import Console, WorkerName, check_prefix
 from unisono.launcher.output.reader import OutputReader, Sink, WorkerStream

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Protocol
 
-from unisono.base.deadline import Deadline
-from unisono.base.log import get_logger
-from unisono.platform.posix import set_blocking
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.log import get_logger
+from unisono.core.platform.posix import set_blocking
 
 _log = get_logger("launcher.output")
 

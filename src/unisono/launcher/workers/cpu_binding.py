@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.core.platform.machine import CAN_BIND, allowed_cpus, by_core, cpu_quota, numa_nodes
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.ranges import format_ranges, parse_ranges
-from unisono.platform.machine import CAN_BIND, allowed_cpus, by_core, cpu_quota, numa_nodes
 
 MODES = ("none", "core", "numa", "auto")
 """Values of `--bind`.

@@ -15,9 +15,16 @@ import threading
 import time
 from collections.abc import Collection
 
-from unisono.base.deadline import Deadline
-from unisono.base.grouping import grouped
-from unisono.platform.processes import IS_LINUX, adopt_orphans, all_pids, children, entry_of, kill
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.grouping import grouped
+from unisono.core.platform.processes import (
+    IS_LINUX,
+    adopt_orphans,
+    all_pids,
+    children,
+    entry_of,
+    kill,
+)
 
 _PAUSE_S = 0.005
 

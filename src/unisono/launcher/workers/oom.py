@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Self
 
-from unisono.platform.memory import (
+from unisono.core.platform.memory import (
     cgroup_limit,
     kills,
     open_end_of_kernel_log,

@@ -12,19 +12,19 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from unisono.base.deadline import Deadline
-from unisono.base.process_identity import Life, life_of
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.process_identity import Life, life_of
+from unisono.core.rendezvous.dynamic import DynamicRendezvous, RestartsLeft
+from unisono.core.rendezvous.membership import MembershipState, loads
+from unisono.core.rendezvous.services import open_launched
+from unisono.core.rendezvous.state import Idle, Replaced, Unmet
+from unisono.core.stores import PrefixStore, Store, TCPStore
 from unisono.errors import UnisonoError
 from unisono.launcher.back_off import BackOff
 from unisono.launcher.environment import NodePlace
 from unisono.launcher.report import WorkerFailure
 from unisono.launcher.traceback_text import is_consequence
 from unisono.launcher.workers.worker import Worker
-from unisono.rendezvous.dynamic import DynamicRendezvous, RestartsLeft
-from unisono.rendezvous.membership import MembershipState, loads
-from unisono.rendezvous.services import open_launched
-from unisono.rendezvous.state import Idle, Replaced, Unmet
-from unisono.stores import PrefixStore, Store, TCPStore
 
 _LOOK_S = 1.0
 _STORE_S = 2.0

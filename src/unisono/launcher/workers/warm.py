@@ -18,11 +18,11 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
+from unisono.core.platform.processes import loaded_files
 from unisono.errors import LaunchError
 from unisono.launcher.workers import warm_site
 from unisono.launcher.workers.worker import CommandWorker, Worker
-from unisono.platform.processes import loaded_files
 
 FIRST_LOOK_S = 2.0
 """How long a job runs before the first half-started worker; until then the job needs the CPUs."""

@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import IO, AnyStr, Literal
 
-from unisono.base.host import reason_of
+from unisono.core.base.host import reason_of
+from unisono.core.platform.files import open_terminal
+from unisono.core.platform.machine import bind
+from unisono.core.platform.posix import SIGKILL, require_posix
+from unisono.core.platform.processes import exit_code_of, open_exit_fd, parent_death_hook
 from unisono.errors import LaunchError
-from unisono.platform.files import open_terminal
-from unisono.platform.machine import bind
-from unisono.platform.posix import SIGKILL, require_posix
-from unisono.platform.processes import exit_code_of, open_exit_fd, parent_death_hook
 
 Stdout = Literal["inherited", "pipe", "terminal"]
 

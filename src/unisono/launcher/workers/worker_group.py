@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
-from unisono.base.deadline import Deadline
+from unisono.core.base.deadline import Deadline
 from unisono.launcher.workers.worker import Worker
 
 W = TypeVar("W", bound=Worker)

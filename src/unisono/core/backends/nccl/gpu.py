@@ -1,0 +1,70 @@
+"""One GPU of this process: its streams, events and memory, through cuda-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.core.backends.nccl.library import Libraries
+from unisono.errors import CommunicationError
+
+# Above the streams of a program, which have priority 0, so that ranks do not wait for one another.
+_PRIORITY = -1
+
+
+class GPU:
+    """A GPU.
+
+    Args:
+        libraries: The libraries of CUDA.
+        index: Of the GPU among the GPUs of this process.
+    """
+
+    def __init__(self, libraries: Libraries, index: int) -> None:
+        self.index = index
+        self._cuda = libraries.cuda
+        self._driver = libraries.driver
+        self._device = self._cuda.Device(index)
+
+    @property
+    def uuid(self) -> str:
+        """Name of the GPU that every process sees."""
+        return str(self._device.uuid)
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether NCCL reduces float8 on it: from compute capability 9.0 on."""
+        return tuple(self._device.compute_capability) >= (9, 0)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it the current GPU of the calling thread inside the block."""
+        # By contexts: a thread without one would get one on GPU 0, which takes memory there.
+        _, before = self._driver.cuCtxGetCurrent()
+        self._device.set_current()
+        try:
+            yield
+        finally:
+            self._driver.cuCtxSetCurrent(before)
+
+    def make_stream(self) -> Any:
+        """Return a new stream of high priority."""
+        options = self._cuda.StreamOptions(nonblocking=True, priority=_PRIORITY)
+        return self._device.create_stream(options=options)
+
+    def stream_of(self, handle: int) -> Any:
+        """Return the stream of a handle; 0 is the default stream."""
+        return self._cuda.Stream.from_handle(handle)
+
+    def allocate(self, nbytes: int, stream: Any) -> Any:
+        """Return memory that the stream may use; it is freed with the object."""
+        return self._device.allocate(nbytes, stream=stream)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        """Copy bytes between two addresses, in the order of the stream."""
+        if not nbytes or target == source:
+            return
+        (status,) = self._driver.cuMemcpyDtoDAsync(target, source, nbytes, int(stream.handle))
+        if int(status) != 0:
+            raise CommunicationError(f"a copy of {nbytes} bytes on GPU {self.index}: {status}")

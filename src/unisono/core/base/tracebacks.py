@@ -1,0 +1,97 @@
+"""Tracebacks that end in the user's line: without the frames of this library.
+
+Only an uncaught `UnisonoError` or KeyboardInterrupt is printed so. In another exception the frames
+of this library may be what its reader needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from unisono.core.base import config
+from unisono.errors import UnisonoError
+
+OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""Folder of this library."""
+
+own_folders = [OWN_FOLDER]
+"""Folders of this library and of torch, if the program calls this library through torch."""
+
+_lock = threading.RLock()
+_is_installed = False
+
+
+def is_own(file: str) -> bool:
+    """Whether a file belongs to this library, or to torch; see `own_folders`."""
+    return file.startswith(tuple(own_folders))
+
+
+def hide_own_frames() -> None:
+    """Print uncaught errors of this library without its frames, from now on.
+
+    A debugger, and code that catches the error, see the whole traceback.
+    """
+    global _is_installed
+    with _lock:
+        if _is_installed:
+            return
+        _is_installed = True
+    sys.excepthook = _trimming(sys.excepthook)
+    of_threads = threading.excepthook
+
+    def of_thread(args: Any) -> None:
+        with trimmed(args.exc_value):
+            of_threads(args)
+
+    threading.excepthook = of_thread
+
+
+def _trimming(previous: Callable[..., object]) -> Callable[..., None]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with trimmed(error):
+            previous(kind, error, error.__traceback__ if trace is not None else None)
+
+    return hook
+
+
+@contextmanager
+def trimmed(error: BaseException | None) -> Iterator[None]:
+    """Hide the frames of this library in an error and its causes, inside the with block.
+
+    Does nothing if UNISONO_FULL_TRACEBACK is set.
+    """
+    whole: dict[BaseException, TracebackType | None] = {}
+    is_shown = config.get("UNISONO_FULL_TRACEBACK") != "0"
+    if isinstance(error, (UnisonoError, KeyboardInterrupt)) and not is_shown:
+        todo: list[BaseException | None] = [error]
+        while todo:
+            each = todo.pop()
+            if each is not None and each not in whole:
+                whole[each] = each.__traceback__
+                todo += [each.__cause__, each.__context__]
+    try:
+        for each, trace in whole.items():
+            each.__traceback__ = _outside(trace)
+        yield
+    finally:
+        for each, trace in whole.items():
+            each.__traceback__ = trace
+
+
+def _outside(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this library; None if no other frame is left."""
+    entries = []
+    while trace is not None:
+        if not is_own(trace.tb_frame.f_code.co_filename):
+            entries.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for entry in reversed(entries):
+        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept

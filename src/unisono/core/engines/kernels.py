@@ -1,0 +1,92 @@
+"""Element-wise reductions of the reference engine, in NumPy.
+
+bfloat16 has no NumPy arithmetic: it is widened to float32, reduced, and rounded to nearest even,
+which is what hardware does. Overflow follows the dtype silently, as in every MPI and in torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unisono.core.base.buffers import Array
+from unisono.core.base.types import DType, RedOpType, ReduceOp
+
+_UFUNCS: dict[RedOpType, np.ufunc] = {
+    RedOpType.SUM: np.add,
+    RedOpType.AVG: np.add,
+    RedOpType.PREMUL_SUM: np.add,
+    RedOpType.PRODUCT: np.multiply,
+    RedOpType.MIN: np.minimum,
+    RedOpType.MAX: np.maximum,
+    RedOpType.BAND: np.bitwise_and,
+    RedOpType.BOR: np.bitwise_or,
+    RedOpType.BXOR: np.bitwise_xor,
+}
+
+
+def reduce_into(
+    into: Array, other: Array, dtype: DType, op: ReduceOp, *, swapped: bool = False
+) -> None:
+    """Set `into = into (op) other`, element by element; `swapped`: `into = other (op) into`.
+
+    AVG and PREMUL_SUM add here; their factors are applied before (`scale`) or after (`divide`).
+    """
+    ufunc = _UFUNCS[op.op]
+    with np.errstate(all="ignore"):
+        if dtype.name == "bfloat16":
+            left, right = _widen(into), _widen(other)
+            into[:] = _narrow(ufunc(right, left) if swapped else ufunc(left, right))
+        elif dtype.kind == "c" and op.op is RedOpType.PRODUCT:
+            _multiply_complex(into, other)
+        elif swapped:
+            ufunc(other, into, out=into)
+        else:
+            ufunc(into, other, out=into)
+
+
+def scale(values: Array, dtype: DType, factor: float) -> None:
+    """Multiply floating or complex values by `factor`, in place."""
+    with np.errstate(all="ignore"):
+        if dtype.name == "bfloat16":
+            values[:] = _narrow(_widen(values) * np.float32(factor))
+        else:
+            np.multiply(values, values.dtype.type(factor), out=values)
+
+
+def divide(values: Array, dtype: DType, divisor: int) -> None:
+    """Divide by the number of ranks, in place; integers are rounded toward zero."""
+    with np.errstate(all="ignore"):
+        if dtype.name == "bfloat16":
+            values[:] = _narrow(_widen(values) / np.float32(divisor))
+        elif dtype.kind in "iu":
+            # Wide enough for the divisor too: 200 ranks do not fit an int8.
+            wide = values.astype(np.int64 if dtype.kind == "i" else np.uint64)
+            quotient = wide // wide.dtype.type(divisor)
+            # // rounds down; C, and with it NCCL's ncclAvg, rounds toward zero.
+            quotient += (wide < 0) & (quotient * wide.dtype.type(divisor) != wide)
+            values[:] = quotient.astype(values.dtype)
+        else:
+            np.divide(values, values.dtype.type(divisor), out=values)
+
+
+def _multiply_complex(into: Array, other: Array) -> None:
+    """Multiply with each product rounded.
+
+    NumPy's own loop fuses a multiplication with an addition or not, depending on the processor
+    and on where in the array an element stands.
+    """
+    real = into.real * other.real - into.imag * other.imag
+    into.imag = into.real * other.imag + into.imag * other.real
+    into.real = real
+
+
+def _widen(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(values: Array) -> Array:
+    bits = values.view(np.uint32)
+    # Adding half of the last kept bit's weight, less one unless that bit is odd, rounds to even.
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    quiet_nan = ((bits >> 16) | 0x40).astype(np.uint16)
+    return np.where(np.isnan(values), quiet_nan, rounded)

@@ -1,0 +1,39 @@
+"""`unisono run --mpi`: make the workers one MPI world, then run the script.
+
+`from mpi4py import MPI` initialises MPI before a line of unisono runs, and each process becomes a
+world of its own. So `unisono run` starts this module in place of the script. The module joins the
+ranks, and then runs the script, whose mpi4py finds MPI initialised.
+
+    python -m unisono.core.engines.mpi_start [-m] script [argument ...]
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from unisono.core.base import config
+from unisono.core.base.deadline import Deadline
+from unisono.core.engines.mpi_world import join
+from unisono.core.rendezvous import rendezvous
+from unisono.core.stores import PrefixStore
+
+
+def main(words: list[str]) -> None:
+    """Join the ranks of the environment, then run a script, or a module after "-m"."""
+    timeout_s = config.get_float("UNISONO_TIMEOUT")
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout_s)))
+    join(PrefixStore("mpi_start", store), rank, size, Deadline(timeout_s))
+    store.close()
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

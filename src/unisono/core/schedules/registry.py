@@ -1,0 +1,326 @@
+"""The table of all schedules: (collective, algorithm) -> builder and conditions of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from unisono.core.schedules import (
+    bruck,
+    cube_mesh,
+    double_tree,
+    far_first,
+    halving_doubling,
+    linear,
+    node_tree,
+    one_shot,
+    pairwise,
+    rank_order,
+    recursive_doubling,
+    ring,
+    scan,
+    swing,
+    torus,
+    tree,
+    two_level,
+    two_shot,
+)
+from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
+from unisono.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class AlgorithmEntry:
+    """One algorithm for one collective.
+
+    Attributes:
+        builder: Function that returns the schedule. Its arguments: the world size, the ranks per
+            host (if `two_level`), the root (if there is one), the depth (if `pipelined`).
+        applies: Function that returns whether the algorithm works for a world size; None: for each.
+        needs: The condition of `applies` in words, for error messages.
+        pipelined: Whether the algorithm can cut the data into a pipeline of chunks.
+        uneven: Whether blocks may differ in size; equals `Schedule.uneven_ok`.
+        ordered: Whether the algorithm reduces in the order of ranks; see `rank_order`.
+        two_level: Whether the algorithm needs several hosts with equally many ranks, numbered
+            host by host.
+        registered: Whether `register_schedule` added the algorithm.
+    """
+
+    builder: Callable[..., Schedule]
+    applies: Callable[[int], bool] | None = None
+    needs: str = "any world size"
+    pipelined: bool = False
+    uneven: bool = False
+    ordered: bool = False
+    two_level: bool = False
+    registered: bool = False
+
+
+def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> AlgorithmEntry:
+    return AlgorithmEntry(builder, is_power_of_two, "a power of two as world size", uneven=uneven)
+
+
+def _levels(builder: Callable[..., Schedule], *, pipelined: bool = False) -> AlgorithmEntry:
+    needs = "several hosts with equally many ranks, two at least, numbered host by host"
+    return AlgorithmEntry(builder, needs=needs, pipelined=pipelined, two_level=True)
+
+
+_TABLE: dict[str, dict[str, AlgorithmEntry]] = {
+    "all_reduce": {
+        "linear": AlgorithmEntry(linear.all_reduce, ordered=True),
+        "ring": AlgorithmEntry(ring.all_reduce),
+        "two_way_ring": AlgorithmEntry(ring.two_way_all_reduce),
+        "torus": AlgorithmEntry(
+            torus.all_reduce, lambda p: torus.width(p) > 1, "a product of two numbers"
+        ),
+        "tree": AlgorithmEntry(tree.all_reduce, pipelined=True),
+        "double_tree": AlgorithmEntry(double_tree.all_reduce, pipelined=True),
+        "recursive_doubling": AlgorithmEntry(recursive_doubling.all_reduce),
+        "recursive_multiplying": AlgorithmEntry(recursive_doubling.multiplying),
+        "halving_doubling": AlgorithmEntry(halving_doubling.all_reduce),
+        "swing": AlgorithmEntry(swing.all_reduce),
+        "one_shot": AlgorithmEntry(one_shot.all_reduce, ordered=True),
+        "two_shot": AlgorithmEntry(two_shot.all_reduce, pipelined=True),
+        "rank_order": AlgorithmEntry(rank_order.all_reduce, pipelined=True, ordered=True),
+        "cube_mesh": AlgorithmEntry(
+            cube_mesh.all_reduce, lambda p: p == cube_mesh.RANKS, "world size 8"
+        ),
+        "two_level": _levels(two_level.all_reduce, pipelined=True),
+        "node_tree": _levels(node_tree.all_reduce, pipelined=True),
+    },
+    "broadcast": {
+        "linear": AlgorithmEntry(linear.broadcast),
+        "ring": AlgorithmEntry(ring.broadcast, pipelined=True),
+        "binomial": AlgorithmEntry(tree.binomial_broadcast),
+        "bine": _power_of_two(swing.broadcast),
+        "tree": AlgorithmEntry(tree.broadcast, pipelined=True),
+        "double_tree": AlgorithmEntry(double_tree.broadcast, pipelined=True),
+        "halving_doubling": AlgorithmEntry(halving_doubling.broadcast),
+        "one_shot": AlgorithmEntry(one_shot.broadcast),
+        "two_level": _levels(two_level.broadcast, pipelined=True),
+    },
+    "reduce": {
+        "linear": AlgorithmEntry(linear.reduce),
+        "ring": AlgorithmEntry(ring.reduce, pipelined=True),
+        "binomial": AlgorithmEntry(tree.binomial_reduce),
+        "bine": _power_of_two(swing.reduce),
+        "tree": AlgorithmEntry(tree.reduce, pipelined=True),
+        "double_tree": AlgorithmEntry(double_tree.reduce, pipelined=True),
+        "halving_doubling": AlgorithmEntry(halving_doubling.reduce),
+        "one_shot": AlgorithmEntry(one_shot.reduce_to_root),
+        "two_shot": AlgorithmEntry(two_shot.reduce),
+        "rank_order": AlgorithmEntry(rank_order.reduce, ordered=True),
+        "two_level": _levels(two_level.reduce, pipelined=True),
+    },
+    "all_gather": {
+        "linear": AlgorithmEntry(linear.all_gather, uneven=True),
+        "ring": AlgorithmEntry(ring.all_gather, uneven=True),
+        "two_way_ring": AlgorithmEntry(ring.two_way_all_gather, uneven=True),
+        "recursive_doubling": _power_of_two(recursive_doubling.all_gather, uneven=True),
+        "bruck": AlgorithmEntry(bruck.all_gather),
+        "far_first": AlgorithmEntry(far_first.all_gather),
+        "one_shot": AlgorithmEntry(one_shot.all_gather, uneven=True),
+        "two_level": _levels(two_level.all_gather),
+    },
+    "gather": {
+        "linear": AlgorithmEntry(linear.gather, uneven=True),
+        "pairwise": AlgorithmEntry(pairwise.gather, uneven=True),
+        "binomial": AlgorithmEntry(tree.binomial_gather),
+        "one_shot": AlgorithmEntry(one_shot.gather, uneven=True),
+    },
+    "reduce_scatter": {
+        "linear": AlgorithmEntry(linear.reduce_scatter, uneven=True),
+        "ring": AlgorithmEntry(ring.reduce_scatter),
+        "halving_doubling": AlgorithmEntry(halving_doubling.reduce_scatter, uneven=True),
+        "far_first": AlgorithmEntry(far_first.reduce_scatter),
+        "pairwise": AlgorithmEntry(pairwise.reduce_scatter, uneven=True),
+        "one_shot": AlgorithmEntry(one_shot.reduce_scatter, uneven=True),
+        "rank_order": AlgorithmEntry(rank_order.reduce_scatter, uneven=True, ordered=True),
+        "two_level": _levels(two_level.reduce_scatter, pipelined=True),
+    },
+    "scatter": {
+        "linear": AlgorithmEntry(linear.scatter, uneven=True),
+        "pairwise": AlgorithmEntry(pairwise.scatter, uneven=True),
+        "binomial": AlgorithmEntry(tree.binomial_scatter),
+        "one_shot": AlgorithmEntry(one_shot.scatter, uneven=True),
+    },
+    "all_to_all": {
+        "linear": AlgorithmEntry(linear.all_to_all, uneven=True),
+        "pairwise": AlgorithmEntry(pairwise.all_to_all, uneven=True),
+        "bruck": AlgorithmEntry(bruck.all_to_all),
+        "one_shot": AlgorithmEntry(one_shot.all_to_all, uneven=True),
+        "two_level": _levels(two_level.all_to_all),
+    },
+    "scan": {
+        "linear": AlgorithmEntry(scan.scan_chain, pipelined=True, ordered=True),
+        "recursive_doubling": AlgorithmEntry(scan.scan_doubling),
+    },
+    "exscan": {
+        "linear": AlgorithmEntry(scan.exscan_chain, pipelined=True, ordered=True),
+        "recursive_doubling": AlgorithmEntry(scan.exscan_doubling),
+    },
+    "barrier": {
+        "linear": AlgorithmEntry(linear.barrier),
+        "dissemination": AlgorithmEntry(recursive_doubling.barrier),
+        "one_shot": AlgorithmEntry(one_shot.barrier),
+    },
+}
+
+ALGORITHMS = tuple(sorted({name for table in _TABLE.values() for name in table}))
+
+
+def entry(collective: str, algorithm: str) -> AlgorithmEntry:
+    """Return the table's entry.
+
+    Raises:
+        InvalidArgumentError: Unknown collective or algorithm; the text lists the known names.
+    """
+    if collective not in _TABLE:
+        raise InvalidArgumentError(
+            f"unknown collective {collective!r} (known: {', '.join(COLLECTIVES)})"
+        )
+    if algorithm not in _TABLE[collective]:
+        known = ", ".join(_TABLE[collective])
+        raise InvalidArgumentError(f"{collective} has no algorithm {algorithm!r} (it has: {known})")
+    return _TABLE[collective][algorithm]
+
+
+def register_schedule(schedule: Schedule) -> None:
+    """Prove a schedule, and let calls choose it by its name with `algorithm=`.
+
+    It serves groups of its world size. Every rank must register it. A call in which a rank has
+    not done so, or has another name for it, raises an error on all ranks.
+
+    Args:
+        schedule: A schedule of a collective without a root, for instance of `from_msccl`.
+
+    Raises:
+        ScheduleError: The schedule is wrong.
+        InvalidArgumentError: The collective has a root, or another algorithm has the name.
+    """
+    collective, name = schedule.collective, schedule.algorithm
+    if collective in ROOTED:
+        raise InvalidArgumentError(f"register {name!r}: {collective} has a root, expected none")
+    size = schedule.world_size
+    found = _TABLE[collective].get(name)
+    if found is not None:
+        if not (
+            found.registered
+            and name in available(collective, size)
+            and _same(found.builder(size), schedule)
+        ):
+            raise InvalidArgumentError(
+                f"register {name!r}: {collective} has another such algorithm"
+            )
+        return
+    # Few processes register a schedule, and the proof is imported for these only.
+    from unisono.core.schedules.verify import verify
+
+    verify(schedule)
+    _TABLE[collective][name] = AlgorithmEntry(
+        lambda p: schedule,
+        lambda p: p == size,
+        f"world size {size}",
+        uneven=schedule.uneven_ok,
+        registered=True,
+    )
+
+
+def _same(first: Schedule, second: Schedule) -> bool:
+    """Return whether two schedules of the same ranks have the same rows."""
+    ranks = np.arange(first.world_size)
+    return first.stages == second.stages and all(
+        np.array_equal(first.steps(k, ranks), second.steps(k, ranks)) for k in range(first.stages)
+    )
+
+
+def available(
+    collective: str,
+    world_size: int,
+    *,
+    uneven: bool = False,
+    ordered: bool = False,
+    local: int = 1,
+) -> tuple[str, ...]:
+    """Return the algorithms that serve `collective` for this world size.
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        world_size: Number of ranks that take part.
+        uneven: Return only algorithms that allow blocks of different size.
+        ordered: For a collective that reduces, return only algorithms that reduce in the order
+            of ranks.
+        local: Ranks per host, if they are numbered host by host.
+
+    Raises:
+        InvalidArgumentError: Unknown collective.
+    """
+    entry(collective, "linear")
+    known = tuple(_TABLE[collective].items())
+    return _available(known, world_size, uneven, ordered and collective in REDUCING, local)
+
+
+@lru_cache(maxsize=256)
+def _available(
+    known: tuple[tuple[str, AlgorithmEntry], ...],
+    world_size: int,
+    uneven: bool,
+    ordered: bool,
+    local: int,
+) -> tuple[str, ...]:
+    found, levels = [], 1 < local < world_size and world_size % local == 0
+    for name, each in known:
+        fits = (each.uneven or not uneven) and (each.ordered or not ordered)
+        fits = fits and (levels or not each.two_level)
+        if fits and (each.applies is None or each.applies(world_size)):
+            found.append(name)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def build(
+    collective: str,
+    algorithm: str,
+    world_size: int,
+    root: int = -1,
+    pipeline: int = 1,
+    local: int = 1,
+) -> Schedule:
+    """Return the schedule; the same object for the same arguments.
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        algorithm: "ring", "linear", ...; see `available`.
+        world_size: Number of ranks that take part.
+        root: The root's rank; -1 for a collective without a root.
+        pipeline: Number of chunks in the pipeline; 1 for algorithms without a pipeline.
+        local: Ranks per host, for algorithms with two levels.
+
+    Raises:
+        InvalidArgumentError: A name is unknown, or the algorithm does not serve this world size.
+            The root is outside the world or not needed, or the pipeline depth is not allowed.
+    """
+    found = entry(collective, algorithm)
+    name = f"{collective} ({algorithm})"
+    if world_size < 1:
+        raise InvalidArgumentError(f"{name}: world size is {world_size}, expected 1 or more")
+    serving = available(collective, world_size, local=local)
+    if algorithm not in serving:
+        usable = ", ".join(serving)
+        raise InvalidArgumentError(
+            f"{name} needs {found.needs}, got {world_size} (for {world_size}: {usable})"
+        )
+    if pipeline < 1 or (pipeline > 1 and not found.pipelined):
+        expected = "1 or more" if found.pipelined else "1: it has no pipeline"
+        raise InvalidArgumentError(f"{name}: pipeline depth is {pipeline}, expected {expected}")
+    if collective not in ROOTED and root != -1:
+        raise InvalidArgumentError(f"{name} has no root, got root {root}")
+    if collective in ROOTED and not 0 <= root < world_size:
+        raise InvalidArgumentError(f"{name}: root is {root}, expected 0..{world_size - 1}")
+    extra = [local] if found.two_level else []
+    extra += [root] if collective in ROOTED else []
+    extra += [pipeline] if found.pipelined else []
+    return found.builder(world_size, *extra)
