@@ -63,8 +63,8 @@ def python_loop(call: Callable[[], object]) -> Way:
 
 def c_loop(loop: Any, x: Any, comm: Any) -> Way:
     """Return a way that calls MPI_Allreduce from C."""
-    from unisono.core.engines.mpi_calls import address, handle
-    from unisono.core.engines.mpi_library import library
+    from unisono.adapters.mpi.calls import address, handle
+    from unisono.adapters.mpi.library import library
 
     MPI = library().MPI
     here = int(MPI.IN_PLACE)
@@ -137,7 +137,7 @@ def measure_as_rank(folder: str, of: list[str], rounds: int, with_tcp: bool) -> 
     dist.init_process_group("mpi")
     from mpi4py import MPI
 
-    from unisono.core.engines.mpi_library import library
+    from unisono.adapters.mpi.library import library
 
     loop = ctypes.CDLL(f"{folder}/{DRIVER}").loop
     loop.restype = ctypes.c_double

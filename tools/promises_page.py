@@ -63,7 +63,7 @@ def main() -> None:
     """Run the engines and write the page."""
     sys.path.insert(0, str(Path().resolve()))
     from tests.support.promises import ENGINES, column
-    from unisono.core.engines.mpi_library import why_absent
+    from unisono.adapters.mpi.library import why_absent
 
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     known = columns(text)

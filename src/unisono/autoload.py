@@ -14,7 +14,7 @@ def torch_backend() -> None:
     the try block.
     """
     try:
-        import_module("unisono.torch")
+        import_module("unisono.adapters.torch")
         # Also for a program whose groups are of torch's own backends.
         import_module("unisono.core.base.stacks").offer_stack()
     except Exception:

@@ -1,5 +1,5 @@
 """Process groups on Dask workers."""
 
-from unisono.integrations.dask import run
+from unisono.adapters.clusters.dask import run
 
 __all__ = ["run"]

@@ -1,7 +1,7 @@
 """The second public tier, for authors of backends, transports, engines and schedules."""
 
+from unisono.adapters.nccl.streams import CUDAEvent, CUDAStream
 from unisono.core.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
-from unisono.core.backends.nccl.streams import CUDAEvent, CUDAStream
 from unisono.core.base.buffers import BufferView, device_of, view
 from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline

@@ -1,5 +1,5 @@
 """Process groups in Spark barrier stages."""
 
-from unisono.integrations.spark import run
+from unisono.adapters.clusters.spark import run
 
 __all__ = ["run"]

@@ -34,7 +34,7 @@ import numpy as np
 import unisono as dist
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import clean_environment
-from unisono.core.engines import mpi_engine
+from unisono.adapters.mpi import engine as mpi_engine
 from unisono.core.stores import TCPStore
 from unisono.errors import UnisonoError, UnsupportedError
 from unisono.launcher.spawn import SpawnContext
@@ -357,7 +357,7 @@ def start(folder, seed, ways, dead, python):
 
 def needs_launcher():
     """Whether the MPI library of this process has no world without its mpiexec."""
-    from unisono.core.engines.mpi_library import library
+    from unisono.adapters.mpi.library import library
 
     return library().is_openmpi
 
@@ -449,7 +449,7 @@ def campaign(python, flags):
         command = [python, "-m", "tests.faults.mpi_chaos", *words]
         env = {**os.environ, "UNISONO_TEST_MPI": ""}
         return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
-    from unisono.core.engines.mpi_library import library
+    from unisono.adapters.mpi.library import library
 
     print(f"{library().name}, seeds from {flags.first}", flush=True)
     count, problems, found = dict.fromkeys(flags.only, 0), [], []

@@ -11,7 +11,8 @@ from tests.faults.fault_calls import BUSY_S, NOTICE_S
 from tests.faults.scripts import started
 from tests.faults.test_hosts import PORT, ask, tell
 from tests.support import netns
-from unisono.core.engines import is_native_built, mpi_library
+from unisono.adapters.mpi import library as mpi_library
+from unisono.core.engines import is_native_built
 from unisono.core.rendezvous.membership import AWAY_S, VANISHED_S
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.faults import mpi_chaos
-from unisono.core.engines import mpi_library
+from unisono.adapters.mpi import library as mpi_library
 
 pytestmark = [
     pytest.mark.skipif(bool(mpi_library.why_absent()), reason="there is no MPI library"),

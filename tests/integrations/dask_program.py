@@ -12,6 +12,7 @@ from distributed import Client, LocalCluster, get_worker
 import unisono as dist
 import unisono.dask
 from tests.integrations import program, ranks
+from unisono.adapters.clusters import meeting
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -22,7 +23,6 @@ from unisono.errors import (
     UsageError,
     WorkerFailedError,
 )
-from unisono.integrations import meeting
 
 run = unisono.dask.run
 
@@ -164,7 +164,7 @@ def stores_on_the_scheduler(dask_scheduler=None):
 
 def store_of_a_killed_client_is_closed(client):
     other = Client(client.scheduler.address, set_as_default=False)
-    other.run_on_scheduler(unisono.integrations.dask._open, other.id, 1, 60, None)
+    other.run_on_scheduler(unisono.adapters.clusters.dask._open, other.id, 1, 60, None)
     assert client.run_on_scheduler(stores_on_the_scheduler) == 1
     other.close()
     assert run(client, ranks.summed, 1.0) == ranks.expected(3, 1.0)

@@ -17,8 +17,9 @@ from ray.util.collective import types
 import unisono as dist
 import unisono.ray
 from tests.integrations import program, ranks
+from unisono.adapters.clusters import ray_collective
+from unisono.adapters.mpi import library as mpi_library
 from unisono.core.base.deadline import Deadline
-from unisono.core.engines import mpi_library
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -31,7 +32,6 @@ from unisono.errors import (
     UsageError,
     WorkerFailedError,
 )
-from unisono.integrations import ray_collective
 
 
 @ray.remote(num_cpus=1)

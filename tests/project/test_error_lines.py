@@ -447,8 +447,8 @@ def with_torch(call):
 
     def checked():
         torch = pytest.importorskip("torch")
-        from unisono.torch.process_group import ProcessGroup
-        from unisono.torch.sparse import all_reduce_sparse
+        from unisono.adapters.torch.process_group import ProcessGroup
+        from unisono.adapters.torch.sparse import all_reduce_sparse
 
         call(torch, ProcessGroup, all_reduce_sparse)
 

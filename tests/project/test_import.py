@@ -15,13 +15,13 @@ SOURCE = Path(unisono.__file__).parent
 # Imports of others that are allowed: in these modules, and only when a feature is used.
 OPTIONAL = {
     "cloudpickle": {"launcher/launch.py"},
-    "distributed": {"integrations/dask.py"},
+    "distributed": {"adapters/clusters/dask.py"},
     "ml_dtypes": {"core/base/types.py", "core/base/buffers.py"},
     "prometheus_client": {"core/recorder/metrics.py"},
-    "py4j": {"integrations/spark.py"},
-    "pyspark": {"integrations/spark.py"},
+    "py4j": {"adapters/clusters/spark.py"},
+    "pyspark": {"adapters/clusters/spark.py"},
     "pytest": {"testing/plugin.py"},
-    "ray": {"integrations/ray.py", "integrations/ray_collective.py"},
+    "ray": {"adapters/clusters/ray.py", "adapters/clusters/ray_collective.py"},
     "rich": {"bench", "cli"},
     "shtab": {"cli/completion.py"},
     "torch": {"torch", "parallel"},

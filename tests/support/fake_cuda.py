@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.support.oracle import trunc_div
-from unisono.core.backends.nccl import library
+from unisono.adapters.nccl import library
 from unisono.core.base.streams import Event as HostEvent
 from unisono.core.base.streams import Stream as HostStream
 from unisono.core.stores import TCPStore

@@ -13,9 +13,9 @@ import numpy as np
 
 import unisono as dist
 from tests.support import fake_cuda
-from unisono.core.backends.nccl import arrays
-from unisono.core.backends.nccl.backend import NCCLBackend
-from unisono.core.backends.nccl.calls import GPUCall
+from unisono.adapters.nccl import arrays
+from unisono.adapters.nccl.backend import NCCLBackend
+from unisono.adapters.nccl.calls import GPUCall
 from unisono.core.backends.registry import known_backends
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 

@@ -24,7 +24,7 @@ from tests.support.together import on_threads
 torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")
 
-from unisono.torch.membership import create  # noqa: E402  needs torch
+from unisono.adapters.torch.membership import create  # noqa: E402  needs torch
 
 pytestmark = pytest.mark.usefixtures("forked_with_torch")
 

@@ -98,7 +98,7 @@ def trained(launcher, script):
     assert len(lines) == 2
     assert lines[0] == lines[1]
     group, world_size, (weight, bias), *more = lines[0]
-    assert (group, world_size) == ("unisono.torch.process_group", 2)
+    assert (group, world_size) == ("unisono.adapters.torch.process_group", 2)
     # Each rank has half of the points, which Lightning shuffles, so a step is that of all points.
     x, w, b = np.arange(24.0).reshape(8, 3) / 24, np.zeros(3), 0.0
     for _ in range(2):

@@ -17,11 +17,12 @@ torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")
 
 import unisono.torch  # noqa: E402  needs torch
+
+from unisono.adapters.torch.arguments import reduce_op  # noqa: E402
+from unisono.adapters.torch.callbacks import CallbackThreads  # noqa: E402
+from unisono.adapters.torch.errors import for_torch  # noqa: E402
+from unisono.adapters.torch.operations import TorchOperations  # noqa: E402
 from unisono.core.groups.operations import OPS  # noqa: E402
-from unisono.torch.arguments import reduce_op  # noqa: E402
-from unisono.torch.callbacks import CallbackThreads  # noqa: E402
-from unisono.torch.errors import for_torch  # noqa: E402
-from unisono.torch.operations import TorchOperations  # noqa: E402
 
 PATIENCE_S = 60
 

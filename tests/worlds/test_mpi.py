@@ -26,9 +26,12 @@ from tests.support.calls import wait_until
 from tests.support.oracle import REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.tools import ROOT
 from tests.worlds.test_detection import MPIEXEC, clean_environment
+from unisono.adapters.mpi import calls as mpi_calls
+from unisono.adapters.mpi import engine as mpi_engine
+from unisono.adapters.mpi import library as mpi_library
+from unisono.adapters.mpi.engine import MPIEngine, _MPIWatch, _unfinished
 from unisono.core.base.deadline import Deadline
-from unisono.core.engines import join_mpi, mpi_calls, mpi_engine, mpi_library
-from unisono.core.engines.mpi_engine import MPIEngine, _MPIWatch, _unfinished
+from unisono.core.engines import join_mpi
 from unisono.core.stores import HashStore
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
@@ -413,7 +416,7 @@ def test_reasons_without_mpi(monkeypatch):
 
 STUCK = """
 from unisono.core.base.deadline import Deadline
-from unisono.core.engines.mpi_library import process
+from unisono.adapters.mpi.library import process
 from unisono.core.rendezvous.pmi import MPIJob, PMIServer
 from unisono.core.stores import HashStore
 process.start(PMIServer(HashStore(), MPIJob("k", 0, 2, ""), 0.2), Deadline(60))
@@ -775,7 +778,7 @@ import gc
 import torch
 import torch.distributed as dist
 import unisono.torch
-from unisono.core.engines.mpi_engine import MPIEngine
+from unisono.adapters.mpi.engine import MPIEngine
 from unisono.lowlevel import CPUOptions
 dist.init_process_group("unisono", pg_options=CPUOptions(engine="mpi"))
 rank = dist.get_rank()

@@ -17,12 +17,12 @@ from tests.support import fake_cuda
 from tests.support.operations import COLLECTIVES, Operations
 from tests.support.oracle import DTYPES, REDUCE_OPS, check, reduce_op, reduction, values
 from tests.support.together import on_threads
+from unisono.adapters.nccl import arrays
+from unisono.adapters.nccl.gpu import GPU
+from unisono.adapters.nccl.library import load
 from unisono.bench.data import Data
 from unisono.bench.libraries import open_library
 from unisono.bench.plan import OPS, REDOPS, BenchPlan, SizeRange, cases
-from unisono.core.backends.nccl import arrays
-from unisono.core.backends.nccl.gpu import GPU
-from unisono.core.backends.nccl.library import load
 from unisono.core.groups.world import World, use
 from unisono.errors import (
     ArgumentTypeError,

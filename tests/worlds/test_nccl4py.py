@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from unisono.core.backends.nccl.library import DTYPES, load
+from unisono.adapters.nccl.library import DTYPES, load
 
 pytest.importorskip("nccl.core", reason="nccl4py is not installed")
 

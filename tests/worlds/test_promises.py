@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.promises import ENGINES, column
 from tests.support.tools import ROOT, tool
-from unisono.core.engines import mpi_library
+from unisono.adapters.mpi import library as mpi_library
 
 promises_page = tool("promises_page")
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 import unisono
+from unisono.adapters.nccl import library as nccl_library
 from unisono.bench.data import Data, to_tensor
 from unisono.bench.plan import REDOPS, BenchPlan
 from unisono.core.backends import CPUOptions
-from unisono.core.backends.nccl import library as nccl_library
 from unisono.core.base.types import ReduceOp
 from unisono.core.groups.operations import OPS
 from unisono.core.stores import PrefixStore, Store, TCPStore

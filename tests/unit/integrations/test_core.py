@@ -13,6 +13,21 @@ from multiprocessing import get_context
 import pytest
 
 from tests.integrations import ranks
+from unisono.adapters.clusters import member, outcomes
+from unisono.adapters.clusters.meeting import (
+    FAILED,
+    JOINED,
+    STARTED,
+    Meeting,
+    attend,
+    close_meeting,
+    end_start,
+    open_meeting,
+    post,
+    posts,
+)
+from unisono.adapters.clusters.member import RankOutcome
+from unisono.adapters.clusters.outcomes import CallOnRanks, collect
 from unisono.core.base.deadline import Deadline
 from unisono.errors import (
     CollectiveMismatchError,
@@ -26,21 +41,6 @@ from unisono.errors import (
     UsageError,
     WorkerFailedError,
 )
-from unisono.integrations import member, outcomes
-from unisono.integrations.meeting import (
-    FAILED,
-    JOINED,
-    STARTED,
-    Meeting,
-    attend,
-    close_meeting,
-    end_start,
-    open_meeting,
-    post,
-    posts,
-)
-from unisono.integrations.member import RankOutcome
-from unisono.integrations.outcomes import CallOnRanks, collect
 
 HERE = "127.0.0.1"
 
@@ -168,7 +168,7 @@ def test_ranks_that_wait_end_when_another_fails(executors, meet):
 
 
 def test_rank_that_comes_too_late_fails_at_once(meet, monkeypatch):
-    monkeypatch.setattr("unisono.integrations.meeting._CONNECT_S", 60.0)
+    monkeypatch.setattr("unisono.adapters.clusters.meeting._CONNECT_S", 60.0)
     meeting = meet(2)
     close_meeting(meeting)
     began_s = time.monotonic()
@@ -359,7 +359,7 @@ def test_module_without_its_package_is_an_import_error(name, package, text, monk
     for module in [each for each in sys.modules if each.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
-    for module in (f"unisono.{name}", f"unisono.integrations.{name}"):
+    for module in (f"unisono.{name}", f"unisono.adapters.clusters.{name}"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(ImportError) as caught:
         importlib.import_module(f"unisono.{name}")

@@ -107,7 +107,7 @@ def _command(
         return command
     python = [environ().get("PYTHON_EXEC") or sys.executable, *(["-u"] if unbuffered else [])]
     if program.mpi:
-        python += ["-m", "unisono.core.engines.mpi_start"]
+        python += ["-m", "unisono.adapters.mpi.start"]
     if program.module and not program.run_path:
         return [*python, "-m", *command]
     if not os.path.exists(command[0]):

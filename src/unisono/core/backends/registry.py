@@ -42,7 +42,7 @@ def _nccl(spec: GroupSpec, device: str) -> DeviceBackend:
     if device != "cuda":
         raise UnsupportedError(f"backend 'nccl' serves device 'cuda' only, not {device!r}")
     # Imported here, because most programs use no GPU.
-    from unisono.core.backends.nccl.backend import NCCLBackend
+    from unisono.adapters.nccl.backend import NCCLBackend
 
     return NCCLBackend(spec)
 

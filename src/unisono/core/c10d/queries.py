@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from unisono.adapters.mpi.library import why_absent as why_no_mpi
 from unisono.core.backends import BackendConfig, known_backends
 from unisono.core.base import config
 from unisono.core.base.buffers import device_type
@@ -14,7 +15,6 @@ from unisono.core.base.integers import as_integer
 from unisono.core.base.types import ReduceOp, dtype_named, reduce_ops_of
 from unisono.core.c10d.backend_names import Backend
 from unisono.core.engines.choice import why_no_nccl
-from unisono.core.engines.mpi_library import why_absent as why_no_mpi
 from unisono.core.groups.world import Group, current, require_group, resolve
 from unisono.core.rendezvous.launchers import local_rank
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError

@@ -3,10 +3,10 @@
 An engine knows buffers, peers, offsets and opcodes. It selects no algorithm.
 """
 
+from unisono.adapters.mpi.world import join as join_mpi
 from unisono.core.base.seam import is_native_built
 from unisono.core.engines.api import Call, Communicator, Engine, Exchange, Prepared, Task
 from unisono.core.engines.choice import make_engine
-from unisono.core.engines.mpi_world import join as join_mpi
 from unisono.core.engines.native_engine import NativeEngine
 from unisono.core.engines.reference import ReferenceEngine
 from unisono.core.engines.shared_memory import host_id, memory_host

@@ -6,13 +6,13 @@ import importlib.util
 import logging
 from typing import NamedTuple
 
+from unisono.adapters.mpi.engine import MPIEngine
+from unisono.adapters.mpi.library import library
+from unisono.adapters.mpi.library import why_absent as why_no_mpi
 from unisono.core.base import config
 from unisono.core.base.log import get_logger, log_once
 from unisono.core.base.seam import cpp, why_absent
 from unisono.core.engines.api import Communicator, Engine
-from unisono.core.engines.mpi_engine import MPIEngine
-from unisono.core.engines.mpi_library import library
-from unisono.core.engines.mpi_library import why_absent as why_no_mpi
 from unisono.core.engines.native_engine import NativeEngine
 from unisono.core.engines.reference import ReferenceEngine
 from unisono.core.engines.shared_memory import host_id

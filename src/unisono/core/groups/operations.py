@@ -7,7 +7,7 @@ of its function describes it, if it has a function. Other code uses the rows:
     core/groups/c10d_methods.py    c10d's forms of the methods
     in_cpp                    calls that C++ runs
     core/c10d/coalescing.py        calls that a block records
-    torch/operations.py       methods of torch's process group
+    adapters/torch/operations.py       methods of torch's process group
 
 A new operation needs:
 

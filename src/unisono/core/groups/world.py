@@ -41,7 +41,7 @@ class World:
         membership: The part of this process in the job. None without `init_process_group`, and
             after `shrink_group` of the default group.
         lender: Lends the default group of torch.distributed if a call needs one; see
-            `unisono.torch.membership`.
+            `unisono.adapters.torch.membership`.
     """
 
     def __init__(self) -> None:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as torch_dist
 
+from unisono.adapters.torch.callbacks import CallbackThreads
+from unisono.adapters.torch.errors import for_torch
+from unisono.adapters.torch.futures import listed
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.work import Work
 from unisono.errors import UnisonoError
-from unisono.torch.callbacks import CallbackThreads
-from unisono.torch.errors import for_torch
-from unisono.torch.futures import listed
 
 __all__ = ["Caller", "TorchWork", "torch_work"]
 

@@ -12,17 +12,17 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.core.base import config
-from unisono.core.base.deadline import Deadline
-from unisono.core.base.process_identity import new_user
-from unisono.core.base.text import name_ranks
-from unisono.core.engines.mpi_library import (
+from unisono.adapters.mpi.library import (
     MPILibrary,
     has_launcher,
     library,
     process,
     unlink_shared_memory,
 )
+from unisono.core.base import config
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.process_identity import new_user
+from unisono.core.base.text import name_ranks
 from unisono.core.engines.shared_memory import memory_host
 from unisono.core.rendezvous.pmi import MPIJob, PMIServer, process_mapping
 from unisono.core.stores import PrefixStore, Store

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from unisono.adapters.nccl.arrays import ArrayLibrary
+from unisono.adapters.nccl.flat import Piece
+from unisono.adapters.nccl.gpu import GPU
+from unisono.adapters.nccl.library import BYTES, DTYPES, Libraries, reduction_of
+from unisono.adapters.nccl.link import NCCLLink
 from unisono.core.backends.blocks import Blocks, Splits
-from unisono.core.backends.nccl.arrays import ArrayLibrary
-from unisono.core.backends.nccl.flat import Piece
-from unisono.core.backends.nccl.gpu import GPU
-from unisono.core.backends.nccl.library import BYTES, DTYPES, Libraries, reduction_of
-from unisono.core.backends.nccl.link import NCCLLink
 from unisono.core.backends.neighbors import MessageSizes
 from unisono.core.backends.prepared_calls import CallSpec
 from unisono.core.base.types import DType, RedOpType, ReduceOp, require_reducible

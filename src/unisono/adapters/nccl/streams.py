@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from unisono.core.backends.nccl.arrays import loaded_libraries
-from unisono.core.backends.nccl.gpu import GPU
-from unisono.core.backends.nccl.library import load
+from unisono.adapters.nccl.arrays import loaded_libraries
+from unisono.adapters.nccl.gpu import GPU
+from unisono.adapters.nccl.library import load
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
 from unisono.core.base.streams import Event, Stream, device_stream

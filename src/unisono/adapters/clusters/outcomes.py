@@ -8,11 +8,11 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
+from unisono.adapters.clusters.meeting import STARTED, Meeting, close_meeting, end_start, posts
+from unisono.adapters.clusters.member import RankOutcome
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.text import name_ranks
 from unisono.errors import Context, PeerLostError, RendezvousError, UnisonoError, WorkerFailedError
-from unisono.integrations.meeting import STARTED, Meeting, close_meeting, end_start, posts
-from unisono.integrations.member import RankOutcome
 from unisono.launcher.traceback_text import exception_line, is_consequence
 
 T = TypeVar("T")

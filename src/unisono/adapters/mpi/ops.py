@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from unisono.adapters.mpi.calls import address
+from unisono.adapters.mpi.library import library
 from unisono.core.base.log import get_logger
 from unisono.core.base.seam import cpp as _engine
 from unisono.core.base.types import DType, RedOpType, ReduceOp
 from unisono.core.engines.kernels import reduce_into
-from unisono.core.engines.mpi_calls import address
-from unisono.core.engines.mpi_library import library
 
 _log = get_logger("engines.mpi")
 

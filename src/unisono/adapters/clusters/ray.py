@@ -8,6 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from unisono.adapters.clusters import member
+from unisono.adapters.clusters.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
+from unisono.adapters.clusters.member import RankOutcome
+from unisono.adapters.clusters.outcomes import OUTSIDE, CallOnRanks, collect
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.errors import (
     ArgumentTypeError,
@@ -16,10 +20,6 @@ from unisono.errors import (
     UnsupportedError,
     UsageError,
 )
-from unisono.integrations import member
-from unisono.integrations.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
-from unisono.integrations.member import RankOutcome
-from unisono.integrations.outcomes import OUTSIDE, CallOnRanks, collect
 
 try:
     import ray
@@ -105,7 +105,7 @@ def register_collective() -> None:
     """
     from ray.util.collective.backend_registry import register_collective_backend
 
-    from unisono.integrations.ray_collective import CollectiveGroup
+    from unisono.adapters.clusters.ray_collective import CollectiveGroup
 
     with contextlib.suppress(ValueError):  # It is registered already.
         register_collective_backend(CollectiveGroup.backend(), CollectiveGroup)

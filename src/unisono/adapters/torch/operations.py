@@ -19,6 +19,13 @@ import torch
 import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
+from unisono.adapters.torch.arguments import read_call, reduce_op
+from unisono.adapters.torch.callbacks import CallbackThreads
+from unisono.adapters.torch.dynamo import keep_out
+from unisono.adapters.torch.errors import for_torch
+from unisono.adapters.torch.special import make_special
+from unisono.adapters.torch.values import are_fake, dense, done
+from unisono.adapters.torch.work import torch_work
 from unisono.core.backends import Pending
 from unisono.core.c10d import collectives, p2p
 from unisono.core.c10d.monitored_barrier import monitored_barrier
@@ -27,13 +34,6 @@ from unisono.core.groups.operations import OPS, OpSchema, in_cpp
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.work import Work
 from unisono.errors import UnisonoError
-from unisono.torch.arguments import read_call, reduce_op
-from unisono.torch.callbacks import CallbackThreads
-from unisono.torch.dynamo import keep_out
-from unisono.torch.errors import for_torch
-from unisono.torch.special import make_special
-from unisono.torch.values import are_fake, dense, done
-from unisono.torch.work import torch_work
 
 __all__ = ["TorchOperations"]
 

@@ -15,6 +15,15 @@ from typing import Any
 import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
 
+from unisono.adapters.torch.errors import for_torch
+from unisono.adapters.torch.name import answer_libraries
+from unisono.adapters.torch.process_group import (
+    ProcessGroup,
+    given_timeout_s,
+    name_of,
+    sort_options,
+)
+from unisono.adapters.torch.store import TorchStore
 from unisono.core.base import config
 from unisono.core.base.deadline import Timeout
 from unisono.core.c10d import membership
@@ -23,10 +32,6 @@ from unisono.core.groups.membership import Membership
 from unisono.core.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.core.groups.world import World, at_exit, current, require_group
 from unisono.errors import NotInitializedError, UnisonoError
-from unisono.torch.errors import for_torch
-from unisono.torch.name import answer_libraries
-from unisono.torch.process_group import ProcessGroup, given_timeout_s, name_of, sort_options
-from unisono.torch.store import TorchStore
 
 __all__ = ["create", "reconfigure"]
 

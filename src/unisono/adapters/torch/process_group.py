@@ -14,6 +14,11 @@ import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
+from unisono.adapters.torch.callbacks import CallbackThreads
+from unisono.adapters.torch.dynamo import keep_out
+from unisono.adapters.torch.name import NAME, shown_name, warn_of_libraries
+from unisono.adapters.torch.operations import TorchOperations
+from unisono.adapters.torch.store import TorchStore
 from unisono.core.backends import GroupSpec
 from unisono.core.base.tracebacks import hide_own_frames
 from unisono.core.groups.process_group import ProcessGroup as UnisonoGroup
@@ -21,11 +26,6 @@ from unisono.core.groups.process_group import group_timeout_s
 from unisono.core.recorder import skip_folder
 from unisono.core.stores import PrefixStore
 from unisono.errors import ArgumentTypeError, ClosedError, UnsupportedError
-from unisono.torch.callbacks import CallbackThreads
-from unisono.torch.dynamo import keep_out
-from unisono.torch.name import NAME, shown_name, warn_of_libraries
-from unisono.torch.operations import TorchOperations
-from unisono.torch.store import TorchStore
 
 __all__ = ["ProcessGroup", "name_of", "sort_options"]
 

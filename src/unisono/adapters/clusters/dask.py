@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from unisono.adapters.clusters import member
+from unisono.adapters.clusters.meeting import Meeting, close_meeting, open_meeting
+from unisono.adapters.clusters.member import RankOutcome
+from unisono.adapters.clusters.outcomes import OUTSIDE, CallOnRanks, T, collect
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError, UsageError
-from unisono.integrations import member
-from unisono.integrations.meeting import Meeting, close_meeting, open_meeting
-from unisono.integrations.member import RankOutcome
-from unisono.integrations.outcomes import OUTSIDE, CallOnRanks, T, collect
 
 try:
     from distributed import Client, Future, wait

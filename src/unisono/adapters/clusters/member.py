@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from unisono.adapters.clusters.meeting import JOINED, STARTED, Meeting, attend
 from unisono.core.c10d.lifecycle import init_process_group
 from unisono.core.groups.process_group import group_timeout_s
 from unisono.core.groups.world import process_world
 from unisono.core.stores import PrefixStore
 from unisono.errors import Context, NotInitializedError, PeerLostError, UnisonoError, UsageError
-from unisono.integrations.meeting import JOINED, STARTED, Meeting, attend
 
 _RANKS_LATER_S = 5.0
 """How much longer than the caller a rank waits for the others. The caller knows more about ranks

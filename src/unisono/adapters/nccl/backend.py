@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
+from unisono.adapters.nccl import flat
+from unisono.adapters.nccl.calls import GPUCall, OpenCalls
+from unisono.adapters.nccl.flat import GPUFlat, index_of
+from unisono.adapters.nccl.gpu import GPU
+from unisono.adapters.nccl.kernels import CallMemory, Kernels, require_reducible_on
+from unisono.adapters.nccl.library import load
+from unisono.adapters.nccl.link import NCCLLink
 from unisono.core.backends.api import CallOptions, GroupSpec, Pending
 from unisono.core.backends.collectives import ArrayBackend
 from unisono.core.backends.cpu import CPUBackend
 from unisono.core.backends.flat import FlatMemory
-from unisono.core.backends.nccl import flat
-from unisono.core.backends.nccl.calls import GPUCall, OpenCalls
-from unisono.core.backends.nccl.flat import GPUFlat, index_of
-from unisono.core.backends.nccl.gpu import GPU
-from unisono.core.backends.nccl.kernels import CallMemory, Kernels, require_reducible_on
-from unisono.core.backends.nccl.library import load
-from unisono.core.backends.nccl.link import NCCLLink
 from unisono.core.backends.prepared_calls import NO_DTYPE, CallSpec
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline

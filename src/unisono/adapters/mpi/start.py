@@ -4,7 +4,7 @@
 world of its own. So `unisono run` starts this module in place of the script. The module joins the
 ranks, and then runs the script, whose mpi4py finds MPI initialised.
 
-    python -m unisono.core.engines.mpi_start [-m] script [argument ...]
+    python -m unisono.adapters.mpi.start [-m] script [argument ...]
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import runpy
 import sys
 
+from unisono.adapters.mpi.world import join
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
-from unisono.core.engines.mpi_world import join
 from unisono.core.rendezvous import rendezvous
 from unisono.core.stores import PrefixStore
 

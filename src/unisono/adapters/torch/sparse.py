@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from unisono.adapters.torch.values import dense
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import RedOpType, ReduceOp
 from unisono.core.groups.keywords import How
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.errors import UnsupportedError
-from unisono.torch.values import dense
 
 __all__ = ["all_reduce_sparse"]
 

@@ -11,12 +11,12 @@ from ray import cloudpickle as _pickler
 from ray.experimental import internal_kv
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
+from unisono.adapters.clusters.meeting import Meeting, attend, close_meeting, open_meeting
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.types import ReduceOp
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.errors import NetworkError, RendezvousError, UnisonoError
-from unisono.integrations.meeting import Meeting, attend, close_meeting, open_meeting
 
 _START_S = 60.0
 _POLL_S = 0.02

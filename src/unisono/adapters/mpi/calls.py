@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from unisono.adapters.mpi.library import library
 from unisono.core.base.seam import cpp as _engine
 from unisono.core.engines.api import Collective
-from unisono.core.engines.mpi_library import library
 from unisono.errors import UnsupportedError
 
 # From this size on a call on Open MPI blocks a thread of C++, which takes 7 us. Open MPI's

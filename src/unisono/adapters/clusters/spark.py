@@ -11,11 +11,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from unisono.core.base.deadline import Deadline, Timeout
-from unisono.core.base.integers import as_integer
-from unisono.errors import ArgumentTypeError, ClosedError, LaunchError, UnisonoError
-from unisono.integrations import member
-from unisono.integrations.meeting import (
+from unisono.adapters.clusters import member
+from unisono.adapters.clusters.meeting import (
     FAILED,
     Meeting,
     close_meeting,
@@ -23,8 +20,11 @@ from unisono.integrations.meeting import (
     post,
     posts,
 )
-from unisono.integrations.member import RankOutcome
-from unisono.integrations.outcomes import OUTSIDE, CallOnRanks, collect
+from unisono.adapters.clusters.member import RankOutcome
+from unisono.adapters.clusters.outcomes import OUTSIDE, CallOnRanks, collect
+from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.integers import as_integer
+from unisono.errors import ArgumentTypeError, ClosedError, LaunchError, UnisonoError
 
 try:
     from py4j.protocol import Py4JError

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from unisono.adapters.torch.name import NAME, answer_libraries
 from unisono.errors import InvalidArgumentError, UnsupportedError
-from unisono.torch.name import NAME, answer_libraries
 
 __all__ = ["register"]
 
@@ -37,6 +37,6 @@ def register() -> None:
 def _create(options: Any, pg_options: Any) -> Any:
     """Return this rank's process group; torch calls it on every member of a new group."""
     # Imported here, because most programs that import torch make no process group.
-    from unisono.torch.membership import create
+    from unisono.adapters.torch.membership import create
 
     return create(options, pg_options)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from unisono.adapters.nccl.gpu import GPU
+from unisono.adapters.nccl.library import IN_PROGRESS, Libraries, Reduction
 from unisono.core.backends.api import CallOptions, GroupSpec
 from unisono.core.backends.cpu import CPUBackend
-from unisono.core.backends.nccl.gpu import GPU
-from unisono.core.backends.nccl.library import IN_PROGRESS, Libraries, Reduction
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unisono.torch.registration import register
+from unisono.adapters.torch.registration import register
 
 if TYPE_CHECKING:
-    from unisono.torch.membership import reconfigure as reconfigure
-    from unisono.torch.process_group import ProcessGroup as ProcessGroup
-    from unisono.torch.store import TorchStore as TorchStore
+    from unisono.adapters.torch.membership import reconfigure as reconfigure
+    from unisono.adapters.torch.process_group import ProcessGroup as ProcessGroup
+    from unisono.adapters.torch.store import TorchStore as TorchStore
 
 __all__ = ["ProcessGroup", "TorchStore", "reconfigure", "register"]
 
@@ -29,4 +29,4 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'unisono.torch' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"unisono.torch.{_HOMES[name]}"), name)
+    return getattr(import_module(f"unisono.adapters.torch.{_HOMES[name]}"), name)

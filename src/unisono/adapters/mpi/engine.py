@@ -20,6 +20,9 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
+from unisono.adapters.mpi.calls import CallMaker, address, handle, in_bytes, most_moved
+from unisono.adapters.mpi.library import Helper, library, note_broken, process
+from unisono.adapters.mpi.ops import datatype, own_op, vendor_op
 from unisono.core.base.buffers import Array
 from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
@@ -28,9 +31,6 @@ from unisono.core.base.types import dtype_named
 from unisono.core.engines.api import Collective, Communicator, Prepared, Task
 from unisono.core.engines.array_lists import concatenated, copy_back
 from unisono.core.engines.errors import LATE_S, DeadlinePassed, status_of_code
-from unisono.core.engines.mpi_calls import CallMaker, address, handle, in_bytes, most_moved
-from unisono.core.engines.mpi_library import Helper, library, note_broken, process
-from unisono.core.engines.mpi_ops import datatype, own_op, vendor_op
 from unisono.core.engines.native_queue import QueueEngine
 from unisono.core.engines.reference import TaskRun
 from unisono.core.engines.shared_memory import share_memory

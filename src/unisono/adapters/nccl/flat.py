@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+from unisono.adapters.nccl.arrays import ArrayLibrary, GPUView, address_of, shadow_at, view
+from unisono.adapters.nccl.gpu import GPU
 from unisono.core.backends.flat import FlatMemory, apart, views_of
-from unisono.core.backends.nccl.arrays import ArrayLibrary, GPUView, address_of, shadow_at, view
-from unisono.core.backends.nccl.gpu import GPU
 from unisono.core.base.types import DType
 from unisono.errors import InvalidArgumentError
 

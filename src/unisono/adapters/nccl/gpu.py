@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.core.backends.nccl.library import Libraries
+from unisono.adapters.nccl.library import Libraries
 from unisono.errors import CommunicationError
 
 # Above the streams of a program, which have priority 0, so that ranks do not wait for one another.

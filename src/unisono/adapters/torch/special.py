@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from unisono.adapters.torch.sparse import all_reduce_sparse
+from unisono.adapters.torch.values import dense
 from unisono.core.base.types import RedOpType, ReduceOp
 from unisono.core.groups.c10d_methods import C10dCall
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
-from unisono.torch.sparse import all_reduce_sparse
-from unisono.torch.values import dense
 
 __all__ = ["make_special"]
 
