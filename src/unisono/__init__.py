@@ -51,7 +51,7 @@ _HOMES = {
         "reduce_scatter_single reduce_scatter_tensor scan scatter"
     ),
     "errors": "QueueEmptyError",
-    "core.c10d.counters": "Counter Lock",
+    "beyond.counters": "Counter Lock",
     "core.c10d.debug": (
         "DebugLevel breakpoint get_debug_level record_comm set_debug_level set_debug_level_from_env"
     ),
@@ -61,24 +61,24 @@ _HOMES = {
         "_make_nccl_premul_sum _rank_not_in_group default_pg_timeout reduce_op"
     ),
     "core.c10d.device_mesh": "DeviceMesh init_device_mesh",
-    "core.c10d.membership": "membership_changed reconfigure",
-    "core.c10d.files": "CollectiveFile open_file",
-    "core.c10d.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
+    "beyond.membership": "membership_changed reconfigure",
+    "beyond.files": "CollectiveFile open_file",
+    "beyond.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "core.c10d.monitored_barrier": "monitored_barrier",
-    "core.c10d.state_sync": "sync_state",
-    "core.c10d.steps": "Step step",
+    "beyond.state_sync": "sync_state",
+    "beyond.steps": "Step step",
     "core.c10d.objects.functions": (
         "all_gather_object all_reduce_object broadcast_object_list gather_object "
         "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
-    "core.c10d.shared_arrays": "SharedArray shared_array",
-    "core.c10d.tracing": "stats trace_records",
+    "beyond.shared_arrays": "SharedArray shared_array",
+    "beyond.tracing": "stats trace_records",
     "core.recorder": "GroupStats OperationStats TraceRecord write_trace",
     "core.c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
     "core.groups.keywords": "CallKeywords",
     "core.groups.process_group": "ProcessGroup",
     "core.c10d.objects.serializer": "PickleSerializer Serializer",
-    "core.c10d.preemption": "should_stop",
+    "beyond.preemption": "should_stop",
     "core.groups.work": "Future Work collect_all wait_all wait_any",
     "core.groups.world": "GroupMember group",
     "core.rendezvous": "register_rendezvous_handler rendezvous",

@@ -6,13 +6,14 @@ import time
 
 import numpy as np
 import pytest
+from unisono.parallel import ElasticJob
 
 import unisono as dist
 from tests.faults.scripts import Forked, outcome, ranks_of
 from tests.faults.test_membership import keys, newcomer
 from tests.support.calls import wait_until
+from unisono.beyond import steps
 from unisono.core.base.process_identity import new_user
-from unisono.core.c10d import steps
 from unisono.core.groups.membership import Document
 from unisono.core.groups.membership_store import first_proposal
 from unisono.core.groups.world import current
@@ -25,7 +26,6 @@ from unisono.errors import (
     PeerLostError,
     StoreTimeoutError,
 )
-from unisono.parallel import ElasticJob
 from unisono.testing import run
 
 LENGTH, BATCH, STEPS = 60, 12, 30

@@ -17,8 +17,9 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import SRC, Forked, outcome, ranks_of, started
 from tests.support.programs import python
-from unisono.core.c10d import lifecycle, steps
-from unisono.core.c10d.steps import Step
+from unisono.beyond import steps
+from unisono.beyond.steps import Step
+from unisono.core.c10d import lifecycle
 from unisono.core.groups.membership import Membership
 from unisono.core.groups.membership_store import Document, first_proposal
 from unisono.core.groups.process_group import ProcessGroup
@@ -736,7 +737,7 @@ def test_states_of_different_structure_are_refused_on_all_ranks():
 
 
 def test_tensors_for_a_process_without_torch(monkeypatch):
-    from unisono.core.c10d.state_sync import _Slot
+    from unisono.beyond.state_sync import _Slot
 
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InvalidArgumentError, match="this process has not imported torch"):

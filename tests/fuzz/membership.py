@@ -453,7 +453,7 @@ def main() -> int:
     options = parser.parse_args()
     # All processes inherit it. `break_links` waits for the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    names = ["unisono.testing", "unisono.core.c10d.state_sync", "unisono.core.c10d.steps"]
+    names = ["unisono.testing", "unisono.beyond.state_sync", "unisono.beyond.steps"]
     _context.set_forkserver_preload(names)
     total: collections.Counter[str] = collections.Counter()
     hosts: list[Host] = []

@@ -293,7 +293,7 @@ STOPPING = """
 import os, sys
 import numpy as np
 import unisono as dist
-from unisono.core.c10d.preemption import should_stop
+from unisono.beyond.preemption import should_stop
 dist.init_process_group(timeout=120)
 assert not should_stop()
 env = os.environ

@@ -26,8 +26,9 @@ from unisono.parallel import (  # noqa: E402
     fp16_compress_hook,
     power_sgd_hook,
 )
-from unisono.parallel.buckets import assign_buckets  # noqa: E402
-from unisono.parallel.hooks import all_reduce_hook  # noqa: E402
+
+from unisono.beyond.parallel.buckets import assign_buckets  # noqa: E402
+from unisono.beyond.parallel.hooks import all_reduce_hook  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("forked_with_torch")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.core.c10d import files
+from unisono.beyond import files
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,

@@ -18,7 +18,7 @@ import unisono as dist
 from tests.faults.scripts import outcome, started
 from tests.support import netns
 from tests.support.cgroups import small_cgroup
-from unisono.core.c10d import shared_arrays
+from unisono.beyond import shared_arrays
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.errors import (
     ArgumentTypeError,

@@ -24,9 +24,9 @@ from unisono.adapters.torch.process_group import (
     sort_options,
 )
 from unisono.adapters.torch.store import TorchStore
+from unisono.beyond import membership
 from unisono.core.base import config
 from unisono.core.base.deadline import Timeout
-from unisono.core.c10d import membership
 from unisono.core.c10d.lifecycle import begin, init_process_group
 from unisono.core.groups.membership import Membership
 from unisono.core.groups.process_group import ProcessGroup as UnisonoGroup

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from unisono.beyond.membership import membership_of_world
 from unisono.core.base.buffers import BufferView, view
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.types import dtype_of_numpy
-from unisono.core.c10d.membership import membership_of_world
 from unisono.core.c10d.objects.functions import all_gather_object, broadcast_object_list
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import require_group

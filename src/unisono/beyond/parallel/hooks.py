@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.beyond.parallel.buckets import Bucket
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.work import Future
-from unisono.parallel.buckets import Bucket
 
 __all__ = [
     "Hook",

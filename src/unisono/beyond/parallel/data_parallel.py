@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from unisono.beyond.parallel.hooks import Hook
+from unisono.beyond.parallel.module_check import ModuleCheck
+from unisono.beyond.parallel.reducer import Reducer
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import current, resolve
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, NotInGroupError
-from unisono.parallel.hooks import Hook
-from unisono.parallel.module_check import ModuleCheck
-from unisono.parallel.reducer import Reducer
 
 __all__ = ["DistributedDataParallel"]
 
@@ -32,7 +32,7 @@ class DistributedDataParallel(torch.nn.Module):
     over all samples. The constructor copies the parameters and buffers of rank 0 to the other
     ranks. Equal steps of equal optimizers then keep the copies bitwise equal.
 
-    Communication runs while backward computes (see `unisono.parallel.reducer`). With two ranks the
+    Communication runs while backward computes (see `unisono.beyond.parallel.reducer`). With two ranks the
     result has the bits of torch's DistributedDataParallel on Gloo. With more ranks the order of
     sums differs, so the results differ by rounding.
 

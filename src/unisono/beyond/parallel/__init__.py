@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unisono.parallel.elastic import ElasticJob, ElasticSampler, Share
+from unisono.beyond.parallel.elastic import ElasticJob, ElasticSampler, Share
 
 if TYPE_CHECKING:
-    from unisono.parallel.buckets import Bucket as Bucket
-    from unisono.parallel.data_parallel import DistributedDataParallel as DistributedDataParallel
-    from unisono.parallel.hooks import all_reduce_hook as all_reduce_hook
-    from unisono.parallel.hooks import bf16_compress_hook as bf16_compress_hook
-    from unisono.parallel.hooks import fp16_compress_hook as fp16_compress_hook
-    from unisono.parallel.power_sgd import PowerSGDState as PowerSGDState
-    from unisono.parallel.power_sgd import power_sgd_hook as power_sgd_hook
+    from unisono.beyond.parallel.buckets import Bucket as Bucket
+    from unisono.beyond.parallel.data_parallel import (
+        DistributedDataParallel as DistributedDataParallel,
+    )
+    from unisono.beyond.parallel.hooks import all_reduce_hook as all_reduce_hook
+    from unisono.beyond.parallel.hooks import bf16_compress_hook as bf16_compress_hook
+    from unisono.beyond.parallel.hooks import fp16_compress_hook as fp16_compress_hook
+    from unisono.beyond.parallel.power_sgd import PowerSGDState as PowerSGDState
+    from unisono.beyond.parallel.power_sgd import power_sgd_hook as power_sgd_hook
 
 __all__ = [
     "Bucket",
@@ -50,4 +52,4 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'unisono.parallel' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"unisono.parallel.{_HOMES[name]}"), name)
+    return getattr(import_module(f"unisono.beyond.parallel.{_HOMES[name]}"), name)

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.beyond.parallel.buckets import Bucket, assign_buckets
+from unisono.beyond.parallel.hooks import Hook, sum_flat
+from unisono.beyond.parallel.module_check import listed
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.work import Future, Work
 from unisono.errors import UnsupportedError, UsageError
-from unisono.parallel.buckets import Bucket, assign_buckets
-from unisono.parallel.hooks import Hook, sum_flat
-from unisono.parallel.module_check import listed
 
 __all__ = ["Reducer"]
 

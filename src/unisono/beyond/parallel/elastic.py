@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unisono.beyond.membership import membership_of_world, reconfigure
+from unisono.beyond.state_sync import copy_state
+from unisono.beyond.steps import Step, step
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
 from unisono.core.base.log import get_logger
-from unisono.core.c10d.membership import membership_of_world, reconfigure
-from unisono.core.c10d.state_sync import copy_state
-from unisono.core.c10d.steps import Step, step
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import require_group
 from unisono.errors import (

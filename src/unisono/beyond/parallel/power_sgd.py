@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unisono.beyond.parallel.buckets import Bucket
+from unisono.beyond.parallel.hooks import all_reduce_hook, sum_flat
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.work import Future
 from unisono.errors import InvalidArgumentError
-from unisono.parallel.buckets import Bucket
-from unisono.parallel.hooks import all_reduce_hook, sum_flat
 
 __all__ = ["PowerSGDState", "power_sgd_hook"]
 
