@@ -1,4 +1,4 @@
-"""Compare LogGOPS of `unisono.simulate` with the LogGOPSim program, on random cases.
+"""Compare LogGOPS of `unisono.workbench.simulate` with the LogGOPSim program, on random cases.
 
     python benchmarks/loggopsim.py FOLDER [--cases N] [--seed S] [--first I] [--json FILE]
 
@@ -34,9 +34,9 @@ from unisono.core.schedules import available, build
 from unisono.core.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES
 from unisono.core.schedules.registry import entry
 from unisono.errors import InvalidArgumentError
-from unisono.simulate import LogGOPS, Program, Traffic, program_of, to_goal
-from unisono.simulate.loggops import run
-from unisono.simulate.traffic import SEND, WORK
+from unisono.workbench.simulate import LogGOPS, Program, Traffic, program_of, to_goal
+from unisono.workbench.simulate.loggops import run
+from unisono.workbench.simulate.traffic import SEND, WORK
 
 NS = 1000
 MOST_RANKS = 64

@@ -29,9 +29,9 @@ from tuning import Cell, Half, mean_us, topology_of
 
 from unisono.core.schedules import Topology, available, build, select
 from unisono.core.schedules.ir import ROOTED
-from unisono.simulate import Costs, LinkSpec, Switch, Traffic
-from unisono.simulate.evaluate import all_rows
-from unisono.simulate.links import run
+from unisono.workbench.simulate import Costs, LinkSpec, Switch, Traffic
+from unisono.workbench.simulate.evaluate import all_rows
+from unisono.workbench.simulate.links import run
 
 CELLS = 28
 MARGIN = 0.8

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from unisono.core.schedules import available, build
 from unisono.core.schedules.ir import COLLECTIVES, ROOTED
-from unisono.simulate import Hosts, LinkSpec, Machine, Network, Pods, machine, simulate
+from unisono.workbench.simulate import Hosts, LinkSpec, Machine, Network, Pods, machine, simulate
 
-SUMMIT = Path("src/unisono/simulate/shipped/summit.toml")
+SUMMIT = Path("src/unisono/workbench/simulate/shipped/summit.toml")
 GPUS = (96, 192, 384, 768, 1536, 3072, 6144, 12288, 24576)
 # Milliseconds of all_reduce of 64 MiB, from the bus bandwidths of NVIDIA's figure (+- 75 MB/s).
 # Source: Massively Scale Your Deep Learning Training with NCCL 2.4, 2019.

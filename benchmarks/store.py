@@ -27,10 +27,10 @@ from typing import Any
 
 from store_servers import KINDS, Server, why_not
 
-from unisono.bench.report import machine
 from unisono.core.stores import TCPStore
 from unisono.core.stores.tcp.wire import MAGIC, RequestOp, encode_request
 from unisono.errors import StoreConnectionError
+from unisono.workbench.bench.report import machine
 
 _CALLS = 300
 _RAW_OPS = 10_000

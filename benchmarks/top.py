@@ -39,8 +39,8 @@ def be_rank(counter: str) -> None:
 
 def answering_s(pid: int) -> list[float]:
     """Return the CPU time so far of each rank's thread that answers viewers."""
-    from unisono.cli.look.ask import _candidates
     from unisono.core.transports.tcp.status import THREAD
+    from unisono.workbench.cli.look.ask import _candidates
 
     found = []
     for rank in _candidates(str(pid)):
@@ -52,8 +52,8 @@ def answering_s(pid: int) -> list[float]:
 
 def look(pid: int, size: int) -> float:
     """Refresh once, and return the CPU time."""
-    from unisono.cli.look.ask import ask_job
-    from unisono.cli.look.verdict import jobs_of, verdict_of
+    from unisono.workbench.cli.look.ask import ask_job
+    from unisono.workbench.cli.look.verdict import jobs_of, verdict_of
 
     begun_s = time.process_time()
     (job,) = jobs_of(ask_job(str(pid)))

@@ -33,12 +33,12 @@ from statistics import geometric_mean, median
 from typing import NamedTuple
 
 import unisono
-from unisono.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure, quartile
 from unisono.core.backends.cpu import CPUBackend
 from unisono.core.schedules.select import select
 from unisono.core.schedules.tables import ChoiceTable, GroupShape, Measured
 from unisono.core.schedules.tuning import mean_us, rules_of, topology_of
 from unisono.testing.hosts import Network
+from unisono.workbench.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure, quartile
 
 WORLDS = [f"{kind}-{ranks}" for kind in ("shm", "tcp", "hosts") for ranks in (2, 4, 8)]
 COLUMNS = ("world", "statistic", "cells", "built-in", "table", "best of other run",

@@ -26,7 +26,7 @@ PATIENCE_S = 15.0
 SLOW_S = 0.02
 
 # The server that ranks are forked from imports what nearly all of them need, once for all of them.
-PRELOADED = ["unisono", "unisono.testing", "unisono.cli.main", "encodings.idna", "pytest"]
+PRELOADED = ["unisono", "unisono.testing", "unisono.workbench.cli.main", "encodings.idna", "pytest"]
 
 _FAILED = pytest.StashKey[bool]()
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from unisono.core.schedules import build
 from unisono.core.schedules.ir import ROOTED
-from unisono.simulate import machine
-from unisono.simulate.diagrams import COLOURS, diagram
-from unisono.simulate.drawing import PALE, Line, Picture
-from unisono.simulate.pages import page
-from unisono.simulate.timeline import Timeline, in_rounds, in_time
+from unisono.workbench.simulate import machine
+from unisono.workbench.simulate.diagrams import COLOURS, diagram
+from unisono.workbench.simulate.drawing import PALE, Line, Picture
+from unisono.workbench.simulate.pages import page
+from unisono.workbench.simulate.timeline import Timeline, in_rounds, in_time
 
 FOLDER = Path("docs/pictures")
 RESULTS = Path("benchmarks/results/2-ranks.json")
@@ -39,8 +39,8 @@ DRAWN = {
 RUNS = ("halving_doubling", "two_level")
 # Pages that step through an algorithm, beside its picture.
 STEPPED = ("ring", "halving_doubling", "double_tree", "two_level")
-TEMPLATE = Path("src/unisono/simulate/shipped/page.html")
-NETWORK = Path("src/unisono/simulate/shipped/fat-tree.toml")
+TEMPLATE = Path("src/unisono/workbench/simulate/shipped/page.html")
+NETWORK = Path("src/unisono/workbench/simulate/shipped/fat-tree.toml")
 OPS = ("all_reduce", "all_gather", "all_to_all", "sendrecv")
 
 LIBRARIES = {

@@ -2,7 +2,7 @@
 
 import sys
 
-from unisono.cli.main import main
+from unisono.workbench.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

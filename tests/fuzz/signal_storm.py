@@ -21,8 +21,8 @@ import traceback
 from pathlib import Path
 
 import unisono
-from unisono.cli.main import main
 from unisono.launcher import back_off
+from unisono.workbench.cli.main import main
 
 LIMIT_S = 20.0
 """Time in which a launch must end, and in which a machine with much other work makes it end."""
@@ -62,7 +62,7 @@ def _spawn(folder):
 
 def _new(folder):
     words = ["run", "--max-restarts=100000", "-n1", *_FAILS]
-    code = "import sys; from unisono.cli.main import main; sys.exit(main())"
+    code = "import sys; from unisono.workbench.cli.main import main; sys.exit(main())"
     os.execv(sys.executable, [sys.executable, "-c", code, *words])
 
 

@@ -13,11 +13,15 @@ import pytest
 
 from tests.support.oracle import outcome
 from tests.support.programs import python
-from unisono.bench import launch as bench_launch
-from unisono.bench import libraries
-from unisono.bench.data import Data
-from unisono.bench.launch import run_ranks
-from unisono.bench.plan import (
+from unisono.core.base import document
+from unisono.core.engines import is_native_built
+from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.testing.hosts import why_no_hosts
+from unisono.workbench.bench import launch as bench_launch
+from unisono.workbench.bench import libraries
+from unisono.workbench.bench.data import Data
+from unisono.workbench.bench.launch import run_ranks
+from unisono.workbench.bench.plan import (
     DTYPES,
     OPS,
     REDOPS,
@@ -27,13 +31,9 @@ from unisono.bench.plan import (
     cases,
     parse_nbytes,
 )
-from unisono.bench.report import ReportTable, bandwidths, fixed, summary
-from unisono.bench.worker import MAX_ITERS, ROUND_S, calibrated
-from unisono.cli.main import main
-from unisono.core.base import document
-from unisono.core.engines import is_native_built
-from unisono.errors import InvalidArgumentError, LaunchError
-from unisono.testing.hosts import why_no_hosts
+from unisono.workbench.bench.report import ReportTable, bandwidths, fixed, summary
+from unisono.workbench.bench.worker import MAX_ITERS, ROUND_S, calibrated
+from unisono.workbench.cli.main import main
 
 QUICK = ("-n", "2", "--rounds", "2", "-w", "0")
 
@@ -296,7 +296,7 @@ def test_rich_adds_colours_and_changes_no_character(capsys, monkeypatch):
     ReportTable(plan).take(dict(message))
     plain = capsys.readouterr().out
     coloured = rich_console.Console(force_terminal=True, width=200, highlight=False)
-    monkeypatch.setattr("unisono.bench.report._console", lambda: coloured)
+    monkeypatch.setattr("unisono.workbench.bench.report._console", lambda: coloured)
     table = ReportTable(plan)
     with coloured.capture() as captured:
         table.take(dict(message))
@@ -543,7 +543,7 @@ def test_plot_draws_every_library_and_operation(bench, monkeypatch, tmp_path):
 
 @needs_matplotlib
 def test_plot_of_one_size_is_refused(tmp_path):
-    from unisono.bench.plot import plot
+    from unisono.workbench.bench.plot import plot
 
     with pytest.raises(InvalidArgumentError, match="several sizes"):
         plot({"rows": [row(unisono=1.0)]}, str(tmp_path / "out.png"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cli.main import main, make_parser
+from unisono.workbench.cli.main import main, make_parser
 
 FOLDERS = ["sub"]
 FILES = ["other.txt", "train.py", "trial.py"]

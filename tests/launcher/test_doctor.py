@@ -17,14 +17,6 @@ import pytest
 
 from tests.support import netns
 from tests.support.launches import Launch
-from unisono.cli.doctor import examine, links, picture
-from unisono.cli.doctor.facts import Examination, HostFacts, HostLink, Sharing, SystemLimits
-from unisono.cli.doctor.findings import endpoint_fault, findings
-from unisono.cli.doctor.host import why_not_readable
-from unisono.cli.doctor.links import _SIZES, Peer, Probe, Responder
-from unisono.cli.doctor.session import Session
-from unisono.cli.main import main
-from unisono.cli.nodes import add_node_flags
 from unisono.core.base import document
 from unisono.core.platform.processes import IS_LINUX
 from unisono.core.rendezvous import state
@@ -35,6 +27,20 @@ from unisono.core.stores.tcp.token import REFUSED_KEY
 from unisono.core.stores.tcp.wire import RequestOp
 from unisono.errors import HandshakeError, InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import NodeMeeting
+from unisono.workbench.cli.doctor import examine, links, picture
+from unisono.workbench.cli.doctor.facts import (
+    Examination,
+    HostFacts,
+    HostLink,
+    Sharing,
+    SystemLimits,
+)
+from unisono.workbench.cli.doctor.findings import endpoint_fault, findings
+from unisono.workbench.cli.doctor.host import why_not_readable
+from unisono.workbench.cli.doctor.links import _SIZES, Peer, Probe, Responder
+from unisono.workbench.cli.doctor.session import Session
+from unisono.workbench.cli.main import main
+from unisono.workbench.cli.nodes import add_node_flags
 
 needs_hosts = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -553,7 +559,7 @@ def test_wrong_flags(capfd, tmp_path):
 
 ENDPOINT = ("--nnodes=2", "--rdzv-backend=c10d")
 # The second process, which needs 0.5 s, is tried by `test_one_host`.
-QUICK = {"unisono.cli.doctor.host._sharing": Sharing}
+QUICK = {"unisono.workbench.cli.doctor.host._sharing": Sharing}
 
 
 def run_on_all(tmp_path, network, *flags, command="doctor", each=lambda host: {}, words=()):
@@ -622,7 +628,9 @@ def unreachable(network):
 
 def other_version(network):
     def each(host):
-        changed = {"unisono.cli.doctor.host.__version__": "0.0.9"} if host.index == 2 else {}
+        changed = (
+            {"unisono.workbench.cli.doctor.host.__version__": "0.0.9"} if host.index == 2 else {}
+        )
         return {"patches": QUICK | changed}
 
     return contextlib.nullcontext(), each, "host1", 1, "unisono: 0.1.0 on host1, 0.0.9 on host2"

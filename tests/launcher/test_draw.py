@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from unisono.cli.main import main
 from unisono.core.schedules import build
-from unisono.simulate.diagrams import diagram
-from unisono.simulate.timeline import in_rounds
+from unisono.workbench.cli.main import main
+from unisono.workbench.simulate.diagrams import diagram
+from unisono.workbench.simulate.timeline import in_rounds
 
 
 def draw(*words):

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 import unisono
-from unisono.cli.main import main
 from unisono.core.backends import tuning
 from unisono.core.schedules import Topology, available, build, select
 from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
-from unisono.simulate import Costs, LinkSpec, Switch, simulate
+from unisono.workbench.cli.main import main
+from unisono.workbench.simulate import Costs, LinkSpec, Switch, simulate
 
 KIB, MIB = 1024, 1024**2
 

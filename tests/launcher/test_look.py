@@ -18,10 +18,6 @@ import pytest
 
 from tests.faults.scripts import ranks_of, started
 from tests.support import netns
-from unisono.cli.look import ask, command, verdict
-from unisono.cli.look.ask import ask_job
-from unisono.cli.look.verdict import JobView, jobs_of, verdict_of
-from unisono.cli.main import main
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.where import stack_of
 from unisono.core.platform.network import listeners
@@ -46,6 +42,10 @@ from unisono.core.transports.tcp.viewer import (
 )
 from unisono.core.transports.tcp.wire import ACCEPT, CLOCK, HELLO, INSPECT, RECORDS, REFUSE, Hello
 from unisono.errors import LaunchError, UnisonoError
+from unisono.workbench.cli.look import ask, command, verdict
+from unisono.workbench.cli.look.ask import ask_job
+from unisono.workbench.cli.look.verdict import JobView, jobs_of, verdict_of
+from unisono.workbench.cli.main import main
 
 SCRIPT = """
 def load():

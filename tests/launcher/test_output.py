@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from tests.support.launches import LIMIT_S, RUN, logs
-from unisono.cli.main import main
+from unisono.workbench.cli.main import main
 
 CTRL_S, CTRL_Q = b"\x13", b"\x11"
 

@@ -16,7 +16,7 @@ import unisono
 from tests.support.calls import wait_until
 from tests.support.launches import LIMIT_S, RUN, children, environment
 from tests.support.programs import python
-from unisono.cli.main import main
+from unisono.workbench.cli.main import main
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
 
@@ -560,7 +560,7 @@ class NoThread:
 
 
 def test_the_report_needs_no_thread(launches):
-    patches = {"unisono.cli.run.command.threading": SimpleNamespace(Thread=NoThread)}
+    patches = {"unisono.workbench.cli.run.command.threading": SimpleNamespace(Thread=NoThread)}
     code, _, err = launches.run("-n2", script="raise ValueError('the cause')", patches=patches)
     assert code == 1
     assert err.endswith("ValueError: the cause\n")
@@ -572,7 +572,7 @@ def test_launcher_stays_light(tmp_path):
     (tmp_path / "s.py").write_text("")
     limit_kib = 60 * 1024
     program = (
-        "import os, sys; from unisono.cli.main import main; code = main(['run', 's.py']); "
+        "import os, sys; from unisono.workbench.cli.main import main; code = main(['run', 's.py']); "
         # The launcher's two processes.
         "files = [open(f'/proc/{pid}/status') for pid in (os.getpid(), os.getppid())]\n"
         "peak = sum(int(line.split()[1]) for f in files for line in f if line[:5] == 'VmHWM')\n"

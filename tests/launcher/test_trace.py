@@ -12,14 +12,14 @@ import pytest
 from tests.faults.scripts import LIMIT_S, ranks_of, started
 from tests.unit.trace.test_analysis import record, world
 from tests.unit.trace.test_timeline import arrows_of, parse
-from unisono.cli.look.command import find_jobs
-from unisono.cli.look.verdict import JobView
-from unisono.cli.main import main
-from unisono.cli.trace import gather
-from unisono.cli.trace.gather import ask_ranks
-from unisono.core.recorder.clocks import align
 from unisono.core.recorder.flight_recorder import encode
-from unisono.core.recorder.joined import by_rank, join
+from unisono.workbench.cli.look.command import find_jobs
+from unisono.workbench.cli.look.verdict import JobView
+from unisono.workbench.cli.main import main
+from unisono.workbench.cli.trace import gather
+from unisono.workbench.cli.trace.gather import ask_ranks
+from unisono.workbench.trace.clocks import align
+from unisono.workbench.trace.joined import by_rank, join
 
 SCRIPT = """
 dist.init_process_group(timeout=60)

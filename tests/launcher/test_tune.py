@@ -11,15 +11,15 @@ import pytest
 
 import unisono as dist
 from tests.support.programs import python
-from unisono.bench.tuning import TuningPlan, measure, quartiles
-from unisono.cli.main import main
-from unisono.cli.tune import _progress
 from unisono.core.backends import tuning
 from unisono.core.schedules import available, select
 from unisono.core.schedules.far import NEAR_US
 from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
 from unisono.core.schedules.tuning import rules_of, topology_of
 from unisono.testing.hosts import Network, why_no_hosts
+from unisono.workbench.bench.tuning import TuningPlan, measure, quartiles
+from unisono.workbench.cli.main import main
+from unisono.workbench.cli.tune import _progress
 
 SMALL = ("-b", "1K", "-e", "4K", "--seconds", "8")
 

@@ -17,9 +17,9 @@ from unisono.core.base.config import VARIABLES
 from unisono.core.base.seam import why_absent
 from unisono.core.schedules import build
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
-from unisono.simulate.timeline import in_rounds
 from unisono.testing import run
 from unisono.testing.hosts import why_no_hosts
+from unisono.workbench.simulate.timeline import in_rounds
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(

@@ -26,9 +26,6 @@ from tests.support.calls import frozen
 from tests.support.ports import reserved_port
 from tests.support.windows import posix_of_windows
 from unisono import errors
-from unisono.bench import launch as bench_launch
-from unisono.bench import libraries
-from unisono.cli import flags, nodes
 from unisono.core.backends import CPUOptions, registry
 from unisono.core.base import buffers, log
 from unisono.core.base.deadline import Deadline
@@ -53,6 +50,9 @@ from unisono.launcher import guard
 from unisono.launcher.output.files import StdChoice, _create
 from unisono.launcher.workers.cpu_binding import Binding, HostCPUs
 from unisono.testing import run
+from unisono.workbench.bench import launch as bench_launch
+from unisono.workbench.bench import libraries
+from unisono.workbench.cli import flags, nodes
 
 MAX, SUM, PREMUL_SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM
 NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER

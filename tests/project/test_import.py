@@ -23,7 +23,7 @@ OPTIONAL = {
     "pytest": {"testing/plugin.py"},
     "ray": {"adapters/clusters/ray.py", "adapters/clusters/ray_collective.py"},
     "rich": {"bench", "cli"},
-    "shtab": {"cli/completion.py"},
+    "shtab": {"workbench/cli/completion.py"},
     "torch": {"torch", "parallel"},
 }
 
@@ -63,7 +63,9 @@ def test_use_loads_numpy_and_nothing_else(statement):
 
 
 def test_launcher_loads_neither_numpy_nor_an_engine():
-    statement = "import unisono.cli.main; loaded = [m for m in sys.modules if '.engines' in m]"
+    statement = (
+        "import unisono.workbench.cli.main; loaded = [m for m in sys.modules if '.engines' in m]"
+    )
     assert foreign(loaded_by(f"{statement}; assert not loaded, loaded")) == set()
 
 

@@ -16,7 +16,7 @@ import warnings
 from multiprocessing import reduction
 from pathlib import Path
 
-from unisono.cli.main import main
+from unisono.workbench.cli.main import main
 
 LIMIT_S = 200.0
 RUN = [sys.executable, "-W", "error", "-m", "unisono", "run"]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.launches import LIMIT_S, Launches
-from unisono.cli.look.ask import ask_job
-from unisono.cli.look.verdict import jobs_of, verdict_of
-from unisono.cli.main import main
 from unisono.core.base.stacks import offered_stacks
-from unisono.core.recorder.decoding import decode
 from unisono.launcher.traceback_text import exception_line
+from unisono.workbench.cli.look.ask import ask_job
+from unisono.workbench.cli.look.verdict import jobs_of, verdict_of
+from unisono.workbench.cli.main import main
+from unisono.workbench.trace.decoding import decode
 
 pytest.importorskip("torch.distributed")
 

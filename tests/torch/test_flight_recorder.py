@@ -18,12 +18,12 @@ import unisono as dist
 from tests.support import dumps
 from tests.support.calls import wait_until
 from tests.support.dumps import DEFAULT, HALF
-from unisono.cli.main import main
-from unisono.cli.trace.gather import read_files
-from unisono.core.recorder.analysis import findings_of
-from unisono.core.recorder.decoding import decode
-from unisono.core.recorder.joined import by_rank, join
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
+from unisono.workbench.cli.main import main
+from unisono.workbench.cli.trace.gather import read_files
+from unisono.workbench.trace.analysis import findings_of
+from unisono.workbench.trace.decoding import decode
+from unisono.workbench.trace.joined import by_rank, join
 
 torch = pytest.importorskip("torch")
 torch_dist = torch.distributed

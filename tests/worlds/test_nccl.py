@@ -20,9 +20,6 @@ from tests.support.together import on_threads
 from unisono.adapters.nccl import arrays
 from unisono.adapters.nccl.gpu import GPU
 from unisono.adapters.nccl.library import load
-from unisono.bench.data import Data
-from unisono.bench.libraries import open_library
-from unisono.bench.plan import OPS, REDOPS, BenchPlan, SizeRange, cases
 from unisono.core.groups.world import World, use
 from unisono.errors import (
     ArgumentTypeError,
@@ -37,6 +34,9 @@ from unisono.errors import (
 )
 from unisono.lowlevel import CUDAEvent, CUDAStream
 from unisono.testing import run
+from unisono.workbench.bench.data import Data
+from unisono.workbench.bench.libraries import open_library
+from unisono.workbench.bench.plan import OPS, REDOPS, BenchPlan, SizeRange, cases
 
 LIMIT_S = 30
 

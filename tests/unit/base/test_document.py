@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.bench.plan import BenchPlan
-from unisono.cli.doctor import examine
-from unisono.cli.doctor.facts import Sharing
 from unisono.core.base import document
-from unisono.core.recorder.decoding import decode
 from unisono.core.recorder.flight_recorder import encode, encode_short
 from unisono.core.rendezvous import membership, state
 from unisono.errors import RendezvousError
 from unisono.launcher.report import WorkerFailure
+from unisono.workbench.bench.plan import BenchPlan
+from unisono.workbench.cli.doctor import examine
+from unisono.workbench.cli.doctor.facts import Sharing
+from unisono.workbench.trace.decoding import decode
 
 BEFORE = json.loads(Path(__file__).with_name("documents.json").read_text(encoding="utf-8"))
 

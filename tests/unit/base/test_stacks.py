@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from unisono.cli.look import ask
 from unisono.core.base.stacks import offered_stacks
+from unisono.workbench.cli.look import ask
 
 SCRIPT = """
 import os, sys

@@ -23,7 +23,7 @@ with socket.create_connection(place, timeout=60) as sock:
 # The launchers are forks of one process, so that Python and unisono are loaded once.
 LAUNCHERS = """
 import os, sys
-from unisono.cli.main import main
+from unisono.workbench.cli.main import main
 from unisono.launcher import agent
 from unisono.core.stores.tcp.wire import MAGIC, RequestOp, encode_request
 

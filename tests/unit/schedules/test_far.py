@@ -6,8 +6,8 @@ from unisono.core.schedules import available, build, far, select
 from unisono.core.schedules.far import MOST_RANKS, NEAR_US, fastest, round_trip_class
 from unisono.core.schedules.ir import ROOTED
 from unisono.core.schedules.select import Topology
-from unisono.simulate.evaluate import simulate
-from unisono.simulate.networks import Hosts, LinkSpec
+from unisono.workbench.simulate.evaluate import simulate
+from unisono.workbench.simulate.networks import Hosts, LinkSpec
 
 KIB, MIB = 1024, 1 << 20
 OPS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather",

@@ -5,7 +5,7 @@ import pytest
 
 from unisono.core.schedules import build
 from unisono.errors import InvalidArgumentError
-from unisono.simulate import Channels, Hosts, LinkSpec, in_channels, machine, simulate
+from unisono.workbench.simulate import Channels, Hosts, LinkSpec, in_channels, machine, simulate
 
 MIB = 1 << 20
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from unisono.cli.main import main
-from unisono.simulate import LogGOPS, from_goal
-from unisono.simulate.loggops import run
+from unisono.workbench.cli.main import main
+from unisono.workbench.simulate import LogGOPS, from_goal
+from unisono.workbench.simulate.loggops import run
 
 
 def table(text):

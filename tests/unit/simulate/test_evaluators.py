@@ -9,7 +9,7 @@ from unisono.core.schedules import build
 from unisono.core.schedules.ir import COLLECTIVES, ROOTED
 from unisono.core.schedules.registry import available, entry
 from unisono.errors import InvalidArgumentError
-from unisono.simulate import (
+from unisono.workbench.simulate import (
     Costs,
     FullyConnected,
     Hosts,
@@ -24,8 +24,8 @@ from unisono.simulate import (
     simulate,
     stages,
 )
-from unisono.simulate.evaluate import all_rows
-from unisono.simulate.networks import Network
+from unisono.workbench.simulate.evaluate import all_rows
+from unisono.workbench.simulate.networks import Network
 
 SIZES = range(2, 17)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from unisono.errors import InvalidArgumentError
-from unisono.simulate.nccl import PROTOCOLS, latency_us
+from unisono.workbench.simulate.nccl import PROTOCOLS, latency_us
 
 COLUMNS = [("all_reduce", "tree"), ("all_reduce", "ring"), ("all_gather", "ring")]
 TABLE = {

@@ -7,7 +7,7 @@ import pytest
 
 from unisono.core.schedules import build
 from unisono.errors import InvalidArgumentError
-from unisono.simulate import (
+from unisono.workbench.simulate import (
     Costs,
     FullyConnected,
     Hosts,
@@ -19,8 +19,8 @@ from unisono.simulate import (
     machine,
     simulate,
 )
-from unisono.simulate.links import run
-from unisono.simulate.traffic import RECV, SEND, TrafficRows
+from unisono.workbench.simulate.links import run
+from unisono.workbench.simulate.traffic import RECV, SEND, TrafficRows
 
 US = 1_000_000
 NS = 1000

@@ -15,15 +15,17 @@ from unisono.core.schedules import available, build
 from unisono.core.schedules.ir import ROOTED
 from unisono.core.schedules.verify import contributions
 from unisono.errors import InvalidArgumentError
-from unisono.simulate import Costs, FullyConnected, Hosts, LinkSpec, Switch, simulate
-from unisono.simulate.diagrams import CRITICAL, busy_shares, diagram
-from unisono.simulate.drawing import Label, Line, Polygon, heat
-from unisono.simulate.pages import page
-from unisono.simulate.timeline import Span, in_rounds, in_time
+from unisono.workbench.simulate import Costs, FullyConnected, Hosts, LinkSpec, Switch, simulate
+from unisono.workbench.simulate.diagrams import CRITICAL, busy_shares, diagram
+from unisono.workbench.simulate.drawing import Label, Line, Polygon, heat
+from unisono.workbench.simulate.pages import page
+from unisono.workbench.simulate.timeline import Span, in_rounds, in_time
 
 INSIDE, BETWEEN = LinkSpec(600_000, 100), LinkSpec(2_200_000, 12.5)
 COSTS = Costs(send_ps=300_000, recv_ps=300_000, start_ps=50_000, reduction=LinkSpec(0, 40))
-TEMPLATE = (resources.files("unisono.simulate") / "shipped" / "page.html").read_text("utf-8")
+TEMPLATE = (resources.files("unisono.workbench.simulate") / "shipped" / "page.html").read_text(
+    "utf-8"
+)
 
 KINDS = [
     ("all_reduce", "ring"),

@@ -9,7 +9,7 @@ from unisono.core.schedules import build
 from unisono.core.schedules.ir import Op
 from unisono.core.schedules.verify import verify
 from unisono.errors import InvalidArgumentError
-from unisono.simulate import FullyConnected, LinkSpec, Switch, nvls, sharp, simulate
+from unisono.workbench.simulate import FullyConnected, LinkSpec, Switch, nvls, sharp, simulate
 
 
 @pytest.mark.parametrize(

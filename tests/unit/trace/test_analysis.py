@@ -8,9 +8,6 @@ import pytest
 
 from tests.support import dumps
 from tests.support.dumps import DEFAULT, HALF, entry, open_entry
-from unisono.cli.main import main
-from unisono.core.recorder.analysis import findings_of, report
-from unisono.core.recorder.decoding import decode
 from unisono.core.recorder.flight_recorder import (
     GroupRecords,
     Origin,
@@ -18,9 +15,12 @@ from unisono.core.recorder.flight_recorder import (
     encode,
     encode_short,
 )
-from unisono.core.recorder.joined import by_rank, join
 from unisono.core.recorder.records import TraceRecord
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.cli.main import main
+from unisono.workbench.trace.analysis import findings_of, report
+from unisono.workbench.trace.decoding import decode
+from unisono.workbench.trace.joined import by_rank, join
 
 SECOND = 1_000_000_000
 EIGHT = ((8,), (8,))

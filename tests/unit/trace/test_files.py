@@ -9,7 +9,6 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import wait_until
-from unisono.core.recorder.decoding import decode
 from unisono.core.recorder.flight_recorder import (
     GroupRecords,
     Origin,
@@ -18,6 +17,7 @@ from unisono.core.recorder.flight_recorder import (
     encode_short,
 )
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.trace.decoding import decode
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from collections import defaultdict
 import pytest
 
 from tests.unit.trace.test_analysis import SECOND, record, world
-from unisono.core.recorder.chrome import chrome_trace
-from unisono.core.recorder.clocks import Trip, align
 from unisono.core.recorder.flight_recorder import GroupRecords, Origin, RankRecords
-from unisono.core.recorder.joined import by_rank, join, shifted
+from unisono.workbench.trace.chrome import chrome_trace
+from unisono.workbench.trace.clocks import Trip, align
+from unisono.workbench.trace.joined import by_rank, join, shifted
 
 AHEAD_NS = 1_700_000_000 * SECOND
 

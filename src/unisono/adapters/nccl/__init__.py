@@ -10,6 +10,6 @@
     gpu        streams, events and memory of one GPU
     library    nccl4py and cuda-core, imported on first use
 
-Only this package imports nccl4py, cuda-core and CuPy. unisono.bench gets nccl4py from `library`.
+Only this package imports nccl4py, cuda-core and CuPy. unisono.workbench.bench gets nccl4py from `library`.
 The backend has run on a single GPU only.
 """

@@ -1,0 +1,104 @@
+"""The plot of `unisono bench`: time and bus bandwidth over size, on logarithmic scales."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.core.base.grouping import grouped
+from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.report import bandwidths
+
+# Okabe and Ito's colours, which colour-blind readers can distinguish; the marks differ, too.
+_STYLES = {
+    "unisono": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 3},
+    "gloo": {"color": "#D55E00", "marker": "s", "linewidth": 1.4},
+    "mpi": {"color": "#009E73", "marker": "^", "linewidth": 1.4},
+}
+_ROW_INCHES = 2.6
+_TICKS = 6
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+    """Draw one line of two panels per operation.
+
+    Args:
+        result: The document of `unisono bench --json`.
+        path: Picture file; its ending chooses the format.
+
+    Raises:
+        InvalidArgumentError: There is no operation with more than one size.
+    """
+    all_rows = grouped((row["op"], row) for row in result["rows"])
+    by_op = {op: rows for op, rows in all_rows.items() if len(rows) > 1}
+    if not by_op:
+        raise InvalidArgumentError("--plot needs an operation with several sizes")
+    matplotlib: Any = importlib.import_module("matplotlib")
+    # A backend without a display, even if MPLBACKEND names another.
+    matplotlib.use("agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    height = _ROW_INCHES * len(by_op) + 1.3
+    figure, axes = pyplot.subplots(
+        len(by_op), 2, figsize=(10, height), squeeze=False, layout="constrained"
+    )
+    for pair, (op, rows) in zip(axes, by_op.items(), strict=True):
+        _draw(pair[0], rows, "time", op)
+        _draw(pair[1], rows, "busbw", op)
+        sizes = sorted({row["size_bytes"] for row in rows})
+        for panel in pair:
+            _dress(panel, sizes)
+    for panel in axes[-1]:
+        panel.set_xlabel("size")
+    figure.suptitle(_title(result), fontsize=10)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def _draw(panel: Any, rows: Sequence[dict[str, Any]], what: str, op: str) -> None:
+    """Draw one quantity of all libraries."""
+    for library in rows[0]["results"]:
+        there = [row for row in rows if row["results"][library]]
+        if what == "time":
+            values = [row["results"][library]["time_us"] for row in there]
+        else:
+            values = [bandwidths(row, library)[1] for row in there]
+        sizes = [row["size_bytes"] for row in there]
+        panel.plot(sizes, values, label=library, markersize=3.5, **_STYLES[library])
+    unit = "µs, lower is better" if what == "time" else "GB/s, higher is better"
+    name = "time per call" if what == "time" else "bus bandwidth"
+    panel.set_title(f"{op}: {name} ({unit})", fontsize=9, loc="left")
+
+
+def _dress(panel: Any, sizes: Sequence[int]) -> None:
+    """Set scales, and ticks at powers of two."""
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    stride = max(1, len(sizes) // _TICKS)
+    panel.set_xticks(sizes[::stride], [_size_text(n) for n in sizes[::stride]])
+    panel.minorticks_off()
+    panel.tick_params(labelsize=8)
+    panel.grid(True, color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _size_text(nbytes: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >> shift:
+            return f"{nbytes / (1 << shift):g} {unit}"
+    return f"{nbytes} B"
+
+
+def _title(result: dict[str, Any]) -> str:
+    host, plan = result["machine"], result["plan"]
+    names = {"unisono": "unisono", "torch": "Gloo in torch", "mpi": ""}
+    versions = ", ".join(
+        f"{label} {host[name]}".strip() for name, label in names.items() if name in host
+    )
+    return (
+        f"{plan['nprocs']} ranks, {plan['dtype']}, {host['cpu']}, {host['cores']} cores, load "
+        f"{host['load_before']} to {host['load_after']}\n{versions}"
+    )

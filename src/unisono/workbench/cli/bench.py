@@ -1,0 +1,215 @@
+"""`unisono bench`: measure the operations of unisono and of other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import signal
+import sys
+from typing import Any
+
+from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.plan import (
+    ALL,
+    DTYPES,
+    OPS,
+    PEERS,
+    REDOPS,
+    BenchPlan,
+    LoopPlan,
+    SizeRange,
+)
+from unisono.workbench.cli.flags import (
+    add_parser,
+    add_sizes,
+    check_writable,
+    non_negative,
+    positive,
+    seconds,
+    write_text,
+)
+
+_DESCRIPTION = """\
+Measure operations over a range of sizes, with nccl-tests' flags, columns and bandwidths.
+
+time is the time of a call: the mean over a loop on the slowest rank, and of that the median over
+rounds. algbw = size / time. busbw = algbw x a factor of the operation, to compare with the
+bandwidth of the hardware. size is that of the array, or of all ranks' blocks together. sendrecv is
+a ping-pong, and its time half a round trip. Results are checked (#wrong).
+
+With --peer another library is called in the same processes, on the same arrays, alternating with
+unisono, so that both run under the same conditions. The column after its time is unisono's time
+divided by that time (below 1: unisono is faster)."""
+
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `bench`."""
+    parser = add_parser(
+        commands, "bench", "measure operations, beside other libraries", _DESCRIPTION, _bench
+    )
+    add = parser.add_argument
+    names = [*OPS, "all"]
+    add("ops", nargs="+", choices=[*names, "store"], metavar="OP", help=", ".join(names))
+    per_host = "ranks per host (2, or 1 with -t or -g)"
+    add("--nproc-per-node", type=positive, metavar="N", help=per_host)
+    hosts = "number of hosts, as network namespaces on this machine; needs root"
+    add("--hosts", type=positive, default=0, metavar="N", help=hosts)
+    _add_sizes(parser)
+    _add_loop(parser)
+    _add_nccl_tests(parser)
+    add("--engine", choices=("native", "reference"), help="unisono's engine")
+    add("--algorithm", metavar="NAME", help="unisono's algorithm")
+    peers = "gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be repeated"
+    add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
+    add("--json", metavar="FILE", help="write all measurements to a file, as JSON")
+    add("--plot", metavar="FILE.png", help="draw time and busbw over size")
+    limit = "limit per size (120)"
+    add("--timeout", type=seconds, default=120.0, metavar="SECONDS", help=limit)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("sizes and types")
+    add = sizes.add_argument
+    step = sizes.add_mutually_exclusive_group()
+    nbytes = add_sizes(sizes, "8", "64M", 2, step)
+    step.add_argument(
+        "-i", "--stepbytes", type=nbytes, default=0, metavar="STEP", help="size step instead"
+    )
+    types = [*DTYPES, *_ALIASES, ALL]
+    meaning = f"{', '.join(types)} (float32); bfloat16 needs ml_dtypes"
+    names = ("-d", "--datatype", "--dtype")
+    add(*names, choices=types, default="float32", metavar="TYPE", help=meaning)
+    add("-o", "--op", choices=[*REDOPS, ALL], default="sum", help="reduce op (sum)")
+    add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+
+
+def _add_loop(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("measuring").add_argument
+    calls = "calls per round; 0 (the default): a number that takes about 5 ms"
+    add("-n", "--iters", type=non_negative, default=0, metavar="ITERS", help=calls)
+    calls = "calls before each round (1)"
+    add("-w", "--warmup_iters", type=non_negative, default=1, metavar="WARMUP", help=calls)
+    add("--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)")
+    add("-c", "--check", choices=("0", "1"), default="1", help="check results (1)")
+
+
+def _add_nccl_tests(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("for command lines of nccl-tests").add_argument
+    more = "there; here the ranks per host are N times as many processes (1)"
+    for names, meaning in (
+        (("-t", "--nthreads"), "threads"),
+        (("-g", "--ngpus"), "GPUs of each thread"),
+    ):
+        add(*names, type=positive, default=1, metavar="N", help=f"{meaning} {more}")
+    start = "no effect: the ranks are processes, which start at the same time"
+    add("-p", "--parallel_init", choices=("0", "1"), default="0", help=start)
+    block = "no effect: a call on the CPU ends before the next begins"
+    add("-z", "--blocking", choices=("0", "1"), default="0", help=block)
+
+
+def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
+    """Return what the flags of nccl-tests mean here, if that is not what they mean there."""
+    found = []
+    if options.nthreads * options.ngpus > 1:
+        found.append(
+            f"-t {options.nthreads} -g {options.ngpus}: {plan.nprocs} ranks, each a process of its "
+            "own; unisono has no ranks that are threads of one process"
+        )
+    if options.parallel_init == "1":
+        found.append("-p 1: no effect; the ranks are processes, which start at the same time")
+    if options.blocking == "1":
+        where = "the GPU is awaited after each loop" if plan.device == "cuda" else "calls block"
+        found.append(f"-z 1: no effect; {where} in any case")
+    if options.datatype == ALL and "bfloat16" not in plan.dtype:
+        found.append("-d all: without bfloat16, which needs the package ml_dtypes")
+    return found
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if "store" in options.ops:
+        raise InvalidArgumentError(
+            "bench store is not part of the package: run benchmarks/store.py of the repository"
+        )
+    # These modules import NumPy, which `unisono run`, with the same parser, must not load.
+    from unisono.workbench.bench.launch import check_installed, run_ranks
+    from unisono.workbench.bench.report import ReportTable, document
+
+    plan = _plan(options)
+    if options.plot and ALL in (options.datatype, options.op):
+        raise InvalidArgumentError("--plot draws one type and one reduce op, not -d all or -o all")
+    wanted = {
+        "plot": bool(options.plot),
+        "cuda": plan.device == "cuda",
+        "bfloat16": "bfloat16" in plan.dtype,
+    }
+    for feature in (*plan.peers, *(name for name, is_wanted in wanted.items() if is_wanted)):
+        check_installed(feature)
+    for path in filter(None, (options.json, options.plot)):
+        check_writable(path)
+    table = ReportTable(plan)
+    for note in _notes(options, plan):
+        table.take({"kind": "note", "text": note})
+    try:
+        for message in run_ranks(plan):
+            table.take(message)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    table.end()
+    result = document(plan, table, sys.argv[1:])
+    if options.json:
+        write_text(options.json, _as_text(result))
+    if options.plot:
+        from unisono.workbench.bench.plot import plot
+
+        plot(result, options.plot)
+    return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
+
+
+def _as_text(result: dict[str, Any]) -> str:
+    """Return JSON with a line per key and per row, so that two runs can be compared."""
+    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in result.items() if k != "rows"]
+    return "{\n" + ",\n".join([*lines, f'"rows": [\n  {rows}\n]']) + "\n}\n"
+
+
+def _plan(options: argparse.Namespace) -> BenchPlan:
+    ops = tuple(OPS) if "all" in options.ops else tuple(dict.fromkeys(options.ops))
+    share = options.nthreads * options.ngpus
+    per_host = (options.nproc_per_node or (2 if share == 1 else 1)) * share
+    nprocs = per_host * (options.hosts or 1)
+    dtypes = _ALIASES.get(options.datatype, options.datatype)
+    if dtypes == ALL:
+        has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
+        dtypes = ",".join(name for name in DTYPES if has_bfloat16 or name != "bfloat16")
+    if options.ops == ["all"] and nprocs == 1:
+        ops = tuple(op for op in ops if op != "sendrecv")
+    if options.algorithm:
+        from unisono.core.schedules.registry import entry
+
+        for op in ops:
+            if op != "sendrecv":
+                entry(op, options.algorithm)
+    return BenchPlan(
+        ops=ops,
+        nprocs=nprocs,
+        hosts=options.hosts,
+        sizes=SizeRange(options.minbytes, options.maxbytes, options.stepfactor, options.stepbytes),
+        loop=LoopPlan(
+            iters=options.iters,
+            warmup=options.warmup_iters,
+            rounds=options.rounds,
+            check=options.check == "1",
+            timeout_s=options.timeout,
+        ),
+        dtype=dtypes,
+        redop=",".join(REDOPS) if options.op == ALL else options.op,
+        root=options.root,
+        engine=options.engine,
+        algorithm=options.algorithm,
+        peers=tuple(dict.fromkeys(options.peer)),
+        device=options.device,
+    )

@@ -1,0 +1,141 @@
+"""`unisono draw`: a schedule or a simulated run as SVG, PNG or an HTML page to step through."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.plan import parse_nbytes
+from unisono.workbench.cli.explain import OP_NAMES
+from unisono.workbench.cli.flags import (
+    add_parser,
+    check_writable,
+    checked,
+    non_negative,
+    positive,
+    write_text,
+)
+from unisono.workbench.cli.simulate import machine_of
+
+if TYPE_CHECKING:
+    from unisono.workbench.simulate.drawing import Picture
+    from unisono.workbench.simulate.timeline import Timeline
+
+_DESCRIPTION = """\
+Draw an algorithm: a line per rank, time to the right, an arrow per message. A full head means that
+the receiver reduces the message, an open head that it stores the message.
+
+Without --net a column is a round. With --net the schedule runs in virtual time: grey bars are work
+of ranks, red is the critical path, and a heat map shows how busy links are. A page (.html) steps
+through the schedule and shows the data of each rank; it needs no network and no other file."""
+
+_MOST_RANKS = 128
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `draw`."""
+    parser = add_parser(
+        commands,
+        "draw",
+        "draw an algorithm: SVG, PNG, or an HTML page to step through",
+        _DESCRIPTION,
+        _draw,
+    )
+    nbytes = checked(parse_nbytes)
+    add = parser.add_argument
+    add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
+    add("-p", "--ranks", type=positive, default=8, metavar="N", help="ranks (8)")
+    add("--hosts", type=positive, default=0, metavar="H", help="hosts (what the network has)")
+    add("--algorithm", required=True, metavar="NAME", help="algorithm")
+    add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+    add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
+    add("-b", "--size", type=nbytes, default="1M", metavar="SIZE", help="with --net (1M)")
+    add("--net", metavar="FILE", help="a shipped network or a TOML file, see `unisono simulate`")
+    add("-o", "--output", required=True, metavar="FILE", help="FILE.svg, FILE.png or FILE.html")
+
+
+def _draw(options: argparse.Namespace) -> int:
+    suffix = Path(options.output).suffix
+    if suffix not in (".svg", ".png", ".html"):
+        raise InvalidArgumentError(f"-o {options.output}: expected .svg, .png or .html")
+    if suffix == ".png":
+        from unisono.workbench.bench.launch import check_installed
+
+        check_installed("plot")
+    check_writable(options.output)
+    if options.ranks > _MOST_RANKS:
+        raise InvalidArgumentError(f"-p {options.ranks}: a picture has at most {_MOST_RANKS} ranks")
+    from unisono.workbench.simulate.diagrams import diagram
+
+    timeline = _timeline(options)
+    if suffix == ".html":
+        from importlib import resources
+
+        from unisono.workbench.simulate.pages import page
+
+        template = resources.files("unisono.workbench.simulate") / "shipped" / "page.html"
+        write_text(options.output, page(timeline, template.read_text(encoding="utf-8")))
+    elif suffix == ".svg":
+        write_text(options.output, diagram(timeline).svg())
+    else:
+        _write_png(options.output, diagram(timeline))
+    return 0
+
+
+def _timeline(options: argparse.Namespace) -> Timeline:
+    """Return the schedule over time that the flags describe."""
+    from unisono.core.schedules import build
+    from unisono.core.schedules.ir import ROOTED
+    from unisono.workbench.simulate.timeline import in_rounds, in_time
+
+    net = None if options.net is None else machine_of(options.net)
+    p, hosts = options.ranks, options.hosts
+    if hosts and p % hosts:
+        raise InvalidArgumentError(f"-p {p} does not fill {hosts} hosts")
+    local = p // hosts if hosts else 1
+    if net is not None:
+        if hosts:
+            net.values["ranks_per_host"] = local
+        local = net.values["ranks_per_host"] if p % net.values["ranks_per_host"] == 0 else 1
+    root = options.root if options.op in ROOTED else -1
+    schedule = build(options.op, options.algorithm, p, root, options.pipeline, local)
+    if net is None:
+        return in_rounds(schedule)
+    if net.values["model"] == "loggops":
+        raise InvalidArgumentError(f"--net {net.name} is for the model loggops, which is not drawn")
+    name = options.algorithm
+    return in_time(
+        schedule, options.size, net.network(name, p), net.costs(name), itemsize=4,
+        padded=net.values["padded"], contended=net.values["model"] == "links",
+    )  # fmt: skip
+
+
+def _write_png(path: str, picture: Picture) -> None:
+    """Draw the shapes with matplotlib, 2 pixels per unit."""
+    from unisono.workbench.simulate.drawing import Label, Line
+
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    figure = pyplot.figure(figsize=(picture.width / 72, picture.height / 72))
+    panel = figure.add_axes((0, 0, 1, 1))
+    panel.set(xlim=(0, picture.width), ylim=(picture.height, 0))
+    panel.axis("off")
+    for order, shape in enumerate(picture.shapes):
+        if isinstance(shape, Line):
+            x, y = zip(*shape.points, strict=True)
+            panel.plot(x, y, color=shape.colour, lw=shape.width, zorder=order)
+        elif isinstance(shape, Label):
+            panel.text(
+                *shape.at, shape.text, size=shape.size, color=shape.colour, zorder=order,
+                ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
+                weight="bold" if shape.bold else "normal",
+            )  # fmt: skip
+        else:
+            edge = {"ec": shape.edge, "lw": 1.3} if shape.edge else {"lw": 0}
+            panel.add_patch(pyplot.Polygon(shape.points, fc=shape.fill, zorder=order, **edge))
+    figure.savefig(path, dpi=144)
+    pyplot.close(figure)

@@ -1,0 +1,178 @@
+"""`unisono explain`: the algorithm that a group takes, why, and what the others cost."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from unisono.core.base import config
+from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.plan import OPS, parse_nbytes
+from unisono.workbench.cli.flags import add_parser, checked, non_negative, positive
+from unisono.workbench.cli.simulate import machine_of, row_of
+from unisono.workbench.cli.terminal import plain
+
+if TYPE_CHECKING:
+    from unisono.core.schedules import Topology
+    from unisono.core.schedules.tables import ChoiceTable, GroupShape
+    from unisono.workbench.simulate import Machine
+
+_DESCRIPTION = """\
+Show which algorithm a group takes for an operation and a size, and why: the built-in rule, a table
+that `unisono tune` has measured, or UNISONO_ALGO. UNISONO_TUNING, UNISONO_ENGINE,
+UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST and UNISONO_DETERMINISTIC count as in a group.
+
+predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
+is measured and not modelled: without --net they have no prediction. measured is the mean of the
+table's passes at the nearest size."""
+
+OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
+
+
+_MANY = 1024
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `explain`."""
+    parser = add_parser(
+        commands, "explain", "show which algorithm a group takes, and why", _DESCRIPTION, _explain
+    )
+    add = parser.add_argument
+    add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
+    add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1M")
+    add("-p", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
+    add("--round-trip", type=positive, default=250, metavar="US", help="between the hosts (250)")
+    add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+    add("--algorithm", metavar="NAME", help="the algorithm that the call asks for")
+    add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
+    add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
+    parser.set_defaults(itemsize=4, goal=None)
+
+
+def _nbytes(text: str) -> int:
+    # A call may be empty, a measurement may not.
+    return 0 if text == "0" else parse_nbytes(text)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from unisono.core.backends.tuning import read_tables
+    from unisono.core.schedules import Choice, select
+    from unisono.core.schedules.explain import nbytes_text, reason
+    from unisono.core.schedules.ir import REDUCING
+    from unisono.core.schedules.tuning import topology_of
+
+    shape = _shape(options)
+    table, topology = read_tables().get(shape), topology_of(shape)
+    override = config.get("UNISONO_ALGO")
+    asked = (options.op, options.size, topology, options.algorithm, override)
+    ordered = options.op in REDUCING and config.get_flag("UNISONO_DETERMINISTIC")
+    choice = select(*asked, table=table, ordered=ordered)
+    why = reason(*asked, table=table, ordered=ordered)
+    # As in `PreparedCalls`: MPI has collectives of its own.
+    if (
+        shape.engine == "mpi"
+        and options.ranks > 1
+        and not (options.algorithm or override or ordered)
+    ):
+        choice, why = Choice("mpi", 1), "MPI chooses"
+    depth = f" in {choice.pipeline} pieces" if choice.pipeline > 1 else ""
+    hosts = f" of {options.hosts} hosts" if options.hosts > 1 else ""
+    over = shape.over.replace("-", " ")
+    print(
+        f"{options.op} of {nbytes_text(options.size)} on {options.ranks} ranks{hosts} over {over}"
+    )
+    print(f"takes {choice.algorithm}{depth}: {why}")
+    shown = f"{table.digest}, measured {table.about.get('date', '')}" if table else "none"
+    print(plain(f"# table for {shape}: {shown}"))
+    _print(options, topology, table, choice.algorithm)
+    return 0
+
+
+def _shape(options: argparse.Namespace) -> GroupShape:
+    """Return the shape of the group that the flags describe, as `backends.tuning` does."""
+    from unisono.core.engines.choice import engine_info
+    from unisono.core.schedules.far import round_trip_class
+    from unisono.core.schedules.tables import GroupShape
+
+    if options.ranks % options.hosts:
+        raise InvalidArgumentError(f"-p {options.ranks} does not fill {options.hosts} hosts")
+    engine = engine_info().engine
+    near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
+    transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
+    # As in `transports.connect`: the reference engine does not know the hosts.
+    apart = options.hosts > 1 and engine != "reference"
+    trip_us = round_trip_class(options.round_trip) if apart else 0
+    most = options.ranks // options.hosts
+    least = int(config.get_float("UNISONO_RANKS_PER_HOST")) or most
+    sizes = Counter((rank // most, rank // least) for rank in range(options.ranks))
+    options.hosts = len(sizes)
+    local = max(sizes.values()) if len(set(sizes.values())) == 1 else 1
+    over = "shared-memory" if near and options.hosts == 1 else transport
+    return GroupShape(engine, over, options.ranks, local if near else 1, trip_us)
+
+
+def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
+    """Return the network of the predictions, or None if there are none."""
+    if options.net is None and topology.shared_memory:
+        print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
+        return None
+    from unisono.core.schedules.far import far_apart
+
+    # Where links are shared, thousands of ranks take minutes for all algorithms.
+    model = options.model or ("alpha-beta" if options.ranks > _MANY else None)
+    net = machine_of(options.net or ("fat-tree" if topology.local > 1 else "switch"), model)
+    if options.hosts > 1:
+        net.values["ranks_per_host"] = topology.local
+    if options.net is None and far_apart(options.ranks, topology.round_trip_us):
+        # A switch has two links.
+        links = 2 if net.values["topology"] == "switch" else 1
+        net.values["latency_us"] = topology.round_trip_us / 2 / links
+    per_host = net.values["ranks_per_host"]
+    print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
+    return net
+
+
+def _print(
+    options: argparse.Namespace, topology: Topology, table: ChoiceTable | None, chosen: str
+) -> None:
+    """Print a line per algorithm that serves the call, the fastest first."""
+    from unisono.core.schedules import available, build, select
+    from unisono.core.schedules.ir import ROOTED
+    from unisono.core.schedules.tuning import mean_us
+
+    op, p, local = options.op, options.ranks, topology.local
+    net, measured = _net(options, topology), _measured(table, op, options.size)
+    root = options.root if op in ROOTED else -1
+    lines: list[tuple[float, str]] = []
+    for name in available(op, p, local=local):
+        options.pipeline = select(op, options.size, topology, name).pipeline
+        rounds = build(op, name, p, root, options.pipeline, local).rounds
+        times: list[float | None] = [None, None]
+        if net is not None:
+            try:
+                times[0] = row_of(options, net, name, (p, local, options.size))["time_us"]
+            except InvalidArgumentError as error:
+                print(f"# {error.what}")
+        if name in measured:
+            times[1] = mean_us(measured[name])
+        cells = "".join(f"{'-' if us is None else f'{us:,.1f}':>16}" for us in times)
+        mark = "  <- taken" if name == chosen else ""
+        lines.append((times[bool(measured)] or math.inf, f"{name:<22}{rounds:>8,}{cells}{mark}"))
+    print(f"{'algorithm':<22}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
+    for _, line in sorted(lines, key=lambda pair: pair[0]):
+        print(line)
+
+
+def _measured(table: ChoiceTable | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:
+    """Return the times of the measured size that is nearest, at most a factor of 4 away."""
+    sizes = [size for name, size in table.measured if name == op] if table else []
+    near = min(sizes, key=lambda size: abs(math.log2(size / (nbytes or 1))), default=0)
+    if table is None or not nbytes / 4 <= near <= nbytes * 4:
+        return {}
+    if near != nbytes:
+        print(f"# measured: at {near:,} B")
+    return table.measured[op, near]

@@ -1,0 +1,209 @@
+"""`unisono simulate`: run algorithms in virtual time, on any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import InvalidArgumentError, UnknownNameError
+from unisono.workbench.bench.plan import OPS, SizeRange
+from unisono.workbench.cli.flags import add_parser, add_sizes, non_negative, positive, write_text
+
+if TYPE_CHECKING:
+    from unisono.workbench.simulate import Machine
+
+SimulatedRow = dict[str, Any]
+
+# The parts of the critical path, as keys of a row.
+_PARTS = ("latency_us", "bytes_us", "busy_us", "ends_us")
+
+_DESCRIPTION = """\
+Run algorithms in virtual time. The ranks execute the schedules that engines execute, on a network
+that is numbers: a shipped one (summit, switch, fat-tree, dragonfly) or a TOML file.
+
+time is when the last rank ends. latency, bytes, busy and ends are the parts of the critical path:
+latencies of links, bytes on links, waiting for links, and what ranks do. published is a measured
+time. A time with "~" is approximate: the order of messages on shared links was approximated."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `simulate`."""
+    parser = add_parser(
+        commands,
+        "simulate",
+        "run algorithms in virtual time, on any number of ranks",
+        _DESCRIPTION,
+        _simulate,
+    )
+    add = parser.add_argument
+    ops = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
+    add("op", choices=ops, metavar="OP", help=", ".join(ops))
+    counts = lambda text: [positive(number) for number in text.split(",")]  # noqa: E731
+    add("-p", "--ranks", type=counts, default="16", metavar="N,N", help="ranks (16)")
+    add("--hosts", type=positive, metavar="H", help="number of hosts (what the network has)")
+    add_sizes(parser, "8", "", 8)
+    add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+    add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
+    add("--algorithm", default="all", metavar="A,B", help="algorithms; all (the default)")
+    add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
+    add("--net", default="switch", metavar="FILE", help="a shipped network or a TOML file (switch)")
+    add("--model", choices=("links", "loggops", "alpha-beta"), help="(what the network has)")
+    add("--json", metavar="FILE", help="write all results to a file, as JSON")
+    add("--plot", metavar="FILE.png", help="draw time over size, or over ranks")
+    add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    net = _machine(options)
+    sizes = SizeRange(options.minbytes, options.maxbytes or options.minbytes, options.stepfactor)
+    print(f"# {options.op}; net {net.name}: {net.values['about']}")
+    columns = ("ranks", "size", "algorithm", "time us", "latency", "bytes", "busy", "ends")
+    print("#" + _aligned([*columns, "published", "error"])[1:])
+    rows: list[SimulatedRow] = []
+    for p in options.ranks:
+        for nbytes in sizes:
+            rows += _rows(options, net, p, nbytes)
+    if options.json:
+        document = {"op": options.op, "net": net.name, "values": net.values, "rows": rows}
+        write_text(options.json, json.dumps(document, indent=1).replace("Infinity", "null") + "\n")
+    if options.plot:
+        _plot(rows, options)
+    return 0
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    """Return the machine of --net, with the ranks per host of --hosts."""
+    net = machine_of(options.net, options.model)
+    if options.hosts:
+        if any(p % options.hosts for p in options.ranks):
+            raise InvalidArgumentError(f"-p {options.ranks} do not fill {options.hosts} hosts")
+        if len(options.ranks) > 1:
+            raise InvalidArgumentError("--hosts needs one number of ranks")
+        net.values["ranks_per_host"] = options.ranks[0] // options.hosts
+    return net
+
+
+def machine_of(name: str, model: str | None = None) -> Machine:
+    """Return the machine of a shipped name or a TOML file.
+
+    Raises:
+        UnknownNameError: There is no such machine or file.
+    """
+    from importlib import resources
+
+    from unisono.workbench.simulate import machine
+
+    shipped = resources.files("unisono.workbench.simulate") / "shipped"
+    try:
+        if name.endswith(".toml"):
+            text = Path(name).read_text(encoding="utf-8")
+        else:
+            text = (shipped / f"{name}.toml").read_text(encoding="utf-8")
+    except OSError:
+        known = ", ".join(sorted(file.name[:-5] for file in shipped.iterdir()))
+        raise UnknownNameError(
+            f"no network {name!r} (known: {known}; or a file that ends in .toml)"
+        ) from None
+    net = machine(name, text)
+    return replace(net, values=net.values | {"model": model or net.values["model"]})
+
+
+def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[SimulatedRow]:
+    """Yield and print a row per algorithm."""
+    from unisono.core.schedules import available
+
+    local = net.values["ranks_per_host"] if p % net.values["ranks_per_host"] == 0 else 1
+    every = options.algorithm == "all"
+    names = available(options.op, p, local=local) if every else options.algorithm.split(",")
+    for name in names:
+        try:
+            row = row_of(options, net, name, (p, local, nbytes))
+        except InvalidArgumentError as error:
+            if not every:
+                raise
+            print(f"# {error.what}")
+            continue
+        row["published_us"] = net.published.get(nbytes, {}).get(name, {}).get(p)
+        parts = [_us(row[part]) if part in row else "" for part in _PARTS]
+        measured = row["published_us"]
+        error_percent = f"{100 * row['time_us'] / measured - 100:+.1f} %" if measured else ""
+        time = ("" if row["exact"] else "~") + _us(row["time_us"])
+        cells = [str(p), str(nbytes), name, time, *parts, _us(measured) if measured else ""]
+        print(_aligned([*cells, error_percent]).rstrip(), flush=True)
+        yield row
+
+
+def row_of(
+    options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
+) -> SimulatedRow:
+    """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
+    from unisono.core.schedules import build
+    from unisono.core.schedules.ir import ROOTED
+    from unisono.core.schedules.registry import entry
+    from unisono.workbench.simulate import Traffic, loggops, program_of, simulate, to_goal
+
+    p, local, nbytes = shape
+    root = options.root if options.op in ROOTED else -1
+    depth = options.pipeline if entry(options.op, name).pipelined else 1
+    schedule = build(options.op, name, p, root, depth, local)
+    row = {"ranks": p, "size_bytes": nbytes, "algorithm": name, "rounds": schedule.rounds}
+    if options.goal or net.values["model"] == "loggops":
+        program = program_of(Traffic(schedule, nbytes, options.itemsize, work=False).all_rows(), p)
+        if options.goal:
+            write_text(options.goal, to_goal(program))
+        done = loggops.run(program, net.loggops())
+        return row | {"time_us": max(done.finish_ps) / 1e6, "exact": True, "method": "LogGOPS"}
+    schedule, network = net.in_channels(schedule, local)
+    result = simulate(
+        schedule, nbytes, network, net.costs(name), itemsize=options.itemsize,
+        padded=net.values["padded"], contended=net.values["model"] == "links",
+    )  # fmt: skip
+    busiest = [[link, ps / 1e6] for link, ps in result.busiest(5)]
+    row |= {part: ps / 1e6 for part, ps in zip(_PARTS, result.causes_ps.values(), strict=True)}
+    return row | {
+        "time_us": result.last_us, "first_us": result.first_ps / 1e6, "hops": result.hops,
+        "path": result.path, "messages": result.messages, "bytes": result.nbytes,
+        "busiest_us": busiest, "exact": result.exact, "method": result.method,
+    }  # fmt: skip
+
+
+def _us(us: float) -> str:
+    return f"{us:,.1f}" if us < 10_000 else f"{us:,.0f}"
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    widths = (9, 12, 23, 12, 9, 9, 9, 9, 10, 8)
+    return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:
+    """Draw a line per algorithm, and the published times as crosses."""
+    from unisono.workbench.bench.launch import check_installed
+
+    check_installed("plot")
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    figure, panel = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    over = "ranks" if len(options.ranks) > 1 else "size_bytes"
+    for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
+        mine = [row for row in rows if row["algorithm"] == name]
+        x, measured = [row[over] for row in mine], [row["published_us"] for row in mine]
+        # matplotlib has 10 colours.
+        style = "-" if number < 10 else "--"
+        times = [row["time_us"] for row in mine]
+        (line,) = panel.plot(x, times, style, marker="o", markersize=4, label=name)
+        if any(measured):
+            mark = {"color": line.get_color(), "markersize": 10, "markeredgewidth": 2}
+            panel.plot(x, measured, "x", label=f"{name}, published", **mark)
+    panel.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel="time (us)")
+    panel.set_title(f"{options.op} in virtual time, net {options.net}", loc="left")
+    panel.grid(True, color="#dddddd")
+    panel.legend(frameon=False)
+    figure.savefig(options.plot, dpi=100)
+    pyplot.close(figure)

@@ -1,0 +1,202 @@
+"""`unisono tune`: measure the algorithms on this machine, and store the choices that win."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from unisono.core.base import config
+from unisono.core.platform.machine import load_average, usable_cores
+from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.plan import OPS, SizeRange
+from unisono.workbench.cli.flags import add_parser, add_sizes, checked, positive, seconds
+from unisono.workbench.cli.terminal import plain
+
+if TYPE_CHECKING:
+    from unisono.core.schedules.tables import ChoiceTable
+    from unisono.workbench.bench.tuning import TuningPlan
+
+_PREFIX = "unisono tune: "
+# The part of the limit in which the ranks start.
+_START_S = 5.0
+
+_OPS = [op for op in OPS if op not in ("sendrecv", "barrier")]
+
+_DESCRIPTION = """\
+Measure every algorithm on this machine, and store the choices that win over the built-in rule in a
+table: one for each machine and shape of the world. Groups of that shape use it from then on, if all
+their ranks have the same table.
+
+On one host this starts the ranks itself. For several hosts, or over TCP, run it as the ranks:
+    unisono run --nnodes 2 ... --nproc-per-node 4 -m unisono tune
+The tables are in ~/.cache/unisono. UNISONO_TUNING=FILE names another file to write and to read."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `tune`."""
+    parser = add_parser(
+        commands,
+        "tune",
+        "measure the algorithms on this machine, and store the best choices",
+        _DESCRIPTION,
+        _tune,
+    )
+    add = parser.add_argument
+    add("ops", nargs="*", type=checked(_op), metavar="OP", help=f"(6 of {', '.join(_OPS)})")
+    add("--nproc-per-node", type=positive, metavar="N", help="ranks to start (one per core)")
+    add_sizes(parser, "1K", "16M", 4)
+    add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the run (60)")
+    add("--show", action="store_true", help="print the stored tables, and measure nothing")
+    add("--clear", action="store_true", help="delete the stored tables, and measure nothing")
+
+
+def _op(text: str) -> str:
+    if text not in _OPS:
+        raise InvalidArgumentError(f"unknown operation {text!r} (known: {', '.join(_OPS)})")
+    return text
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from unisono.core.backends import tuning
+    from unisono.core.rendezvous.launchers import is_alone
+    from unisono.workbench.bench import tuning as measuring
+
+    if options.clear:
+        for file in tuning.clear():
+            print(f"deleted {file}")
+        return 0
+    if options.show:
+        for table in tuning.read_tables().values():
+            _show(table)
+        return 0
+    sizes = SizeRange(options.minbytes, options.maxbytes, options.stepfactor)
+    ops = tuple(dict.fromkeys(options.ops)) or measuring.OPS
+    # The last call of a pass begins before the limit.
+    limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
+    plan = measuring.TuningPlan(ops, sizes, limit_s)
+    if not is_alone(config.environ()):
+        if options.nproc_per_node:
+            raise InvalidArgumentError("tune: this process is a rank already, so it starts none")
+        measure_and_save(-1, plan)
+        return 0
+    from unisono.launcher.spawn import spawn
+
+    spawn(measure_and_save, (plan,), options.nproc_per_node or max(2, usable_cores()))
+    return 0
+
+
+def measure_and_save(rank: int, plan: TuningPlan) -> None:
+    """Measure as one rank of a world; the first rank of each host writes the table.
+
+    Args:
+        rank: This rank, or -1; the environment has it, too.
+        plan: Operations, sizes and duration.
+
+    Raises:
+        InvalidArgumentError: The world has one rank, or the file cannot be written.
+    """
+    import unisono
+    from unisono.core.backends import tuning
+    from unisono.core.backends.cpu import CPUBackend
+    from unisono.core.schedules.tables import ChoiceTable
+    from unisono.core.schedules.tuning import rules_of, topology_of
+    from unisono.workbench.bench.tuning import PASSES, hosts, measure, quartiles
+
+    start_s, load = time.perf_counter(), load_average()
+    # The file may not exist yet, and the measurement must not depend on an older table.
+    named = config.get("UNISONO_TUNING")
+    os.environ["UNISONO_TUNING"] = "0"
+    try:
+        unisono.init_process_group()
+    finally:
+        os.environ["UNISONO_TUNING"] = named
+    try:
+        group = unisono.group.WORLD
+        assert group is not None
+        rank, names = group.rank(), hosts()
+        if len(names) < 2:
+            raise InvalidArgumentError("tune: a world of 1 rank has no algorithms to choose from")
+        backend = group.backends["cpu"]
+        assert isinstance(backend, CPUBackend)
+        shape = backend.shape
+        with _progress(shown=rank == 0) as progress:
+            measured = quartiles(measure(plan, topology_of(shape), progress))
+        took_s = time.perf_counter() - start_s
+        about = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(took_s, 1),
+            "passes": PASSES,
+            "load": round(load, 2),
+            "hosts": len(set(names)),
+        }
+        rules = rules_of(measured, topology_of(shape))
+        table = ChoiceTable(shape, tuning.machine(), unisono.__version__, rules, measured, about)
+        if names.index(names[rank]) == rank:
+            file = tuning.save(table)
+            print(f"{_PREFIX}wrote {file} on {names[rank]}", file=sys.stderr)
+        if rank == 0:
+            _show(table)
+            if load > (os.cpu_count() or 1):
+                print(f"{_PREFIX}the machine was busy before (load {load:.1f}); the choices of a "
+                      "quiet machine may differ", file=sys.stderr)  # fmt: skip
+    finally:
+        unisono.destroy_process_group()
+
+
+def _show(table: ChoiceTable) -> None:
+    """Print the rules of a table, and what each gains."""
+    from unisono.core.schedules.explain import nbytes_text
+    from unisono.core.schedules.select import select
+    from unisono.core.schedules.tuning import LEAST_PASSES, mean_us, topology_of
+
+    about, topology = table.about, topology_of(table.shape)
+    shape = table.shape
+    far = f", {shape.round_trip_us / 1000:g} ms" if shape.round_trip_us else ""
+    over = shape.over.replace("-", " ") + far
+    print(f"# table {table.digest}: {shape.ranks} ranks, {shape.local} per host, {over}")
+    notes = ", ".join(f"{key} {value}" for key, value in about.items())
+    print(plain(f"# {table.machine}; {notes}"))
+    for op, least, most, name in table.rules:
+        gains = []
+        for (measured_op, nbytes), times in table.measured.items():
+            built_in = select(op, nbytes, topology).algorithm if measured_op == op else ""
+            if least <= nbytes <= most and {name, built_in} <= times.keys():
+                gain = mean_us(times[built_in]) / mean_us(times[name])
+                gains.append(f"{nbytes_text(nbytes)}: {gain:.2f} x faster than {built_in}")
+        print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<22}{'; '.join(gains)}")
+    passes = [max(map(len, times.values())) for times in table.measured.values()]
+    cells = f"{len(passes)} cells were measured"
+    if few := sum(count < LEAST_PASSES for count in passes):
+        cells += f"; {few} of them once, which makes no rule: the time was too short"
+    print(f"# the built-in rule stays for all other sizes ({cells})", flush=True)
+
+
+@contextlib.contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function that shows how far the measurement is: a bar with rich on a terminal."""
+    if not shown:
+        yield lambda done, count, text: None
+    elif sys.stderr.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task(_PREFIX.strip(": "), total=None)
+            yield lambda done, count, text: bar.update(
+                task, completed=done, total=count, description=_PREFIX + text
+            )
+    else:
+
+        def line(done: int, count: int, text: str) -> None:
+            # One line for each tenth.
+            if done == count or 10 * done // count > 10 * (done - 1) // count:
+                print(f"{_PREFIX}{100 * done // count} % {text}".rstrip(), file=sys.stderr)
+
+        yield line
