@@ -35,8 +35,8 @@ from unisono.core.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES
 from unisono.core.schedules.registry import entry
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate import LogGOPS, Program, Traffic, program_of, to_goal
-from unisono.workbench.simulate.loggops import run
-from unisono.workbench.simulate.traffic import SEND, WORK
+from unisono.workbench.simulate.evaluators.loggops import run
+from unisono.workbench.simulate.evaluators.traffic import SEND, WORK
 
 NS = 1000
 MOST_RANKS = 64

@@ -30,8 +30,8 @@ from tuning import Cell, Half, mean_us, topology_of
 from unisono.core.schedules import Topology, available, build, select
 from unisono.core.schedules.ir import ROOTED
 from unisono.workbench.simulate import Costs, LinkSpec, Switch, Traffic
-from unisono.workbench.simulate.evaluate import all_rows
-from unisono.workbench.simulate.links import run
+from unisono.workbench.simulate.evaluators.evaluate import all_rows
+from unisono.workbench.simulate.evaluators.links import run
 
 CELLS = 28
 MARGIN = 0.8

@@ -18,11 +18,11 @@ from unisono.core.schedules.ir import ROOTED
 from unisono.core.schedules.registry import _TABLE
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate import Costs, Hosts, LinkSpec, LogGOPS, Switch, program_of, simulate
-from unisono.workbench.simulate.evaluate import all_rows
-from unisono.workbench.simulate.links import run as run_links
-from unisono.workbench.simulate.loggops import run as run_loggops
-from unisono.workbench.simulate.stages import run as run_stages
-from unisono.workbench.simulate.traffic import Traffic
+from unisono.workbench.simulate.evaluators.evaluate import all_rows
+from unisono.workbench.simulate.evaluators.links import run as run_links
+from unisono.workbench.simulate.evaluators.loggops import run as run_loggops
+from unisono.workbench.simulate.evaluators.stages import run as run_stages
+from unisono.workbench.simulate.evaluators.traffic import Traffic
 
 RANKS = 24_576
 PER_HOST = 6

@@ -34,9 +34,9 @@ from typing import NamedTuple
 
 import unisono
 from unisono.core.backends.cpu import CPUBackend
-from unisono.core.schedules.select import select
-from unisono.core.schedules.tables import ChoiceTable, GroupShape, Measured
-from unisono.core.schedules.tuning import mean_us, rules_of, topology_of
+from unisono.core.schedules.choice.select import select
+from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape, Measured
+from unisono.core.schedules.choice.tuning import mean_us, rules_of, topology_of
 from unisono.testing.hosts import Network
 from unisono.workbench.bench.tuning import OUT_AFTER_PASS, Rounds, TuningPlan, measure, quartile
 

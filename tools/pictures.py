@@ -15,10 +15,10 @@ from typing import Any
 from unisono.core.schedules import build
 from unisono.core.schedules.ir import ROOTED
 from unisono.workbench.simulate import machine
-from unisono.workbench.simulate.diagrams import COLOURS, diagram
-from unisono.workbench.simulate.drawing import PALE, Line, Picture
-from unisono.workbench.simulate.pages import page
-from unisono.workbench.simulate.timeline import Timeline, in_rounds, in_time
+from unisono.workbench.simulate.pictures.diagrams import COLOURS, diagram
+from unisono.workbench.simulate.pictures.drawing import PALE, Line, Picture
+from unisono.workbench.simulate.pictures.pages import page
+from unisono.workbench.simulate.pictures.timeline import Timeline, in_rounds, in_time
 
 FOLDER = Path("docs/pictures")
 RESULTS = Path("benchmarks/results/2-ranks.json")

@@ -37,7 +37,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         10,
         "torch's signature",
     ),
-    ("src/unisono/core/rendezvous/state.py", "AgentsState attributes"): (
+    ("src/unisono/core/rendezvous/agents/state.py", "AgentsState attributes"): (
         15,
         "the fields of one document",
     ),
@@ -134,7 +134,7 @@ def check_class(path: Path, node: ast.ClassDef) -> Iterator[str]:
 @functools.cache
 def operations() -> set[str]:
     """Return the names of the operations: the methods with the decorator `operation`."""
-    source = ast.parse(Path("src/unisono/core/groups/operations.py").read_text(encoding="utf-8"))
+    source = ast.parse(Path("src/unisono/core/operations/methods.py").read_text(encoding="utf-8"))
     return {
         node.name
         for node in ast.walk(source)

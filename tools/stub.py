@@ -27,7 +27,7 @@ from typing import Literal, Unpack, overload
 
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import Arrays
-from unisono.core.groups.keywords import AlgorithmKeywords
+from unisono.core.operations.keywords import AlgorithmKeywords
 from unisono.core.groups.world import Group
 '''
 MODULES = ("c10d.collectives", "c10d.p2p")

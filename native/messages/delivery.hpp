@@ -16,7 +16,7 @@ namespace unisono {
 
 // Messages of programs up to this size are received also before their receive is posted. Between
 // hosts that are far apart a second copy costs less than a delay. Each rank sends a root at most
-// that much early, and the root has memory for all ranks. core/schedules/far.py has the same numbers.
+// that much early, and the root has memory for all ranks. core/schedules/choice/far.py has the same numbers.
 constexpr size_t kEagerBytes = 32 * 1024;
 constexpr size_t kFarEagerBytes = 1024 * 1024;
 constexpr size_t kFarKeptBytes = 32 * 1024 * 1024;

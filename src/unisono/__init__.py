@@ -22,11 +22,11 @@ __version__ = "0.1.0"
 # module -> names.
 _HOMES = {
     "core.backends": "BackendConfig register_backend",
-    "core.base.streams": "Event Stream current_stream default_stream stream",
+    "core.base.threads.streams": "Event Stream current_stream default_stream stream",
     "core.base.types": "Array RedOpType ReduceOp",
     "launcher": "launch spawn",
     "core.engines.choice": "EngineInfo engine_info",
-    "core.groups.c10d_methods": (
+    "core.operations.c10d_methods": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "
         "ScatterOptions"
@@ -75,11 +75,11 @@ _HOMES = {
     "beyond.tracing": "stats trace_records",
     "core.recorder": "GroupStats OperationStats TraceRecord write_trace",
     "core.c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
-    "core.groups.keywords": "CallKeywords",
+    "core.operations.keywords": "CallKeywords",
     "core.groups.process_group": "ProcessGroup",
     "core.c10d.objects.serializer": "PickleSerializer Serializer",
     "beyond.preemption": "should_stop",
-    "core.groups.work": "Future Work collect_all wait_all wait_any",
+    "core.operations.work": "Future Work collect_all wait_all wait_any",
     "core.groups.world": "GroupMember group",
     "core.rendezvous": "register_rendezvous_handler rendezvous",
     "core.transports.messages": "ANY_TAG MessageInfo PROC_NULL",

@@ -5,15 +5,15 @@ from typing import Literal, Unpack, overload
 
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import Arrays
-from unisono.core.groups.keywords import AlgorithmKeywords
+from unisono.core.operations.keywords import AlgorithmKeywords
 from unisono.core.groups.world import Group
 from unisono.core.backends import BackendConfig as BackendConfig
 from unisono.core.backends import register_backend as register_backend
-from unisono.core.base.streams import Event as Event
-from unisono.core.base.streams import Stream as Stream
-from unisono.core.base.streams import current_stream as current_stream
-from unisono.core.base.streams import default_stream as default_stream
-from unisono.core.base.streams import stream as stream
+from unisono.core.base.threads.streams import Event as Event
+from unisono.core.base.threads.streams import Stream as Stream
+from unisono.core.base.threads.streams import current_stream as current_stream
+from unisono.core.base.threads.streams import default_stream as default_stream
+from unisono.core.base.threads.streams import stream as stream
 from unisono.core.base.types import Array as Array
 from unisono.core.base.types import RedOpType as RedOpType
 from unisono.core.base.types import ReduceOp as ReduceOp
@@ -106,23 +106,23 @@ from unisono.beyond.tracing import trace_records as trace_records
 from unisono.core.engines.choice import EngineInfo as EngineInfo
 from unisono.core.engines.choice import engine_info as engine_info
 from unisono.errors import QueueEmptyError as QueueEmptyError
-from unisono.core.groups.c10d_methods import AllToAllOptions as AllToAllOptions
-from unisono.core.groups.c10d_methods import AllgatherOptions as AllgatherOptions
-from unisono.core.groups.c10d_methods import AllreduceCoalescedOptions as AllreduceCoalescedOptions
-from unisono.core.groups.c10d_methods import AllreduceOptions as AllreduceOptions
-from unisono.core.groups.c10d_methods import BarrierOptions as BarrierOptions
-from unisono.core.groups.c10d_methods import BroadcastOptions as BroadcastOptions
-from unisono.core.groups.c10d_methods import GatherOptions as GatherOptions
-from unisono.core.groups.c10d_methods import ReduceOptions as ReduceOptions
-from unisono.core.groups.c10d_methods import ReduceScatterOptions as ReduceScatterOptions
-from unisono.core.groups.c10d_methods import ScatterOptions as ScatterOptions
-from unisono.core.groups.keywords import CallKeywords as CallKeywords
+from unisono.core.operations.c10d_methods import AllToAllOptions as AllToAllOptions
+from unisono.core.operations.c10d_methods import AllgatherOptions as AllgatherOptions
+from unisono.core.operations.c10d_methods import AllreduceCoalescedOptions as AllreduceCoalescedOptions
+from unisono.core.operations.c10d_methods import AllreduceOptions as AllreduceOptions
+from unisono.core.operations.c10d_methods import BarrierOptions as BarrierOptions
+from unisono.core.operations.c10d_methods import BroadcastOptions as BroadcastOptions
+from unisono.core.operations.c10d_methods import GatherOptions as GatherOptions
+from unisono.core.operations.c10d_methods import ReduceOptions as ReduceOptions
+from unisono.core.operations.c10d_methods import ReduceScatterOptions as ReduceScatterOptions
+from unisono.core.operations.c10d_methods import ScatterOptions as ScatterOptions
+from unisono.core.operations.keywords import CallKeywords as CallKeywords
 from unisono.core.groups.process_group import ProcessGroup as ProcessGroup
-from unisono.core.groups.work import Future as Future
-from unisono.core.groups.work import Work as Work
-from unisono.core.groups.work import collect_all as collect_all
-from unisono.core.groups.work import wait_all as wait_all
-from unisono.core.groups.work import wait_any as wait_any
+from unisono.core.operations.work import Future as Future
+from unisono.core.operations.work import Work as Work
+from unisono.core.operations.work import collect_all as collect_all
+from unisono.core.operations.work import wait_all as wait_all
+from unisono.core.operations.work import wait_any as wait_any
 from unisono.core.groups.world import GroupMember as GroupMember
 from unisono.core.groups.world import group as group
 from unisono.launcher import launch as launch

@@ -16,7 +16,7 @@ def torch_backend() -> None:
     try:
         import_module("unisono.adapters.torch")
         # Also for a program whose groups are of torch's own backends.
-        import_module("unisono.core.base.stacks").offer_stack()
+        import_module("unisono.core.base.source.stacks").offer_stack()
     except Exception:
         logging.getLogger("unisono.autoload").warning(
             "no backend 'unisono' for torch", exc_info=True

@@ -3,8 +3,8 @@
 from unisono.adapters.nccl.streams import CUDAEvent, CUDAStream
 from unisono.core.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.core.base.buffers import BufferView, device_of, view
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.types import DType
 from unisono.core.engines import (
     Call,
@@ -15,8 +15,8 @@ from unisono.core.engines import (
     ReferenceEngine,
     Task,
 )
-from unisono.core.groups.dispatch import Dispatcher, dispatcher
-from unisono.core.groups.operations import OPS, OpSchema, schema_of
+from unisono.core.operations.dispatch import Dispatcher, dispatcher
+from unisono.core.operations.methods import OPS, OpSchema, schema_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, lower, select
 from unisono.core.schedules.msccl import from_msccl, to_msccl
 from unisono.core.schedules.registry import register_schedule

@@ -11,7 +11,7 @@ import numpy as np
 import unisono as dist
 from tests.support import operations
 from tests.support.operations import Operations
-from unisono.core.base.completion import Completion
+from unisono.core.base.threads.completion import Completion
 from unisono.core.engines.native_queue import QueuedCall
 from unisono.core.transports.tcp import link
 from unisono.errors import UnisonoError

@@ -13,9 +13,10 @@ import unisono as dist
 from tests.faults.fault_calls import BUSY_S, attempt, store
 from tests.support.handlers import at_each_line, in_a_handler
 from unisono.core.backends import cpu
-from unisono.core.base import completion
+from unisono.core.base.threads import completion
 from unisono.core.engines import native_engine, native_queue, queue, reference
-from unisono.core.groups import process_group, stream_queue, work
+from unisono.core.groups import process_group
+from unisono.core.operations import stream_queue, work
 from unisono.core.transports import api, control, mailbox, native_messages
 from unisono.core.transports.tcp import link, transport
 from unisono.testing import run

@@ -24,11 +24,11 @@ from unisono.core.groups.membership import Membership
 from unisono.core.groups.membership_store import Document, first_proposal
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import World, current, use
+from unisono.core.rendezvous.agents.state import AgentsState as Nodes
+from unisono.core.rendezvous.agents.state import Node, Phase
+from unisono.core.rendezvous.agents.worker_world import WorkerStore
 from unisono.core.rendezvous.joining import open_for_newcomer
 from unisono.core.rendezvous.membership import Come, Member, WaitingMember
-from unisono.core.rendezvous.state import AgentsState as Nodes
-from unisono.core.rendezvous.state import Node, Phase
-from unisono.core.rendezvous.worker_world import WorkerStore
 from unisono.core.stores import FileStore, HashStore
 from unisono.core.transports import LinkDown, has_ended
 from unisono.core.transports.messages import LEFT

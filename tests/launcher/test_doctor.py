@@ -19,8 +19,8 @@ from tests.support import netns
 from tests.support.launches import Launch
 from unisono.core.base import document
 from unisono.core.platform.processes import IS_LINUX
-from unisono.core.rendezvous import state
-from unisono.core.rendezvous.member import Timing
+from unisono.core.rendezvous.agents import state
+from unisono.core.rendezvous.agents.member import Timing
 from unisono.core.stores import HashStore, PrefixStore, TCPStore
 from unisono.core.stores.tcp.refusals import refused_client
 from unisono.core.stores.tcp.token import REFUSED_KEY

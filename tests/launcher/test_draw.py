@@ -6,8 +6,8 @@ import pytest
 
 from unisono.core.schedules import build
 from unisono.workbench.cli.main import main
-from unisono.workbench.simulate.diagrams import diagram
-from unisono.workbench.simulate.timeline import in_rounds
+from unisono.workbench.simulate.pictures.diagrams import diagram
+from unisono.workbench.simulate.pictures.timeline import in_rounds
 
 
 def draw(*words):

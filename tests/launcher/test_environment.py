@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from unisono.core.rendezvous.state import Node
-from unisono.core.rendezvous.worker_world import WorkerWorld
+from unisono.core.rendezvous.agents.state import Node
+from unisono.core.rendezvous.agents.worker_world import WorkerWorld
 from unisono.launcher.environment import NodePlace, worker_environment
 
 NODES = tuple(

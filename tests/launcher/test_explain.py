@@ -9,7 +9,7 @@ import pytest
 import unisono
 from unisono.core.backends import tuning
 from unisono.core.schedules import Topology, available, build, select
-from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape, Rule
 from unisono.workbench.cli.main import main
 from unisono.workbench.simulate import Costs, LinkSpec, Switch, simulate
 

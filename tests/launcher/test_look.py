@@ -19,7 +19,7 @@ import pytest
 from tests.faults.scripts import ranks_of, started
 from tests.support import netns
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.where import stack_of
+from unisono.core.base.source.where import stack_of
 from unisono.core.platform.network import listeners
 from unisono.core.platform.peer_user import user_of_peer
 from unisono.core.stores import HashStore, TCPStore
@@ -42,7 +42,8 @@ from unisono.core.transports.tcp.viewer import (
 )
 from unisono.core.transports.tcp.wire import ACCEPT, CLOCK, HELLO, INSPECT, RECORDS, REFUSE, Hello
 from unisono.errors import LaunchError, UnisonoError
-from unisono.workbench.cli.look import ask, command, verdict
+from unisono.workbench.cli.look import ask, verdict
+from unisono.workbench.cli.look import look as command
 from unisono.workbench.cli.look.ask import ask_job
 from unisono.workbench.cli.look.verdict import JobView, jobs_of, verdict_of
 from unisono.workbench.cli.main import main

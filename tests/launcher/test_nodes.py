@@ -6,8 +6,8 @@ import os
 import pytest
 
 from unisono.core.platform.processes import IS_LINUX
-from unisono.core.rendezvous.member import Timing
-from unisono.core.rendezvous.state import JobLimits
+from unisono.core.rendezvous.agents.member import Timing
+from unisono.core.rendezvous.agents.state import JobLimits
 from unisono.errors import InvalidArgumentError
 from unisono.launcher.spec import NodeMeeting
 from unisono.workbench.cli.nodes import add_node_flags, node_options, unknown_conf, workers_per_node

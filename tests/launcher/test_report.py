@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.programs import python
 from unisono.core.base import document
-from unisono.core.rendezvous.state import AgentsState
+from unisono.core.rendezvous.agents.state import AgentsState
 from unisono.errors import CollectiveAbortedError, PeerFailedError, PeerLostError, StepAborted
 from unisono.launcher.agent import Agent
 from unisono.launcher.report import (

@@ -560,7 +560,7 @@ class NoThread:
 
 
 def test_the_report_needs_no_thread(launches):
-    patches = {"unisono.workbench.cli.run.command.threading": SimpleNamespace(Thread=NoThread)}
+    patches = {"unisono.workbench.cli.run.run.threading": SimpleNamespace(Thread=NoThread)}
     code, _, err = launches.run("-n2", script="raise ValueError('the cause')", patches=patches)
     assert code == 1
     assert err.endswith("ValueError: the cause\n")

@@ -30,7 +30,7 @@ def begin_badly(*args, **keywords):
 
 
 def test_signal_before_the_agent_can_handle_it_is_not_lost(launches):
-    patches = {"unisono.workbench.cli.run.command.Agent": begin_badly}
+    patches = {"unisono.workbench.cli.run.run.Agent": begin_badly}
     code, out, err = launches.run("-n1", script="input()\nprint('ended')", patches=patches)
     assert (code, out) == (130, ""), err
     assert err == "unisono run: stopped by SIGINT\n"
@@ -59,7 +59,7 @@ def signal_in_report(result):
 
 
 def test_signal_at_the_end_changes_no_exit_code_and_no_report(launches):
-    patches = {"unisono.workbench.cli.run.command._print_report": signal_in_report}
+    patches = {"unisono.workbench.cli.run.run._print_report": signal_in_report}
     code, _, err = launches.run("-n1", script="raise SystemExit(7)", patches=patches)
     assert (code, err) == (7, "the report\n")
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support.launches import LIMIT_S, environment
-from unisono.workbench.cli.run import command as run_command
+from unisono.workbench.cli.run import run as run_command
 
 THEIRS = [sys.executable, "-m", "torch.distributed.run"]
 

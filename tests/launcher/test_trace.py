@@ -13,7 +13,7 @@ from tests.faults.scripts import LIMIT_S, ranks_of, started
 from tests.unit.trace.test_analysis import record, world
 from tests.unit.trace.test_timeline import arrows_of, parse
 from unisono.core.recorder.flight_recorder import encode
-from unisono.workbench.cli.look.command import find_jobs
+from unisono.workbench.cli.look.look import find_jobs
 from unisono.workbench.cli.look.verdict import JobView
 from unisono.workbench.cli.main import main
 from unisono.workbench.cli.trace import gather

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import unisono as dist
-from unisono.core.base.tracebacks import OWN_FOLDER, trimmed
+from unisono.core.base.source.tracebacks import OWN_FOLDER, trimmed
 
 SCRIPT = """\
 import numpy as np
@@ -42,7 +42,7 @@ def test_all_frames_are_shown_on_request(launches):
     options = {"script": SCRIPT, "UNISONO_FULL_TRACEBACK": "1"}
     code, _, err = launches.run("--nproc-per-node", 1, **options)
     assert code == 1
-    assert f'File "{OWN_FOLDER}core/groups/operations.py"' in err
+    assert f'File "{OWN_FOLDER}core/operations/methods.py"' in err
 
 
 def failing(rank):
@@ -81,7 +81,7 @@ def test_errors_of_other_libraries_stay_whole():
 
 
 def test_the_hook_of_threads_trims_too(monkeypatch):
-    from unisono.core.base import tracebacks
+    from unisono.core.base.source import tracebacks
 
     seen = []
     monkeypatch.setattr(tracebacks, "_is_installed", False)

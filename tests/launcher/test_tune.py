@@ -13,9 +13,9 @@ import unisono as dist
 from tests.support.programs import python
 from unisono.core.backends import tuning
 from unisono.core.schedules import available, select
-from unisono.core.schedules.far import NEAR_US
-from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
-from unisono.core.schedules.tuning import rules_of, topology_of
+from unisono.core.schedules.choice.far import NEAR_US
+from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.choice.tuning import rules_of, topology_of
 from unisono.testing.hosts import Network, why_no_hosts
 from unisono.workbench.bench.tuning import TuningPlan, measure, quartiles
 from unisono.workbench.cli.main import main

@@ -11,7 +11,7 @@ import pytest
 import unisono
 from tests.support import tools
 from tests.support.torch_signatures import calls, overloads
-from unisono.core.groups.operations import OPS
+from unisono.core.operations.methods import OPS
 from unisono.errors import UnsupportedError
 from unisono.refused import INCIDENTAL, REFUSED
 

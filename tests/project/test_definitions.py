@@ -105,7 +105,7 @@ def test_a_function_leads_to_the_code_that_prepares_its_call(server):
         path, number = server.definitions(script, text, at)[0]
         assert path == SOURCE / "core/c10d/collectives.py"
         path, number = step(server, path, number, rf"pg\.({name})\(")
-        assert path == SOURCE / "core/groups/operations.py"
+        assert path == SOURCE / "core/operations/methods.py"
         path, number = step(server, path, number, rf"\.({name})\(")
         ends[name] = path.relative_to(SOURCE).as_posix()
     assert ends.pop("barrier") == "core/backends/cpu.py"

@@ -19,7 +19,7 @@ from unisono.core.schedules import build
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
 from unisono.testing import run
 from unisono.testing.hosts import why_no_hosts
-from unisono.workbench.simulate.timeline import in_rounds
+from unisono.workbench.simulate.pictures.timeline import in_rounds
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(

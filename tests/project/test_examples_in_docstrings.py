@@ -12,7 +12,7 @@ import pytest
 import unisono as dist
 from unisono.core.c10d import p2p
 from unisono.core.c10d.objects import functions as objects
-from unisono.core.groups.operations import OPS
+from unisono.core.operations.methods import OPS
 from unisono.testing import run
 
 FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.core.groups.operations import OPS, Operations
 from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.operations.methods import OPS, Operations
 
 ROOT = Path(__file__).parents[2]
 CALLS = ROOT / "tests/project/typed_calls.py"

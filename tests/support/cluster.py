@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from unisono.core.rendezvous.member import (
+from unisono.core.rendezvous.agents.member import (
     AgentMemory,
     End,
     Start,
@@ -12,7 +12,7 @@ from unisono.core.rendezvous.member import (
     observe,
     stopped,
 )
-from unisono.core.rendezvous.state import (
+from unisono.core.rendezvous.agents.state import (
     AgentsState,
     Failed,
     JobLimits,
@@ -24,7 +24,7 @@ from unisono.core.rendezvous.state import (
     dumps,
     loads,
 )
-from unisono.core.rendezvous.transitions import apply
+from unisono.core.rendezvous.agents.transitions import apply
 
 TIMING = Timing(join_timeout_s=600.0, last_call_s=30.0, dead_after_s=10.0)
 

@@ -29,8 +29,8 @@ import numpy as np
 
 from tests.support.oracle import trunc_div
 from unisono.adapters.nccl import library
-from unisono.core.base.streams import Event as HostEvent
-from unisono.core.base.streams import Stream as HostStream
+from unisono.core.base.threads.streams import Event as HostEvent
+from unisono.core.base.threads.streams import Stream as HostStream
 from unisono.core.stores import TCPStore
 from unisono.errors import UnisonoError
 

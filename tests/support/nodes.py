@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.support.launches import Launch
 from tests.support.netns import TOKEN
 from tests.support.ports import reserved_port
-from unisono.core.rendezvous.dynamic import DynamicRendezvous
+from unisono.core.rendezvous.agents.dynamic import DynamicRendezvous
 
 # Agents wait half a second for more nodes, but a minute for a heartbeat: on a busy machine an agent
 # can stand still for seconds.
@@ -88,7 +88,7 @@ def progress_after_joining(rendezvous):
 # Agents say at once, and not after 5 s, for what they wait.
 TELLING = {
     "unisono.launcher.agent._PATIENCE_S": 0.1,
-    "unisono.core.rendezvous.dynamic.DynamicRendezvous.progress": progress_after_joining,
+    "unisono.core.rendezvous.agents.dynamic.DynamicRendezvous.progress": progress_after_joining,
 }
 
 

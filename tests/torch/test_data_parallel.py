@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.core.groups.work import Future
+from unisono.core.operations.work import Future
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,

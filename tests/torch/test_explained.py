@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launches import LIMIT_S, Launches
-from unisono.core.base.stacks import offered_stacks
+from unisono.core.base.source.stacks import offered_stacks
 from unisono.launcher.traceback_text import exception_line
 from unisono.workbench.cli.look.ask import ask_job
 from unisono.workbench.cli.look.verdict import jobs_of, verdict_of

@@ -22,7 +22,7 @@ from unisono.adapters.torch.arguments import reduce_op  # noqa: E402
 from unisono.adapters.torch.callbacks import CallbackThreads  # noqa: E402
 from unisono.adapters.torch.errors import for_torch  # noqa: E402
 from unisono.adapters.torch.operations import TorchOperations  # noqa: E402
-from unisono.core.groups.operations import OPS  # noqa: E402
+from unisono.core.operations.methods import OPS  # noqa: E402
 
 PATIENCE_S = 60
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.core.groups.dispatch import dispatcher
+from unisono.core.operations.dispatch import dispatcher
 from unisono.errors import UsageError
 
 

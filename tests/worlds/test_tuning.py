@@ -8,7 +8,7 @@ import pytest
 import unisono as dist
 from tests.support.programs import python
 from unisono.core.backends import tuning
-from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape, Rule
 from unisono.errors import InvalidArgumentError
 
 MINE = GroupShape("native", "shared-memory", 2, 2)

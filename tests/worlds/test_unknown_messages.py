@@ -15,7 +15,7 @@ import pytest
 import unisono as dist
 from tests.support.calls import fails
 from unisono.core.backends import p2p
-from unisono.core.base.completion import Completion
+from unisono.core.base.threads.completion import Completion
 from unisono.core.transports import transfers
 from unisono.errors import (
     ClosedError,

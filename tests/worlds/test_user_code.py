@@ -9,7 +9,7 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import fails
-from unisono.core.groups.dispatch import dispatcher
+from unisono.core.operations.dispatch import dispatcher
 from unisono.errors import CollectiveAbortedError
 
 LIMIT_S = 30.0

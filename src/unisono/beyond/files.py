@@ -26,7 +26,7 @@ import numpy as np
 from unisono.core.base.buffers import BufferView, as_bytes, view
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.integers import as_integers
-from unisono.core.base.streams import on_host
+from unisono.core.base.threads.streams import on_host
 from unisono.core.base.types import Array
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.groups.process_group import ProcessGroup

@@ -23,10 +23,10 @@ from unisono.core.base.types import Array
 from unisono.core.c10d.arguments import group_rank_of, reporting_bad_arguments
 from unisono.core.c10d.device_mesh import DeviceMesh
 from unisono.core.c10d.objects.call import ObjectCall
-from unisono.core.groups.keywords import CallKeywords
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Work
 from unisono.core.groups.world import Group, current, member_group, require_group, resolve
+from unisono.core.operations.keywords import CallKeywords
+from unisono.core.operations.work import Work
 from unisono.core.schedules.ir import IntArray
 from unisono.errors import (
     ArgumentTypeError,

@@ -25,7 +25,7 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger, log_once
-from unisono.core.base.streams import on_host
+from unisono.core.base.threads.streams import on_host
 from unisono.core.base.types import dtype_of_numpy
 from unisono.core.c10d.arguments import group_rank_of
 from unisono.core.c10d.objects.call import ObjectCall

@@ -22,12 +22,17 @@ from dataclasses import replace
 from unisono.core.base import document
 from unisono.core.base.config import get
 from unisono.core.base.deadline import Deadline
-from unisono.core.rendezvous.dynamic import Changed, DynamicRendezvous, RestartsLeft
+from unisono.core.rendezvous.agents.dynamic import Changed, DynamicRendezvous, RestartsLeft
+from unisono.core.rendezvous.agents.member import End, Stop
+from unisono.core.rendezvous.agents.state import Failed, Node, Succeeded
+from unisono.core.rendezvous.agents.worker_world import (
+    WorkerStore,
+    WorkerWorld,
+    job_prefix,
+    workers_url,
+)
 from unisono.core.rendezvous.endpoint import open_endpoint, own_address
-from unisono.core.rendezvous.member import End, Stop
 from unisono.core.rendezvous.services import open_service, service_host
-from unisono.core.rendezvous.state import Failed, Node, Succeeded
-from unisono.core.rendezvous.worker_world import WorkerStore, WorkerWorld, job_prefix, workers_url
 from unisono.core.stores import FileStore, HashStore, PrefixStore, Store
 from unisono.errors import LaunchError
 from unisono.launcher.attempt import Attempt, LaunchResources

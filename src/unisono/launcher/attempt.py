@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.core.base.config import environ
-from unisono.core.base.stacks import offered_stacks
-from unisono.core.base.where import place_of
+from unisono.core.base.source.stacks import offered_stacks
+from unisono.core.base.source.where import place_of
 from unisono.core.platform.posix import SIGKILL
 from unisono.launcher.back_off import BackOff
 from unisono.launcher.environment import ERROR_FILE_VARIABLE, NodePlace, worker_environment

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.core.rendezvous.state import Node
-from unisono.core.rendezvous.worker_world import WorkerWorld
+from unisono.core.rendezvous.agents.state import Node
+from unisono.core.rendezvous.agents.worker_world import WorkerWorld
 from unisono.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"

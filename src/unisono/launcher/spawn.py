@@ -27,7 +27,7 @@ from unisono.core.base.config import environ, get
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.host import GUARD_HINT, is_importing_main
 from unisono.core.base.integers import as_integer
-from unisono.core.base.tracebacks import trimmed
+from unisono.core.base.source.tracebacks import trimmed
 from unisono.core.platform.posix import SIGKILL
 from unisono.core.platform.processes import open_exit_fd, parent_death_hook
 from unisono.core.stores import TCPStore

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.core.rendezvous.member import Timing
-from unisono.core.rendezvous.state import JobLimits
+from unisono.core.rendezvous.agents.member import Timing
+from unisono.core.rendezvous.agents.state import JobLimits
 from unisono.launcher.output.files import LogOptions
 from unisono.launcher.report import WorkerFailure, signal_name
 from unisono.launcher.signals import ENDING

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from unisono.core.base.buffers import Array
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.types import DType, RedOpType, ReduceOp, dtype_named
 from unisono.core.engines import Call, Engine, Exchange, Prepared, Task
 from unisono.core.schedules import Program, available, build, layout_for, lower

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.support.together import on_threads
-from unisono.core.base.completion import Completion, Pending
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Completion, Pending
 from unisono.errors import InternalError
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from unisono.core.base import document
 from unisono.core.recorder.flight_recorder import encode, encode_short
-from unisono.core.rendezvous import membership, state
+from unisono.core.rendezvous import membership
+from unisono.core.rendezvous.agents import state
 from unisono.errors import RendezvousError
 from unisono.launcher.report import WorkerFailure
 from unisono.workbench.bench.plan import BenchPlan

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from unisono.core.base.stacks import offered_stacks
+from unisono.core.base.source.stacks import offered_stacks
 from unisono.workbench.cli.look import ask
 
 SCRIPT = """
 import os, sys
-from unisono.core.base.stacks import offer_stack
+from unisono.core.base.source.stacks import offer_stack
 offer_stack()
 if len(sys.argv) > 1:
     os.setuid(int(sys.argv[1]))

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from tests.support.handlers import at_each_line
-from unisono.core.base import streams
-from unisono.core.base.streams import Event, Stream, current_stream, default_stream, stream
+from unisono.core.base.threads import streams
+from unisono.core.base.threads.streams import Event, Stream, current_stream, default_stream, stream
 from unisono.errors import CollectiveTimeoutError, UsageError
 
 

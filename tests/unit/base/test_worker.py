@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from unisono.core.base.worker import WorkerThread
+from unisono.core.base.threads.worker import WorkerThread
 
 _start = threading.Thread.start
 

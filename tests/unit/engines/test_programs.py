@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support.together import on_threads
 from tests.support.transport_worlds import reference_engines
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.types import ReduceOp, dtype_named
 from unisono.core.engines import Call, Prepared, Task
 from unisono.core.schedules import Program, build, layout_for, lower

@@ -17,18 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.together import on_threads
-from unisono.core.base.network import reachable_hosts
+from unisono.core.base.network.interfaces import reachable_hosts
 from unisono.core.rendezvous import endpoint
-from unisono.core.rendezvous.dynamic import DynamicRendezvous
-from unisono.core.rendezvous.endpoint import (
-    address_here,
-    is_local,
-    open_endpoint,
-    own_address,
-    parse_endpoint,
-)
-from unisono.core.rendezvous.member import End, Stop, Timing
-from unisono.core.rendezvous.state import (
+from unisono.core.rendezvous.agents.dynamic import DynamicRendezvous
+from unisono.core.rendezvous.agents.member import End, Stop, Timing
+from unisono.core.rendezvous.agents.state import (
     AgentsState,
     Failed,
     JobLimits,
@@ -40,8 +33,15 @@ from unisono.core.rendezvous.state import (
     dumps,
     loads,
 )
-from unisono.core.rendezvous.transitions import apply
-from unisono.core.rendezvous.worker_world import WorkerWorld
+from unisono.core.rendezvous.agents.transitions import apply
+from unisono.core.rendezvous.agents.worker_world import WorkerWorld
+from unisono.core.rendezvous.endpoint import (
+    address_here,
+    is_local,
+    open_endpoint,
+    own_address,
+    parse_endpoint,
+)
 from unisono.core.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.core.stores.tcp.token import REFUSED_KEY
 from unisono.core.stores.tcp.wire import RequestOp
@@ -312,7 +312,7 @@ def test_agent_that_stood_still_takes_no_other_for_lost(monkeypatch):
     # Only the clock of a thread that stood still is ahead.
     clock = threading.local()
     fake = SimpleNamespace(monotonic=lambda: time.monotonic() + getattr(clock, "ahead_s", 0.0))
-    monkeypatch.setattr("unisono.core.rendezvous.dynamic.time", fake)
+    monkeypatch.setattr("unisono.core.rendezvous.agents.dynamic.time", fake)
     limits = JobLimits(min_nodes=1, max_nodes=2, max_restarts=0)
     timing = Timing(dead_after_s=LIMIT_S, last_call_s=LIMIT_S)
     with HashStore() as shared:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from unisono.core.rendezvous.agents.state import dumps
 from unisono.core.rendezvous.membership import (
     AWAY_S,
     BROKEN_S,
@@ -25,7 +26,6 @@ from unisono.core.rendezvous.membership import (
     loads,
     next_event,
 )
-from unisono.core.rendezvous.state import dumps
 from unisono.errors import RendezvousError
 
 WORLD = 1

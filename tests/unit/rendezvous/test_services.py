@@ -15,9 +15,9 @@ from tests.support.services import KINDS
 from unisono.core.groups.membership_store import Document
 from unisono.core.groups.world import current
 from unisono.core.rendezvous import rendezvous
+from unisono.core.rendezvous.agents.state import AgentsState, Node, Phase
+from unisono.core.rendezvous.agents.worker_world import WorkerStore, job_prefix, workers_url
 from unisono.core.rendezvous.services import open_launched, open_service
-from unisono.core.rendezvous.state import AgentsState, Node, Phase
-from unisono.core.rendezvous.worker_world import WorkerStore, job_prefix, workers_url
 from unisono.core.stores import PrefixStore
 from unisono.errors import StoreError, StoreTimeoutError
 from unisono.lowlevel import EtcdStore, RedisStore

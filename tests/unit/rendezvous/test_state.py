@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support.cluster import TIMING, Cluster, node
 from tests.support.selection import examples
-from unisono.core.rendezvous.member import AgentMemory, End, decide, observe
-from unisono.core.rendezvous.state import (
+from unisono.core.rendezvous.agents.member import AgentMemory, End, decide, observe
+from unisono.core.rendezvous.agents.state import (
     AgentsState,
     Cause,
     Failed,
@@ -27,7 +27,7 @@ from unisono.core.rendezvous.state import (
     dumps,
     loads,
 )
-from unisono.core.rendezvous.transitions import apply
+from unisono.core.rendezvous.agents.transitions import apply
 from unisono.errors import RendezvousError
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from unisono.core.schedules.ir import Buf, Op
-from unisono.core.schedules.layout import buffer_bounds
-from unisono.core.schedules.program import lower
+from unisono.core.schedules.lowering.layout import buffer_bounds
+from unisono.core.schedules.lowering.program import lower
 
 REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE, Op.REDUCE)
 

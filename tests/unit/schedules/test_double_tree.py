@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from unisono.core.schedules.double_tree import double_tree
+from unisono.core.schedules.algorithms.double_tree import double_tree
 
 SIZES = [*range(2, 70), 127, 128, 129, 599, 1000, 1023, 1024, 1025, 4095, 4096, 4097, 24576]
 

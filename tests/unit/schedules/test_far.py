@@ -2,11 +2,12 @@
 
 import pytest
 
-from unisono.core.schedules import available, build, far, select
-from unisono.core.schedules.far import MOST_RANKS, NEAR_US, fastest, round_trip_class
+from unisono.core.schedules import available, build, select
+from unisono.core.schedules.choice import far
+from unisono.core.schedules.choice.far import MOST_RANKS, NEAR_US, fastest, round_trip_class
+from unisono.core.schedules.choice.select import Topology
 from unisono.core.schedules.ir import ROOTED
-from unisono.core.schedules.select import Topology
-from unisono.workbench.simulate.evaluate import simulate
+from unisono.workbench.simulate.evaluators.evaluate import simulate
 from unisono.workbench.simulate.networks import Hosts, LinkSpec
 
 KIB, MIB = 1024, 1 << 20

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from unisono.core.schedules.ir import Buf
-from unisono.core.schedules.layout import buffer_bounds, layout_for
+from unisono.core.schedules.lowering.layout import buffer_bounds, layout_for
 from unisono.core.schedules.registry import build
 
 

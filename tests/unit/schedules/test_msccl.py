@@ -11,7 +11,7 @@ import pytest
 import unisono as dist
 from unisono.core.schedules import build, registry
 from unisono.core.schedules.cost import cost
-from unisono.core.schedules.layout import layout_for
+from unisono.core.schedules.lowering.layout import layout_for
 from unisono.core.schedules.msccl import from_msccl, to_msccl
 from unisono.core.schedules.registry import available, entry, register_schedule
 from unisono.core.schedules.verify import verify

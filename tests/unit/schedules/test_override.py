@@ -1,6 +1,6 @@
 import pytest
 
-from unisono.core.schedules.override import EVERY, Permission, parse_override
+from unisono.core.schedules.choice.override import EVERY, Permission, parse_override
 from unisono.core.schedules.registry import ALGORITHMS
 from unisono.errors import InvalidArgumentError
 

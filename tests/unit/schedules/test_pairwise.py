@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from unisono.core.schedules import build, layout_for, lower
+from unisono.core.schedules.algorithms.pairwise import AT_ONCE
 from unisono.core.schedules.ir import Op
-from unisono.core.schedules.pairwise import AT_ONCE
 
 
 def most_under_way(schedule, sizes, slow):

@@ -5,8 +5,8 @@ import pytest
 
 from tests.support.oracle import outcome
 from unisono.core.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Op
-from unisono.core.schedules.layout import layout_for
-from unisono.core.schedules.program import lower
+from unisono.core.schedules.lowering.layout import layout_for
+from unisono.core.schedules.lowering.program import lower
 from unisono.core.schedules.registry import available, build, entry
 
 DATA_COLLECTIVES = [c for c in COLLECTIVES if c != "barrier"]

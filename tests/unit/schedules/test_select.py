@@ -1,10 +1,10 @@
 import pytest
 
+from unisono.core.schedules.choice.select import Topology, select
 from unisono.core.schedules.cost import cost
 from unisono.core.schedules.ir import BLOCK_COLLECTIVES, COLLECTIVES, REDUCING, ROOTED
 from unisono.core.schedules.pipeline import MAX_PIPELINE
 from unisono.core.schedules.registry import build, entry
-from unisono.core.schedules.select import Topology, select
 from unisono.errors import InvalidArgumentError
 
 KIB, MIB = 1024, 1024**2

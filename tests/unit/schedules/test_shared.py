@@ -11,10 +11,10 @@ from tests.unit.schedules.test_program import (
     schedules,
 )
 from unisono.core.schedules.ir import ROOTED, Buf, Op, Schedule, post, read_reduce
-from unisono.core.schedules.layout import buffer_bounds, layout_for
-from unisono.core.schedules.program import lower
+from unisono.core.schedules.lowering.layout import buffer_bounds, layout_for
+from unisono.core.schedules.lowering.program import lower
+from unisono.core.schedules.lowering.shared import ALIGN, lower_shared
 from unisono.core.schedules.registry import available, build, entry
-from unisono.core.schedules.shared import ALIGN, lower_shared
 
 REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE, Op.REDUCE)
 POSTS = (Op.SEND, Op.POST)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from unisono.core.schedules.explain import interval, reason
-from unisono.core.schedules.select import Topology, select
-from unisono.core.schedules.tables import ChoiceTable, GroupShape, Rule
-from unisono.core.schedules.tuning import rules_of
+from unisono.core.schedules.choice.explain import interval, reason
+from unisono.core.schedules.choice.select import Topology, select
+from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.choice.tuning import rules_of
 from unisono.errors import InvalidArgumentError
 
 KIB, MIB = 1024, 1024**2

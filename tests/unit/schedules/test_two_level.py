@@ -5,7 +5,7 @@ import pytest
 
 from unisono.core.schedules import Topology, available, build, select
 from unisono.core.schedules.ir import ROOTED, Buf, Op
-from unisono.core.schedules.layout import layout_for
+from unisono.core.schedules.lowering.layout import layout_for
 from unisono.core.schedules.verify import verify
 from unisono.errors import InvalidArgumentError
 

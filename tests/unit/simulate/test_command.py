@@ -7,7 +7,7 @@ import pytest
 
 from unisono.workbench.cli.main import main
 from unisono.workbench.simulate import LogGOPS, from_goal
-from unisono.workbench.simulate.loggops import run
+from unisono.workbench.simulate.evaluators.loggops import run
 
 
 def table(text):

@@ -18,13 +18,11 @@ from unisono.workbench.simulate import (
     Switch,
     Torus,
     Traffic,
-    alike,
-    images,
-    links,
     simulate,
-    stages,
 )
-from unisono.workbench.simulate.evaluate import all_rows
+from unisono.workbench.simulate.evaluators import alike, links, stages
+from unisono.workbench.simulate.evaluators import symmetry as images
+from unisono.workbench.simulate.evaluators.evaluate import all_rows
 from unisono.workbench.simulate.networks import Network
 
 SIZES = range(2, 17)

@@ -9,8 +9,8 @@ from unisono.core.schedules import build
 from unisono.core.schedules.registry import _TABLE
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate import LogGOPS, Program, Traffic, from_goal, program_of, to_goal
-from unisono.workbench.simulate.loggops import run
-from unisono.workbench.simulate.traffic import RECV, SEND, WORK
+from unisono.workbench.simulate.evaluators.loggops import run
+from unisono.workbench.simulate.evaluators.traffic import RECV, SEND, WORK
 
 NS = 1000
 

@@ -19,8 +19,8 @@ from unisono.workbench.simulate import (
     machine,
     simulate,
 )
-from unisono.workbench.simulate.links import run
-from unisono.workbench.simulate.traffic import RECV, SEND, TrafficRows
+from unisono.workbench.simulate.evaluators.links import run
+from unisono.workbench.simulate.evaluators.traffic import RECV, SEND, TrafficRows
 
 US = 1_000_000
 NS = 1000

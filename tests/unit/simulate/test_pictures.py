@@ -16,10 +16,10 @@ from unisono.core.schedules.ir import ROOTED
 from unisono.core.schedules.verify import contributions
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate import Costs, FullyConnected, Hosts, LinkSpec, Switch, simulate
-from unisono.workbench.simulate.diagrams import CRITICAL, busy_shares, diagram
-from unisono.workbench.simulate.drawing import Label, Line, Polygon, heat
-from unisono.workbench.simulate.pages import page
-from unisono.workbench.simulate.timeline import Span, in_rounds, in_time
+from unisono.workbench.simulate.pictures.diagrams import CRITICAL, busy_shares, diagram
+from unisono.workbench.simulate.pictures.drawing import Label, Line, Polygon, heat
+from unisono.workbench.simulate.pictures.pages import page
+from unisono.workbench.simulate.pictures.timeline import Span, in_rounds, in_time
 
 INSIDE, BETWEEN = LinkSpec(600_000, 100), LinkSpec(2_200_000, 12.5)
 COSTS = Costs(send_ps=300_000, recv_ps=300_000, start_ps=50_000, reduction=LinkSpec(0, 40))

@@ -11,12 +11,12 @@ import pytest
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.groups.membership_store import Document
-from unisono.core.rendezvous import dynamic
-from unisono.core.rendezvous.dynamic import DynamicRendezvous
-from unisono.core.rendezvous.member import Timing
+from unisono.core.rendezvous.agents import dynamic
+from unisono.core.rendezvous.agents.dynamic import DynamicRendezvous
+from unisono.core.rendezvous.agents.member import Timing
+from unisono.core.rendezvous.agents.state import AgentsState, JobLimits, Node, dumps
+from unisono.core.rendezvous.agents.state import Join as NodeJoin
 from unisono.core.rendezvous.membership import JoinRequest, Member, WaitingMember
-from unisono.core.rendezvous.state import AgentsState, JobLimits, Node, dumps
-from unisono.core.rendezvous.state import Join as NodeJoin
 from unisono.core.stores import FileStore, HashStore, PrefixStore
 from unisono.core.stores.files.log import RecordLog
 from unisono.core.stores.services.store import ServiceStore, VersionedValue

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from unisono.core.base.network.sockets import listen
 from unisono.core.base.seam import is_wanted
-from unisono.core.base.sockets import listen
 from unisono.core.stores import TCPStore, start_server
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
 from unisono.testing.check_store import STORE_CHECKS

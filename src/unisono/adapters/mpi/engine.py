@@ -24,9 +24,9 @@ from unisono.adapters.mpi.calls import CallMaker, address, handle, in_bytes, mos
 from unisono.adapters.mpi.library import Helper, library, note_broken, process
 from unisono.adapters.mpi.ops import datatype, own_op, vendor_op
 from unisono.core.base.buffers import Array
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.seam import cpp as _engine
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.types import dtype_named
 from unisono.core.engines.api import Collective, Communicator, Prepared, Task
 from unisono.core.engines.array_lists import concatenated, copy_back

@@ -22,11 +22,11 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from unisono.core.base import config
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
 from unisono.core.base.seam import why_absent as why_no_engine
-from unisono.core.base.worker import WorkerThread
+from unisono.core.base.threads.completion import Completion
+from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.platform.processes import loaded_files
 from unisono.core.rendezvous.pmi import PMIServer
 from unisono.errors import UnsupportedError

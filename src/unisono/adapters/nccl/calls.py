@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.core.backends.api import Pending
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.worker import WorkerThread
+from unisono.core.base.threads.worker import WorkerThread
 from unisono.errors import UnisonoError
 
 # The watcher's pause: short while calls end one after another, longer while one call runs.

@@ -13,7 +13,7 @@ from unisono.adapters.nccl.gpu import GPU
 from unisono.adapters.nccl.library import load
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
-from unisono.core.base.streams import Event, Stream, device_stream
+from unisono.core.base.threads.streams import Event, Stream, device_stream
 from unisono.errors import ArgumentTypeError, CollectiveTimeoutError, UsageError
 
 _POLL_S = 0.0002

@@ -7,8 +7,8 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 from unisono.core.base.types import ReduceOp, as_reduce_op
-from unisono.core.groups.c10d_methods import C10dCall, read_c10d_form
-from unisono.core.groups.operations import OpSchema
+from unisono.core.operations.c10d_methods import C10dCall, read_c10d_form
+from unisono.core.operations.methods import OpSchema
 
 __all__ = ["read_call", "reduce_op"]
 

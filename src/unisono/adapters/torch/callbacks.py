@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from unisono.core.base.log import get_logger, log_raised
-from unisono.core.base.worker import WorkerThread
+from unisono.core.base.threads.worker import WorkerThread
 
 __all__ = ["CallbackThreads"]
 

@@ -29,10 +29,10 @@ from unisono.adapters.torch.work import torch_work
 from unisono.core.backends import Pending
 from unisono.core.c10d import collectives, p2p
 from unisono.core.c10d.monitored_barrier import monitored_barrier
-from unisono.core.groups.c10d_methods import GROUP_DEFAULT, refusing
-from unisono.core.groups.operations import OPS, OpSchema, in_cpp
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Work
+from unisono.core.operations.c10d_methods import GROUP_DEFAULT, refusing
+from unisono.core.operations.methods import OPS, OpSchema, in_cpp
+from unisono.core.operations.work import Work
 from unisono.errors import UnisonoError
 
 __all__ = ["TorchOperations"]

@@ -20,7 +20,7 @@ from unisono.adapters.torch.name import NAME, shown_name, warn_of_libraries
 from unisono.adapters.torch.operations import TorchOperations
 from unisono.adapters.torch.store import TorchStore
 from unisono.core.backends import GroupSpec
-from unisono.core.base.tracebacks import hide_own_frames
+from unisono.core.base.source.tracebacks import hide_own_frames
 from unisono.core.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.core.groups.process_group import group_timeout_s
 from unisono.core.recorder import skip_folder

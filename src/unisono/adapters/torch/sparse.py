@@ -7,8 +7,8 @@ import torch
 from unisono.adapters.torch.values import dense
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import RedOpType, ReduceOp
-from unisono.core.groups.keywords import How
 from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.operations.keywords import How
 from unisono.errors import UnsupportedError
 
 __all__ = ["all_reduce_sparse"]

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from unisono.adapters.torch.sparse import all_reduce_sparse
 from unisono.adapters.torch.values import dense
 from unisono.core.base.types import RedOpType, ReduceOp
-from unisono.core.groups.c10d_methods import C10dCall
 from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.operations.c10d_methods import C10dCall
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 __all__ = ["make_special"]

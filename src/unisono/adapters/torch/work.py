@@ -14,7 +14,7 @@ from unisono.adapters.torch.callbacks import CallbackThreads
 from unisono.adapters.torch.errors import for_torch
 from unisono.adapters.torch.futures import listed
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Work
+from unisono.core.operations.work import Work
 from unisono.errors import UnisonoError
 
 __all__ = ["Caller", "TorchWork", "torch_work"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.beyond.parallel.buckets import Bucket
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Future
+from unisono.core.operations.work import Future
 
 __all__ = [
     "Hook",

@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.beyond.parallel.buckets import Bucket
 from unisono.beyond.parallel.hooks import all_reduce_hook, sum_flat
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Future
+from unisono.core.operations.work import Future
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["PowerSGDState", "power_sgd_hook"]

@@ -29,7 +29,7 @@ from unisono.beyond.parallel.buckets import Bucket, assign_buckets
 from unisono.beyond.parallel.hooks import Hook, sum_flat
 from unisono.beyond.parallel.module_check import listed
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Future, Work
+from unisono.core.operations.work import Future, Work
 from unisono.errors import UnsupportedError, UsageError
 
 __all__ = ["Reducer"]

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from unisono.core.base.completion import Pending as Pending
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Pending as Pending
 from unisono.core.recorder import GroupTrace
 from unisono.core.stores import Store
 

@@ -21,8 +21,8 @@ from unisono.core.backends.p2p import MessageBackend, Port
 from unisono.core.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.base.types import DType, ReduceOp, require_reducible
-from unisono.core.base.worker import WorkerThread
 from unisono.core.engines import (
     Communicator,
     Engine,
@@ -35,7 +35,7 @@ from unisono.core.engines import (
 from unisono.core.engines.errors import already_broken_error, closed_text, nested_call_error
 from unisono.core.engines.kernels import divide, scale
 from unisono.core.schedules import Layout, Program, Schedule
-from unisono.core.schedules.tables import ChoiceTable, GroupShape
+from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
 from unisono.core.stores import PrefixStore
 from unisono.core.transports import connect, has_ended
 from unisono.errors import ArgumentTypeError

@@ -13,8 +13,8 @@ import numpy as np
 
 from unisono.core.backends.api import CallOptions, DeviceBackend, Pending
 from unisono.core.base.buffers import as_bytes, view
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.types import PARTIAL, code_of, dtype_of_code, dtype_of_numpy, numpy_dtype
 from unisono.core.engines import Communicator
 from unisono.core.engines.errors import MessageCall, message_error

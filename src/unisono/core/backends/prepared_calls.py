@@ -38,7 +38,7 @@ from unisono.core.base.types import DType, ReduceOp, dtype_named
 from unisono.core.engines import Call, Communicator, Exchange, Prepared
 from unisono.core.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
-from unisono.core.schedules.tables import ChoiceTable
+from unisono.core.schedules.choice.tables import ChoiceTable
 
 # Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}

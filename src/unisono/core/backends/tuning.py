@@ -21,7 +21,7 @@ from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger, log_once
 from unisono.core.engines import Communicator, Engine
 from unisono.core.platform.machine import cpu_model
-from unisono.core.schedules.tables import ChoiceTable, GroupShape
+from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
 from unisono.errors import InvalidArgumentError
 
 _log = get_logger("tuning")

@@ -19,10 +19,10 @@ from unisono.core.backends import Pending
 from unisono.core.base.buffers import device_of, view
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import ReduceOp
-from unisono.core.groups.operations import OPS, OpSchema
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Work, wait_all
 from unisono.core.groups.world import Group, require_group
+from unisono.core.operations.methods import OPS, OpSchema
+from unisono.core.operations.work import Work, wait_all
 from unisono.errors import InvalidArgumentError
 
 

@@ -20,11 +20,11 @@ from typing import Unpack
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import Array, Arrays, ReduceOp
 from unisono.core.c10d.arguments import reporting_bad_arguments, root_of
-from unisono.core.groups.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
-from unisono.core.groups.operations import in_cpp
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Future, Work
 from unisono.core.groups.world import Group, member_group
+from unisono.core.operations.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
+from unisono.core.operations.methods import in_cpp
+from unisono.core.operations.work import Future, Work
 
 
 def _group(group: Group, call: str, how: Mapping[str, object]) -> ProcessGroup | None:

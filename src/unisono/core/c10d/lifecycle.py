@@ -15,7 +15,7 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.host import reason_of
 from unisono.core.base.integers import as_integer
-from unisono.core.base.tracebacks import hide_own_frames
+from unisono.core.base.source.tracebacks import hide_own_frames
 from unisono.core.groups.membership import Membership, Wishes
 from unisono.core.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.core.groups.world import Group, World, at_exit, current, process_world, resolve

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from unisono.core.base.deadline import Deadline, Timeout
-from unisono.core.base.streams import on_host
 from unisono.core.base.text import name_ranks
+from unisono.core.base.threads.streams import on_host
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group
 from unisono.errors import (

@@ -15,11 +15,11 @@ from unisono.core.base.buffers import view
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import Array
 from unisono.core.c10d.arguments import group_rank_of
-from unisono.core.groups.keywords import CallKeywords, How, check_keywords
-from unisono.core.groups.operations import in_cpp
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Work
 from unisono.core.groups.world import Group, member_group, resolve
+from unisono.core.operations.keywords import CallKeywords, How, check_keywords
+from unisono.core.operations.methods import in_cpp
+from unisono.core.operations.work import Work
 from unisono.core.transports.messages import ANY_TAG, PROC_NULL, MessageInfo, is_proc_null
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
 

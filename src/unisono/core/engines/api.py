@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.core.base.buffers import Array
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.types import DType, RedOpType, ReduceOp
 from unisono.core.engines.array_lists import ArrayOrList
 from unisono.core.recorder import make_trace, number_of_kind

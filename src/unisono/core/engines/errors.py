@@ -10,8 +10,8 @@ import time
 from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.network.silence import HOST_FAILED
 from unisono.core.base.seam import cpp as _engine
-from unisono.core.base.silence import HOST_FAILED
 from unisono.core.base.text import name_ranks
 from unisono.core.base.types import dtype_of_code
 from unisono.core.engines.api import Call, Communicator

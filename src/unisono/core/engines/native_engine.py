@@ -19,10 +19,10 @@ import numpy as np
 
 from unisono.core.base import config
 from unisono.core.base.buffers import Array
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
 from unisono.core.base.seam import cpp as _engine
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.types import DType, ReduceOp, dtype_named
 from unisono.core.engines.api import NO_STEPS, Communicator, Prepared, Task
 from unisono.core.engines.array_lists import ArrayOrList, are_even, concatenated, copy_back

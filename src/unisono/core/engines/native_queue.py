@@ -18,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.seam import cpp as _engine
+from unisono.core.base.threads.completion import Completion
 from unisono.core.engines.api import Call, Communicator, Prepared, Task
 from unisono.core.engines.array_lists import ArrayOrList
 from unisono.core.engines.queue import OrderedEngine

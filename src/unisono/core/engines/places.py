@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from unisono.core.base.source.where import states_of
 from unisono.core.base.text import name_ranks
-from unisono.core.base.where import states_of
 from unisono.core.engines.api import Communicator
 from unisono.core.transports.messages import CallStatus, LastCall
 

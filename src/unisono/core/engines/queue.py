@@ -15,11 +15,11 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
-from unisono.core.base.reentry import has_lock
-from unisono.core.base.worker import WorkerThread
+from unisono.core.base.threads.completion import Completion
+from unisono.core.base.threads.reentry import has_lock
+from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.engines.api import Call, Communicator, Engine, Task
 from unisono.core.engines.errors import (
     DeadlinePassed,

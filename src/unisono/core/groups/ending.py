@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NamedTuple, Protocol
 
 from unisono.core.backends import DeviceBackend
-from unisono.core.groups.work import Future, Work
+from unisono.core.operations.work import Future, Work
 
 
 class Closable(Protocol):

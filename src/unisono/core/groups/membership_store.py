@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.rendezvous.agents.state import dumps
 from unisono.core.rendezvous.membership import MembershipEvent, MembershipState, apply, loads
-from unisono.core.rendezvous.state import dumps
 from unisono.core.stores import PrefixStore, Store
 from unisono.core.stores.api import Value, changed_too_often
 from unisono.errors import StoreTimeoutError

@@ -19,7 +19,7 @@ from unisono.core.backends import (
 from unisono.core.base import config
 from unisono.core.base.deadline import Timeout, to_seconds
 from unisono.core.base.integers import as_integer
-from unisono.core.base.streams import explicit_stream
+from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.engines.errors import closed_text
 from unisono.core.groups.ending import (
     AT_EXIT,
@@ -29,8 +29,8 @@ from unisono.core.groups.ending import (
     reason_of_error,
     waits_here,
 )
-from unisono.core.groups.operations import Operations
-from unisono.core.groups.participation import CodePlace, Participation, number_of
+from unisono.core.operations.methods import Operations
+from unisono.core.operations.participation import CodePlace, Participation, number_of
 from unisono.core.stores import PrefixStore, Store
 from unisono.errors import (
     ArgumentTypeError,

@@ -21,11 +21,11 @@ from typing import TypeAlias
 
 from unisono.core.base import log
 from unisono.core.base.seam import cpp
-from unisono.core.base.streams import stream_variable
+from unisono.core.base.threads.streams import stream_variable
 from unisono.core.groups.ending import close_groups, close_open_groups, process_exit
 from unisono.core.groups.membership import Membership
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Work
+from unisono.core.operations.work import Work
 from unisono.errors import (
     ArgumentTypeError,
     InvalidArgumentError,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unisono.core.base.seam import choose, cpp
-from unisono.core.base.tracebacks import OWN_FOLDER, is_own, own_folders
+from unisono.core.base.source.tracebacks import OWN_FOLDER, is_own, own_folders
 from unisono.core.recorder.ring import DROPPED, KINDS, RECORD, RECORDS, TOTAL
 
 

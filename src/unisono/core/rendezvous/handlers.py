@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline, Timeout
-from unisono.core.base.network import served_host
-from unisono.core.base.sockets import format_address
+from unisono.core.base.network.interfaces import served_host
+from unisono.core.base.network.sockets import format_address
+from unisono.core.rendezvous.agents.worker_world import attempt_keys
 from unisono.core.rendezvous.launchers import GIVEN, LAUNCHERS, LauncherPlace, find_place, job_of
 from unisono.core.rendezvous.services import open_launched
 from unisono.core.rendezvous.url import (
@@ -23,7 +24,6 @@ from unisono.core.rendezvous.url import (
     ranks_of,
     warn_unknown,
 )
-from unisono.core.rendezvous.worker_world import attempt_keys
 from unisono.core.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.errors import Context, RendezvousError, StoreConnectionError, StoreTimeoutError
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from unisono.core.rendezvous.state import loads_of
+from unisono.core.rendezvous.agents.state import loads_of
 
 SILENT_S = 1.0
 """How long a meeting waits for a rank that a time-out blames; its time-out has passed already.

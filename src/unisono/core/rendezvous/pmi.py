@@ -27,7 +27,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from unisono.core.base.host import reason_of
-from unisono.core.base.worker import WorkerThread
+from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.platform.posix import require_posix
 from unisono.core.platform.processes import loaded_files
 from unisono.core.stores import Store

@@ -7,14 +7,14 @@
 need these two, so the package does not import them.
 """
 
+from unisono.core.schedules.choice.override import parse_override
+from unisono.core.schedules.choice.select import Choice, Topology, select
 from unisono.core.schedules.ir import Buf, Op, Schedule
-from unisono.core.schedules.layout import Layout, layout_for
-from unisono.core.schedules.override import parse_override
-from unisono.core.schedules.program import Program, lower
+from unisono.core.schedules.lowering.layout import Layout, layout_for
+from unisono.core.schedules.lowering.program import Program, lower
+from unisono.core.schedules.lowering.shared import SharedProgram, lower_shared
+from unisono.core.schedules.lowering.uneven import lower_uneven
 from unisono.core.schedules.registry import available, build
-from unisono.core.schedules.select import Choice, Topology, select
-from unisono.core.schedules.shared import SharedProgram, lower_shared
-from unisono.core.schedules.uneven import lower_uneven
 
 __all__ = [
     "Buf",

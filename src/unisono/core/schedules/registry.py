@@ -8,17 +8,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from unisono.core.schedules import (
+from unisono.core.schedules.algorithms import (
     bruck,
-    cube_mesh,
     double_tree,
     far_first,
     halving_doubling,
     linear,
     node_tree,
-    one_shot,
     pairwise,
-    rank_order,
     recursive_doubling,
     ring,
     scan,
@@ -26,6 +23,11 @@ from unisono.core.schedules import (
     torus,
     tree,
     two_level,
+)
+from unisono.core.schedules.algorithms.shared_memory import (
+    cube_mesh,
+    one_shot,
+    rank_order,
     two_shot,
 )
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, NoReturn, Self
 
 from unisono.core.base.deadline import Deadline, Timeout, to_seconds
-from unisono.core.base.reentry import has_lock
+from unisono.core.base.threads.reentry import has_lock
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Self
 
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.where import place_of_thread
+from unisono.core.base.source.where import place_of_thread
 from unisono.core.stores import Store
 from unisono.core.transports.control import CallLog, Failures, Question, Questions
 from unisono.core.transports.mailbox import MailboxMessages, deliver_copy

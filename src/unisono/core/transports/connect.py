@@ -15,7 +15,7 @@ from unisono.core.base.log import get_logger
 from unisono.core.base.process_identity import Life, describe, life_of, new_user
 from unisono.core.base.text import name_ranks
 from unisono.core.platform.machine import usable_cores
-from unisono.core.schedules.far import NEAR_US, far_apart, round_trip_class
+from unisono.core.schedules.choice.far import NEAR_US, far_apart, round_trip_class
 from unisono.core.stores import Store
 from unisono.core.stores.api import changed_too_often
 from unisono.core.stores.prefix import innermost

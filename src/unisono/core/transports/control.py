@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unisono.core.base.completion import Completion
+from unisono.core.base.threads.completion import Completion
 from unisono.core.transports.messages import ANY_TAG, CallStatus, Failure, LastCall, LinkDown
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Completion
 from unisono.core.transports.messages import (
     CLOSED,
     Arrival,

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from unisono.core.base import config
-from unisono.core.base.completion import Completion
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
 from unisono.core.base.seam import cpp as _engine
-from unisono.core.base.worker import WorkerThread
+from unisono.core.base.threads.completion import Completion
+from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.transports.messages import (
     ANY_TAG,
     CLOSED,

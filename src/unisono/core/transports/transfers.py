@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from unisono.core.base.completion import Pending
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.threads.completion import Pending
 from unisono.core.base.types import PARTIAL
 from unisono.core.transports.messages import ANY_TAG, Arrival, Failure, Key, LinkDown, Purpose
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.process_identity import Life, life_of
-from unisono.core.rendezvous.dynamic import DynamicRendezvous, RestartsLeft
+from unisono.core.rendezvous.agents.dynamic import DynamicRendezvous, RestartsLeft
+from unisono.core.rendezvous.agents.state import Idle, Replaced, Unmet
 from unisono.core.rendezvous.membership import MembershipState, loads
 from unisono.core.rendezvous.services import open_launched
-from unisono.core.rendezvous.state import Idle, Replaced, Unmet
 from unisono.core.stores import PrefixStore, Store, TCPStore
 from unisono.errors import UnisonoError
 from unisono.launcher.back_off import BackOff

@@ -20,7 +20,7 @@ import unisono
 from unisono.adapters.nccl import library as nccl_library
 from unisono.core.backends import CPUOptions
 from unisono.core.base.types import ReduceOp
-from unisono.core.groups.operations import OPS
+from unisono.core.operations.methods import OPS
 from unisono.core.stores import PrefixStore, Store, TCPStore
 from unisono.errors import LaunchError, UnsupportedError
 from unisono.workbench.bench.data import Data, to_tensor

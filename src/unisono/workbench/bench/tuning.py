@@ -23,7 +23,7 @@ import numpy as np
 
 import unisono
 from unisono.core.schedules import Topology, available, select
-from unisono.core.schedules.tables import Measured
+from unisono.core.schedules.choice.tables import Measured
 from unisono.workbench.bench.data import Data
 from unisono.workbench.bench.libraries import (
     TimedCall,

@@ -21,8 +21,8 @@ from unisono.workbench.cli.flags import (
 from unisono.workbench.cli.simulate import machine_of
 
 if TYPE_CHECKING:
-    from unisono.workbench.simulate.drawing import Picture
-    from unisono.workbench.simulate.timeline import Timeline
+    from unisono.workbench.simulate.pictures.drawing import Picture
+    from unisono.workbench.simulate.pictures.timeline import Timeline
 
 _DESCRIPTION = """\
 Draw an algorithm: a line per rank, time to the right, an arrow per message. A full head means that
@@ -68,13 +68,13 @@ def _draw(options: argparse.Namespace) -> int:
     check_writable(options.output)
     if options.ranks > _MOST_RANKS:
         raise InvalidArgumentError(f"-p {options.ranks}: a picture has at most {_MOST_RANKS} ranks")
-    from unisono.workbench.simulate.diagrams import diagram
+    from unisono.workbench.simulate.pictures.diagrams import diagram
 
     timeline = _timeline(options)
     if suffix == ".html":
         from importlib import resources
 
-        from unisono.workbench.simulate.pages import page
+        from unisono.workbench.simulate.pictures.pages import page
 
         template = resources.files("unisono.workbench.simulate") / "shipped" / "page.html"
         write_text(options.output, page(timeline, template.read_text(encoding="utf-8")))
@@ -89,7 +89,7 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     """Return the schedule over time that the flags describe."""
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
-    from unisono.workbench.simulate.timeline import in_rounds, in_time
+    from unisono.workbench.simulate.pictures.timeline import in_rounds, in_time
 
     net = None if options.net is None else machine_of(options.net)
     p, hosts = options.ranks, options.hosts
@@ -115,7 +115,7 @@ def _timeline(options: argparse.Namespace) -> Timeline:
 
 def _write_png(path: str, picture: Picture) -> None:
     """Draw the shapes with matplotlib, 2 pixels per unit."""
-    from unisono.workbench.simulate.drawing import Label, Line
+    from unisono.workbench.simulate.pictures.drawing import Label, Line
 
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("agg")

@@ -17,7 +17,7 @@ from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
     from unisono.core.schedules import Topology
-    from unisono.core.schedules.tables import ChoiceTable, GroupShape
+    from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
     from unisono.workbench.simulate import Machine
 
 _DESCRIPTION = """\
@@ -61,9 +61,9 @@ def _nbytes(text: str) -> int:
 def _explain(options: argparse.Namespace) -> int:
     from unisono.core.backends.tuning import read_tables
     from unisono.core.schedules import Choice, select
-    from unisono.core.schedules.explain import nbytes_text, reason
+    from unisono.core.schedules.choice.explain import nbytes_text, reason
+    from unisono.core.schedules.choice.tuning import topology_of
     from unisono.core.schedules.ir import REDUCING
-    from unisono.core.schedules.tuning import topology_of
 
     shape = _shape(options)
     table, topology = read_tables().get(shape), topology_of(shape)
@@ -95,8 +95,8 @@ def _explain(options: argparse.Namespace) -> int:
 def _shape(options: argparse.Namespace) -> GroupShape:
     """Return the shape of the group that the flags describe, as `backends.tuning` does."""
     from unisono.core.engines.choice import engine_info
-    from unisono.core.schedules.far import round_trip_class
-    from unisono.core.schedules.tables import GroupShape
+    from unisono.core.schedules.choice.far import round_trip_class
+    from unisono.core.schedules.choice.tables import GroupShape
 
     if options.ranks % options.hosts:
         raise InvalidArgumentError(f"-p {options.ranks} does not fill {options.hosts} hosts")
@@ -120,7 +120,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     if options.net is None and topology.shared_memory:
         print("# predicted: nothing, because shared memory is not modelled (--net NAME does it)")
         return None
-    from unisono.core.schedules.far import far_apart
+    from unisono.core.schedules.choice.far import far_apart
 
     # Where links are shared, thousands of ranks take minutes for all algorithms.
     model = options.model or ("alpha-beta" if options.ranks > _MANY else None)
@@ -141,8 +141,8 @@ def _print(
 ) -> None:
     """Print a line per algorithm that serves the call, the fastest first."""
     from unisono.core.schedules import available, build, select
+    from unisono.core.schedules.choice.tuning import mean_us
     from unisono.core.schedules.ir import ROOTED
-    from unisono.core.schedules.tuning import mean_us
 
     op, p, local = options.op, options.ranks, topology.local
     net, measured = _net(options, topology), _measured(table, op, options.size)

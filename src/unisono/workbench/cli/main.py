@@ -11,11 +11,11 @@ from unisono import __version__
 from unisono.errors import UnisonoError
 from unisono.workbench.cli import bench, draw, explain, simulate, tune
 from unisono.workbench.cli.completion import SHELLS, PrintCompletion
-from unisono.workbench.cli.doctor import command as doctor
-from unisono.workbench.cli.look import command as look
-from unisono.workbench.cli.run import command as run
+from unisono.workbench.cli.doctor import doctor as doctor
+from unisono.workbench.cli.look import look as look
+from unisono.workbench.cli.run import run as run
 from unisono.workbench.cli.terminal import plain
-from unisono.workbench.cli.trace import command as trace
+from unisono.workbench.cli.trace import trace as trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 from unisono.core.base.config import environ
 from unisono.core.platform.machine import usable_cores
+from unisono.core.rendezvous.agents.member import Timing
+from unisono.core.rendezvous.agents.state import JobLimits
 from unisono.core.rendezvous.endpoint import parse_endpoint
-from unisono.core.rendezvous.member import Timing
-from unisono.core.rendezvous.state import JobLimits
 from unisono.errors import InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import NodeMeeting
 from unisono.workbench.cli.flags import add_flag, non_negative, seconds

@@ -145,7 +145,8 @@ def row_of(
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
     from unisono.core.schedules.registry import entry
-    from unisono.workbench.simulate import Traffic, loggops, program_of, simulate, to_goal
+    from unisono.workbench.simulate import Traffic, program_of, simulate, to_goal
+    from unisono.workbench.simulate.evaluators import loggops
 
     p, local, nbytes = shape
     root = options.root if options.op in ROOTED else -1

@@ -20,7 +20,7 @@ from unisono.workbench.cli.flags import add_parser, add_sizes, checked, positive
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
-    from unisono.core.schedules.tables import ChoiceTable
+    from unisono.core.schedules.choice.tables import ChoiceTable
     from unisono.workbench.bench.tuning import TuningPlan
 
 _PREFIX = "unisono tune: "
@@ -105,8 +105,8 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
     import unisono
     from unisono.core.backends import tuning
     from unisono.core.backends.cpu import CPUBackend
-    from unisono.core.schedules.tables import ChoiceTable
-    from unisono.core.schedules.tuning import rules_of, topology_of
+    from unisono.core.schedules.choice.tables import ChoiceTable
+    from unisono.core.schedules.choice.tuning import rules_of, topology_of
     from unisono.workbench.bench.tuning import PASSES, hosts, measure, quartiles
 
     start_s, load = time.perf_counter(), load_average()
@@ -152,9 +152,9 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
 
 def _show(table: ChoiceTable) -> None:
     """Print the rules of a table, and what each gains."""
-    from unisono.core.schedules.explain import nbytes_text
-    from unisono.core.schedules.select import select
-    from unisono.core.schedules.tuning import LEAST_PASSES, mean_us, topology_of
+    from unisono.core.schedules.choice.explain import nbytes_text
+    from unisono.core.schedules.choice.select import select
+    from unisono.core.schedules.choice.tuning import LEAST_PASSES, mean_us, topology_of
 
     about, topology = table.about, topology_of(table.shape)
     shape = table.shape

@@ -10,10 +10,17 @@ busy, without contention in the network (`loggops`). Large worlds are evaluated 
 """
 
 from unisono.workbench.simulate.channels import Channels, in_channels
-from unisono.workbench.simulate.costs import Costs
-from unisono.workbench.simulate.evaluate import simulate
-from unisono.workbench.simulate.goal import from_goal, to_goal
-from unisono.workbench.simulate.loggops import LogGOPS, LogGOPSResult, Program, program_of
+from unisono.workbench.simulate.evaluators.costs import Costs
+from unisono.workbench.simulate.evaluators.evaluate import simulate
+from unisono.workbench.simulate.evaluators.goal import from_goal, to_goal
+from unisono.workbench.simulate.evaluators.loggops import (
+    LogGOPS,
+    LogGOPSResult,
+    Program,
+    program_of,
+)
+from unisono.workbench.simulate.evaluators.result import Result
+from unisono.workbench.simulate.evaluators.traffic import Traffic
 from unisono.workbench.simulate.machines import Machine, machine
 from unisono.workbench.simulate.networks import (
     FullyConnected,
@@ -24,9 +31,7 @@ from unisono.workbench.simulate.networks import (
     Switch,
     Torus,
 )
-from unisono.workbench.simulate.result import Result
 from unisono.workbench.simulate.switches import nvls, sharp
-from unisono.workbench.simulate.traffic import Traffic
 
 __all__ = [
     "Channels", "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult",

@@ -9,8 +9,8 @@ from typing import Any
 from unisono.core.schedules.ir import Schedule
 from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.workbench.simulate.channels import Channels, in_channels
-from unisono.workbench.simulate.costs import Costs
-from unisono.workbench.simulate.loggops import LogGOPS
+from unisono.workbench.simulate.evaluators.costs import Costs
+from unisono.workbench.simulate.evaluators.loggops import LogGOPS
 from unisono.workbench.simulate.networks import (
     FullyConnected,
     Hosts,

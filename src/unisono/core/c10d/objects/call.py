@@ -11,12 +11,12 @@ import numpy as np
 
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.host import reason_of
-from unisono.core.base.streams import on_host
+from unisono.core.base.threads.streams import on_host
 from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.c10d.objects.packet import FIRST_BYTES, Packet
 from unisono.core.c10d.objects.serializer import PickleSerializer, Serializer
 from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.work import Work
+from unisono.core.operations.work import Work
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,

@@ -6,7 +6,13 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from unisono.core.base.silence import LOOK_S, has_vanished, host_timeout_s, keep_alive, silent_s
+from unisono.core.base.network.silence import (
+    LOOK_S,
+    has_vanished,
+    host_timeout_s,
+    keep_alive,
+    silent_s,
+)
 from unisono.core.transports.tcp.io_loop import IOLoop
 
 

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unisono.core.base.log import get_logger
-from unisono.core.base.where import place_of_thread, stack_of
+from unisono.core.base.source.where import place_of_thread, stack_of
 from unisono.core.platform.peer_user import user_of_peer
 from unisono.core.platform.posix import effective_user
 from unisono.core.platform.processes import name_thread, resident_bytes

@@ -89,7 +89,7 @@ def _wait_with_torch() -> None:
         os._exit(0)
     _take_on_environment(int(fd))
     _set_oom_score(score)
-    if stacks := sys.modules.get("unisono.core.base.stacks"):
+    if stacks := sys.modules.get("unisono.core.base.source.stacks"):
         stacks.offer_stack()
 
 

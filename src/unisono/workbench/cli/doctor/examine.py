@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from unisono.core.base import document
 from unisono.core.base.deadline import Deadline
+from unisono.core.rendezvous.agents.state import JobLimits
 from unisono.core.rendezvous.endpoint import is_host_of
-from unisono.core.rendezvous.state import JobLimits
 from unisono.core.stores import PrefixStore, Store
 from unisono.core.stores.tcp.client import RefusalGrace
 from unisono.core.stores.tcp.handshake import TOKEN_HINT

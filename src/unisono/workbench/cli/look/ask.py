@@ -5,7 +5,7 @@ it listens. The rank answers because the kernel reports that the client is of th
 client asks it because the kernel reports the same of the listening socket. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
 On a host without a rank, the job's store has the addresses, and the job's token opens the ranks.
-A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.core.base.stacks`.
+A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.core.base.source.stacks`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from unisono.core.base.stacks import OfferedStack, offered_stacks
-from unisono.core.base.where import place_of
+from unisono.core.base.source.stacks import OfferedStack, offered_stacks
+from unisono.core.base.source.where import place_of
 from unisono.core.platform.network import listeners, network_of
 from unisono.core.platform.processes import (
     all_pids,

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unisono.core.base.grouping import grouped
+from unisono.core.base.source.where import states_of
 from unisono.core.base.text import name_ranks
-from unisono.core.base.where import states_of
 from unisono.workbench.cli.look.ask import RankState
 
 # By which part of its time a rank waits less if it slows the job down.

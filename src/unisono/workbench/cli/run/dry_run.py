@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator
 
 from unisono.core.base.config import environ
-from unisono.core.rendezvous.state import Node
-from unisono.core.rendezvous.worker_world import WorkerWorld
+from unisono.core.rendezvous.agents.state import Node
+from unisono.core.rendezvous.agents.worker_world import WorkerWorld
 from unisono.launcher.environment import NodePlace, worker_environment
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.spec import LaunchSpec
