@@ -14,8 +14,8 @@ PAGE = Path("docs/reference/environment-detection.md")
 HEAD = """\
 # Rank and world size detection
 
-Written by `tools/detection_page.py` from the table in `src/unisono/core/rendezvous/launchers.py`; do
-not edit.
+Written by `tools/detection_page.py` from the table in
+`src/unisono/core/rendezvous/launchers.py`; do not edit.
 
 `init_process_group()` without arguments, and `init_method="env://"`, read the environment. The rows
 are tried from top to bottom: a launcher is detected if its rank variable is set. The first row also

@@ -74,7 +74,9 @@ _HOMES = {
     "beyond.shared_arrays": "SharedArray shared_array",
     "beyond.tracing": "stats trace_records",
     "core.recorder": "GroupStats OperationStats TraceRecord write_trace",
-    "core.c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
+    "core.c10d.p2p": (
+        "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv"
+    ),
     "core.operations.keywords": "CallKeywords",
     "core.groups.process_group": "ProcessGroup",
     "core.c10d.objects.serializer": "PickleSerializer Serializer",

@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-from unisono.parallel import ElasticJob
 
 import unisono as dist
 from tests.faults.scripts import Forked, outcome, ranks_of
@@ -26,6 +25,7 @@ from unisono.errors import (
     PeerLostError,
     StoreTimeoutError,
 )
+from unisono.parallel import ElasticJob
 from unisono.testing import run
 
 LENGTH, BATCH, STEPS = 60, 12, 30

@@ -306,7 +306,7 @@ def test_hosts_that_cannot_reach_each_other_are_told_in_a_table():
 
 
 def test_store_that_cannot_be_reached_is_told_with_every_address(network):
-    script = "from unisono.core.stores import TCPStore; import sys; TCPStore(sys.argv[1], 29501, timeout=1)"
+    script = "from unisono import TCPStore; import sys; TCPStore(sys.argv[1], 29501, timeout=1)"
     host = network.hosts[1]
     process = subprocess.run(
         host.inside(sys.executable, "-c", script, "first"),

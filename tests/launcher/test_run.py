@@ -572,7 +572,7 @@ def test_launcher_stays_light(tmp_path):
     (tmp_path / "s.py").write_text("")
     limit_kib = 60 * 1024
     program = (
-        "import os, sys; from unisono.workbench.cli.main import main; code = main(['run', 's.py']); "
+        "import os, sys; from unisono.workbench.cli import main; code = main(['run', 's.py']); "
         # The launcher's two processes.
         "files = [open(f'/proc/{pid}/status') for pid in (os.getpid(), os.getppid())]\n"
         "peak = sum(int(line.split()[1]) for f in files for line in f if line[:5] == 'VmHWM')\n"

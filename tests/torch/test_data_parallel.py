@@ -19,6 +19,8 @@ from unisono.errors import (
 
 torch = pytest.importorskip("torch")
 
+from unisono.beyond.parallel.buckets import assign_buckets  # noqa: E402
+from unisono.beyond.parallel.hooks import all_reduce_hook  # noqa: E402
 from unisono.parallel import (  # noqa: E402
     DistributedDataParallel,
     PowerSGDState,
@@ -26,9 +28,6 @@ from unisono.parallel import (  # noqa: E402
     fp16_compress_hook,
     power_sgd_hook,
 )
-
-from unisono.beyond.parallel.buckets import assign_buckets  # noqa: E402
-from unisono.beyond.parallel.hooks import all_reduce_hook  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("forked_with_torch")
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from tests.support.programs import python  # noqa: E402
-from unisono.torch import name as names  # noqa: E402  needs torch
+from unisono.adapters.torch import name as names  # noqa: E402  needs torch
 
 CPU = torch.device("cpu")
 

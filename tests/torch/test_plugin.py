@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")
 
 import unisono.torch  # noqa: E402  needs torch
-
 from unisono.adapters.torch.arguments import reduce_op  # noqa: E402
 from unisono.adapters.torch.callbacks import CallbackThreads  # noqa: E402
 from unisono.adapters.torch.errors import for_torch  # noqa: E402
@@ -65,7 +64,8 @@ for module, setting in [("", ""), ("unisono._engine", ""), ("unisono.errors", ""
 
         torch_backend()
         known = torch.distributed.is_backend_available("unisono")
-        loaded = [m for m in sys.modules if m.startswith(("unisono.core.engines", "unisono.core.groups"))]
+        heavy = ("unisono.core.engines", "unisono.core.groups")
+        loaded = [m for m in sys.modules if m.startswith(heavy)]
         print([module, setting], torch.ones(2).sum().item(), known, loaded, flush=True)
         os._exit(0)
     os.wait()

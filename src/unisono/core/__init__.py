@@ -1,1 +1,1 @@
-"""TODO."""
+"""What torch.distributed has: stores, rendezvous, groups, collectives, messages, records."""

@@ -1,7 +1,7 @@
 """The table of calls that `unisono run --stats` prints: what the workers of this node have written.
 
-The workers write a file each at their end, see `unisono.core.recorder.files`. A worker that a signal killed
-writes none.
+The workers write a file each at their end, see `unisono.core.recorder.files`. A worker that a
+signal killed writes none.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The tools around a job: the commands, measuring, simulating, explaining, reading traces."""

@@ -139,7 +139,7 @@ def test_a_message_that_came_as_its_wait_was_interrupted_has_ended(world):
 
 
 class Interruption:
-    """Raises `Ended` at the n-th line of core/transports/native_messages.py that this thread comes to.
+    """Raises `Ended` at the n-th line of native_messages.py that this thread comes to.
 
     Not as a lock is taken or given back, where the interpreter looks for no signals.
     """

@@ -84,7 +84,7 @@ class MPIEngine(QueueEngine):
     has_collectives = True
 
     def __init__(self, comm: Communicator) -> None:
-        if not comm.mpi_ranks:
+        if not comm.library_ranks:
             raise UnsupportedError(
                 f"group '{comm.name}' cannot use MPI: the group it is made from does not",
                 hint="make the default group with backend='mpi', or name the backend of this group",
@@ -234,7 +234,7 @@ class MPIEngine(QueueEngine):
         made: list[Any] = []
 
         def make() -> None:
-            ranks = [comm.mpi_ranks[rank] for rank in comm.ranks]
+            ranks = [comm.library_ranks[rank] for rank in comm.ranks]
             group = world.Get_group().Incl(ranks)
             made.append(world.Create_group(group, comm.context % 32749))
             made[0].Set_errhandler(self._MPI.ERRORS_RETURN)

@@ -10,6 +10,25 @@
     gpu        streams, events and memory of one GPU
     library    nccl4py and cuda-core, imported on first use
 
-Only this package imports nccl4py, cuda-core and CuPy. unisono.workbench.bench gets nccl4py from `library`.
+Only this package imports nccl4py, cuda-core and CuPy. `unisono bench` gets nccl4py from `library`.
 The backend has run on a single GPU only.
 """
+
+from __future__ import annotations
+
+from unisono.core.backends import DeviceBackend, GroupSpec, register_backend
+from unisono.errors import UnsupportedError
+
+
+def add_backend() -> None:
+    """Register the backend "nccl"; an entry point of unisono."""
+    register_backend("nccl", _backend, ("cuda",))
+
+
+def _backend(spec: GroupSpec, device: str) -> DeviceBackend:
+    if device != "cuda":
+        raise UnsupportedError(f"backend 'nccl' serves device 'cuda' only, not {device!r}")
+    # Imported here, because most programs use no GPU.
+    from unisono.adapters.nccl.backend import NCCLBackend
+
+    return NCCLBackend(spec)

@@ -32,7 +32,7 @@ class DistributedDataParallel(torch.nn.Module):
     over all samples. The constructor copies the parameters and buffers of rank 0 to the other
     ranks. Equal steps of equal optimizers then keep the copies bitwise equal.
 
-    Communication runs while backward computes (see `unisono.beyond.parallel.reducer`). With two ranks the
+    Communication runs while backward computes (see `reducer.py`). With two ranks the
     result has the bits of torch's DistributedDataParallel on Gloo. With more ranks the order of
     sums differs, so the results differ by rounding.
 

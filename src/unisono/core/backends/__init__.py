@@ -1,4 +1,4 @@
-"""Operations for one kind of device each: cpu and nccl, and what others register."""
+"""Operations for one kind of device each: the CPU, and what others register."""
 
 from unisono.core.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.core.backends.cpu import CPUBackend

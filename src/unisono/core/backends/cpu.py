@@ -29,8 +29,8 @@ from unisono.core.engines import (
     Prepared,
     Task,
     host_id,
-    join_mpi,
     make_engine,
+    other_engine,
 )
 from unisono.core.engines.errors import already_broken_error, closed_text, nested_call_error
 from unisono.core.engines.kernels import divide, scale
@@ -58,10 +58,11 @@ def _connect(spec: GroupSpec, options: CPUOptions, word: str) -> Communicator:
     host = "" if options.engine == "reference" else host_id()
     transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host, word)
     comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
-    if (options.engine or config.get("UNISONO_ENGINE")) == "mpi":
+    name, other = other_engine(options.engine)
+    if other is not None:
         try:
-            store = PrefixStore(f"mpi/{transport.world_number}", spec.store)
-            comm.mpi_ranks = join_mpi(store, spec.rank, spec.size, deadline)
+            store = PrefixStore(f"{name}/{transport.world_number}", spec.store)
+            comm.library_ranks = other.join(store, spec.rank, spec.size, deadline)
         except BaseException:
             comm.close()
             raise
@@ -162,7 +163,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
             spec = replace(spec, options=self.spec.options)
         # The ranks of a transport are global ranks. A sub-group of a sub-group must use them, too.
         comm = Communicator(transport, spec.ranks, spec.name, spec.key)
-        comm.mpi_ranks = self._comm.mpi_ranks
+        comm.library_ranks = self._comm.library_ranks
         return CPUBackend(spec, comm, self._tables)
 
     def abort(self, reason: str, failed: bool = False) -> None:

@@ -1,16 +1,16 @@
 """Names of backends, and which device type each serves.
 
 A backend from another package registers by `register_backend`, or is found by the entry-point
-group "unisono.backends", whose entries are callables without arguments that register.
+group "unisono.backends", whose entries are callables without arguments that register. The adapters
+"mpi" and "nccl" of this library are found so, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
-from unisono.core.backends.api import CPUOptions, DeviceBackend, GroupSpec
+from unisono.core.backends.api import DeviceBackend, GroupSpec
 from unisono.core.backends.cpu import CPUBackend
 from unisono.core.base.registry import Registry
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
@@ -29,24 +29,6 @@ def _cpu(spec: GroupSpec, device: str) -> DeviceBackend:
     return CPUBackend(spec)
 
 
-def _mpi(spec: GroupSpec, device: str) -> DeviceBackend:
-    options = CPUOptions() if spec.options is None else spec.options
-    if device != "cpu":
-        raise UnsupportedError(f"backend 'mpi' serves device 'cpu' only, not {device!r}")
-    if not isinstance(options, CPUOptions) or options.engine not in (None, "mpi"):
-        raise InvalidArgumentError(f"backend 'mpi' has the engine 'mpi', but pg_options={options}")
-    return CPUBackend(replace(spec, options=replace(options, engine="mpi")))
-
-
-def _nccl(spec: GroupSpec, device: str) -> DeviceBackend:
-    if device != "cuda":
-        raise UnsupportedError(f"backend 'nccl' serves device 'cuda' only, not {device!r}")
-    # Imported here, because most programs use no GPU.
-    from unisono.adapters.nccl.backend import NCCLBackend
-
-    return NCCLBackend(spec)
-
-
 DEFAULT = "unisono"
 
 # "gloo" uses the same engine, so that a script needs no change but its import line.
@@ -56,8 +38,6 @@ _backends: Registry[_BackendEntry] = Registry(
     {
         "unisono": _BackendEntry(_cpu, ("cpu",)),
         "gloo": _BackendEntry(_cpu, ("cpu",)),
-        "mpi": _BackendEntry(_mpi, ("cpu",)),
-        "nccl": _BackendEntry(_nccl, ("cuda",)),
     },
 )
 
@@ -84,7 +64,8 @@ def known_backends() -> tuple[str, ...]:
 
 
 def registered() -> tuple[str, ...]:
-    """Return the names registered so far, in that order."""
+    """Return the names in the order in which they were registered, entry points last."""
+    _backends.known()
     return _backends.added()
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.adapters.mpi.library import why_absent as why_no_mpi
 from unisono.core.backends import BackendConfig, known_backends
 from unisono.core.base import config
 from unisono.core.base.buffers import device_type
 from unisono.core.base.integers import as_integer
 from unisono.core.base.types import ReduceOp, dtype_named, reduce_ops_of
 from unisono.core.c10d.backend_names import Backend
-from unisono.core.engines.choice import why_no_nccl
+from unisono.core.engines.choice import other_engine, why_no_nccl
 from unisono.core.groups.world import Group, current, require_group, resolve
 from unisono.core.rendezvous.launchers import local_rank
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
@@ -125,7 +124,11 @@ def is_gloo_available() -> bool:
 
 def is_mpi_available() -> bool:
     """Whether MPI can be used: mpi4py and an MPI library are installed. Initialises nothing."""
-    return not why_no_mpi()
+    try:
+        _, mpi = other_engine("mpi")
+    except InvalidArgumentError:
+        return False
+    return mpi is not None and not mpi.why_absent()
 
 
 def is_nccl_available() -> bool:

@@ -3,10 +3,9 @@
 An engine knows buffers, peers, offsets and opcodes. It selects no algorithm.
 """
 
-from unisono.adapters.mpi.world import join as join_mpi
 from unisono.core.base.seam import is_native_built
 from unisono.core.engines.api import Call, Communicator, Engine, Exchange, Prepared, Task
-from unisono.core.engines.choice import make_engine
+from unisono.core.engines.choice import EngineKind, make_engine, other_engine, register_engine
 from unisono.core.engines.native_engine import NativeEngine
 from unisono.core.engines.reference import ReferenceEngine
 from unisono.core.engines.shared_memory import host_id, memory_host
@@ -15,6 +14,7 @@ __all__ = [
     "Call",
     "Communicator",
     "Engine",
+    "EngineKind",
     "Exchange",
     "NativeEngine",
     "Prepared",
@@ -22,7 +22,8 @@ __all__ = [
     "Task",
     "host_id",
     "is_native_built",
-    "join_mpi",
     "make_engine",
     "memory_host",
+    "other_engine",
+    "register_engine",
 ]

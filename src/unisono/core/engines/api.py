@@ -37,10 +37,11 @@ class Communicator:
 
     Attributes:
         trace: Records the calls; None if UNISONO_TRACE is 0.
-        mpi_ranks: The rank in MPI_COMM_WORLD of each rank of the transport; empty without MPI.
+        library_ranks: The rank of each rank of the transport in the world of the engine's library;
+            empty without one.
     """
 
-    mpi_ranks: tuple[int, ...] = ()
+    library_ranks: tuple[int, ...] = ()
 
     def __init__(
         self, transport: Transport, ranks: tuple[int, ...], name: str, key: str = ""

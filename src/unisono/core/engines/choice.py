@@ -1,16 +1,20 @@
-"""Choose the engine of a group, and report the engine of this process."""
+"""Choose the engine of a group, and report the engine of this process.
+
+An engine from another package is found by the entry-point group "unisono.engines", whose entries
+are callables without arguments that call `register_engine`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
-from unisono.adapters.mpi.engine import MPIEngine
-from unisono.adapters.mpi.library import library
-from unisono.adapters.mpi.library import why_absent as why_no_mpi
 from unisono.core.base import config
+from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger, log_once
+from unisono.core.base.registry import Registry
 from unisono.core.base.seam import cpp, why_absent
 from unisono.core.engines.api import Communicator, Engine
 from unisono.core.engines.native_engine import NativeEngine
@@ -18,11 +22,56 @@ from unisono.core.engines.reference import ReferenceEngine
 from unisono.core.engines.shared_memory import host_id
 from unisono.core.platform.machine import usable_cores
 from unisono.core.platform.memory import memory_kind
+from unisono.core.stores import Store
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 _log = get_logger("engines")
 
-KINDS = ("auto", "native", "reference", "mpi")
+_BUILT_IN = ("auto", "native", "reference")
+
+
+class EngineKind(NamedTuple):
+    """An engine from another package.
+
+    Attributes:
+        make: Returns the engine of one group.
+        join: Called as join(store, rank, size, deadline) on all ranks that get links of their own;
+            returns the rank that each has in the engine's own world.
+        why_absent: Returns why this process cannot use the engine, or "".
+        title: Returns what runs the collectives, as "MPICH 5.0.2".
+    """
+
+    make: Callable[[Communicator], Engine]
+    join: Callable[[Store, int, int, Deadline], tuple[int, ...]]
+    why_absent: Callable[[], str]
+    title: Callable[[], str]
+
+
+_kinds: Registry[EngineKind] = Registry("engine", "unisono.engines", {})
+
+
+def register_engine(name: str, kind: EngineKind) -> None:
+    """Make an engine known, under a lower-case name for UNISONO_ENGINE and `CPUOptions`."""
+    _kinds.add(name, kind)
+
+
+def other_engine(kind: str | None) -> tuple[str, EngineKind | None]:
+    """Return the name of a wanted engine, and its kind if another package registers it.
+
+    Args:
+        kind: UNISONO_ENGINE if None.
+
+    Raises:
+        InvalidArgumentError: The name is unknown.
+    """
+    kind = kind or config.get("UNISONO_ENGINE")
+    if kind in _BUILT_IN:
+        return kind, None
+    if kind not in _kinds.added() and kind not in (known := _kinds.known()):
+        names = ", ".join((*_BUILT_IN, *known))
+        raise InvalidArgumentError(f"unknown engine {kind!r} (known: {names})")
+    return kind, _kinds.get(kind)
+
 
 _SLOW = "collectives run on the reference engine, in Python, which is slow: %s"
 
@@ -32,17 +81,14 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
 
     Args:
         comm: The group.
-        kind: "auto", "native", "reference" or "mpi"; UNISONO_ENGINE if None.
+        kind: "auto", "native", "reference" or a registered name; UNISONO_ENGINE if None.
 
     Raises:
-        UnsupportedError: "native" or "mpi" was requested but cannot be used; the text gives the
-            reason.
+        UnsupportedError: The requested engine cannot be used; the text gives the reason.
     """
-    kind = kind or config.get("UNISONO_ENGINE")
-    if kind not in KINDS:
-        raise InvalidArgumentError(f"unknown engine {kind!r} (known: {', '.join(KINDS)})")
-    if kind == "mpi":
-        return MPIEngine(comm)
+    kind, other = other_engine(kind)
+    if other is not None:
+        return other.make(comm)
     if kind == "reference":
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
@@ -114,9 +160,9 @@ def engine_info() -> EngineInfo:
     show the engine of a group.
     """
     memory = memory_kind()
-    wish = config.get("UNISONO_ENGINE")
-    if wish == "mpi":
-        engine, why = wish, why_no_mpi() or library().name
+    wish, other = other_engine(None)
+    if other is not None:
+        engine, why = wish, other.why_absent() or other.title()
     elif why_absent:
         engine, why = "reference", why_absent
     elif wish == "reference":

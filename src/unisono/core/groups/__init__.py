@@ -1,1 +1,1 @@
-"""Objects with state: process groups with their operations, worlds, works, the dispatcher."""
+"""Process groups: their ranks, their life and end, the default group, ranks that come and go."""

@@ -1,4 +1,4 @@
-"""The command line: `unisono run` and `unisono bench`."""
+"""The command line: one module or folder for each command of `unisono`."""
 
 from unisono.workbench.cli.main import main
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Waiting and threads: deadlines, completions, streams, threads of this library."""

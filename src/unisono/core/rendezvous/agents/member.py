@@ -1,6 +1,6 @@
 """Decide the next actions of one agent: a pure function of its knowledge and the time.
 
-All agents share an `AgentsState` (see `unisono.core.rendezvous.agents.state`). An `AgentMemory` is the
+All agents share an `AgentsState` (see `state.py`). An `AgentMemory` is the
 knowledge of one agent besides: the world of its workers, and the times of the last changes. Times
 are of the agent's own monotonic clock, so the clocks of hosts need not agree. A node is alive while
 its heartbeat counter grows.

@@ -1,6 +1,6 @@
 """The shared document of a job's agents, which lists the nodes of the current world.
 
-`unisono.core.rendezvous.agents.transitions` has the rules by which it changes. Nothing here reads a clock or
+`transitions.py` has the rules by which it changes. Nothing here reads a clock or
 does I/O.
 """
 

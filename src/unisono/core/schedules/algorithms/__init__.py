@@ -1,1 +1,1 @@
-"""TODO."""
+"""The algorithms whose ranks send messages: a file for each family, named as in the literature."""

@@ -5,7 +5,8 @@ it listens. The rank answers because the kernel reports that the client is of th
 client asks it because the kernel reports the same of the listening socket. Its
 answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
 On a host without a rank, the job's store has the addresses, and the job's token opens the ranks.
-A rank of torch's own backends does not listen. Its stack alone is known, see `unisono.core.base.source.stacks`.
+A rank of torch's own backends does not listen. Its stack alone is known, see
+`unisono.core.base.source.stacks`.
 """
 
 from __future__ import annotations
