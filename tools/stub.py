@@ -30,7 +30,7 @@ from unisono.core.base.types import Arrays
 from unisono.core.operations.keywords import AlgorithmKeywords
 from unisono.core.groups.world import Group
 '''
-MODULES = ("c10d.collectives", "c10d.p2p")
+MODULES = ("core.c10d.collectives", "core.c10d.p2p")
 """The modules whose functions have several signatures."""
 
 

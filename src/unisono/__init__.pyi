@@ -35,26 +35,6 @@ from unisono.core.base.types import Array as Array
 from unisono.core.base.types import RedOpType as RedOpType
 from unisono.core.base.types import ReduceOp as ReduceOp
 from unisono.core.c10d.backend_names import Backend as Backend
-from unisono.core.c10d.collectives import _all_gather_base as _all_gather_base
-from unisono.core.c10d.collectives import _reduce_scatter_base as _reduce_scatter_base
-from unisono.core.c10d.collectives import all_gather as all_gather
-from unisono.core.c10d.collectives import all_gather_coalesced as all_gather_coalesced
-from unisono.core.c10d.collectives import all_gather_into_tensor as all_gather_into_tensor
-from unisono.core.c10d.collectives import all_gather_single as all_gather_single
-from unisono.core.c10d.collectives import all_reduce as all_reduce
-from unisono.core.c10d.collectives import all_reduce_coalesced as all_reduce_coalesced
-from unisono.core.c10d.collectives import all_to_all as all_to_all
-from unisono.core.c10d.collectives import all_to_all_single as all_to_all_single
-from unisono.core.c10d.collectives import barrier as barrier
-from unisono.core.c10d.collectives import broadcast as broadcast
-from unisono.core.c10d.collectives import exscan as exscan
-from unisono.core.c10d.collectives import gather as gather
-from unisono.core.c10d.collectives import reduce as reduce
-from unisono.core.c10d.collectives import reduce_scatter as reduce_scatter
-from unisono.core.c10d.collectives import reduce_scatter_single as reduce_scatter_single
-from unisono.core.c10d.collectives import reduce_scatter_tensor as reduce_scatter_tensor
-from unisono.core.c10d.collectives import scan as scan
-from unisono.core.c10d.collectives import scatter as scatter
 from unisono.core.c10d.debug import DebugLevel as DebugLevel
 from unisono.core.c10d.debug import breakpoint as breakpoint
 from unisono.core.c10d.debug import get_debug_level as get_debug_level
@@ -102,11 +82,7 @@ from unisono.core.c10d.other_names import reduce_op as reduce_op
 from unisono.core.c10d.p2p import P2POp as P2POp
 from unisono.core.c10d.p2p import Received as Received
 from unisono.core.c10d.p2p import batch_isend_irecv as batch_isend_irecv
-from unisono.core.c10d.p2p import irecv as irecv
-from unisono.core.c10d.p2p import isend as isend
-from unisono.core.c10d.p2p import probe as probe
 from unisono.core.c10d.p2p import recv as recv
-from unisono.core.c10d.p2p import recv_array as recv_array
 from unisono.core.c10d.p2p import send as send
 from unisono.core.c10d.p2p import sendrecv as sendrecv
 from unisono.core.c10d.queries import get_backend as get_backend
@@ -327,3 +303,985 @@ __all__ = [
     "write_trace",
 ]
 __version__: str
+
+@overload
+def broadcast(
+    tensor: Array,
+    src: int | None = None,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Copy the tensor of rank `src` into the tensors of all ranks.
+
+    Args:
+        tensor: [...] same number of elements and dtype on all ranks.
+        src: Global rank of the root.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        group_src: The root's rank in the group, instead of `src`.
+        **how: timeout, algorithm.
+
+    Raises:
+        CollectiveMismatchError: Ranks disagree about dtype, count or root.
+        CollectiveTimeoutError, PeerLostError: See `unisono.errors`.
+
+    Cost: at least ceil(log2 p) rounds; large tensors about 2(p-1)/p of their size per rank.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([7 - rank])
+        >>> dist.broadcast(x, src=0)
+        >>> x
+        array([7])
+    """
+
+@overload
+def broadcast(
+    tensor: Array,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def broadcast(
+    tensor: Array,
+    src: int | None,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def broadcast(
+    tensor: Array,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def all_reduce(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Replace every rank's tensor by the reduction over all ranks.
+
+    For every rank r:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_{p-1}
+
+    The result has the same bits on every rank.
+
+    Args:
+        tensor: [...] same number of elements and dtype on all ranks; any layout.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
+        group: The default group if None.
+        async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
+
+    Raises:
+        UnsupportedError: `op` is not defined on the dtype. The group stays usable.
+        CollectiveMismatchError: Ranks disagree about op, dtype or count. No tensor was changed.
+        CollectiveTimeoutError, PeerLostError: See `unisono.errors`. The group is broken then.
+
+    Cost: small: ceil(log2 p) rounds; large: 2(p-1)/p of the tensor's bytes sent per rank.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([10, rank])
+        >>> dist.all_reduce(x)
+        >>> x
+        array([20,  1])
+    """
+
+@overload
+def all_reduce(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_reduce(
+    tensor: Array,
+    op: ReduceOp,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_reduce(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def all_reduce_coalesced(
+    tensors: Arrays,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """all_reduce of several tensors of one dtype, as one message.
+
+    As in torch, an asynchronous call returns a `Future` of the tensors.
+
+    Examples: On rank 1 of 2
+        >>> x, y = np.array([rank]), np.array([10, 20])
+        >>> dist.all_reduce_coalesced([x, y])
+        >>> x, y
+        (array([1]), array([20, 40]))
+    """
+
+@overload
+def all_reduce_coalesced(
+    tensors: Arrays,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Future: ...
+@overload
+def all_reduce_coalesced(
+    tensors: Arrays,
+    op: ReduceOp,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Future: ...
+@overload
+def all_reduce_coalesced(
+    tensors: Arrays,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Future | None: ...
+@overload
+def reduce(
+    tensor: Array,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Replace the tensor of rank `dst` by the reduction over all ranks.
+
+    The other ranks' tensors keep their values (torch leaves them unspecified).
+
+    Examples: On rank 0 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.reduce(x, dst=0, op=dist.ReduceOp.PRODUCT)
+        >>> x
+        array([6])
+    """
+
+@overload
+def reduce(
+    tensor: Array,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def reduce(
+    tensor: Array,
+    dst: int | None,
+    op: ReduceOp,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def reduce(
+    tensor: Array,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def all_gather(
+    tensor_list: Arrays,
+    tensor: Array,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Copy the tensor of rank i into tensor_list[i] on all ranks.
+
+    Args:
+        tensor_list: One output per rank, in group order, each as large as `tensor`.
+        tensor: [...] same number of elements and dtype on all ranks.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> parts = [np.zeros(2), np.zeros(2)]
+        >>> dist.all_gather(parts, np.array([rank, 5.0]))
+        >>> parts
+        [array([0., 5.]), array([1., 5.])]
+    """
+
+@overload
+def all_gather(
+    tensor_list: Arrays,
+    tensor: Array,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_gather(
+    tensor_list: Arrays,
+    tensor: Array,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_gather(
+    tensor_list: Arrays,
+    tensor: Array,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: Array,
+    input_tensor: Array,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Concatenate the tensors of all ranks in the output of each rank.
+
+    For every rank r: `output_r[i*n : (i+1)*n] = input_i`, `n = input.count`
+
+    Args:
+        output_tensor: [p*n] elements in C order; concatenation or stack along dimension 0.
+        input_tensor: [n] elements; may be a part of the output.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(4)
+        >>> dist.all_gather_into_tensor(x, np.array([rank, 5.0]))
+        >>> x
+        array([0., 5., 1., 5.])
+    """
+
+@overload
+def all_gather_into_tensor(
+    output_tensor: Array,
+    input_tensor: Array,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: Array,
+    input_tensor: Array,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: Array,
+    input_tensor: Array,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Arrays],
+    input_tensor_list: Arrays,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """all_gather of several tensors of one dtype, as one message.
+
+    `output_tensor_lists[i][j]` becomes the j-th tensor of rank i. As in torch, an asynchronous
+    call returns a `Future`.
+
+    Examples: On rank 1 of 2
+        >>> parts = [[np.zeros(1), np.zeros(2)] for _ in range(2)]
+        >>> dist.all_gather_coalesced(parts, [np.full(1, 7.0), np.array([rank, 5.0])])
+        >>> parts
+        [[array([7.]), array([0., 5.])], [array([7.]), array([1., 5.])]]
+    """
+
+@overload
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Arrays],
+    input_tensor_list: Arrays,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Future: ...
+@overload
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Arrays],
+    input_tensor_list: Arrays,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Future: ...
+@overload
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Arrays],
+    input_tensor_list: Arrays,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Future | None: ...
+@overload
+def gather(
+    tensor: Array,
+    gather_list: Arrays | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Copy the tensor of rank i into gather_list[i] on rank `dst` (global rank 0 by default).
+
+    `gather_list` is required on `dst` and must be empty or None elsewhere.
+
+    Examples: On rank 0 of 2
+        >>> parts = [np.zeros(1), np.zeros(1)] if rank == 0 else None
+        >>> dist.gather(np.array([rank + 5.0]), parts, dst=0)
+        >>> parts
+        [array([5.]), array([6.])]
+    """
+
+@overload
+def gather(
+    tensor: Array,
+    gather_list: Arrays | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def gather(
+    tensor: Array,
+    gather_list: Arrays | None,
+    dst: int | None,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def gather(
+    tensor: Array,
+    gather_list: Arrays | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def scatter(
+    tensor: Array,
+    scatter_list: Arrays | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Copy scatter_list[i] of rank `src` (global rank 0 by default) into rank i's tensor.
+
+    `scatter_list` is required on `src` and must be empty or None elsewhere.
+
+    Examples: On rank 1 of 2
+        >>> x, parts = np.zeros(1), [np.array([5.0]), np.array([6.0])]
+        >>> dist.scatter(x, parts if rank == 0 else None, src=0)
+        >>> x
+        array([6.])
+    """
+
+@overload
+def scatter(
+    tensor: Array,
+    scatter_list: Arrays | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def scatter(
+    tensor: Array,
+    scatter_list: Arrays | None,
+    src: int | None,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def scatter(
+    tensor: Array,
+    scatter_list: Arrays | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def reduce_scatter(
+    output: Array,
+    input_list: Arrays,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Fill the output of rank i with the reduction of input_list[i] over all ranks.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(1)
+        >>> dist.reduce_scatter(x, [np.array([rank + 1.0]), np.array([rank + 5.0])])
+        >>> x
+        array([11.])
+    """
+
+@overload
+def reduce_scatter(
+    output: Array,
+    input_list: Arrays,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def reduce_scatter(
+    output: Array,
+    input_list: Arrays,
+    op: ReduceOp,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def reduce_scatter(
+    output: Array,
+    input_list: Arrays,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def reduce_scatter_tensor(
+    output: Array,
+    input: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
+
+    For every rank r: `output_r = reduction over q of input_q[r*n : (r+1)*n]`, `n = output.count`
+
+    Args:
+        output: [n] elements; may be a part of the input.
+        input: [p*n] elements in C order.
+        op: As for all_reduce.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(1)
+        >>> dist.reduce_scatter_tensor(x, np.array([rank + 1.0, rank + 5.0]))
+        >>> x
+        array([11.])
+    """
+
+@overload
+def reduce_scatter_tensor(
+    output: Array,
+    input: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def reduce_scatter_tensor(
+    output: Array,
+    input: Array,
+    op: ReduceOp,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def reduce_scatter_tensor(
+    output: Array,
+    input: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def all_to_all(
+    output_tensor_list: Arrays,
+    input_tensor_list: Arrays,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Copy input_tensor_list[j] of rank i into output_tensor_list[i] of rank j.
+
+    Sizes may differ from pair to pair; both ranks of a pair must give the same size.
+
+    Examples: On rank 1 of 2
+        >>> parts = [np.zeros(1), np.zeros(1)]
+        >>> dist.all_to_all(parts, [np.array([rank + 10.0]), np.array([rank + 20.0])])
+        >>> parts
+        [array([20.]), array([21.])]
+    """
+
+@overload
+def all_to_all(
+    output_tensor_list: Arrays,
+    input_tensor_list: Arrays,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_to_all(
+    output_tensor_list: Arrays,
+    input_tensor_list: Arrays,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_to_all(
+    output_tensor_list: Arrays,
+    input_tensor_list: Arrays,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def all_to_all_single(
+    output: Array,
+    input: Array,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Copy the j-th part of rank i's input into the i-th part of rank j's output.
+
+    Args:
+        output: [rows, ...] as many rows as this rank receives.
+        input: [rows, ...] as many rows as this rank sends.
+        output_split_sizes: Rows from each rank, as a list, array, tensor or iterator of integers;
+            equal parts if None or empty.
+        input_split_sizes: Rows to each rank, likewise.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+
+    Raises:
+        ArgumentTypeError: Split sizes that are not integers.
+        InvalidArgumentError: Splits that do not add up, or rows that do not divide.
+        CollectiveMismatchError: A rank sends another size than the receiver expects; names the
+            pairs.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(2 + 2 * rank)
+        >>> dist.all_to_all_single(x, np.arange(3.0) + 10 * rank, [1 + rank, 1 + rank], [1, 2])
+        >>> x
+        array([ 1.,  2., 11., 12.])
+    """
+
+@overload
+def all_to_all_single(
+    output: Array,
+    input: Array,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_to_all_single(
+    output: Array,
+    input: Array,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def all_to_all_single(
+    output: Array,
+    input: Array,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def scan(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Replace rank r's tensor by the reduction over ranks 0..r.
+
+    For every rank r:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_r
+
+    Args:
+        tensor: [...] same number of elements and dtype on all ranks; any layout.
+        op: As for all_reduce; AVG divides by r + 1.
+        group: The default group if None.
+        async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        **how: timeout (seconds or timedelta), algorithm, deterministic.
+
+    Raises:
+        UnsupportedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: As
+            `all_reduce` does.
+
+    Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
+    Source: MPI_Scan.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.scan(x)
+        >>> x
+        array([5])
+    """
+
+@overload
+def scan(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def scan(
+    tensor: Array,
+    op: ReduceOp,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def scan(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def exscan(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own.
+
+    For every rank r > 0:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_{r-1}
+
+    Arguments and errors are those of `scan`; AVG divides by r.
+
+    Cost: small: one round more than scan; large: the same as scan.
+    Source: MPI_Exscan, which leaves rank 0's result undefined.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.exscan(x)
+        >>> x
+        array([2])
+    """
+
+@overload
+def exscan(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def exscan(
+    tensor: Array,
+    op: ReduceOp,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def exscan(
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def barrier(
+    group: Group = None,
+    async_op: Literal[False] = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    **how: Unpack[AlgorithmKeywords],
+) -> None:
+    """Return on no rank before every rank has called it.
+
+    `device_ids` is accepted for torch's sake; a barrier of CPU ranks touches no device.
+
+    Examples: On rank 1 of 2
+        >>> work = dist.barrier(async_op=True)
+        >>> work.wait()
+        True
+    """
+
+@overload
+def barrier(
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    device_ids: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    **how: Unpack[AlgorithmKeywords],
+) -> Work: ...
+@overload
+def barrier(
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    device_ids: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    **how: Unpack[AlgorithmKeywords],
+) -> Work: ...
+@overload
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    **how: Unpack[AlgorithmKeywords],
+) -> Work | None: ...
+
+all_gather_single = all_gather_into_tensor
+
+_all_gather_base = all_gather_into_tensor
+
+reduce_scatter_single = reduce_scatter_tensor
+
+_reduce_scatter_base = reduce_scatter_tensor
+
+@overload
+def isend(
+    tensor: Array,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work:
+    """Start sending to a rank, also to this rank; the tensor must stay until it is done.
+
+    Args:
+        tensor: [...] any layout.
+        dst: Global rank of the receiver; `PROC_NULL`: send nothing.
+        group: The default group if None.
+        tag: A receive takes messages of its tag, in order.
+        group_dst: The receiver's rank in the group, instead of `dst`.
+        **how: timeout.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> works = [dist.isend(x, dst=1 - rank), dist.irecv(received, src=1 - rank)]
+        >>> dist.wait_all(works)
+        >>> received
+        array([0])
+    """
+
+@overload
+def isend(
+    tensor: Array,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def irecv(
+    tensor: Array,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work:
+    """Start receiving from a rank, or from any rank without `src` and `group_src`.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank])
+        >>> work = dist.irecv(x) if rank == 1 else dist.isend(x, dst=1)
+        >>> work.wait(), work.source_rank(), x
+        (True, 0, array([0]))
+    """
+
+@overload
+def irecv(
+    tensor: Array,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+@overload
+def recv_array(
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout | None = None,
+) -> Received:
+    """Receive a message of any size and dtype into a new array.
+
+    Return the array, the sender's rank and the tag. The array has 1 dimension, because a message
+    has no shape. Its dtype is the sender's. Records, texts and times come as bytes, for
+    `array.view(dtype)`. bfloat16 and float8 come as unsigned integers unless ml_dtypes is imported.
+    The call is one receive: no other thread can take the message between a probe and the receive.
+
+    Args:
+        src: Global rank of the sender; any rank without `src` and `group_src`.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        tag: Of the message; `ANY_TAG` takes every tag.
+        group_src: The sender's rank in the group, instead of `src`.
+        timeout: The group's if None.
+
+    Raises:
+        CollectiveTimeoutError: No message in time; the group stays usable.
+        MemoryError: The message does not fit in memory, and was dropped.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.recv_array(tag=5)
+        Received(array=array([0, 1, 2]), source=0, tag=5)
+    """
+
+@overload
+def recv_array(
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout | None = None,
+) -> Received | None: ...
+@overload
+def probe(
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = ANY_TAG,
+    group_src: int | None = None,
+    *,
+    wait: Literal[True] = True,
+    timeout: Timeout | None = None,
+) -> MessageInfo:
+    """Wait for a message, and return its source, tag and size.
+
+    A later receive takes the message. Another thread may take it before that receive; `recv_array`
+    has no such gap.
+
+    Args:
+        src: Global rank of the sender; any rank without `src` and `group_src`.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        tag: Of the message; by default any.
+        group_src: The sender's rank in the group, instead of `src`.
+        wait: Otherwise return None at once if there is no message.
+        timeout: The group's if None.
+
+    Raises:
+        CollectiveTimeoutError: No message in time; the group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.probe()
+        MessageInfo(source=0, tag=5, dtype='int64', count=3, nbytes=24)
+    """
+
+@overload
+def probe(
+    src: int | None = None,
+    group: Group = None,
+    tag: int = ANY_TAG,
+    group_src: int | None = None,
+    *,
+    wait: bool = True,
+    timeout: Timeout | None = None,
+) -> MessageInfo | None: ...
