@@ -92,14 +92,14 @@ test-reference: $(STAMP)
 
 # On a machine with a GPU, torch and nccl4py; ranks share the GPU. Without a GPU all are skipped.
 test-gpu: $(STAMP)
-	@UNISONO_TEST_GPU=1 $(PYTEST) --all tests/worlds/test_gpu.py
+	@UNISONO_TEST_GPU=1 $(PYTEST) --all tests/adapters/nccl/test_gpu.py
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)
 	@mkdir -p build
 	@for n in 3 4; do \
-		$(BIN)/python tests/torch/suite.py --world-size $$n --backend gloo --save build/gloo-$$n.json; \
-		$(BIN)/python tests/torch/suite.py --world-size $$n --like build/gloo-$$n.json || exit 1; \
+		$(BIN)/python tests/adapters/torch/suite.py --world-size $$n --backend gloo --save build/gloo-$$n.json; \
+		$(BIN)/python tests/adapters/torch/suite.py --world-size $$n --like build/gloo-$$n.json || exit 1; \
 	done
 
 # What Linux has and macOS lacks is hidden (tests/support/as_darwin); on macOS nothing is there to
@@ -228,7 +228,7 @@ fuzz: $(STAMP)
 
 # Seconds of waiting in each round; UNISONO_TEST_MPI lists environments with other libraries.
 chaos-mpi: $(STAMP)
-	@$(BIN)/python -m tests.faults.mpi_chaos $(ROUNDS)
+	@$(BIN)/python -m tests.adapters.mpi.chaos $(ROUNDS)
 
 fuzz-membership: $(STAMP)
 	@$(BIN)/python tests/fuzz/membership.py $(SEED) $(ROUNDS)
@@ -237,7 +237,7 @@ fuzz-cuts: $(STAMP)
 	@$(BIN)/python tests/fuzz/cuts.py $(SEED) $(ROUNDS)
 
 fuzz-stores: $(STAMP)
-	@$(BIN)/python tests/unit/stores/fuzz.py 600
+	@$(BIN)/python tests/core/stores/fuzz.py 600
 
 fuzz-signals: $(STAMP)
 	@$(BIN)/python -m tests.fuzz.signal_storm $(SEED) $(ROUNDS)

@@ -14,7 +14,7 @@ seed and on I, so `--seed S --first I --cases 1` repeats it. A case is equal if 
 the same nanosecond, and the number of events is the same. If operations never end, both programs
 must report that. The exit status is 1 if a case differs.
 
-tests/unit/simulate/golden.json has some of the cases, as `--json` writes them.
+tests/workbench/simulate/golden.json has some of the cases, as `--json` writes them.
 """
 
 from __future__ import annotations

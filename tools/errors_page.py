@@ -153,7 +153,7 @@ def page() -> str:
 def mismatches() -> list[str]:
     """Return the table of calls that do not match, from the tests that make them."""
     sys.path.insert(0, str(Path().resolve()))
-    from tests.worlds.test_mismatch import CASES
+    from tests.core.collectives.test_mismatch import CASES
 
     lines = [MISMATCHES, "| what differs | one rank | the others |", "|---|---|---|"]
     lines += [f"| {name} | `{one}` | `{other}` |" for name, (_, _, one, other) in CASES.items()]

@@ -76,7 +76,7 @@ def main() -> None:
 
 def page(found: dict[str, dict[str, str]]) -> str:
     """Return the page's text for the columns of all engines."""
-    from tests.support.mpi_runner import OTHERWISE
+    from tests.adapters.mpi.runner import OTHERWISE
 
     lines = ["| promise |" + "".join(f" {NAMES[engine]} |" for engine in found)]
     lines.append("|---" * (len(found) + 1) + "|")

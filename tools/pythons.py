@@ -17,7 +17,7 @@ from pathlib import Path
 import wheels
 
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis", "cloudpickle", "rich", "shtab")
-SAMPLE = ("tests/unit/engines/test_programs.py", "tests/unit/engines/test_turn.py")
+SAMPLE = ("tests/core/engines/test_programs.py", "tests/core/engines/test_turn.py")
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ the tree it runs the engine's own tests (arm64), 2 ranks, and a sample of the te
 
 Programs for arm64 run under qemu, which starts them in a user namespace of its own: nothing outside
 changes but the installed packages. Qemu does not reorder accesses to memory as a processor may. For
-that see tests/unit/engines/test_memory_orders.py.
+that see tests/core/engines/test_memory_orders.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 FOR_TESTS = ("numpy", "pytest", "pytest-timeout", "hypothesis", "cloudpickle", "rich", "shtab")
 # qemu-user has no process_vm_readv, so no rank reads directly there.
 NOT_UNDER_QEMU = "^test_direct$"
-SAMPLE = ("tests/unit/engines/test_programs.py", "tests/unit/engines/test_turn.py")
+SAMPLE = ("tests/core/engines/test_programs.py", "tests/core/engines/test_turn.py")
 # From the kernel's documentation: how an ELF file for aarch64 begins, and which bits count.
 MAGIC = r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
 MASK = r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff"

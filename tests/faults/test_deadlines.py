@@ -328,7 +328,7 @@ SAME = {
 }
 
 
-# They need a world of their own: tests/faults/test_membership.py.
+# They need a world of their own: tests/beyond/test_membership.py.
 ELSEWHERE = {"reconfigure", "sync_state"}
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import unisono
+from tests.adapters.torch.torch_signatures import calls, overloads
 from tests.support import tools
-from tests.support.torch_signatures import calls, overloads
 from unisono.core.operations.methods import OPS
 from unisono.errors import UnsupportedError
 from unisono.refused import INCIDENTAL, REFUSED
