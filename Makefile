@@ -88,7 +88,7 @@ frameworks: $(STAMP)
 
 # The tests that run on the native engine by default, on the reference engine.
 test-reference: $(STAMP)
-	@UNISONO_ENGINE=reference $(PYTEST) --all tests/worlds tests/faults
+	@UNISONO_ENGINE=reference $(PYTEST) --all tests/core tests/beyond tests/faults
 
 # On a machine with a GPU, torch and nccl4py; ranks share the GPU. Without a GPU all are skipped.
 test-gpu: $(STAMP)
@@ -104,9 +104,10 @@ test-torch: $(STAMP)
 
 # What Linux has and macOS lacks is hidden (tests/support/as_darwin); on macOS nothing is there to
 # hide. Some 4 minutes on 2 cores.
-PORTABLE := $(addprefix tests/unit/,base stores rendezvous transports platform) tests/launcher \
-	$(addprefix tests/worlds/test_,api.py mismatch.py numbers.py objects.py p2p.py \
-		process_group.py subgroups.py work.py) \
+PORTABLE := $(addprefix tests/core/,base stores rendezvous transports platform) tests/launcher \
+	$(addprefix tests/core/collectives/test_,api.py mismatch.py numbers.py objects.py) \
+	$(addprefix tests/core/groups/test_,process_group.py subgroups.py work.py) \
+	tests/core/messages/test_p2p.py \
 	$(addprefix tests/faults/test_,deadlines.py hangs.py killed.py leaving.py stopped.py)
 test-portable: $(STAMP)
 	@PYTHONPATH="$(CURDIR)/tests/support/as_darwin" $(PYTEST) $(PARALLEL) -m "not alone" $(PORTABLE)

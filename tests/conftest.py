@@ -17,7 +17,11 @@ from unisono.core.base import config as settings
 from unisono.core.base.seam import why_absent
 from unisono.core.platform.processes import IS_LINUX
 
-pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
+pytest_plugins = [
+    "unisono.testing.plugin",
+    "tests.support.launching",
+    "tests.support.selection",
+]
 
 # Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
 PATIENCE_S = 15.0

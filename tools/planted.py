@@ -37,34 +37,41 @@ PR_SET_CHILD_SUBREAPER = 36
 # Exit status of pytest.
 NOTHING_RAN = 5
 
-# Folders of tests by the package or the native folder that a fault changes, nearest first. The
-# others have tests/unit/FOLDER and the tests of the commands.
+# Folders of tests by the package, or the folder of C++, that a fault changes, nearest first. The
+# others have the folder of their package and the tests of the workbench.
+WORLDS = "core/collectives core/groups core/messages"
+IN_CPP = f"core/engines {WORLDS} faults"
 NEAREST = {
-    "autoload": "torch",
-    "backends": "worlds unit/schedules faults",
-    "base": "unit/base unit/stores worlds",
-    "bench": "launcher",
-    "bindings": "unit/engines worlds faults",
-    "c10d": "worlds project",
-    "cli": "launcher",
-    "core": "unit/engines worlds faults",
-    "engines": "unit/engines worlds faults",
-    "errors": "project worlds",
-    "groups": "worlds faults",
-    "kernels": "unit/engines worlds",
+    "autoload": "adapters/torch",
+    "backends": f"{WORLDS} core/schedules faults",
+    "base": f"core/base core/stores {WORLDS}",
+    "bindings": IN_CPP,
+    "c10d": f"{WORLDS} project",
+    "clusters": "adapters/clusters",
+    "core": IN_CPP,
+    "engines": IN_CPP,
+    "errors": f"project {WORLDS}",
+    "groups": f"{WORLDS} faults",
+    "kernels": f"core/engines {WORLDS}",
     "launcher": "launcher faults",
-    "messages": "unit/engines unit/transports worlds faults",
-    "mpi": "unit/engines worlds",
-    "parallel": "unit/parallel torch faults",
-    "platform": "unit/platform unit/stores unit/transports launcher",
-    "schedules": "unit/schedules worlds",
-    "shared": "unit/engines worlds faults",
-    "steps": "unit/engines worlds faults",
-    "store": "unit/stores",
-    "testing": "unit/testing worlds unit",
-    "torch": "torch",
-    "transports": "unit/transports worlds faults",
+    "messages": f"core/engines core/transports {WORLDS} faults",
+    "mpi": "adapters/mpi core/engines",
+    "nccl": "adapters/nccl",
+    "operations": f"{WORLDS} faults",
+    "parallel": "beyond/parallel adapters/torch faults",
+    "platform": "core/platform core/stores core/transports launcher",
+    "recorder": f"core/recorder {WORLDS}",
+    "rendezvous": "core/rendezvous launcher",
+    "schedules": f"core/schedules {WORLDS}",
+    "shared": IN_CPP,
+    "steps": IN_CPP,
+    "store": "core/stores",
+    "stores": "core/stores launcher",
+    "testing": f"testing {WORLDS}",
+    "torch": "adapters/torch",
+    "transports": f"core/transports {WORLDS} faults",
 }
+SHELVES = ("core", "beyond", "adapters", "workbench")
 
 
 class Verdict(NamedTuple):
@@ -131,15 +138,20 @@ def changed(patch: Path) -> list[str]:
     return re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(encoding="utf-8"), re.MULTILINE)
 
 
+def package_of(module: Path) -> str:
+    """Return PACKAGE of src/unisono/SHELF/PACKAGE/..., or FOLDER of native/FOLDER/..."""
+    if module.parts[0] != "src":
+        return module.parts[1]
+    return module.parts[3 if module.parts[2] in SHELVES else 2]
+
+
 def suite(files: list[str]) -> tuple[list[str], list[str]]:
     """Return all test files: the tests near to changed modules, best first, and the rest."""
     modules = [Path(file).with_suffix("") for file in files]
-    # src/unisono/PACKAGE/... or native/FOLDER/...
-    changed_folders = {module.parts[2 if module.parts[0] == "src" else 1] for module in modules}
     folders = [
         test
-        for folder in changed_folders
-        for test in NEAREST.get(folder, f"unit/{folder} launcher").split()
+        for folder in {package_of(module) for module in modules}
+        for test in NEAREST.get(folder, f"workbench/{folder} workbench launcher beyond").split()
     ]
     stems = [module.name.lstrip("_") for module in modules]
     ranks = {}

@@ -20,7 +20,7 @@ class Link {
   static constexpr int64_t kNoLimitNs = std::numeric_limits<int64_t>::max();
 
   // The server's host may be silent for `silence_ns` although it owes an answer; then the result is
-  // an error, EHOSTDOWN. core/base/network/silence.py has the same rule.
+  // an error, EHOSTDOWN. core/base/net/silence.py has the same rule.
   explicit Link(int fd, int64_t silence_ns = kNoLimitNs);
 
   // Forget unsent bytes of an earlier exchange.

@@ -1,8 +1,8 @@
 """Run the bodies of other tests on the MPI engine, under any launcher.
 
-python -m tests.adapters.mpi.runner module ... calls every test function of tests.worlds.<module>
-that has the marker `ranks` with this number of ranks and no fixtures. Each body gets a new default
-group. The last line of rank 0 gives their number.
+python -m tests.adapters.mpi.runner module ... calls every test function of the module
+(test_matrix, ...) that has the marker `ranks` with this number of ranks and no fixtures. Each body
+gets a new default group. The last line of rank 0 gives their number.
 """
 
 import importlib
@@ -11,11 +11,14 @@ import itertools
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
 import unisono as dist
 from unisono.lowlevel import CPUOptions
+
+TESTS = Path(__file__).parents[2]
 
 # Tests that the MPI engine does not pass, with the reasons. docs/reference/promises.md has them.
 OTHERWISE = {
@@ -35,6 +38,12 @@ def cases(fn):
     ]
     for parts in itertools.product(*tables):
         yield {name.strip(): value for part in parts for name, value in part.items()}
+
+
+def module_named(name):
+    """Import the module of tests of the core or the beyond whose file has this name."""
+    (path,) = [path for shelf in ("core", "beyond") for path in TESTS.glob(f"{shelf}/**/{name}.py")]
+    return importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
 
 
 def bodies(module, size):
@@ -64,7 +73,7 @@ def main(names):
     assert "engine=mpi" in repr(dist.group.WORLD)
     count = 0
     for module in names:
-        for name, fn, case in bodies(importlib.import_module(f"tests.worlds.{module}"), size):
+        for name, fn, case in bodies(module_named(module), size):
             if dist.is_initialized():
                 dist.destroy_process_group()
             start()

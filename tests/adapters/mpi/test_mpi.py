@@ -41,13 +41,14 @@ pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 pytestmark = pytest.mark.skipif(bool(mpi_library.why_absent()), reason="there is no MPI library")
 
 LIMIT_S = 200
-SAMPLE = ("test_lists", "test_mismatch", "test_prefix")
+SAMPLE = ("test_lists_of_arrays", "test_mismatch", "test_scan")
 REST = (
     "test_aliasing", "test_algorithms", "test_api", "test_coalescing_manager", "test_counters",
     "test_cycles", "test_debug", "test_deterministic", "test_device_mesh", "test_devices",
     "test_dispatch", "test_engines", "test_files", "test_huge", "test_matrix", "test_neighbors",
     "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
-    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads", "test_trace",
+    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads",
+    "test_records",
     "test_uneven", "test_waiting", "test_work",
 )  # fmt: skip
 # Ranks, and how many bodies there are at least: some are for 2 or 3 ranks only.

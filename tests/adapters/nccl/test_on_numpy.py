@@ -1,20 +1,19 @@
 """The bodies of other tests of groups on the NCCL backend, over the fake NCCL."""
 
-import importlib
 from functools import partial
 from unittest import mock
 
 import pytest
 
 import unisono as dist
-from tests.adapters.mpi.runner import bodies
+from tests.adapters.mpi.runner import bodies, module_named
 from tests.adapters.nccl import on_numpy as nccl_on_numpy
 from tests.core.collectives import test_mismatch
 from tests.support.together import on_threads
 from unisono.core.groups.world import World, use
 
 MODULES = (
-    "aliasing", "coalescing_manager", "cycles", "dispatch", "files", "lists", "mismatch",
+    "aliasing", "coalescing_manager", "cycles", "dispatch", "files", "lists_of_arrays", "mismatch",
     "neighbors", "objects", "opaque", "p2p", "subgroups", "uneven", "waiting", "work",
 )  # fmt: skip
 SIZE = 3
@@ -37,8 +36,7 @@ OTHERWISE = {
 def found():
     """Yield the bodies."""
     for word in MODULES:
-        module = importlib.import_module(f"tests.worlds.test_{word}")
-        for name, fn, case in bodies(module, SIZE):
+        for name, fn, case in bodies(module_named(f"test_{word}"), SIZE):
             if name not in OTHERWISE:
                 yield pytest.param(fn, case, id="-".join([word, name, *map(str, case.values())]))
 

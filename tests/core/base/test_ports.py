@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from tests.support.ports import reserved_port
-from unisono.core.base.network.sockets import listen
+from unisono.core.base.net.sockets import listen
 from unisono.core.stores import TCPStore
 from unisono.core.transports.tcp import address
 from unisono.errors import InvalidArgumentError, StoreConnectionError, TransportError

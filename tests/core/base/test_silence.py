@@ -3,8 +3,8 @@ import socket
 
 import pytest
 
-from unisono.core.base.network.interfaces import silence
-from unisono.core.base.network.silence import host_timeout_s, round_trip_us
+from unisono.core.base.net import silence
+from unisono.core.base.net.silence import host_timeout_s, round_trip_us
 from unisono.errors import InvalidArgumentError
 
 

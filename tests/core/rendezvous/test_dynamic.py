@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.together import on_threads
-from unisono.core.base.network.interfaces import reachable_hosts
+from unisono.core.base.net.interfaces import reachable_hosts
 from unisono.core.rendezvous import endpoint
 from unisono.core.rendezvous.agents.dynamic import DynamicRendezvous
 from unisono.core.rendezvous.agents.member import End, Stop, Timing

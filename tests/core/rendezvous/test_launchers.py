@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.together import on_threads
-from unisono.core.base.network.sockets import listen
+from unisono.core.base.net.sockets import listen
 from unisono.core.rendezvous import meeting, rendezvous
 from unisono.core.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone, local_rank
 from unisono.core.rendezvous.meeting import host_of_mpiexec, hosts_of_rank_0, job_ports

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.support.together import on_threads
-from unisono.core.base.network.interfaces import reachable_hosts
+from unisono.core.base.net.interfaces import reachable_hosts
 from unisono.core.rendezvous import register_rendezvous_handler, registry, rendezvous
 from unisono.core.rendezvous.joining import open_for_newcomer
 from unisono.core.stores import FileStore, HashStore, PrefixStore, TCPStore

@@ -19,8 +19,8 @@ from tests.support.calls import wait_until
 from tests.support.programs import python, start_python
 from tests.support.silent import unacceptable
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.network.interfaces import sockets
-from unisono.core.base.network.sockets import is_loopback, listen, listening_host
+from unisono.core.base.net import sockets
+from unisono.core.base.net.sockets import is_loopback, listen, listening_host
 from unisono.core.platform.processes import resident_bytes
 from unisono.core.stores import TCPStore, start_server
 from unisono.core.stores.tcp import client as tcp_client

@@ -18,7 +18,7 @@ from tests.support import netns
 from tests.support.calls import wait_until
 from tests.support.ports import reserved_port
 from tests.support.programs import python, start_python
-from unisono.core.base.network.sockets import listen
+from unisono.core.base.net.sockets import listen
 from unisono.core.platform.peer_user import is_foreign
 from unisono.core.stores import TCPStore, start_server
 from unisono.core.stores.tcp.python_server import ServerOptions
@@ -349,7 +349,7 @@ def test_launcher_gives_its_workers_a_token(monkeypatch):
 SERVE = """
 import sys, unisono.core.stores as s
 from unisono.core.stores.tcp.python_server import ServerOptions
-from unisono.core.base.network.sockets import listen
+from unisono.core.base.net.sockets import listen
 kinds = [ServerOptions(token=token) for token in (b"", b"right")]
 servers = [s.start_server(listen("0.0.0.0", 0), options) for options in kinds]
 ports = [server.port for server in servers]

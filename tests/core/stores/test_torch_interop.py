@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.core.base.network.sockets import listen
+from unisono.core.base.net.sockets import listen
 from unisono.core.base.seam import is_wanted
 from unisono.core.stores import TCPStore, start_server
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError

@@ -119,7 +119,7 @@ def answers(held, mode, *words):
             yield from seen(dist.TCPStore(words[0], int(words[1]), 1, False, LONG))
         case "beside":
             # The server of unisono in this process: torch's client holds the GIL to connect.
-            from unisono.core.base.network.sockets import listen
+            from unisono.core.base.net.sockets import listen
             from unisono.core.stores import start_server
 
             server = start_server(listen("127.0.0.1", 0))

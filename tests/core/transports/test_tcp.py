@@ -17,7 +17,7 @@ from tests.support.silent import unacceptable
 from tests.support.together import on_threads
 from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.network.silence import silence_on, silent_s
+from unisono.core.base.net.silence import silence_on, silent_s
 from unisono.core.transports import Key, LinkDown, TCPTransport
 from unisono.core.transports.messages import Purpose
 from unisono.core.transports.tcp import handshake, io_loop

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from unisono.core.base.deadline import Deadline, Timeout, to_seconds
 from unisono.core.base.integers import as_integer
-from unisono.core.base.network.sockets import connect, format_address
+from unisono.core.base.net.sockets import connect, format_address
 from unisono.core.stores import TCPStore
 from unisono.errors import InvalidArgumentError, NetworkError, StoreConnectionError
 

@@ -10,7 +10,7 @@ import time
 from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.network.silence import HOST_FAILED
+from unisono.core.base.net.silence import HOST_FAILED
 from unisono.core.base.seam import cpp as _engine
 from unisono.core.base.text import name_ranks
 from unisono.core.base.types import dtype_of_code

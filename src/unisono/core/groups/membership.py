@@ -17,7 +17,7 @@ from typing import Any
 from unisono.core.backends import DeviceBackend, GroupSpec
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.log import get_logger, log_once
-from unisono.core.base.network.silence import HOST_FAILED
+from unisono.core.base.net.silence import HOST_FAILED
 from unisono.core.base.process_identity import describe, host_of, is_dead, new_user
 from unisono.core.groups.membership_store import YES, Document, WatchedStore, first_proposal
 from unisono.core.groups.process_group import ProcessGroup

@@ -8,14 +8,14 @@ from typing import Any
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
-from unisono.core.base.network.interfaces import (
+from unisono.core.base.net.interfaces import (
     chosen_hosts,
     published_hosts,
     reachable_hosts,
     served_host,
 )
-from unisono.core.base.network.ports import allowed_ports
-from unisono.core.base.network.sockets import is_loopback, is_port_taken
+from unisono.core.base.net.ports import allowed_ports
+from unisono.core.base.net.sockets import is_loopback, is_port_taken
 from unisono.core.rendezvous.url import check_port
 from unisono.core.stores import Store, TCPStore
 from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline, Timeout
-from unisono.core.base.network.interfaces import served_host
-from unisono.core.base.network.sockets import format_address
+from unisono.core.base.net.interfaces import served_host
+from unisono.core.base.net.sockets import format_address
 from unisono.core.rendezvous.agents.worker_world import attempt_keys
 from unisono.core.rendezvous.launchers import GIVEN, LAUNCHERS, LauncherPlace, find_place, job_of
 from unisono.core.rendezvous.services import open_launched

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline, Timeout
-from unisono.core.base.network.interfaces import chosen_hosts, published_hosts, reachable_hosts
-from unisono.core.base.network.ports import allowed_ports
+from unisono.core.base.net.interfaces import chosen_hosts, published_hosts, reachable_hosts
+from unisono.core.base.net.ports import allowed_ports
 from unisono.core.platform.posix import require_posix
 from unisono.core.platform.processes import initial_environment, stat_fields
 from unisono.core.rendezvous.launchers import LauncherPlace, first_value

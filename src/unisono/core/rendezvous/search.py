@@ -17,7 +17,7 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger
-from unisono.core.base.network.sockets import format_address, is_port_taken
+from unisono.core.base.net.sockets import format_address, is_port_taken
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.core.stores.tcp.client import RefusalGrace
 from unisono.errors import (

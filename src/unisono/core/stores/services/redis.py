@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.core.base.deadline import Timeout
-from unisono.core.base.network.sockets import format_address
+from unisono.core.base.net.sockets import format_address
 from unisono.core.stores.api import DEFAULT_TIMEOUT, check_host, check_integer
 from unisono.core.stores.services.store import (
     ServiceStore,

@@ -12,7 +12,7 @@ from typing import Any
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline, Timeout, to_seconds
 from unisono.core.base.log import get_logger
-from unisono.core.base.network.sockets import format_address, listen, listen_on_fd, listening_host
+from unisono.core.base.net.sockets import format_address, listen, listen_on_fd, listening_host
 from unisono.core.stores.api import (
     DEFAULT_TIMEOUT,
     Store,

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.network.silence import host_timeout_s, keep_alive, limit_start, round_trip_us
-from unisono.core.base.network.sockets import connect, format_address
+from unisono.core.base.net.silence import host_timeout_s, keep_alive, limit_start, round_trip_us
+from unisono.core.base.net.sockets import connect, format_address
 from unisono.core.platform.posix import after_fork
 from unisono.core.stores.tcp.handshake import shake_hands
 from unisono.core.stores.tcp.link import RawRequest, open_link

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.network.silence import LOOK_S, host_timeout_s, keep_alive, silent_s
+from unisono.core.base.net.silence import LOOK_S, host_timeout_s, keep_alive, silent_s
 from unisono.core.base.seam import cpp, is_wanted
 from unisono.core.stores.tcp.wire import (
     NO_REPLY,

@@ -9,14 +9,14 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from unisono.core.base import config
-from unisono.core.base.network.interfaces import (
+from unisono.core.base.net.interfaces import (
     chosen_hosts,
     named_hosts,
     published_hosts,
     reachable_hosts,
     spans_hosts,
 )
-from unisono.core.base.network.ports import allowed_ports, none_free, ports_hint, ports_to_try
+from unisono.core.base.net.ports import allowed_ports, none_free, ports_hint, ports_to_try
 from unisono.errors import TransportError
 
 

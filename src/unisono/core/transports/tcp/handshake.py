@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from unisono.core.base.host import reason_of
 from unisono.core.base.log import LogLimit, get_logger
-from unisono.core.base.network.silence import limit_start
-from unisono.core.base.network.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
+from unisono.core.base.net.silence import limit_start
+from unisono.core.base.net.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
 from unisono.core.transports.tcp.address import TCPAddress
 from unisono.core.transports.tcp.io_loop import READ, WRITE, IOLoop
 from unisono.core.transports.tcp.wire import ACCEPT, HELLO, Hello

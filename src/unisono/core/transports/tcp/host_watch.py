@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from unisono.core.base.network.silence import (
+from unisono.core.base.net.silence import (
     LOOK_S,
     has_vanished,
     host_timeout_s,

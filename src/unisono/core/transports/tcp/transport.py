@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from unisono.core.base import config
 from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger
-from unisono.core.base.network.silence import silence_on
+from unisono.core.base.net.silence import silence_on
 from unisono.core.stores import Store
 from unisono.core.stores.prefix import innermost
 from unisono.core.transports.api import Transport

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 
 from unisono.core.base.grouping import grouped
-from unisono.core.base.network.sockets import is_loopback
+from unisono.core.base.net.sockets import is_loopback
 from unisono.workbench.cli.doctor.facts import (
     ERROR,
     OK,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import reason_of
-from unisono.core.base.network.sockets import connect_first, format_address, is_loopback
+from unisono.core.base.net.sockets import connect_first, format_address, is_loopback
 from unisono.core.platform.network import resent
 from unisono.workbench.cli.doctor.facts import HostLink
 

@@ -8,7 +8,7 @@ import socket
 
 from unisono.core.base import config
 from unisono.core.base.log import get_logger, log_once
-from unisono.core.base.network.sockets import is_loopback
+from unisono.core.base.net.sockets import is_loopback
 from unisono.core.platform.network import interfaces
 from unisono.errors import InvalidArgumentError
 

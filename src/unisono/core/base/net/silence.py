@@ -17,7 +17,7 @@ import math
 import socket
 
 from unisono.core.base import config
-from unisono.core.base.network.sockets import is_local
+from unisono.core.base.net.sockets import is_local
 from unisono.core.platform.network import tcp_info
 from unisono.errors import InvalidArgumentError
 

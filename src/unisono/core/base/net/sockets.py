@@ -17,7 +17,7 @@ from typing import Any
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger
-from unisono.core.base.network.ports import allowed_ports, none_free, ports_hint, ports_to_try
+from unisono.core.base.net.ports import allowed_ports, none_free, ports_hint, ports_to_try
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
 CONNECT_S = 3.0
