@@ -30,8 +30,8 @@ from unisono.adapters.mpi import calls as mpi_calls
 from unisono.adapters.mpi import engine as mpi_engine
 from unisono.adapters.mpi import library as mpi_library
 from unisono.adapters.mpi.engine import MPIEngine, _MPIWatch, _unfinished
+from unisono.adapters.mpi.world import join
 from unisono.core.base.deadline import Deadline
-from unisono.core.engines import join_mpi
 from unisono.core.stores import HashStore
 from unisono.errors import RendezvousError, UnisonoError, UnsupportedError, UsageError
 from unisono.lowlevel import CPUOptions
@@ -433,7 +433,7 @@ def test_a_rank_that_never_comes_to_mpi_init():
 
 def test_a_rank_that_does_not_ask_for_mpi():
     with pytest.raises(RendezvousError, match="s for ranks that did not ask for MPI: 1"):
-        join_mpi(HashStore(), 0, 2, Deadline(0.1))
+        join(HashStore(), 0, 2, Deadline(0.1))
 
 
 def ask_for_mpi_too_late(rank):
