@@ -1,4 +1,4 @@
-"""Check that a type name has one meaning: it is defined in one module only.
+"""Check that a type name has one meaning, and count what readers and users meet.
 
 Run from the repository root: `python tools/names.py`. Classes and aliases of types count, with or
 without a leading underscore. A class of C++ may have a twin of the same name in Python, and
@@ -43,8 +43,39 @@ def main() -> int:
         for name, where in sorted(known.items())
         if len(where) > 1 and name not in ALLOWED
     ]
-    print("\n".join(problems) or f"names: {len(python)} types in Python, {len(cpp)} in C++")
+    print(
+        "\n".join(problems) or f"names: {len(python)} types in Python, {len(cpp)} in C++; {users()}"
+    )
     return 1 if problems else 0
+
+
+def users() -> str:
+    """Return how many names a user meets, and how many functions and files a call passes."""
+    variables = literal(Path("src/unisono/core/base/config.py"), "VARIABLES")
+    calls = literal(Path("tests/core/collectives/test_call_counts.py"), "CEILINGS")
+    flags: set[str] = set()
+    for path in Path("src/unisono/workbench/cli").rglob("*.py"):
+        flags |= set(re.findall(r'"(--[a-z][\w-]*)"', path.read_text(encoding="utf-8")))
+    first, new = (
+        "/".join(map(str, ast.literal_eval(calls[kind])))
+        for kind in ("first of the group", "new shape")
+    )
+    return (
+        f"{len(variables)} environment variables, {len(flags)} flags; Python calls/files: first "
+        f"call of a group {first}, new shape {new}"
+    )
+
+
+def literal(path: Path, name: str) -> dict[str, ast.expr]:
+    """Return the values of a table that a module assigns to a name."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+        if isinstance(target, ast.Name) and target.id == name and isinstance(node.value, ast.Dict):
+            keys = [ast.literal_eval(key) for key in node.value.keys if key is not None]
+            return dict(zip(keys, node.value.values, strict=True))
+    raise LookupError(f"{path} has no table {name}")
 
 
 def names_in(path: Path) -> Iterator[str]:

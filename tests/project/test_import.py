@@ -22,9 +22,9 @@ OPTIONAL = {
     "pyspark": {"adapters/clusters/spark.py"},
     "pytest": {"testing/plugin.py"},
     "ray": {"adapters/clusters/ray.py", "adapters/clusters/ray_collective.py"},
-    "rich": {"bench", "cli"},
+    "rich": {"workbench"},
     "shtab": {"workbench/cli/completion.py"},
-    "torch": {"torch", "parallel"},
+    "torch": {"adapters/torch", "beyond/parallel"},
 }
 
 SCRIPT = """
@@ -89,6 +89,6 @@ def test_every_import_is_of_numpy_or_the_standard_library(path):
     optional = {
         name
         for name, places in OPTIONAL.items()
-        if where.as_posix() in places or where.parts[0] in places
+        if places & {where.as_posix(), *(folder.as_posix() for folder in where.parents)}
     }
     assert foreign(imports(path)) - {"numpy"} <= optional
