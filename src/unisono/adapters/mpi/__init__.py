@@ -1,11 +1,11 @@
-"""Collectives of an MPI library, for groups whose ranks are processes of one MPI world:
+"""Collectives of an MPI library, for groups whose ranks are processes of one MPI world.
 
-library    the MPI library of this process: found, initialised, finalised
-world      from the ranks of a group to ranks of MPI_COMM_WORLD
-engine     the collectives, on data that the ranks have agreed on
-calls      one collective as a call of the library, for C++
-ops        reduce ops of MPI for each element type
-start      `unisono run --mpi`: make the workers one MPI world, then run the script
+    library    the MPI library of this process: found, initialised, finalised
+    world      from the ranks of a group to ranks of MPI_COMM_WORLD
+    engine     the collectives, on data that the ranks have agreed on
+    calls      one collective as a call of the library, for C++
+    ops        reduce ops of MPI for each element type
+    start      `unisono run --mpi`: make the workers one MPI world, then run the script
 
 Only `library` imports mpi4py.
 """
