@@ -4,13 +4,13 @@ import socket
 
 import pytest
 
+from unisono.core.base.net import interfaces as network
 from unisono.core.base.net.interfaces import (
     chosen_hosts,
     interfaces,
     reachable_hosts,
     spans_hosts,
 )
-from unisono.core.base.net.interfaces import interfaces as network
 from unisono.core.transports.tcp.address import local_hosts
 
 THERE = {

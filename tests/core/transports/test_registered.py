@@ -120,7 +120,7 @@ def test_names():
 def test_installed_package_registers_a_transport(tmp_path, monkeypatch):
     (tmp_path / "plug-1.dist-info").mkdir()
     (tmp_path / "plug-1.dist-info/METADATA").write_text("Name: plug\nVersion: 1\n")
-    points = "[unisono.core.transports]\nplugged = transport_plug:register\n"
+    points = "[unisono.transports]\nplugged = transport_plug:register\n"
     (tmp_path / "plug-1.dist-info/entry_points.txt").write_text(points)
     (tmp_path / "transport_plug.py").write_text(
         "from unisono.lowlevel import InprocTransport, register_transport\n"

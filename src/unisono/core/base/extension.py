@@ -12,7 +12,7 @@ _STALE = (
     "the extension module was built from other sources than these: rebuild it with `make native`, "
     "or install unisono again"
 )
-_STUB = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_engine.pyi")
+_STUB = os.path.join(os.path.dirname(__file__), "../../_engine.pyi")
 
 
 def _load() -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from unisono.core.base import config
 from unisono.errors import UnisonoError
 
-OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+OWN_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../..")) + os.sep
 """Folder of this library."""
 
 own_folders = [OWN_FOLDER]

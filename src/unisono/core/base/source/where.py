@@ -17,7 +17,7 @@ from types import FrameType
 
 from unisono.core.platform.processes import stat_fields, wait_channel
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OURS = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../..")) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
