@@ -87,7 +87,7 @@ def test_nothing_about_unisono_breaks_import_torch():
 def test_a_torch_that_does_not_fit_is_logged(what, monkeypatch, caplog):
     from unisono.autoload import torch_backend
 
-    monkeypatch.delitem(sys.modules, "unisono.torch")
+    monkeypatch.delitem(sys.modules, "unisono.adapters.torch")
     monkeypatch.delitem(torch_dist.Backend._plugins, "UNISONO")
     if what == "old":
         monkeypatch.delattr(torch_dist.Backend, "register_backend")
