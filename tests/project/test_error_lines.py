@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.as_windows import posix_of_windows
+from tests.support.posix_of_windows import posix_of_windows
 from tests.support.calls import frozen
 from tests.support.ports import reserved_port
 from unisono import errors

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.support.as_windows import posix_of_windows
+from tests.support.posix_of_windows import posix_of_windows
 from unisono.core.platform import posix
 from unisono.errors import UnsupportedError
 
