@@ -24,7 +24,7 @@ from unisono.base.where import place_of_thread
 from unisono.errors import InvalidArgumentError
 from unisono.stores import Store
 from unisono.transports.control import CallLog, Failures, Question, Questions
-from unisono.transports.mailbox import MailboxMessages, deliver_copy
+from unisono.transports.mailbox import Messages, deliver_copy
 from unisono.transports.messages import (
     CLOSED,
     LEFT,
@@ -38,7 +38,7 @@ from unisono.transports.messages import (
     Unreached,
     failure_of,
 )
-from unisono.transports.transfers import ANY, ANYTHING, NOTHING, Messages, Transfer, Wires
+from unisono.transports.transfers import ANY, ANYTHING, NOTHING, AnyMessages, Transfer, Wires
 
 _NO_CONTEXT = -1
 
@@ -126,7 +126,7 @@ class Transport(Carrier):
         self.rank = rank
         self.world_size = world_size
         self.hosts: tuple[str, ...] = ("",) * world_size
-        self.messages: Messages = MailboxMessages(self)
+        self.messages: AnyMessages = Messages(self)
         self.closed = False
         self._lock = threading.RLock()
         self.calls = CallLog()

@@ -44,8 +44,8 @@ from unisono.transports.transfers import (
     ANYTHING,
     NOTHING,
     Address,
+    AnyMessages,
     LinkView,
-    Messages,
     Outcome,
     Transfer,
 )
@@ -75,7 +75,7 @@ def tag_of(kind: Purpose, tag: int) -> int:
     return tag if kind is Purpose.P2P and tag != ANY_TAG else tag - (1 << 62)
 
 
-class NativeMessages(Messages):
+class NativeMessages(AnyMessages):
     """One rank's end of the messages in C++.
 
     Args:

@@ -20,7 +20,7 @@ from unisono.platform.posix import sendmsg
 from unisono.transports.messages import Arrival, Cancelled, Key, LinkDown, MessageMismatch, Purpose
 from unisono.transports.tcp.io_loop import CHUNK_BYTES
 from unisono.transports.tcp.wire import FRAME, Frame
-from unisono.transports.transfers import Messages, Transfer, is_of_user
+from unisono.transports.transfers import AnyMessages, Transfer, is_of_user
 
 # How often one readable event may read before other links are served.
 _READS_PER_TURN = 64
@@ -112,7 +112,9 @@ class Link:
         chunk: [CHUNK_BYTES] buffer of the I/O thread; holds no data between two reads.
     """
 
-    def __init__(self, peer: int, messages: Messages, control: Control, chunk: memoryview) -> None:
+    def __init__(
+        self, peer: int, messages: AnyMessages, control: Control, chunk: memoryview
+    ) -> None:
         self.peer = peer
         self.sock: socket.socket | None = None
         self.ready = False
