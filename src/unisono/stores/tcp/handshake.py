@@ -8,9 +8,8 @@ import socket
 from typing import NoReturn
 
 from unisono.base.deadline import Deadline
-from unisono.base.sockets import is_local
+from unisono.base.sockets import is_foreign, is_local
 from unisono.errors import HandshakeError, StoreConnectionError, StoreTimeoutError
-from unisono.platform.peer_user import is_foreign
 from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
 from unisono.stores.tcp.wire import MAGIC, RequestOp, encode_request
 

@@ -21,9 +21,8 @@ from typing import Any
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.log import LogLimit, get_logger
-from unisono.base.sockets import format_address, is_local
+from unisono.base.sockets import format_address, is_foreign, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
-from unisono.platform.peer_user import is_foreign
 from unisono.platform.posix import after_fork
 from unisono.stores.table import StoreTable, Watch
 from unisono.stores.tcp.token import REFUSED_KEY, Gate, Refused
