@@ -14,7 +14,7 @@ from unisono.engines.mpi_engine import MPIEngine
 from unisono.engines.mpi_library import library
 from unisono.engines.mpi_library import why_absent as why_no_mpi
 from unisono.engines.native_engine import NativeEngine
-from unisono.engines.reference import ReferenceEngine
+from unisono.engines.reference import ENGINES, ReferenceEngine
 from unisono.engines.shared_memory import host_id
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.platform.machine import usable_cores
@@ -22,7 +22,7 @@ from unisono.platform.memory import memory_kind
 
 _log = get_logger("engines")
 
-KINDS = ("auto", "native", "reference", "mpi")
+KINDS = ("auto", *ENGINES)
 
 _SLOW = "collectives run on the reference engine, in Python, which is slow: %s"
 

@@ -7,12 +7,13 @@ statuses of collectives, sends and receives are worded only here, so an event ha
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unisono.base.deadline import Deadline
 from unisono.base.seam import cpp as _engine
 from unisono.base.silence import HOST_FAILED
-from unisono.base.text import name_ranks
+from unisono.base.text import by_rank, name_ranks
 from unisono.base.types import dtype_of_code
 from unisono.engines.api import Call, Communicator
 from unisono.engines.places import places_of
@@ -26,6 +27,7 @@ from unisono.errors import (
     PeerFailedError,
     PeerLostError,
     UnisonoError,
+    UnsupportedError,
     UsageError,
 )
 from unisono.transports import Cancelled, LinkDown, MessageMismatch
@@ -356,6 +358,17 @@ def mismatch_error(
         text,
         context=comm.where(op=call.op, seq=call.seq, peers=others, nbytes=call.nbytes, usable=True),
         hint="all ranks must make the same calls in the same order; nothing was sent or changed",
+    )
+
+
+def engines_error(comm: Communicator, call: Call, engines: Sequence[str]) -> UnsupportedError:
+    """Return the error of a group whose ranks have several engines; `engines` has each rank's."""
+    shown = by_rank(zip(comm.ranks, engines, strict=True))
+    return UnsupportedError(
+        f"{call.op} #{call.seq} in group '{comm.name}' cannot run on {comm.here}: its ranks must "
+        f"have one engine, but they have {shown}",
+        context=comm.where(op=call.op, seq=call.seq, peers=comm.others, usable=True),
+        hint="give all its ranks the same engine in pg_options",
     )
 
 

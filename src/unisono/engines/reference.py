@@ -22,7 +22,13 @@ from unisono.base.buffers import Array, as_bytes
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Communicator, Task
 from unisono.engines.array_lists import concatenated, copy_back
-from unisono.engines.errors import LATE_S, DeadlinePassed, mismatch_error, out_of_step
+from unisono.engines.errors import (
+    LATE_S,
+    DeadlinePassed,
+    engines_error,
+    mismatch_error,
+    out_of_step,
+)
 from unisono.engines.kernels import reduce_into
 from unisono.engines.queue import OrderedEngine
 from unisono.errors import CollectiveMismatchError
@@ -30,6 +36,8 @@ from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer
 from unisono.transports.control import Question
 from unisono.transports.messages import Failure, Purpose
+
+ENGINES = ("native", "reference", "mpi")
 
 _AGREEMENT = struct.Struct("<QQ")
 # How long ranks that disagree wait for each other's texts. All of them are in this call.
@@ -40,11 +48,17 @@ class ReferenceEngine(OrderedEngine):
     """Runs tasks with messages between ranks."""
 
     name = "reference"
+    _compared = False
 
     def perform(self, task: Task) -> None:
         self._start_record(task)
         with TaskRun(self.comm, task) as run:
-            program = run.agree() if self.comm.size > 1 else task.prepared.program
+            program = task.prepared.program
+            if self.comm.size > 1:
+                if not self._compared:
+                    run.compare_engines(self.name)
+                    self._compared = True
+                program = run.agree()
             run.execute(program)
 
 
@@ -73,26 +87,28 @@ class TaskRun:
 
     # ---- agreement ------------------------------------------------------------------------
 
+    def compare_engines(self, name: str) -> None:
+        """Check that the group has one engine; a part of its first call.
+
+        Some groups are made without an agreement, and engines do not understand each other.
+
+        Raises:
+            UnsupportedError: It has several; equal on every rank.
+        """
+        mine = ENGINES.index(name) + 1
+        if self._merge(mine, 1)[0] == 0:
+            numbers = self._gather(np.array([mine]))[:, 0]
+            raise engines_error(self._comm, self._task.call, [ENGINES[at - 1] for at in numbers])
+
     def agree(self) -> Program:
         """Check that all ranks are in the same call, and return the program to execute.
 
         Raises:
             CollectiveMismatchError: They are not; equal on every rank.
         """
-        comm, task, prepared = self._comm, self._task, self._task.prepared
+        task, prepared = self._task, self._task.prepared
         exchange = prepared.exchange
-        word, even = prepared.call.fingerprint, exchange.even if exchange else 1
-        distance = 1
-        while distance < comm.size:
-            out = memoryview(_AGREEMENT.pack(word, even))
-            received = memoryview(bytearray(_AGREEMENT.size))
-            self.send((comm.rank + distance) % comm.size, out)
-            self.wait(self.recv((comm.rank - distance) % comm.size, received))
-            their_word, their_even = _AGREEMENT.unpack(received)
-            word = word if word == their_word else 0
-            even = even if even == their_even else 0
-            distance *= 2
-        self.wait_for_sends()
+        word, even = self._merge(prepared.call.fingerprint, exchange.even if exchange else 1)
         if word == 0:
             raise self.mismatch()
         if exchange is not None and even == 0:
@@ -132,15 +148,22 @@ class TaskRun:
 
     def meet(self, flag: bool) -> bool:
         """Wait until all ranks are in this call; return whether any rank has given `flag`."""
+        return self._merge(1, 2 - flag)[1] != 2
+
+    def _merge(self, word: int, even: int) -> tuple[int, int]:
+        """Return each of 2 words if it is equal on all ranks, else 0."""
         comm, distance = self._comm, 1
         while distance < comm.size:
-            self.send((comm.rank + distance) % comm.size, memoryview(bytes([flag])))
-            theirs = bytearray(1)
-            self.wait(self.recv((comm.rank - distance) % comm.size, memoryview(theirs)))
-            flag = flag or theirs != b"\0"
+            out = memoryview(_AGREEMENT.pack(word, even))
+            received = memoryview(bytearray(_AGREEMENT.size))
+            self.send((comm.rank + distance) % comm.size, out)
+            self.wait(self.recv((comm.rank - distance) % comm.size, received))
+            their_word, their_even = _AGREEMENT.unpack(received)
+            word = word if word == their_word else 0
+            even = even if even == their_even else 0
             distance *= 2
         self.wait_for_sends()
-        return flag
+        return word, even
 
     def _gather(self, mine: Array) -> Array:
         """Return [world_size, k]: the vectors of all ranks."""
