@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from unisono.base.grouping import grouped
+
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3", "ranks 3 and 4" or "ranks 3, 4 and 9"."""
@@ -16,9 +18,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def by_rank(names: Iterable[tuple[int, str]]) -> str:
     """Return "A on rank 1, B on ranks 0 and 2"; `names` has the name of each rank."""
-    ranks: dict[str, list[int]] = {}
-    for rank, name in names:
-        ranks.setdefault(name, []).append(rank)
+    ranks = grouped((name, rank) for rank, name in names)
     return ", ".join(f"{name} on {name_ranks(each)}" for name, each in ranks.items())
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unisono.base.deadline import Deadline
+from unisono.base.grouping import grouped
 from unisono.base.seam import cpp as _engine
 from unisono.base.silence import HOST_FAILED
 from unisono.base.text import by_rank, name_ranks
@@ -326,9 +327,7 @@ def out_of_step(comm: Communicator, call: Call, answers: dict[int, CallStatus]) 
     most = max(numbers, key=numbers.count)
     if most == numbers[0] == numbers[-1]:
         return None
-    calls: dict[str, list[int]] = {}
-    for rank, status in sorted(at.items()):
-        calls.setdefault(f"in call #{status.seq}, {status.text}", []).append(rank)
+    calls = grouped((f"in call #{at[rank].seq}, {at[rank].text}", rank) for rank in sorted(at))
     places = [
         f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
         for text, ranks in calls.items()
@@ -343,9 +342,8 @@ def mismatch_error(
 ) -> CollectiveMismatchError:
     """Return the error of ranks that made different calls; it lists the ranks of each call."""
     me = comm.transport.rank
-    variants: dict[str, list[int]] = {call.text: [me]}
-    for rank, status in sorted(answers.items()):
-        variants.setdefault(status.text, []).append(rank)
+    texts = ((answers[rank].text, rank) for rank in sorted(answers))
+    variants = grouped([(call.text, me), *texts])
     if silent := [rank for rank in comm.others if rank not in answers]:
         variants["(no answer)"] = silent
     calls = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]

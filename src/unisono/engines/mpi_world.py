@@ -14,6 +14,7 @@ from typing import Any
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
+from unisono.base.grouping import grouped
 from unisono.base.process_identity import new_user
 from unisono.base.text import name_ranks
 from unisono.engines.mpi_library import (
@@ -128,10 +129,7 @@ def _check_worlds(rank: int, rows: Sequence[dict[str, Any]], found: MPILibrary) 
 
 
 def _raise_reasons(rank: int, rows: Sequence[dict[str, Any]]) -> None:
-    reasons: dict[str, list[int]] = {}
-    for other, row in enumerate(rows):
-        if row["why"]:
-            reasons.setdefault(row["why"], []).append(other)
+    reasons = grouped((row["why"], other) for other, row in enumerate(rows) if row["why"])
     for why, ranks in reasons.items():
         on = "" if len(ranks) == len(rows) else f"on {name_ranks(ranks)}: "
         raise _unusable(rank, [rows[ranks[0]]] * len(rows), f"{on}{why}", ranks)
