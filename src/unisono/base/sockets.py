@@ -80,13 +80,13 @@ def is_local(sock: socket.socket) -> bool:
 def is_foreign(sock: socket.socket) -> bool:
     """Return whether the other end of a local connection belongs to another user, or is gone.
 
-    False also if the system does not tell, which is logged.
+    False also if the system does not report it, which is logged.
     """
     if (user := user_of_peer(sock)) is None:
         log_once(
             _LOG,
             logging.WARNING,
-            "this system does not tell whose a local connection is: without the job's token, every "
+            "this system does not report the user of a local client: without the job's token, every "
             "user of this host counts as its owner",
         )
         return False
