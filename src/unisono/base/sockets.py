@@ -86,8 +86,8 @@ def is_foreign(sock: socket.socket) -> bool:
         log_once(
             _LOG,
             logging.WARNING,
-            "this system does not report the user of a local client: without the job's token, every "
-            "user of this host counts as its owner",
+            "this system does not report the user of a local client: without the job's token, "
+            "every user of this host counts as its owner",
         )
         return False
     return user != effective_user()
