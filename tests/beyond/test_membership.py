@@ -595,6 +595,38 @@ def test_a_newcomer_gives_up_at_its_deadline(monkeypatch):
     assert store.get("unisono/membership/document").count(b'"waiting":[]') == 1
 
 
+@pytest.mark.native
+def test_a_newcomer_of_another_engine_is_refused_by_all():
+    body = script(
+        """
+try:
+    if not joined:
+        regroup(min_size=3)
+except dist_errors.UnsupportedError as refused:
+    error = refused.what
+print(json.dumps(error))
+"""
+    ).replace(
+        "dist.init_process_group(timeout=timeout)",
+        """
+try:
+    dist.init_process_group(timeout=timeout)
+except dist_errors.UnsupportedError as refused:
+    print(json.dumps(refused.what))
+    sys.exit()
+""",
+    )
+    with (
+        ranks_of(body, 2, Forked) as (processes, store),
+        newcomer(body, store, 9, UNISONO_ENGINE="reference") as late,
+    ):
+        found = [outcome(each) for each in (*processes, late)]
+    assert [code for _, code, _ in found] == [0, 0, 0], found
+    (line,) = {each for each, _, _ in found}
+    assert line.startswith("the ranks of a world must have one engine, but they have C++ (version ")
+    assert line.endswith("on ranks 0 and 1, Python on rank 2")
+
+
 def test_a_newcomer_that_fails_leaves_no_trace(monkeypatch):
     """It fails while it waits, or after a generation was formed with it."""
     monkeypatch.setenv("UNISONO_JOIN", "1")

@@ -1,6 +1,7 @@
-"""Only unisono.core.platform names what an operating system may lack."""
+"""Only unisono.core.platform, and a few files of C++, name what an operating system may lack."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,34 @@ def test_no_other_package_names_a_facility():
 )
 def test_a_facility_is_found(code):
     assert list(facilities(ast.parse(f'"""/proc/ in a docstring."""\n{code}')))
+
+
+# The C++ engine is for Linux. For another system, change these files.
+CPP = {
+    "SYS_futex": {"core/futex.hpp"},
+    "prctl": {"core/queue.cpp"},
+    "sched_getcpu": {"shared/layout.hpp"},
+    "memfd_create": {"shared/segment.cpp", "messages/ring.cpp"},
+    "pidfd_open": {"shared/process_handle.cpp"},
+    "process_vm_readv": {"shared/remote_read.cpp"},
+    "/proc/": {"shared/segment.cpp", "shared/remote_read.cpp", "messages/ring.cpp"},
+    "TCP_INFO": {"store/link.cpp", "messages/wires.cpp"},
+    "NETLINK_SOCK_DIAG": {"store/peer_uid.cpp"},
+    "epoll_create1": {"store/server.cpp"},
+    "eventfd": {"store/server.cpp"},
+    "accept4": {"store/server.cpp"},
+}
+HEADERS = re.compile(r"#include <(?:linux/|sys/(?:epoll|eventfd|prctl|syscall)\.h)")
+
+
+def test_few_files_of_cpp_name_a_facility():
+    native = SOURCE.parents[1] / "native"
+    found, included = {name: set() for name in CPP}, set()
+    for path in (each for each in native.rglob("*.[ch]pp") if "tests" not in each.parts):
+        file = path.relative_to(native).as_posix()
+        text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+        included |= {file} if HEADERS.search(text) else set()
+        for name, files in found.items():
+            files |= {file} if re.search(rf"(?<!\w){name}|_{name}\b", text) else set()
+    assert found == CPP
+    assert not included - set().union(*CPP.values())

@@ -76,7 +76,7 @@ def use_native(world, ways, channels=()):
         for transport, number in itertools.zip_longest(world, channels):
             if number is not None:
                 patch.setenv("UNISONO_CHANNELS", str(number))
-            everybody.append(NativeMessages.make(transport))
+            everybody.append(NativeMessages(transport))
     for rank, messages in enumerate(everybody):
         kinds = [ways[(rank + peer) % len(ways)] for peer in range(len(world))]
         words = [other.endpoint for other in everybody]

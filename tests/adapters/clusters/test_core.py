@@ -38,6 +38,7 @@ from unisono.errors import (
     PeerLostError,
     RendezvousError,
     StoreConnectionError,
+    UnsupportedError,
     UsageError,
     WorkerFailedError,
 )
@@ -70,6 +71,10 @@ class Processes(CallOnRanks):
 
 def take_part(meeting, rank, fn, *args):
     return member.attempt(meeting, rank, lambda: member.join_and_call(meeting, rank, fn, *args))
+
+
+def use_python():
+    os.environ["UNISONO_ENGINE"] = "reference"
 
 
 @pytest.fixture
@@ -114,6 +119,16 @@ def test_results_by_rank_and_the_next_group(executors, meet):
         assert run(executors, meet(size), ranks.summed, 2.0) == ranks.expected(size, 2.0)
     # The start's time-out is not that of the group.
     assert run(executors, meet(2, timeout=50), ranks.token) == [("", 1800.0)] * 2
+
+
+@pytest.mark.native
+def test_ranks_of_two_engines_are_refused(executors, meet):
+    """As workers of Ray, Dask and Spark whose nodes differ."""
+    executors[1].submit(use_python).result()
+    with pytest.raises(
+        UnsupportedError, match=r"one engine, but .*\(version.* on rank 0, Python on "
+    ):
+        run(executors, meet(2), ranks.summed, 2.0)
 
 
 def test_first_cause_is_raised(executors, meet):

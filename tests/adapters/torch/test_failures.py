@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 
 from unisono import errors
+from unisono.lowlevel import CPUOptions
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -104,6 +105,19 @@ def unequal_ddp(rank):
     if rank == 1:
         dist.all_reduce(torch.ones(3))
     loss.backward()
+
+
+@pytest.mark.native
+@pytest.mark.ranks(RANKS, kind="processes")
+def test_a_sub_group_of_two_engines_is_refused_by_all(rank, tmp_path):
+    mine = CPUOptions(engine="reference") if rank == 1 else None
+    with torch_world("unisono", tmp_path):
+        group = dist.new_group(pg_options=mine)
+        for _ in range(2):
+            with pytest.raises(errors.UnsupportedError, match=r"one engine, .*reference on rank 1"):
+                dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(x := torch.ones(1))
+        assert x.item() == RANKS
 
 
 @pytest.mark.ranks(RANKS, kind="processes")

@@ -1,5 +1,6 @@
 """What the engines could do differently, and must not."""
 
+import errno
 import itertools
 import os
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from tests.support.operations import Operations
 from unisono.core.backends import CPUOptions
 from unisono.core.base import log, seam
 from unisono.core.engines import shared_memory
+from unisono.core.groups.world import World, use
+from unisono.core.transports import native_messages
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 from unisono.testing import run
 
@@ -67,9 +70,14 @@ def meet(rank, path, settings):
     size = dist.get_world_size()
     dist.destroy_process_group()
     mine = settings[rank]
+    if mine == "no descriptors":
+        # Here, because a process cannot receive such an object.
+        inbox = SimpleNamespace(create=lambda nonce: -errno.EMFILE)
+        mine = {"messages": SimpleNamespace(Messages=lambda rank, size: inbox)}
     os.environ.update({name: text for name, text in mine.items() if name.isupper()})
     seam._extension = mine.get("extension", seam._extension)
     shared_memory._engine = mine.get("engine", shared_memory._engine)
+    native_messages._engine = mine.get("messages", native_messages._engine)
     store = dist.FileStore(path, size)
     with pytest.raises(UnsupportedError) as caught:
         dist.init_process_group(store=store, rank=rank, world_size=size, timeout=30.0)
@@ -81,6 +89,7 @@ def meet(rank, path, settings):
 
 REFERENCE, HIDDEN = {"UNISONO_ENGINE": "reference"}, {"extension": None}
 OTHER = {"engine": SimpleNamespace(ABI=1)}
+MPI = {"UNISONO_ENGINE": "mpi"}
 
 
 @pytest.mark.native
@@ -90,8 +99,10 @@ OTHER = {"engine": SimpleNamespace(ABI=1)}
         ([{}, REFERENCE, {}], "on ranks 0 and 2, Python on rank 1", (1,)),
         ([HIDDEN, {}, REFERENCE], "Python on ranks 0 and 2, C++ (version ", (0, 2)),
         ([{}, OTHER], "on rank 0, C++ (version 1) on rank 1", ()),
+        ([{}, MPI, {}], "+MPI) on rank 1", ()),
+        ([{}, "no descriptors"], "on rank 0, Python (EMFILE) on rank 1", (1,)),
     ],
-    ids=["unwanted", "absent", "another"],
+    ids=["unwanted", "absent", "another", "mpi", "descriptors"],
 )
 def test_a_world_of_two_kinds_of_ranks_is_refused_by_all(tmp_path, settings, told, peers):
     args = (str(tmp_path / "store"), settings)
@@ -100,6 +111,26 @@ def test_a_world_of_two_kinds_of_ranks_is_refused_by_all(tmp_path, settings, tol
     assert line.startswith("the ranks of a world must have one engine, but they have ")
     assert told in line
     assert blamed == peers
+
+
+def test_a_world_of_two_transports_is_refused_by_all(tmp_path):
+    args = (str(tmp_path / "store"), [{}, {"UNISONO_TRANSPORT": "inproc"}, {}])
+    found = run(meet, 3, ranks="processes", args=args)
+    line = "the ranks of a world must have one transport, but they have "
+    assert {each for each, _ in found} == {f"{line}tcp on ranks 0 and 2, inproc on rank 1"}
+
+
+def meet_as_threads(rank, store, engines):
+    size, mine = len(engines), CPUOptions(engine=engines[rank])
+    with use(World()), pytest.raises(UnsupportedError) as caught:
+        dist.init_process_group(store=store, rank=rank, world_size=size, pg_options=mine)
+    return caught.value.what
+
+
+@pytest.mark.native
+def test_threads_of_two_engines_are_refused(monkeypatch):
+    (line,) = set(run(meet_as_threads, 2, args=(dist.HashStore(), ["reference", "native"])))
+    assert line.startswith("the ranks of a world must have one engine, but they have Python on ")
 
 
 @pytest.mark.native
@@ -118,6 +149,52 @@ def test_ranks_that_want_other_engines_make_no_sub_group(rank):
     x = np.ones(3)
     dist.all_reduce(x, group=dist.new_group())
     os.environ.pop("UNISONO_ENGINE", None)
+    assert x.tolist() == [3, 3, 3]
+
+
+def local(rank, mine):
+    return dist.new_group([0, 1, 2], use_local_synchronization=True, pg_options=mine)
+
+
+def colored(rank, mine):
+    return dist.split_group(color=0, key=-rank, pg_options=mine)
+
+
+def shrunk(rank, mine):
+    old = dist.new_group()
+    return None if rank == 0 else dist.shrink_group([0], old, pg_options=mine)
+
+
+def shrunk_world(rank, mine):
+    """With links of its own, so that the ranks compare their engines when they connect."""
+    if rank == 0:
+        return None
+    with pytest.raises(UnsupportedError, match="Python on rank 0"):
+        dist.shrink_group([0], pg_options=mine)
+    return None
+
+
+@pytest.fixture(params=["1", "0"], ids=["shared", "apart"])
+def memory(request, monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", request.param)
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("make", [local, colored, shrunk, shrunk_world])
+@pytest.mark.ranks(3, kind="processes")
+def test_a_group_that_its_ranks_did_not_agree_on_is_refused_by_all(rank, make):
+    mine = CPUOptions(engine="reference") if rank == 1 else None
+    group = make(rank, mine)
+    for number in (1, 2) if group is not None else ():
+        with pytest.raises(UnsupportedError) as caught:
+            dist.all_reduce(np.ones(3), group=group, timeout=20)
+        told = f"all_reduce #{number} in group '{group.name}' cannot run on rank {rank} of 3: "
+        assert caught.value.what.startswith(told + "its ranks must have one engine, but they have ")
+        assert "reference on rank 1" in caught.value.what
+        assert caught.value.context.usable
+    x = np.ones(3)
+    dist.all_reduce(x)
     assert x.tolist() == [3, 3, 3]
 
 

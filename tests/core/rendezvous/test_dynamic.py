@@ -37,7 +37,7 @@ from unisono.core.rendezvous.agents.transitions import apply
 from unisono.core.rendezvous.agents.worker_world import WorkerWorld
 from unisono.core.rendezvous.endpoint import (
     address_here,
-    is_local,
+    is_of_this_host,
     open_endpoint,
     own_address,
     parse_endpoint,
@@ -386,22 +386,24 @@ def test_endpoints_that_are_none(text):
 
 def test_published_address_belongs_to_this_host_by_its_ports(monkeypatch):
     monkeypatch.setenv("UNISONO_PUBLISH", "192.0.2.7")
-    assert not is_local("192.0.2.7", 7000)  # perhaps another machine's behind the same router
+    assert not is_of_this_host(
+        "192.0.2.7", 7000
+    )  # perhaps another machine's behind the same router
     assert address_here("192.0.2.7") == "localhost"
     assert address_here("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("UNISONO_PORTS", "7000-7003")
-    assert is_local("192.0.2.7", 7003)
-    assert not is_local("192.0.2.8", 7003)
-    assert not is_local("192.0.2.7", 7004)  # another container's
+    assert is_of_this_host("192.0.2.7", 7003)
+    assert not is_of_this_host("192.0.2.8", 7003)
+    assert not is_of_this_host("192.0.2.7", 7004)  # another container's
     assert own_address("192.0.2.8") == "192.0.2.7"
 
 
 def test_local_addresses():
-    assert is_local("127.0.0.1")
-    assert is_local("localhost")
-    assert not is_local("192.0.2.1")  # reserved for documentation
-    assert not is_local("no.such.host.invalid")
-    assert is_local(f"{socket.gethostname()}.no.such.domain.invalid")
+    assert is_of_this_host("127.0.0.1")
+    assert is_of_this_host("localhost")
+    assert not is_of_this_host("192.0.2.1")  # reserved for documentation
+    assert not is_of_this_host("no.such.host.invalid")
+    assert is_of_this_host(f"{socket.gethostname()}.no.such.domain.invalid")
     # Other nodes cannot use what means this host to everyone.
     for host in ("127.0.0.1", "localhost", "0.0.0.0", "::"):
         assert own_address(host) in (reachable_hosts() or [host])

@@ -18,10 +18,11 @@ from tests.support import netns
 from tests.support.calls import wait_until
 from tests.support.ports import reserved_port
 from tests.support.programs import python, start_python
-from unisono.core.base.net.sockets import listen
-from unisono.core.platform.peer_user import is_foreign
+from unisono.core.base import log
+from unisono.core.base.net import sockets
+from unisono.core.base.net.sockets import is_foreign, listen
 from unisono.core.stores import TCPStore, start_server
-from unisono.core.stores.tcp.python_server import ServerOptions
+from unisono.core.stores.tcp.python_server import ServerOptions, StoreServer
 from unisono.core.stores.tcp.token import (
     HELLO,
     NONCE_BYTES,
@@ -115,6 +116,19 @@ def knock(port: int) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
         sock.sendall(VALIDATE + encode_request(RequestOp.PING, 7))
         return sock.recv(4)
+
+
+def test_a_system_that_does_not_tell_whose_sockets_are_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_logged", set())
+    monkeypatch.setattr(sockets, "user_of_peer", lambda sock: None)
+    server = StoreServer(listen("127.0.0.1", 0), ServerOptions(token=TOKEN.encode()))
+    try:
+        for _ in range(2):
+            assert knock(server.port) == (7).to_bytes(4, "little")
+    finally:
+        server.close()
+    (told,) = [each.getMessage() for each in caplog.records]
+    assert told.endswith("without the job's token, every user of this host counts as its owner")
 
 
 @needs_another_user

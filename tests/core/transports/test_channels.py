@@ -135,7 +135,7 @@ def test_the_lower_number_of_two_ranks_counts_and_both_say_so(mine, theirs, used
 def test_a_number_of_channels_that_makes_no_sense(monkeypatch, text):
     monkeypatch.setenv("UNISONO_CHANNELS", text)
     with tcp_world(2) as world, pytest.raises(InvalidArgumentError) as caught:
-        NativeMessages.make(world[0])
+        NativeMessages(world[0])
     told = f"environment variable UNISONO_CHANNELS='{text}' is not a number from 1 to 16"
     assert told in str(caught.value)
 

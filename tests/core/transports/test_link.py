@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.core.transports import Cancelled, Key, LinkDown
-from unisono.core.transports.mailbox import MailboxMessages
+from unisono.core.transports.mailbox import Messages
 from unisono.core.transports.messages import Purpose
 from unisono.core.transports.tcp.io_loop import CHUNK_BYTES
 from unisono.core.transports.tcp.link import Link
@@ -36,7 +36,7 @@ class End:
     """A link at one end of a socket pair; the test plays the peer at the other end."""
 
     def __init__(self):
-        self.messages = MailboxMessages(NoLinks())
+        self.messages = Messages(NoLinks())
         self.controls = []
         chunk = memoryview(bytearray(CHUNK_BYTES))
         self.link = Link(PEER, self.messages, lambda *args: self.controls.append(args), chunk)

@@ -161,7 +161,7 @@ def test_a_wire_that_breaks_ends_the_rank_it_led_to(channels, broken):
 def test_who_claims_to_be_on_this_host_has_to_show_its_memory():
     """As two hosts of one name, where process ids and descriptors mean something else."""
     with tcp_world(2) as world:
-        everybody = [NativeMessages.make(transport) for transport in world]
+        everybody = [NativeMessages(transport) for transport in world]
         words = [messages.endpoint.split(":") for messages in everybody]
         for rank, messages in enumerate(everybody):
             other = words[1 - rank]

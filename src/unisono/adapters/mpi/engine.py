@@ -224,6 +224,7 @@ class MPIEngine(QueueEngine):
     def _connect(self, task: Task, run: TaskRun) -> None:
         """Make MPI's communicator of this group."""
         comm, world = self.comm, self._MPI.COMM_WORLD
+        run.compare_engines(self.name)
         # MPI would wait for an absent rank without a deadline, and without a name.
         if run.meet(bool(why := process.why_no_group())):
             raise UnsupportedError(why or "on another rank MPI can make no group any more")

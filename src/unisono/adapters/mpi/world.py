@@ -21,6 +21,7 @@ from unisono.adapters.mpi.library import (
 )
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.grouping import grouped
 from unisono.core.base.process_identity import new_user
 from unisono.core.base.text import name_ranks
 from unisono.core.engines.shared_memory import memory_host
@@ -128,10 +129,7 @@ def _check_worlds(rank: int, rows: Sequence[dict[str, Any]], found: MPILibrary) 
 
 
 def _raise_reasons(rank: int, rows: Sequence[dict[str, Any]]) -> None:
-    reasons: dict[str, list[int]] = {}
-    for other, row in enumerate(rows):
-        if row["why"]:
-            reasons.setdefault(row["why"], []).append(other)
+    reasons = grouped((row["why"], other) for other, row in enumerate(rows) if row["why"])
     for why, ranks in reasons.items():
         on = "" if len(ranks) == len(rows) else f"on {name_ranks(ranks)}: "
         raise _unusable(rank, [rows[ranks[0]]] * len(rows), f"{on}{why}", ranks)

@@ -55,8 +55,8 @@ def _fill(copies: list[FlatMemory], dtype: DType, op: ReduceOp | None) -> None:
 def _connect(spec: GroupSpec, options: CPUOptions, word: str) -> Communicator:
     """Return the communicator of a group with links of its own; publish a word in them."""
     deadline = Deadline(spec.timeout_s)
-    host = "" if options.engine == "reference" else host_id()
-    transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host, word)
+    host, kind = host_id(options.engine), options.transport
+    transport = connect(spec.store, spec.rank, spec.size, deadline, kind, host, word)
     comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
     name, other = other_engine(options.engine)
     if other is not None:

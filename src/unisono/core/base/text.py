@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from unisono.core.base.grouping import grouped
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -12,6 +14,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 12:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}, ...)"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def by_rank(names: Iterable[tuple[int, str]]) -> str:
+    """Return "A on rank 1, B on ranks 0 and 2"; `names` has the name of each rank."""
+    ranks = grouped((name, rank) for rank, name in names)
+    return ", ".join(f"{name} on {name_ranks(each)}" for name, each in ranks.items())
 
 
 def shown(error: BaseException, how: Callable[[object], str] = repr) -> str:

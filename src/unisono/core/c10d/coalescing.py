@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from unisono.core.backends import Pending
 from unisono.core.base.buffers import device_of, view
 from unisono.core.base.deadline import Timeout
+from unisono.core.base.grouping import grouped
 from unisono.core.base.types import ReduceOp
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, require_group
@@ -145,10 +146,9 @@ class _BlockRecorder:
 
     def batches(self) -> Iterator[tuple[OpSchema, tuple[Any, ...], dict[str, Any]]]:
         """Return the operation, the arguments and the options of each call to make."""
-        alike: dict[str, list[_Recorded]] = {}
-        for call in self._calls:
-            dtype = _dtype_name(call.tensors[0])
-            alike.setdefault(repr((dtype, call.op, call.how)), []).append(call)
+        alike = grouped(
+            (repr((_dtype_name(call.tensors[0]), call.op, call.how)), call) for call in self._calls
+        )
         for calls in alike.values():
             schema, _, op, how = calls[0]
             columns = [list(column) for column in zip(*(c.tensors for c in calls), strict=True)]

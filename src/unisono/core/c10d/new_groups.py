@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from unisono.core.backends import BackendConfig, GroupSpec
 from unisono.core.base import config
 from unisono.core.base.deadline import Timeout, to_seconds
+from unisono.core.base.grouping import grouped
 from unisono.core.base.integers import as_integer, as_integers
 from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.c10d.lifecycle import bind
@@ -356,10 +357,7 @@ def _lists_by_color(
     """Return the ranks of each color, in the order of their keys; all ranks get the same."""
     with ObjectCall(parent, "split_group", timeout, None) as call:
         rows = call.loads_all(call.all_gather(call.pack(lambda: mine)))
-    parts: dict[int, list[tuple[int, int]]] = {}
-    for rank, (color, key) in enumerate(rows):
-        if color >= 0:
-            parts.setdefault(color, []).append((key, rank))
+    parts = grouped((color, (key, at)) for at, (color, key) in enumerate(rows) if color >= 0)
     return [tuple(rank for _, rank in sorted(parts[color])) for color in sorted(parts)]
 
 

@@ -7,12 +7,14 @@ statuses of collectives, sends and receives are worded only here, so an event ha
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline
+from unisono.core.base.grouping import grouped
 from unisono.core.base.net.silence import HOST_FAILED
 from unisono.core.base.seam import cpp as _engine
-from unisono.core.base.text import name_ranks
+from unisono.core.base.text import by_rank, name_ranks
 from unisono.core.base.types import dtype_of_code
 from unisono.core.engines.api import Call, Communicator
 from unisono.core.engines.places import places_of
@@ -29,6 +31,7 @@ from unisono.errors import (
     PeerFailedError,
     PeerLostError,
     UnisonoError,
+    UnsupportedError,
     UsageError,
 )
 
@@ -324,9 +327,7 @@ def out_of_step(comm: Communicator, call: Call, answers: dict[int, CallStatus]) 
     most = max(numbers, key=numbers.count)
     if most == numbers[0] == numbers[-1]:
         return None
-    calls: dict[str, list[int]] = {}
-    for rank, status in sorted(at.items()):
-        calls.setdefault(f"in call #{status.seq}, {status.text}", []).append(rank)
+    calls = grouped((f"in call #{at[rank].seq}, {at[rank].text}", rank) for rank in sorted(at))
     places = [
         f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
         for text, ranks in calls.items()
@@ -341,9 +342,8 @@ def mismatch_error(
 ) -> CollectiveMismatchError:
     """Return the error of ranks that made different calls; it lists the ranks of each call."""
     me = comm.transport.rank
-    variants: dict[str, list[int]] = {call.text: [me]}
-    for rank, status in sorted(answers.items()):
-        variants.setdefault(status.text, []).append(rank)
+    texts = ((answers[rank].text, rank) for rank in sorted(answers))
+    variants = grouped([(call.text, me), *texts])
     if silent := [rank for rank in comm.others if rank not in answers]:
         variants["(no answer)"] = silent
     calls = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]
@@ -356,6 +356,17 @@ def mismatch_error(
         text,
         context=comm.where(op=call.op, seq=call.seq, peers=others, nbytes=call.nbytes, usable=True),
         hint="all ranks must make the same calls in the same order; nothing was sent or changed",
+    )
+
+
+def engines_error(comm: Communicator, call: Call, engines: Sequence[str]) -> UnsupportedError:
+    """Return the error of a group whose ranks have several engines; `engines` has each rank's."""
+    shown = by_rank(zip(comm.ranks, engines, strict=True))
+    return UnsupportedError(
+        f"{call.op} #{call.seq} in group '{comm.name}' cannot run on {comm.here}: its ranks must "
+        f"have one engine, but they have {shown}",
+        context=comm.where(op=call.op, seq=call.seq, peers=comm.others, usable=True),
+        hint="give all its ranks the same engine in pg_options",
     )
 
 

@@ -343,6 +343,7 @@ class NativeEngine(QueueEngine):
         if comm.size == 1:
             self._connected = True
             return
+        run.compare_engines(self.name)
         if self.shares_memory:
             if (shared := share_memory(comm, run)) is not None:
                 segment, pids = shared

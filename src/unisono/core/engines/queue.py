@@ -39,41 +39,33 @@ _log = get_logger("engines.queue")
 _CLOSE_S = 10.0
 
 
-class Turn:
-    """The right to run a call: one thread has it at a time. It also counts the calls.
+class CallQueue:
+    """The tasks that wait, their numbers, and the turn: the right to run a task.
 
-    The C++ engine has its own `Turn`, which is its queue as well. All methods but `give` are called
-    under the engine's lock. `wanted` is set while tasks are queued.
+    One thread has the turn at a time. The twin in C++ runs the queued calls itself. All methods but
+    `give` are called under the engine's lock.
     """
 
     def __init__(self) -> None:
         # The identity of the thread that has the turn; 0: none.
         self._owner = 0
-        self.wanted = False
+        # Whether a queued task is next, or none may run any more.
+        self._wanted = False
+        # In the order of their numbers.
+        self.waiting: deque[tuple[int, tuple[Task, Completion]]] = deque()
         self.last = 0
-
-    def count(self) -> int:
-        """Return the next number."""
-        # Its own variable: a signal handler may count the next call before the return.
-        seq = self.last = self.last + 1
-        return seq
 
     def take(self) -> int:
         """Take the turn and return the next number; 0 if the turn is taken or wanted."""
-        if self.wanted or not self.seize():
-            return 0
-        return self.count()
-
-    def seize(self) -> bool:
-        """Take the turn if it is free, wanted or not."""
-        if self._owner:
-            return False
-        self._owner = threading.get_ident()
-        return True
+        return self._count() if self.is_free() and self._seize() else 0
 
     def give(self) -> None:
         """Give the turn back."""
         self._owner = 0
+
+    def is_free(self) -> bool:
+        """Whether `take` would take it."""
+        return not self._owner and not self._wanted
 
     def is_mine(self) -> bool:
         """Whether the calling thread has the turn: it is in a signal handler then."""
@@ -83,9 +75,38 @@ class Turn:
         """Whether a call runs."""
         return self._owner != 0
 
-    def is_free(self) -> bool:
-        """Whether `take` would take it."""
-        return not self._owner and not self.wanted
+    def push(self, call: tuple[Task, Completion]) -> int:
+        """Queue a task and return its number."""
+        self._wanted = True
+        seq = self._count()
+        # A signal handler may have queued the next call meanwhile.
+        insort(self.waiting, (seq, call), key=itemgetter(0))
+        return seq
+
+    def pop(self) -> tuple[Task, Completion] | None:
+        """Take the turn for the next task, and return the task; None if that cannot be yet."""
+        if not self.waiting or not self._seize():
+            return None
+        _, call = self.waiting.popleft()
+        self._wanted = bool(self.waiting)
+        return call
+
+    def close(self) -> list[tuple[Call, Completion]]:
+        """Drop the tasks that have not begun, and return them; no later task runs."""
+        dropped, self.waiting = self.waiting, deque()
+        self._wanted = True
+        return [(task.prepared.call, completion) for _, (task, completion) in dropped]
+
+    def _count(self) -> int:
+        # Its own variable: a signal handler may count the next call before the return.
+        seq = self.last = self.last + 1
+        return seq
+
+    def _seize(self) -> bool:
+        if self._owner:
+            return False
+        self._owner = threading.get_ident()
+        return True
 
 
 class OrderedEngine(Engine):
@@ -93,15 +114,13 @@ class OrderedEngine(Engine):
 
     Args:
         comm: The group.
-        turn: A `Turn`, or the C++ engine's.
+        turn: Its `CallQueue`, if that is the one in C++.
     """
 
     def __init__(self, comm: Communicator, turn: Any = None) -> None:
         super().__init__(comm)
-        self._turn: Any = turn or Turn()
+        self._turn: Any = turn or CallQueue()
         self._changed = threading.Condition()
-        # In the order of their numbers.
-        self._queue: deque[tuple[int, Task, Completion]] = deque()
         # Whether a thread waits for the end of all tasks.
         self._drains = False
         self._closed = False
@@ -246,7 +265,7 @@ class OrderedEngine(Engine):
 
     def _left_s(self) -> list[float]:
         """Return the seconds until the deadlines of the queued tasks."""
-        return [task.deadline.remaining() for _, task, _ in list(self._queue)]
+        return [task.deadline.remaining() for _, (task, _) in list(self._turn.waiting)]
 
     def _cancel(self, why: str) -> None:
         """End all tasks, and report the reason to the ranks that may wait for this rank."""
@@ -286,10 +305,7 @@ class OrderedEngine(Engine):
 
     def _put(self, task: Task, completion: Completion) -> int:
         """Queue a task and return its number; under the lock."""
-        self._turn.wanted = True
-        seq = int(self._turn.count())
-        # A signal handler may have queued the next call meanwhile.
-        insort(self._queue, (seq, task, completion), key=itemgetter(0))
+        seq = int(self._turn.push((task, completion)))
         self._changed.notify_all()
         return seq
 
@@ -298,16 +314,17 @@ class OrderedEngine(Engine):
 
         Called under the lock.
         """
-        dropped, self._queue = self._queue, deque()
-        self._turn.wanted = True
+        dropped: list[tuple[Call, Completion]] = self._turn.close()
         self._changed.notify_all()
-        return [(task.prepared.call, completion) for _, task, completion in dropped]
+        return dropped
 
     def _wait_until_idle(self, limit: Deadline) -> None:
         """Wait until no task is queued or runs."""
         with self._changed:
             limit_s = min(limit.remaining(), threading.TIMEOUT_MAX)
-            self._changed.wait_for(lambda: not self._queue and not self._turn.runs(), limit_s)
+            self._changed.wait_for(
+                lambda: not self._turn.waiting and not self._turn.runs(), limit_s
+            )
 
     def _wait_until_still(self, limit_s: float) -> None:
         with self._changed:
@@ -316,15 +333,14 @@ class OrderedEngine(Engine):
     def _progress(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not (self._queue and self._turn.seize()):
+                while (popped := self._turn.pop()) is None:
+                    if self._closed:
+                        return
                     self._changed.wait()
-                if self._closed:
-                    return
-                _, task, completion = self._queue.popleft()
-                self._turn.wanted = bool(self._queue)
+            task, completion = popped
             self._run_and_finish(task, completion, self._turn.give)
             # Otherwise this thread would keep the buffers of a finished task while it waits.
-            del task, completion
+            del popped, task, completion
 
     def _run_and_finish(
         self,
@@ -352,7 +368,7 @@ class OrderedEngine(Engine):
     def _wake(self) -> None:
         """Wake the progress thread if it may run or end, and a thread that closes the group."""
         with self._changed:
-            if self._queue or self._drains or self._closed:
+            if self._turn.waiting or self._drains or self._closed:
                 self._changed.notify_all()
 
     # ---- one task -------------------------------------------------------------------------

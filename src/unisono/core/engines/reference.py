@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import zlib
 from typing import Self
 
 import numpy as np
@@ -22,7 +23,13 @@ from unisono.core.base.buffers import Array, as_bytes
 from unisono.core.base.deadline import Deadline
 from unisono.core.engines.api import Communicator, Task
 from unisono.core.engines.array_lists import concatenated, copy_back
-from unisono.core.engines.errors import LATE_S, DeadlinePassed, mismatch_error, out_of_step
+from unisono.core.engines.errors import (
+    LATE_S,
+    DeadlinePassed,
+    engines_error,
+    mismatch_error,
+    out_of_step,
+)
 from unisono.core.engines.kernels import reduce_into
 from unisono.core.engines.queue import OrderedEngine
 from unisono.core.schedules import Buf, Op, Program
@@ -32,6 +39,8 @@ from unisono.core.transports.messages import Failure, Purpose
 from unisono.errors import CollectiveMismatchError
 
 _AGREEMENT = struct.Struct("<QQ")
+# Bytes of the name of an engine, as ranks exchange it.
+_ENGINE_NAME = 16
 # How long ranks that disagree wait for each other's texts. All of them are in this call.
 _EXPLAIN_S = 1.0
 
@@ -40,11 +49,17 @@ class ReferenceEngine(OrderedEngine):
     """Runs tasks with messages between ranks."""
 
     name = "reference"
+    _compared = False
 
     def perform(self, task: Task) -> None:
         self._start_record(task)
         with TaskRun(self.comm, task) as run:
-            program = run.agree() if self.comm.size > 1 else task.prepared.program
+            program = task.prepared.program
+            if self.comm.size > 1:
+                if not self._compared:
+                    run.compare_engines(self.name)
+                    self._compared = True
+                program = run.agree()
             run.execute(program)
 
 
@@ -73,26 +88,29 @@ class TaskRun:
 
     # ---- agreement ------------------------------------------------------------------------
 
+    def compare_engines(self, name: str) -> None:
+        """Check that the group has one engine; a part of its first call.
+
+        Some groups are made without an agreement, and engines do not understand each other.
+
+        Raises:
+            UnsupportedError: It has several; equal on every rank.
+        """
+        text = name.encode()[:_ENGINE_NAME]
+        if self._merge(zlib.crc32(text), 1)[0] == 0:
+            rows = self._gather(np.frombuffer(text.ljust(_ENGINE_NAME, b"\0"), np.int64).copy())
+            names = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+            raise engines_error(self._comm, self._task.call, names)
+
     def agree(self) -> Program:
         """Check that all ranks are in the same call, and return the program to execute.
 
         Raises:
             CollectiveMismatchError: They are not; equal on every rank.
         """
-        comm, task, prepared = self._comm, self._task, self._task.prepared
+        task, prepared = self._task, self._task.prepared
         exchange = prepared.exchange
-        word, even = prepared.call.fingerprint, exchange.even if exchange else 1
-        distance = 1
-        while distance < comm.size:
-            out = memoryview(_AGREEMENT.pack(word, even))
-            received = memoryview(bytearray(_AGREEMENT.size))
-            self.send((comm.rank + distance) % comm.size, out)
-            self.wait(self.recv((comm.rank - distance) % comm.size, received))
-            their_word, their_even = _AGREEMENT.unpack(received)
-            word = word if word == their_word else 0
-            even = even if even == their_even else 0
-            distance *= 2
-        self.wait_for_sends()
+        word, even = self._merge(prepared.call.fingerprint, exchange.even if exchange else 1)
         if word == 0:
             raise self.mismatch()
         if exchange is not None and even == 0:
@@ -132,15 +150,22 @@ class TaskRun:
 
     def meet(self, flag: bool) -> bool:
         """Wait until all ranks are in this call; return whether any rank has given `flag`."""
+        return self._merge(1, 2 - flag)[1] != 2
+
+    def _merge(self, word: int, even: int) -> tuple[int, int]:
+        """Return each of 2 words if it is equal on all ranks, else 0."""
         comm, distance = self._comm, 1
         while distance < comm.size:
-            self.send((comm.rank + distance) % comm.size, memoryview(bytes([flag])))
-            theirs = bytearray(1)
-            self.wait(self.recv((comm.rank - distance) % comm.size, memoryview(theirs)))
-            flag = flag or theirs != b"\0"
+            out = memoryview(_AGREEMENT.pack(word, even))
+            received = memoryview(bytearray(_AGREEMENT.size))
+            self.send((comm.rank + distance) % comm.size, out)
+            self.wait(self.recv((comm.rank - distance) % comm.size, received))
+            their_word, their_even = _AGREEMENT.unpack(received)
+            word = word if word == their_word else 0
+            even = even if even == their_even else 0
             distance *= 2
         self.wait_for_sends()
-        return flag
+        return word, even
 
     def _gather(self, mine: Array) -> Array:
         """Return [world_size, k]: the vectors of all ranks."""

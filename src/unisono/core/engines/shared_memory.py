@@ -39,17 +39,21 @@ _INVITATION = struct.Struct("<iii16s")
 """errno of making the memory (0: made), process id, file descriptor, nonce."""
 
 
-def host_id() -> str:
+def host_id(kind: str | None = None) -> str:
     """Return a text that is equal on ranks that can share memory; "" if this rank cannot.
 
     The part before the first "/" is equal on ranks whose C++ engines understand each other. The
     text is "" on a rank that must use the reference engine, and unique on a rank that must not
     share memory. So the other ranks learn of both.
+
+    Args:
+        kind: The engine that was asked for; UNISONO_ENGINE if None.
     """
-    if not is_wanted():
+    kind = kind or config.get("UNISONO_ENGINE")
+    if kind == "reference" or not is_wanted():
         return ""
     memory = memory_host()
-    return memory and f"{_engine.ABI}/{memory}"
+    return memory and f"{_engine.ABI}{'+MPI' * (kind == 'mpi')}/{memory}"
 
 
 def memory_host() -> str:

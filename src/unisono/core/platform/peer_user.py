@@ -6,8 +6,6 @@ import socket
 import struct
 import sys
 
-from unisono.core.platform.posix import effective_user
-
 _SOCK_DIAG = 4
 _REQUEST = 1
 _BY_FAMILY = 20
@@ -20,15 +18,6 @@ _USER = struct.Struct("=16x x B 62x I")
 _ERRNO = struct.Struct("=4x H 10x i")
 _ENOENT = 2
 _ESTABLISHED = 1
-
-
-def is_foreign(sock: socket.socket) -> bool:
-    """Return whether the other end of a local connection belongs to another user, or is gone.
-
-    False also if the system has no sock_diag.
-    """
-    user = user_of_peer(sock)
-    return user is not None and user != effective_user()
 
 
 def user_of_peer(sock: socket.socket) -> int | None:

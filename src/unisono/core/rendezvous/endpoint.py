@@ -51,7 +51,7 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     return host, check_port(int(port), f"port of the rendezvous endpoint {text!r}")
 
 
-def is_local(host: str, port: int = 0) -> bool:
+def is_of_this_host(host: str, port: int = 0) -> bool:
     """Return whether a name or address belongs to this host, also by UNISONO_PUBLISH.
 
     Several machines or containers may publish one address. It belongs to this host with the ports
@@ -107,9 +107,9 @@ def own_address(host: str, *, serves: bool = False) -> str:
     """
     if outside := published_hosts():
         return outside[0]
-    if serves or is_local(host):
+    if serves or is_of_this_host(host):
         if is_loopback(host) or host in ANY:
-            return next(filter(is_local, [*chosen_hosts(), *reachable_hosts()]), host)
+            return next(filter(is_of_this_host, [*chosen_hosts(), *reachable_hosts()]), host)
         return host
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
@@ -148,7 +148,7 @@ def open_endpoint(
     deadline, quiet, logged = Deadline(timeout_s), Deadline(_QUIET_S), False
     while True:
         # Decided anew each time, because a name may resolve late.
-        if hosting or (hosting is None and is_local(host, port)):
+        if hosting or (hosting is None and is_of_this_host(host, port)):
             try:
                 return TCPStore(
                     served_host(host),

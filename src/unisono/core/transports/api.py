@@ -23,7 +23,7 @@ from unisono.core.base.deadline import Deadline
 from unisono.core.base.source.where import place_of_thread
 from unisono.core.stores import Store
 from unisono.core.transports.control import CallLog, Failures, Question, Questions
-from unisono.core.transports.mailbox import MailboxMessages, deliver_copy
+from unisono.core.transports.mailbox import Messages, deliver_copy
 from unisono.core.transports.messages import (
     CLOSED,
     LEFT,
@@ -37,7 +37,7 @@ from unisono.core.transports.messages import (
     Unreached,
     failure_of,
 )
-from unisono.core.transports.transfers import ANY, ANYTHING, NOTHING, Messages, Transfer, Wires
+from unisono.core.transports.transfers import ANY, ANYTHING, NOTHING, AnyMessages, Transfer, Wires
 from unisono.errors import InvalidArgumentError
 
 _NO_CONTEXT = -1
@@ -126,7 +126,7 @@ class Transport(Carrier):
         self.rank = rank
         self.world_size = world_size
         self.hosts: tuple[str, ...] = ("",) * world_size
-        self.messages: Messages = MailboxMessages(self)
+        self.messages: AnyMessages = Messages(self)
         self.closed = False
         self._lock = threading.RLock()
         self.calls = CallLog()

@@ -13,7 +13,7 @@ from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import GUARD_HINT, is_importing_main
 from unisono.core.base.log import get_logger
 from unisono.core.base.process_identity import Life, describe, life_of, new_user
-from unisono.core.base.text import name_ranks
+from unisono.core.base.text import by_rank, name_ranks
 from unisono.core.platform.machine import usable_cores
 from unisono.core.schedules.choice.far import NEAR_US, far_apart, round_trip_class
 from unisono.core.stores import Store
@@ -76,7 +76,8 @@ def connect(
 
     Raises:
         RendezvousError: Some ranks never came, or cannot listen; names them.
-        UnsupportedError: Some ranks have the C++ engine, others not, or another version.
+        UnsupportedError: Some ranks have the C++ engine, others not, or another version, or some
+            have another transport.
     """
     addresses: list[str] = []
     try:
@@ -94,19 +95,21 @@ def connect(
         # Without wires C++ reaches the memory of ranks, and of no process that hides it.
         is_reached = transport.wires is not None or config.get_flag("UNISONO_SHARED_MEMORY")
         is_native = bool(host) and world_size > 1 and transport.allows_cpp and is_reached
-        messages = NativeMessages.make(transport) if is_native else None
+        messages, endpoint = NativeMessages.make(transport) if is_native else (None, "")
         if messages is not None:
             # Before the addresses are published: a faster rank may send before this rank returns.
             transport.messages = messages
         elif world_size > 1:
             host = ""
-        endpoint = messages.endpoint if messages is not None else ""
         trip = getattr(innermost(store), "round_trip_us", None)
-        mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} {transport.address}"
+        mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} "
+        mine += f"{transport.name}\t{transport.address}"
         number, published = _publish(store, rank, world_size, deadline, mine)
         hosts, endpoints, words, trips, found = published
-        _check_engines(hosts, rank)
-        addresses += found
+        named = [text.split("\t", 1) for text in found]
+        _check_transports([name for name, _ in named], rank)
+        _check_engines(hosts, endpoints, rank)
+        addresses += (address for _, address in named)
         transport.world_number = number
         transport.hosts = _placed(hosts)
         transport.words = tuple(words)
@@ -118,7 +121,7 @@ def connect(
             messages.introduce(endpoints, near, crowded=sum(near) > usable_cores(), far=far)
         transport.watch_neighbours()
         if rank == 0:
-            transport._show(store, found)
+            transport._show(store, addresses)
     except BaseException:
         transport.close()
         raise
@@ -149,18 +152,32 @@ def _publish(
     return number, [list(column) for column in columns]
 
 
-def _check_engines(hosts: Sequence[str], rank: int) -> None:
+def _check_transports(names: Sequence[str], rank: int) -> None:
+    """Check that all ranks have transports of one name, which understand each other."""
+    if len(set(names)) > 1:
+        shown = by_rank(enumerate(names))
+        raise UnsupportedError(
+            f"the ranks of a world must have one transport, but they have {shown}",
+            context=Context(rank=rank, world_size=len(names)),
+            hint="give all ranks the same UNISONO_TRANSPORT and CPUOptions.transport",
+        )
+
+
+def _check_engines(hosts: Sequence[str], endpoints: Sequence[str], rank: int) -> None:
     """Check that all ranks move their data in C++, in one version, or all in Python."""
-    engines: dict[str, list[int]] = {}
-    for other, host in enumerate(hosts):
-        engine = f"C++ (version {host.partition('/')[0]})" if host else "Python"
-        engines.setdefault(engine, []).append(other)
-    if len(engines) > 1:
-        shown = ", ".join(f"{engine} on {name_ranks(each)}" for engine, each in engines.items())
+    versions = [host.partition("/")[0] for host in hosts]
+    if len(set(versions)) > 1:
+        engines = [
+            f"C++ (version {version})" if version else f"Python{endpoint and f' ({endpoint})'}"
+            for version, endpoint in zip(versions, endpoints, strict=True)
+        ]
+        shown = by_rank(enumerate(engines))
         raise UnsupportedError(
             f"the ranks of a world must have one engine, but they have {shown}",
             context=Context(
-                rank=rank, world_size=len(hosts), peers=tuple(engines.get("Python", ()))
+                rank=rank,
+                world_size=len(hosts),
+                peers=tuple(at for at, version in enumerate(versions) if not version),
             ),
             hint="unisono.engine_info() gives on each rank the reason for its engine; install the "
             "same unisono for all ranks, or give all of them UNISONO_ENGINE=reference",

@@ -28,7 +28,7 @@ from unisono.core.transports.messages import (
     LinkDown,
     MessageMismatch,
 )
-from unisono.core.transports.transfers import ANY, NOTHING, LinkView, Messages, Tag, Transfer
+from unisono.core.transports.transfers import ANY, NOTHING, AnyMessages, LinkView, Tag, Transfer
 from unisono.errors import ClosedError
 
 # How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
@@ -67,7 +67,7 @@ class _ContextQueue:
         self.asked_s: dict[int | None, float] = {}  # by rank: when a poll last asked it for that
 
 
-class MailboxMessages(Messages):
+class Messages(AnyMessages):
     """Posted receives and unexpected messages of one rank; safe to use from any thread.
 
     Args:
@@ -288,7 +288,7 @@ def _remove(queue: deque[T], item: T) -> bool:
     return True
 
 
-def deliver_copy(messages: Messages, key: Key, arrival: Arrival) -> None:
+def deliver_copy(messages: AnyMessages, key: Key, arrival: Arrival) -> None:
     """Match a message whose memory belongs to the sender; copy it unless a receive takes it."""
     transfer = messages.claim(arrival.source, key)
     if transfer is not None:

@@ -43,8 +43,8 @@ from unisono.core.transports.transfers import (
     ANYTHING,
     NOTHING,
     Address,
+    AnyMessages,
     LinkView,
-    Messages,
     Outcome,
     Transfer,
 )
@@ -75,7 +75,7 @@ def tag_of(kind: Purpose, tag: int) -> int:
     return tag if kind is Purpose.P2P and tag != ANY_TAG else tag - (1 << 62)
 
 
-class NativeMessages(Messages):
+class NativeMessages(AnyMessages):
     """One rank's end of the messages in C++.
 
     Args:
@@ -113,14 +113,18 @@ class NativeMessages(Messages):
         self.native.set_wire(lambda *news: (method := wire()) and method(*news))
 
     @classmethod
-    def make(cls, links: LinkView) -> NativeMessages | None:
-        """Return new messages, or None if this process cannot have C++ messages."""
+    def make(cls, links: LinkView) -> tuple[NativeMessages | None, str]:
+        """Return new messages and their endpoint.
+
+        If this process cannot have C++ messages, return None, and the name of the error.
+        """
         try:
-            return cls(links)
+            messages = cls(links)
+            return messages, messages.endpoint
         except OSError as error:
             level = "info" if error.errno == errno.ENOSYS else "warning"
             getattr(_log, level)("no shared memory for messages: %s", error)
-            return None
+            return None, errno.errorcode.get(error.errno or 0, "error")
 
     def introduce(
         self, endpoints: Sequence[str], near: Sequence[bool], *, crowded: bool, far: bool = False

@@ -176,7 +176,7 @@ class Wires(Protocol):
         """Read a socket that is closed for writing until its peer closes it, too."""
 
 
-class Messages(Protocol):
+class AnyMessages(Protocol):
     """Carries the messages of one rank, and matches them to receives.
 
     Attributes:

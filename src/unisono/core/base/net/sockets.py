@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import logging
 import os
 import random
 import selectors
@@ -16,8 +17,10 @@ from typing import Any
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import reason_of
-from unisono.core.base.log import get_logger
+from unisono.core.base.log import get_logger, log_once
 from unisono.core.base.net.ports import allowed_ports, none_free, ports_hint, ports_to_try
+from unisono.core.platform.peer_user import user_of_peer
+from unisono.core.platform.posix import effective_user
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
 CONNECT_S = 3.0
@@ -72,6 +75,22 @@ def is_local(sock: socket.socket) -> bool:
     # A connection to an address of this machine comes from the same address. No other machine can
     # have this address and connect to this machine.
     return is_loopback(peer) or peer == own
+
+
+def is_foreign(sock: socket.socket) -> bool:
+    """Return whether the other end of a local connection belongs to another user, or is gone.
+
+    False also if the system does not report it, which is logged.
+    """
+    if (user := user_of_peer(sock)) is None:
+        log_once(
+            _LOG,
+            logging.WARNING,
+            "this system does not report the user of a local client: without the job's token, "
+            "every user of this host counts as its owner",
+        )
+        return False
+    return user != effective_user()
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

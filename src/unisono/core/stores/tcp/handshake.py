@@ -8,8 +8,7 @@ import socket
 from typing import NoReturn
 
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.net.sockets import is_local
-from unisono.core.platform.peer_user import is_foreign
+from unisono.core.base.net.sockets import is_foreign, is_local
 from unisono.core.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
 from unisono.core.stores.tcp.wire import MAGIC, RequestOp, encode_request
 from unisono.errors import HandshakeError, StoreConnectionError, StoreTimeoutError

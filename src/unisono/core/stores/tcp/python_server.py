@@ -21,8 +21,7 @@ from typing import Any
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import LogLimit, get_logger
-from unisono.core.base.net.sockets import format_address, is_local
-from unisono.core.platform.peer_user import is_foreign
+from unisono.core.base.net.sockets import format_address, is_foreign, is_local
 from unisono.core.platform.posix import after_fork
 from unisono.core.stores.table import StoreTable, Watch
 from unisono.core.stores.tcp.token import REFUSED_KEY, Gate, Refused

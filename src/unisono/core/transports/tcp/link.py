@@ -27,7 +27,7 @@ from unisono.core.transports.messages import (
 )
 from unisono.core.transports.tcp.io_loop import CHUNK_BYTES
 from unisono.core.transports.tcp.wire import FRAME, Frame
-from unisono.core.transports.transfers import Messages, Transfer, is_of_user
+from unisono.core.transports.transfers import AnyMessages, Transfer, is_of_user
 
 # How often one readable event may read before other links are served.
 _READS_PER_TURN = 64
@@ -119,7 +119,9 @@ class Link:
         chunk: [CHUNK_BYTES] buffer of the I/O thread; holds no data between two reads.
     """
 
-    def __init__(self, peer: int, messages: Messages, control: Control, chunk: memoryview) -> None:
+    def __init__(
+        self, peer: int, messages: AnyMessages, control: Control, chunk: memoryview
+    ) -> None:
         self.peer = peer
         self.sock: socket.socket | None = None
         self.ready = False
