@@ -22,7 +22,7 @@ from unisono.base.log import get_logger, log_once
 from unisono.engines import Communicator, Engine
 from unisono.errors import InvalidArgumentError
 from unisono.platform.machine import cpu_model
-from unisono.schedules.tables import ChoiceTable, GroupShape
+from unisono.schedules.tables import VIRTUAL, ChoiceTable, GroupShape
 
 _log = get_logger("tuning")
 
@@ -126,7 +126,7 @@ def read_tables(size: int | None = None) -> dict[GroupShape, ChoiceTable]:
                 raise InvalidArgumentError(f"UNISONO_TUNING={file}: {why}") from None
             log_once(_log, logging.WARNING, "table left out: %s", f"{file}: {why}")
             continue
-        if table.machine != machine() or table.version != __version__:
+        if table.machine not in (machine(), VIRTUAL) or table.version != __version__:
             found = f"{table.machine}, unisono {table.version}"
             log_once(_log, logging.WARNING, "table left out: %s was measured on %s", file, found)
         elif size is None or table.shape.ranks <= size:

@@ -2,10 +2,12 @@
 
 import json
 import re
+import threading
 
 import pytest
 
 from unisono.cli.main import main
+from unisono.cli.terminal import working
 from unisono.simulate import LogGOPS, from_goal
 from unisono.simulate.loggops import run
 
@@ -16,6 +18,11 @@ def table(text):
 
 
 def simulate(capsys, *words):
+    """Return the cells of each row, without those from `pieces` on."""
+    return [cells[:8] for cells in whole(capsys, *words)]
+
+
+def whole(capsys, *words):
     assert main(["simulate", *words]) == 0
     return table(capsys.readouterr().out)
 
@@ -24,7 +31,7 @@ def test_summit_fitted_on_three_points_predicts_the_others(capsys, golden):
     published = golden["summit_8B"]
     sizes = published["gpus"]
     words = ("-p", ",".join(map(str, sizes[:6])), "--algorithm", "ring,node_tree")
-    rows = simulate(capsys, "all_reduce", *words, "--net", "summit")
+    rows = whole(capsys, "all_reduce", *words, "--net", "summit")
     assert len(rows) == 12
     for gpus, _, algorithm, time_us, *_, measured, error, _ in rows:
         series = published["ring_us" if algorithm == "ring" else "tree_us"]
@@ -74,9 +81,11 @@ def test_alpha_beta_and_a_file(capsys, tmp_path):
 
 
 def test_loggops_and_goal(capsys, tmp_path):
-    file = tmp_path / "reduce.goal"
+    file, net = tmp_path / "reduce.goal", tmp_path / "loggopsim.toml"
+    net.write_text("L_ns = 2500\no_ns = 1500\ng_ns = 1000\nG_ns = 6\nO_ns = 0\n")
     words = ("-p", "8", "-b", "1K", "--algorithm", "binomial", "--goal", str(file))
-    ((*_, time),) = simulate(capsys, "reduce", *words, "--model", "loggops")
+    words += ("--net", str(net), "--model", "loggops")
+    ((*_, time, _, _, _, _),) = simulate(capsys, "reduce", *words)
     assert time == "34.9"
     assert max(run(from_goal(file.read_text()), LogGOPS()).finish_ps) == 34_914_000
 
@@ -102,7 +111,12 @@ def test_plot(capsys, tmp_path):
         (["all_reduce", "--net", "nowhere"], "; or a file that ends in .toml)"),
         (["all_reduce", "--net", "no/file.toml"], "no network 'no/file.toml'"),
         (["all_reduce", "--algorithm", "rings"], "all_reduce has no algorithm 'rings'"),
-        (["all_reduce", "-p", "10", "--hosts", "4"], "-p [10] do not fill 4 hosts"),
+        (["all_reduce", "-p", "6", "--hosts", "4"], "-p [6] do not fill 4 hosts"),
+        (["all_to_all", "--net", "nvlink"], "no algorithm of all_to_all runs on net nvlink"),
+        (
+            ["all_reduce", "--net", "nvlink", "--algorithm", "two_shot", "-b", "64M"],
+            "8 channels of all_reduce (two_shot) on 16 ranks, 8 per host: expected all_reduce, ",
+        ),
         (["all_reduce", "-p", "8,16", "--hosts", "4"], "--hosts needs one number of ranks"),
         (["all_reduce", "-b", "8", "-e", "4"], "-b 8 is larger than -e 4"),
         (["all_reduce", "-p", "9", "--algorithm", "cube_mesh"], "needs world size 8, got 9"),
@@ -122,6 +136,18 @@ def test_bad_words_are_refused(capsys, words, expected):
         ('interfaces = "two"', "interfaces is 'two', expected a value like 1"),
         ('topology = "mesh"', "topology is 'mesh', not hosts or switch"),
         ("latency_us = [", "bad.toml: Invalid value"),
+        ("send_us = -5", "send_us is -5, expected a number 0 or more, and at most 1e9"),
+        ("latency_us = nan", "latency_us is nan, expected a number 0 or more"),
+        ("start_us = inf", "start_us is inf, expected a number 0 or more"),
+        ("gbps = 0", "gbps is 0, expected a number above 0"),
+        ("copy_gbps = nan", "copy_gbps is nan, expected a number above 0"),
+        ("cores = -1", "cores is -1, expected a number 0 or more"),
+        ("interfaces = 0", "interfaces is 0, expected a number 1 or more"),
+        ("L_ns = nan", "L_ns is nan, expected a number 0 or more"),
+        ("[algorithms.ring]\nrecv_us = -1", "recv_us is -1, expected a number 0 or more"),
+        ("algorithms = 3", "bad.toml: algorithms has no table of keys per algorithm"),
+        ("published = 3", "bad.toml: published has no microseconds by size, algorithm and ranks"),
+        ('routing = "best"', "routing is 'best', not adaptive or hashed"),
     ],
 )
 def test_bad_files_are_refused(capsys, tmp_path, text, expected):
@@ -135,3 +161,81 @@ def test_unwritable_files_are_refused(capsys):
     words = ["all_reduce", "-p", "2", "--algorithm", "ring", "--json", "/no/such/file.json"]
     assert main(["simulate", *words]) == 1
     assert "cannot write /no/such/file.json" in capsys.readouterr().err
+
+
+def test_an_export_changes_no_time_and_loggops_follows_the_net(capsys, tmp_path):
+    words = ("-p", "16", "--hosts", "4", "-b", "1M", "--net", "fat-tree", "--algorithm", "ring")
+    plain = simulate(capsys, "all_reduce", *words)
+    assert simulate(capsys, "all_reduce", *words, "--goal", str(tmp_path / "x.goal")) == plain
+    program = from_goal((tmp_path / "x.goal").read_text())
+    assert main(["simulate", "all_reduce", *words, "--model", "loggops"]) == 0
+    out = capsys.readouterr().out
+    # 1.6 us between hosts, 0.3 us per message, 12.5 GB/s.
+    assert "L 1600 ns, o 300 ns, g 0 ns, G 0.08 ns, O 0 ns" in out
+    model = LogGOPS(1_600_000, 300_000, 0, 80, 0)
+    expected = max(run(program, model).finish_ps) / 1e6
+    assert float(table(out)[0][3]) == pytest.approx(expected, abs=0.05)
+
+
+def test_published_times_stand_beside_what_was_measured_only(capsys):
+    words = ("-p", "96", "--net", "summit", "--algorithm", "ring")
+    for op, more, expected in (
+        ("all_reduce", (), True),
+        ("broadcast", (), False),
+        ("all_reduce", ("--hosts", "12"), False),
+        ("all_reduce", ("--model", "links"), False),
+    ):
+        (row,) = whole(capsys, op, *words, *more)
+        assert ("173.6" in row) == expected, (op, more)
+
+
+def test_explain_and_simulate_answer_alike(capsys):
+    """Both take the pipeline of a group, and show it."""
+    words = ("-p", "16", "--hosts", "4")
+    rows = whole(capsys, "all_reduce", *words, "-b", "4M", "--net", "fat-tree")
+    assert main(["explain", "all_reduce", "4M", *words, "--net", "fat-tree"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    told = {line[0]: (line[2], line[3]) for line in lines if len(line) >= 5 and line[1].isdigit()}
+    assert told == {row[2]: (row[8], row[3]) for row in rows}
+    assert {row[8] for row in rows} > {"1"}
+
+
+def test_bandwidths_as_nccl_tests_and_a_lower_bound(capsys):
+    """busbw = 2 (p-1)/p algbw; a ring on one switch without latency is as fast as any."""
+    (row,) = whole(capsys, "all_reduce", "-p", "16", "-b", "1M", "--algorithm", "ring")
+    time, algbw, busbw, bound = (float(row[at].replace(",", "")) for at in (3, 9, 10, 11))
+    assert algbw == pytest.approx((1 << 20) / time / 1000, abs=0.01)
+    assert busbw == pytest.approx(algbw * 30 / 16, abs=0.02)
+    # 2 latencies of 1 us, 15/8 of 1 MiB at 12.5 GB/s, a send and a receive.
+    assert bound == pytest.approx(2 + 2 * 15 / 16 * (1 << 20) / 12.5e3 + 0.6, abs=0.06)
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather"):
+        for net in ("switch", "fat-tree"):
+            for row in whole(capsys, op, "-p", "16", "--net", net, "-b", "64K"):
+                assert float(row[11].replace(",", "")) <= float(row[3].replace(",", "")) + 0.1
+
+
+def test_a_time_that_depends_on_the_order_of_equal_times_has_its_range(capsys):
+    words = ("-p", "16", "--hosts", "4", "-b", "1M", "--net", "fat-tree")
+    words += ("--algorithm", "ring,halving_doubling")
+    ring, halving = whole(capsys, "all_reduce", *words)
+    assert ring[12] == "-"
+    least, most = map(float, halving[12].split("-"))
+    assert least <= float(halving[3]) <= most
+    assert least < most
+
+
+def test_a_long_run_says_that_it_goes_on(monkeypatch):
+    told, lines = threading.Event(), []
+
+    class Stream:
+        def write(self, text):
+            lines.append(text)
+            told.set()
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr("sys.stderr", Stream())
+    with working("ring, 4 ranks", 0.01):
+        assert told.wait(30)
+    assert re.fullmatch(r"# ring, 4 ranks: \d+ s so far", lines[0])
