@@ -18,8 +18,9 @@ from unisono.engines import (
 from unisono.groups.dispatch import Dispatcher, dispatcher
 from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select
+from unisono.schedules.ir import Buf, Op, copy, make_rows, recv, recv_reduce, reduce, send
 from unisono.schedules.msccl import from_msccl, to_msccl
-from unisono.schedules.registry import register_schedule
+from unisono.schedules.registry import register_algorithm, register_schedule
 from unisono.schedules.verify import verify
 from unisono.stores.services.etcd import EtcdStore
 from unisono.stores.services.redis import RedisStore
@@ -34,6 +35,7 @@ from unisono.transports import (
 
 __all__ = [
     "OPS",
+    "Buf",
     "BufferView",
     "CPUOptions",
     "CUDAEvent",
@@ -53,6 +55,7 @@ __all__ = [
     "InprocTransport",
     "Key",
     "Layout",
+    "Op",
     "OpSchema",
     "Pending",
     "Prepared",
@@ -66,14 +69,21 @@ __all__ = [
     "Transfer",
     "Transport",
     "build",
+    "copy",
     "device_of",
     "dispatcher",
     "from_msccl",
     "lower",
+    "make_rows",
+    "recv",
+    "recv_reduce",
+    "reduce",
+    "register_algorithm",
     "register_schedule",
     "register_transport",
     "schema_of",
     "select",
+    "send",
     "to_msccl",
     "verify",
     "view",

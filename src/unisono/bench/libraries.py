@@ -20,6 +20,7 @@ import unisono
 from unisono.backends import CPUOptions
 from unisono.backends.nccl import library as nccl_library
 from unisono.base.types import ReduceOp
+from unisono.bench.algorithms import named
 from unisono.bench.data import Data, to_tensor
 from unisono.bench.plan import REDOPS, BenchPlan
 from unisono.errors import LaunchError, UnsupportedError
@@ -246,7 +247,12 @@ def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:
         timeout=plan.loop.timeout_s,
         pg_options=CPUOptions(engine=plan.engine),
     )
-    return unisono_library(plan.algorithm)
+    algorithm = plan.algorithm
+    for op in plan.ops if algorithm else ():
+        if op != "sendrecv":
+            # Each rank registers what is in a file.
+            algorithm = named(op, str(plan.algorithm))
+    return unisono_library(algorithm)
 
 
 def unisono_library(algorithm: str | None) -> BenchLibrary:

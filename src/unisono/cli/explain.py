@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from unisono.base import config
+from unisono.bench.algorithms import HELP, named
 from unisono.bench.plan import OPS, parse_nbytes
 from unisono.cli.flags import add_parser, checked, non_negative, positive
 from unisono.cli.simulate import MANY, machine_of, row_of, us_text
@@ -44,7 +45,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("--round-trip", type=positive, default=250, metavar="US", help="between the hosts (250)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
-    add("--algorithm", metavar="NAME", help="the algorithm that the call asks for")
+    add("--algorithm", metavar="NAME", help=f"what the call asks for: {HELP}")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
     parser.set_defaults(itemsize=4, goal=None, orders=0)
@@ -62,6 +63,8 @@ def _explain(options: argparse.Namespace) -> int:
     from unisono.schedules.ir import REDUCING
     from unisono.schedules.tuning import topology_of
 
+    if options.algorithm:
+        options.algorithm = named(options.op, options.algorithm)
     shape = _shape(options)
     table, topology = read_tables().get(shape), topology_of(shape)
     override = config.get("UNISONO_ALGO")

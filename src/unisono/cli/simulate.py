@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.bench.algorithms import HELP, named
 from unisono.bench.plan import OPS, SizeRange
 from unisono.cli.flags import add_parser, add_sizes, non_negative, positive, write_text
 from unisono.cli.terminal import working
@@ -70,17 +71,58 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_sizes(parser, "8", "", 8)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
-    add("--algorithm", default="all", metavar="A,B", help="algorithms; all (the default)")
+    add("--algorithm", default="all", metavar="A,B", help=f"all (the default), or each a {HELP}")
     add("--pipeline", type=depth, default=0, metavar="N", help="pieces; auto: as a group (auto)")
     add("--net", default="switch", metavar="FILE", help="a shipped network or a TOML file (switch)")
     add("--model", choices=("links", "loggops", "alpha-beta"), help="(what the network has)")
+    add(
+        "--against", metavar="FILE", help="output of nccl-tests: compare, and name what explains it"
+    )
     add("--json", metavar="FILE", help="write all results to a file, as JSON")
     add("--plot", metavar="FILE.png", help="draw time over size, or over ranks")
     add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
     parser.set_defaults(orders=_ORDERS)
 
 
+def _against(options: argparse.Namespace) -> int:
+    """Print each measured time beside the best prediction, and what would explain the last gap."""
+    from unisono.cli import against
+    from unisono.schedules import available
+
+    run = against.read(options.against)
+    if run.ranks:
+        options.ranks, options.hosts = [run.ranks], run.hosts
+    net, (p, *_), factor = _machine(options), options.ranks, OPS[options.op].bus_factor
+    names = options.algorithm.split(",")
+    if options.algorithm == "all":
+        # What NCCL has.
+        has = available(options.op, p, local=local_of(net, p))
+        names = [name for name in ("ring", "node_tree", "pairwise") if name in has]
+
+    def best(machine: Machine, nbytes: int) -> SimulatedRow:
+        shape = p, local_of(machine, p), nbytes
+        rows = [row_of(options, machine, name, shape) for name in names]
+        return min(rows, key=lambda row: float(row["time_us"]))
+
+    print(f"# {options.op} on {p} ranks, {options.against} against net {net.name}")
+    print(f"#{'size':>13}{'measured us':>14}{'busbw':>9}{'predicted':>12}{'busbw':>9}{'ratio':>7}")
+    for nbytes, us in run.times_us.items():
+        row = best(net, nbytes)
+        busbw, ratio = nbytes / us / 1000 * factor(p), us / row["time_us"]
+        print(
+            f"{nbytes:>14}{us:>14,.1f}{busbw:>9.2f}{row['time_us']:>12,.1f}{row['busbw']:>9.2f}"
+            f"{ratio:>7.2f}  {row['algorithm']}", flush=True,
+        )  # fmt: skip
+    if ratio > 1.1:
+        print(f"# the last size takes {ratio:.2f} times the prediction; what would explain it:")
+        told = list(against.causes(net, us, lambda each: float(best(each, nbytes)["time_us"])))
+        print("\n".join(f"# - {text}" for text in told or ["nothing that is known here"]))
+    return 0
+
+
 def _simulate(options: argparse.Namespace) -> int:
+    if options.against:
+        return _against(options)
     net = _machine(options)
     sizes = SizeRange(options.minbytes, options.maxbytes or options.minbytes, options.stepfactor)
     print(f"# {options.op}; net {net.name}: {net.values['about']}")
@@ -154,7 +196,10 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
     from unisono.schedules import available
 
     every, local = options.algorithm == "all", local_of(net, p)
-    names = available(options.op, p, local=local) if every else options.algorithm.split(",")
+    if every:
+        names: Sequence[str] = available(options.op, p, local=local)
+    else:
+        names = [named(options.op, name) for name in options.algorithm.split(",")]
     for name in names:
         try:
             row = row_of(options, net, name, (p, local, nbytes))

@@ -193,10 +193,10 @@ def _over_hosts(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     block, hosts = nbytes // p, p // local
     of_host = block * local
     match collective:
-        case "all_reduce" if nbytes <= 8 * KIB:
+        case "all_reduce" if nbytes < 8 * KIB:
             return ("recursive_doubling",)
-        case "all_reduce" if of_host < 16 * KIB:  # near ranks first: few bytes between hosts
-            return ("swing",)
+        case "all_reduce" if of_host < 32 * KIB:  # 2 rounds per level of hosts
+            return ("multi_level",)
         case "all_reduce" | "reduce_scatter" if block >= 32 * KIB:
             return ("ring",)  # enters and leaves each host once
         case "all_gather" | "reduce_scatter" if of_host < 24 * KIB:
