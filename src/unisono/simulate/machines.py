@@ -31,6 +31,7 @@ _KEYS: dict[str, Any] = {
     "ranks_per_host": 1, "interfaces": 1, "interface_order": "turn", "width": 0,
     "channels": 1, "channel_gbps": float("inf"),
     "inside_us": 0.0, "inside_gbps": float("inf"), "latency_us": 0.0, "gbps": float("inf"),
+    "efficiency": 1.0, "inside_efficiency": 1.0,
     "pod_hosts": 0, "pod_us": 0.0, "oversubscription": 1.0, "dragonfly": False,
     "routing": "adaptive",
     "cut_through": True, "whole_ns": False, "padded": False,
@@ -74,7 +75,7 @@ class Machine:
             InvalidArgumentError: The ranks do not fill rows.
         """
         v = self.of(algorithm)
-        spec = LinkSpec(_ps(v["latency_us"]), v["gbps"], v["whole_ns"])
+        spec = LinkSpec(_ps(v["latency_us"]), v["gbps"] * v["efficiency"], v["whole_ns"])
         cut = v["cut_through"]
         if v["topology"] == "torus":
             width = v["width"] or size
@@ -91,7 +92,8 @@ class Machine:
                 v["routing"] == "hashed",
             )  # fmt: skip
         return Hosts(
-            size, v["ranks_per_host"], LinkSpec(_ps(v["inside_us"]), v["inside_gbps"]), spec,
+            size, v["ranks_per_host"],
+            LinkSpec(_ps(v["inside_us"]), v["inside_gbps"] * v["inside_efficiency"]), spec,
             interfaces=v["interfaces"], pods=pods, cut_through=cut,
             blocks=v["interface_order"] == "blocks",
         )  # fmt: skip
@@ -181,7 +183,7 @@ def _check(name: str, table: dict[str, Any]) -> None:
 def _check_number(name: str, key: str, value: float) -> None:
     """Raise an error if a number is not possible; larger times do not fit into picoseconds."""
     bandwidth = key.endswith("gbps")
-    above = bandwidth or key == "oversubscription"
+    above = bandwidth or key in ("oversubscription", "efficiency", "inside_efficiency")
     least = _LEAST.get(key, 0)
     fits = least < value if above else least <= value
     # NaN fits nowhere.

@@ -7,8 +7,12 @@ import threading
 import pytest
 
 from unisono.cli.main import main
+from unisono.cli.simulate import local_of, machine_of
 from unisono.cli.terminal import working
+from unisono.errors import UnknownNameError
+from unisono.schedules import build
 from unisono.simulate import LogGOPS, from_goal
+from unisono.simulate import simulate as simulated
 from unisono.simulate.loggops import run
 
 
@@ -239,3 +243,78 @@ def test_a_long_run_says_that_it_goes_on(monkeypatch):
     with working("ring, 4 ranks", 0.01):
         assert told.wait(30)
     assert re.fullmatch(r"# ring, 4 ranks: \d+ s so far", lines[0])
+
+
+NCCL_TESTS = """\
+# nThread 1 nGpus 1 minBytes 268435456 maxBytes 1073741824 step: 2(factor) warmup iters: 5
+# Using devices
+#  Rank  0 Group  0 Pid 181932 on    node-a device  0 [0x10] NVIDIA A100-SXM4-40GB
+#  Rank  1 Group  0 Pid 181933 on    node-b device  0 [0x10] NVIDIA A100-SXM4-40GB
+#                                                  out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)
+   268435456      67108864     float     sum      -1    {first}   30.00   30.00      0    9000.0
+  1073741824     268435456     float     sum      -1    {last}   30.00   30.00      0    9000
+# Out of bounds values : 0 OK
+"""
+
+
+def test_against_the_output_of_nccl_tests(capsys, tmp_path):
+    """2 ranks on 2 hosts: a measurement with half of the interface's bandwidth is explained."""
+    net, file = tmp_path / "two.toml", tmp_path / "out.txt"
+    net.write_text("ranks_per_host = 1\ninterfaces = 1\nlatency_us = 5\ngbps = 20\n")
+    for slower, told in ((1.0, False), (2.0, True)):
+        times = [f"{slower * nbytes / 20e3:.1f}" for nbytes in (1 << 28, 1 << 30)]
+        file.write_text(NCCL_TESTS.format(first=times[0], last=times[1]))
+        words = ("--net", str(net), "--against", str(file), "--algorithm", "ring")
+        assert main(["simulate", "all_reduce", *words]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"# all_reduce on 2 ranks, {file} against net {net}")
+        (*_, ratio, name) = table(out)[1]
+        assert (float(ratio), name) == (pytest.approx(slower, abs=0.02), "ring")
+        assert ("- interfaces at half of their bandwidth: 107," in out) == told
+        assert ("what would explain it" in out) == told
+    file.write_text("nothing")
+    assert main(["simulate", "all_reduce", "--against", str(file)]) == 1
+    assert "out.txt has no line of nccl-tests: size, count, " in capsys.readouterr().err
+    assert main(["simulate", "all_reduce", "--against", str(tmp_path / "none")]) == 1
+    assert re.search(r"cannot read .*none: No such file", capsys.readouterr().err)
+
+
+GIB = 1 << 30
+PUBLISHED = [
+    # Net, ranks, bytes, other values, key, and what was published.
+    ("dgx-a100", 8, 4 * GIB, {}, "busbw", 232.5),
+    ("dgx-h100", 8, 4 * GIB, {}, "busbw", 370),
+    ("dgx-a100", 32, 4 * GIB, {}, "busbw", 192),
+    ("dgx-a100", 24, 23_000_000, {"interfaces": 4}, "time_us", 518),
+    ("dgx-a100", 24, 33_554_432, {"interfaces": 4}, "time_us", 733),
+    ("dgx-a100", 8, GIB // 2, {"ranks_per_host": 4, "interfaces": 4}, "busbw", 93.5),
+    ("dgx-h100", 16, 4 * GIB, {"interfaces": 1}, "busbw", 44.4),
+]
+
+
+@pytest.mark.parametrize(("net", "p", "nbytes", "values", "key", "expected"), PUBLISHED)
+def test_machines_predict_published_measurements(net, p, nbytes, values, key, expected):
+    """The ring of NCCL; scale.md has the sources."""
+    machine = machine_of(net)
+    machine.values.update(values)
+    local = local_of(machine, p)
+    schedule, network = machine.in_channels(build("all_reduce", "ring", p, local=local), local)
+    us = simulated(schedule, nbytes, network, machine.costs("ring"), itemsize=4).last_us
+    found = us if key == "time_us" else nbytes / us / 1000 * 2 * (p - 1) / p
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_every_shipped_machine_runs(capsys):
+    with pytest.raises(UnknownNameError) as caught:
+        machine_of("nowhere")
+    names = re.search(r"known: (.*); or", caught.value.what)[1].split(", ")
+    assert len(names) > 10
+    assert "page" not in names
+    for name in names:
+        machine = machine_of(name)
+        assert machine.values["about"]
+        assert machine.values["source"]
+        p = machine.values["ranks_per_host"]
+        assert whole(capsys, "all_reduce", "-p", str(p), "--net", name, "--algorithm", "ring")
