@@ -50,9 +50,7 @@ def read(name: str) -> MeasuredRun:
         if len(numbers) >= 3 and float(numbers[0]) > 0:
             times[int(words[0])] = float(numbers[0])
     if not times:
-        raise InvalidArgumentError(
-            f"{name} has no line of nccl-tests: size, count, type, ..., time"
-        )
+        raise InvalidArgumentError(f"{name} has no line of nccl-tests: size, count, ..., time")
     hosts = _RANK.findall(text)
     return MeasuredRun(len(hosts), len(set(hosts)), times)
 

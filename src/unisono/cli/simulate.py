@@ -131,7 +131,7 @@ def _simulate(options: argparse.Namespace) -> int:
         ns = [ps / 1000 for ps in list(vars(model).values())[:5]]
         each = ", ".join(f"{key} {value:g} ns" for key, value in zip("LogGO", ns, strict=True))
         print(f"# LogGOPS, one kind of message: {each}, S {model.eager_bytes} B")
-    print("#" + _aligned([*_COLUMNS, "published", "error"])[1:])
+    print("#" + _aligned([*_COLUMNS, *(("published", "error") if net.published else ())])[1:])
     rows: list[SimulatedRow] = []
     for p in options.ranks:
         for nbytes in sizes:
@@ -293,7 +293,8 @@ def us_text(us: float) -> str:
 
 def _aligned(cells: Sequence[str]) -> str:
     widths = (7, 12, 22, 12, 9, 9, 9, 9, 6, 9, 9, 9, 11, 9, 8)
-    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    # Only some networks have the last two columns.
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
 
 
 def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:
