@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,9 +120,9 @@ class Machine:
     def loggops(self, size: int = 2) -> LogGOPS:
         """Return the parameters of the LogGOPS model for `size` ranks.
 
-        The model has one kind of message. What the file does not give is that of a message from
-        rank 0 to the last rank: L its latency, G the time per byte, o the larger of `send_us` and
-        `recv_us`. g and O are 0.
+        The model has one kind of message. Where the file has no value, L and G are the latency and
+        the time per byte of a message from rank 0 to the last rank. Then `send_us` or `recv_us` is
+        o, the larger one. The others are 0.
         """
         many = np.array([10**9])
         latency, moving = self.network("", size).alone(many * 0, many * 0 + size - 1, many)
@@ -132,7 +132,7 @@ class Machine:
         )  # fmt: skip
         given = [self.values[f"{key}_ns"] for key in "LogGO"]
         ps = [own if ns < 0 else _ps(ns / 1000) for ns, own in zip(given, found, strict=True)]
-        return LogGOPS(*ps, self.values["S_bytes"])
+        return replace(LogGOPS(*ps), eager_bytes=self.values["S_bytes"])
 
 
 def machine(name: str, text: str) -> Machine:
