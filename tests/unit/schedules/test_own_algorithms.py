@@ -136,6 +136,6 @@ def test_bench_measures_it_on_all_ranks(mine, tmp_path):
     text = mine.read_text().replace("(4, 2, 2)", "(2, 1)")
     mine.write_text(text)
     words = ["-m", "unisono", "bench", "all_reduce", "--nproc-per-node", "2", "-b", "4K"]
-    done = python(*words, "-n", "2", "-w", "1", "--algorithm", f"{mine}:levels")
+    done = python(*words, "-e", "4K", "-n", "2", "-w", "1", "--algorithm", f"{mine}:levels")
     assert done.returncode == 0, done.stderr
     assert "4096" in done.stdout

@@ -234,7 +234,7 @@ def test_routes_of_hosts_with_two_interfaces_and_pods():
         (lambda: Costs(agreement_bytes=-1), "costs: agreement_bytes is -1, expected 0 or more"),
         (
             lambda: Hosts(10, 0, LinkSpec(), LinkSpec()),
-            "ranks on hosts of 0 with 1 interfaces: expected 1 rank and 1",
+            "ranks on hosts of 0 with 1 interfaces: expected 1 rank and 1 interface or more",
         ),
         (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(0)), "pods of 0 hosts"),
         (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(2, 0.0)), "oversubscription > 0"),
