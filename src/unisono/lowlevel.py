@@ -18,8 +18,9 @@ from unisono.core.engines import (
 from unisono.core.operations.dispatch import Dispatcher, dispatcher
 from unisono.core.operations.methods import OPS, OpSchema, schema_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, lower, select
+from unisono.core.schedules.ir import Buf, Op, copy, make_rows, recv, recv_reduce, reduce, send
 from unisono.core.schedules.msccl import from_msccl, to_msccl
-from unisono.core.schedules.registry import register_schedule
+from unisono.core.schedules.registry import register_algorithm, register_schedule
 from unisono.core.schedules.verify import verify
 from unisono.core.stores.services.etcd import EtcdStore
 from unisono.core.stores.services.redis import RedisStore
@@ -34,6 +35,7 @@ from unisono.core.transports import (
 
 __all__ = [
     "OPS",
+    "Buf",
     "BufferView",
     "CPUOptions",
     "CUDAEvent",
@@ -53,6 +55,7 @@ __all__ = [
     "InprocTransport",
     "Key",
     "Layout",
+    "Op",
     "OpSchema",
     "Pending",
     "Prepared",
@@ -66,14 +69,21 @@ __all__ = [
     "Transfer",
     "Transport",
     "build",
+    "copy",
     "device_of",
     "dispatcher",
     "from_msccl",
     "lower",
+    "make_rows",
+    "recv",
+    "recv_reduce",
+    "reduce",
+    "register_algorithm",
     "register_schedule",
     "register_transport",
     "schema_of",
     "select",
+    "send",
     "to_msccl",
     "verify",
     "view",

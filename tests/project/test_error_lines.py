@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.posix_of_windows import posix_of_windows
 from tests.support.calls import frozen
 from tests.support.ports import reserved_port
+from tests.support.posix_of_windows import posix_of_windows
 from unisono import errors
 from unisono.core.backends import CPUOptions, registry
 from unisono.core.base import buffers, log

@@ -40,6 +40,9 @@ def test_each_public_name_has_one_home():
         homes.setdefault(name, []).append(tier.__name__)
     # torch has this error under the same name, so scripts expect it in the first tier too.
     assert homes.pop("QueueEmptyError") == ["unisono", "unisono.errors"]
+    # The steps of a schedule have the words of the calls that do the same.
+    for name in ("send", "recv", "reduce"):
+        assert homes.pop(name) == ["unisono", "unisono.lowlevel"]
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 

@@ -29,8 +29,17 @@ def explain(capsys, *words):
     """Return the two sentences, and the cells by algorithm."""
     assert main(["explain", *words]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
-    assert lines[2].split() == ["algorithm", "rounds", "predicted", "us", "measured", "us"]
-    return lines[:2], {line.split()[0]: line.split()[1:] for line in lines[3:]}
+    assert lines[2].split() == [
+        "algorithm",
+        "rounds",
+        "pieces",
+        "predicted",
+        "us",
+        "measured",
+        "us",
+    ]
+    cells = [line.split() for line in lines[3:]]
+    return lines[:2], {name: [rounds, *rest] for name, rounds, _, *rest in cells}
 
 
 @pytest.mark.native

@@ -8,8 +8,12 @@ import pytest
 import unisono as dist
 from tests.support.programs import python
 from unisono.core.backends import tuning
+from unisono.core.schedules import build, select
 from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.choice.tuning import topology_of
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.cli.main import main
+from unisono.workbench.simulate import Hosts, LinkSpec, simulate
 
 MINE = GroupShape("native", "shared-memory", 2, 2)
 
@@ -38,6 +42,31 @@ def test_a_table_is_found_again(cache):
     assert sorted(tuning.clear()) == sorted([file, file.with_name(file.name.replace("2-2", "4-4"))])
     assert tuning.read_tables() == {}
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.native
+def test_a_table_of_virtual_time_serves_every_machine(cache, monkeypatch, tmp_path, capsys):
+    """It has the fastest of the simulated algorithms where the built-in choice loses."""
+    net = tmp_path / "mine.toml"
+    net.write_text("ranks_per_host = 4\nlatency_us = 90\ngbps = 1\ninside_us = 1\n")
+    words = ["tune", "all_gather", "--net", str(net), "-p", "16", "-b", "4K", "-e", "4K"]
+    assert main(words) == 0
+    shape = GroupShape("native", "tcp", 16, 4, 250)
+    monkeypatch.setattr(tuning, "machine", lambda: "another machine")
+    file = next(cache.iterdir())
+    monkeypatch.setenv("UNISONO_TUNING", str(file))
+    found = tuning.read_tables()[shape]
+    times = {name: us[0] for name, us in found.measured["all_gather", 4096].items()}
+    best = min(times, key=times.get)
+    spec = LinkSpec(90_000_000, 1)
+    hosts = Hosts(16, 4, LinkSpec(1_000_000), spec)
+    expected = simulate(build("all_gather", best, 16, local=4), 4096, hosts, itemsize=4)
+    assert times[best] == pytest.approx(expected.last_us)
+    assert [rule.algorithm for rule in found.rules] == [best]
+    assert select("all_gather", 4096, topology_of(shape), table=found).algorithm == best
+    capsys.readouterr()
+    assert main(["tune", "--net", str(net)]) == 1
+    assert "tune: --net needs -p, the number of ranks" in capsys.readouterr().err
 
 
 def test_a_table_is_written_beside_links_and_leaves_no_part(cache, monkeypatch):

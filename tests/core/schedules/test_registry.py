@@ -110,4 +110,6 @@ def test_bad_arguments_are_named(arguments, words):
 
 
 def test_algorithms_lists_all():
-    assert set(ALGORITHMS) == {algorithm for _, algorithm in PAIRS} | {"two_level", "node_tree"}
+    assert set(ALGORITHMS) == {algorithm for _, algorithm in PAIRS} | {
+        "two_level", "node_tree", "multi_level"
+    }  # fmt: skip

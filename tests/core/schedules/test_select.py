@@ -1,11 +1,13 @@
+import numpy as np
 import pytest
 
 from unisono.core.schedules.choice.select import Topology, select
 from unisono.core.schedules.cost import cost
 from unisono.core.schedules.ir import BLOCK_COLLECTIVES, COLLECTIVES, REDUCING, ROOTED
 from unisono.core.schedules.pipeline import MAX_PIPELINE
-from unisono.core.schedules.registry import build, entry
+from unisono.core.schedules.registry import available, build, entry
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.simulate import Costs, Hosts, LinkSpec, simulate
 
 KIB, MIB = 1024, 1024**2
 HOST8 = Topology(8, shared_memory=True)
@@ -114,6 +116,42 @@ def test_an_algorithm_with_another_order_is_refused_there(how):
 )
 def test_default_rule(collective, nbytes, topology, algorithm):
     assert select(collective, nbytes, topology).algorithm == algorithm
+
+
+def regret(op, nbytes, p, local, network):
+    """Return the time of the choice over that of the best algorithm, in virtual time."""
+    topology, times = Topology(p, local=local, round_trip_us=250), {}
+    costs = Costs(300_000, 300_000, reduction=LinkSpec(gbps=40))
+    root = 0 if op in ROOTED else -1
+    chosen = select(op, nbytes, topology).algorithm
+    for name in available(op, p, local=local):
+        # These send everything at once; the simulator knows no losses.
+        if name == chosen or name not in ("linear", "one_shot", "two_shot", "rank_order"):
+            depth = select(op, nbytes, topology, name).pipeline
+            schedule = build(op, name, p, root, depth, local)
+            times[name] = simulate(schedule, nbytes, network, costs, itemsize=4).last_us
+    return times[chosen] / min(times.values())
+
+
+def shared_interfaces(p, local, gbps=12.5):
+    return Hosts(p, local, LinkSpec(600_000, 100), LinkSpec(1_600_000, gbps))
+
+
+def test_a_broadcast_between_many_hosts_takes_no_round_per_rank():
+    assert regret("broadcast", 16 * KIB, 192, 8, shared_interfaces(192, 8)) == 1.0
+
+
+@pytest.mark.whole("5 operations of all algorithms on up to 192 ranks")
+@pytest.mark.parametrize(("p", "local", "gbps"), [(64, 8, 12.5), (192, 8, 12.5), (48, 4, 3.0)])
+def test_the_choice_between_hosts_is_near_the_best_in_virtual_time(p, local, gbps):
+    """Geometric means were 1.3 to 2.8 without the bytes of a host."""
+    network = shared_interfaces(p, local, gbps)
+    for op in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
+        ratios = [
+            regret(op, nbytes, p, local, network)
+            for nbytes in (8 * KIB, 50 * KIB, 300 * KIB, 3 * MIB, 40 * MIB)
+        ]
+        assert np.exp(np.mean(np.log(ratios))) < 1.2, (op, ratios)
 
 
 def test_small_data_gets_few_rounds_and_large_data_few_bytes():

@@ -2,11 +2,17 @@
 
 import json
 import re
+import threading
 
 import pytest
 
+from unisono.core.schedules import build
+from unisono.errors import UnknownNameError
 from unisono.workbench.cli.main import main
+from unisono.workbench.cli.simulate import local_of, machine_of
+from unisono.workbench.cli.terminal import working
 from unisono.workbench.simulate import LogGOPS, from_goal
+from unisono.workbench.simulate import simulate as simulated
 from unisono.workbench.simulate.evaluators.loggops import run
 
 
@@ -16,6 +22,11 @@ def table(text):
 
 
 def simulate(capsys, *words):
+    """Return the cells of each row, without those from `pieces` on."""
+    return [cells[:8] for cells in whole(capsys, *words)]
+
+
+def whole(capsys, *words):
     assert main(["simulate", *words]) == 0
     return table(capsys.readouterr().out)
 
@@ -24,7 +35,7 @@ def test_summit_fitted_on_three_points_predicts_the_others(capsys, golden):
     published = golden["summit_8B"]
     sizes = published["gpus"]
     words = ("-p", ",".join(map(str, sizes[:6])), "--algorithm", "ring,node_tree")
-    rows = simulate(capsys, "all_reduce", *words, "--net", "summit")
+    rows = whole(capsys, "all_reduce", *words, "--net", "summit")
     assert len(rows) == 12
     for gpus, _, algorithm, time_us, *_, measured, error, _ in rows:
         series = published["ring_us" if algorithm == "ring" else "tree_us"]
@@ -74,9 +85,11 @@ def test_alpha_beta_and_a_file(capsys, tmp_path):
 
 
 def test_loggops_and_goal(capsys, tmp_path):
-    file = tmp_path / "reduce.goal"
+    file, net = tmp_path / "reduce.goal", tmp_path / "loggopsim.toml"
+    net.write_text("L_ns = 2500\no_ns = 1500\ng_ns = 1000\nG_ns = 6\nO_ns = 0\n")
     words = ("-p", "8", "-b", "1K", "--algorithm", "binomial", "--goal", str(file))
-    ((*_, time),) = simulate(capsys, "reduce", *words, "--model", "loggops")
+    words += ("--net", str(net), "--model", "loggops")
+    ((*_, time, _, _, _, _),) = simulate(capsys, "reduce", *words)
     assert time == "34.9"
     assert max(run(from_goal(file.read_text()), LogGOPS()).finish_ps) == 34_914_000
 
@@ -102,7 +115,12 @@ def test_plot(capsys, tmp_path):
         (["all_reduce", "--net", "nowhere"], "; or a file that ends in .toml)"),
         (["all_reduce", "--net", "no/file.toml"], "no network 'no/file.toml'"),
         (["all_reduce", "--algorithm", "rings"], "all_reduce has no algorithm 'rings'"),
-        (["all_reduce", "-p", "10", "--hosts", "4"], "-p [10] do not fill 4 hosts"),
+        (["all_reduce", "-p", "6", "--hosts", "4"], "-p [6] do not fill 4 hosts"),
+        (["all_to_all", "--net", "nvlink"], "no algorithm of all_to_all runs on net nvlink"),
+        (
+            ["all_reduce", "--net", "nvlink", "--algorithm", "two_shot", "-b", "64M"],
+            "8 channels of all_reduce (two_shot) on 16 ranks, 8 per host: expected all_reduce, ",
+        ),
         (["all_reduce", "-p", "8,16", "--hosts", "4"], "--hosts needs one number of ranks"),
         (["all_reduce", "-b", "8", "-e", "4"], "-b 8 is larger than -e 4"),
         (["all_reduce", "-p", "9", "--algorithm", "cube_mesh"], "needs world size 8, got 9"),
@@ -122,6 +140,18 @@ def test_bad_words_are_refused(capsys, words, expected):
         ('interfaces = "two"', "interfaces is 'two', expected a value like 1"),
         ('topology = "mesh"', "topology is 'mesh', not hosts or switch"),
         ("latency_us = [", "bad.toml: Invalid value"),
+        ("send_us = -5", "send_us is -5, expected a number 0 or more, and at most 1e9"),
+        ("latency_us = nan", "latency_us is nan, expected a number 0 or more"),
+        ("start_us = inf", "start_us is inf, expected a number 0 or more"),
+        ("gbps = 0", "gbps is 0, expected a number above 0"),
+        ("copy_gbps = nan", "copy_gbps is nan, expected a number above 0"),
+        ("cores = -1", "cores is -1, expected a number 0 or more"),
+        ("interfaces = 0", "interfaces is 0, expected a number 1 or more"),
+        ("L_ns = nan", "L_ns is nan, expected a number 0 or more"),
+        ("[algorithms.ring]\nrecv_us = -1", "recv_us is -1, expected a number 0 or more"),
+        ("algorithms = 3", "bad.toml: algorithms has no table of keys per algorithm"),
+        ("published = 3", "bad.toml: published has no microseconds by size, algorithm and ranks"),
+        ('routing = "best"', "routing is 'best', not adaptive or hashed"),
     ],
 )
 def test_bad_files_are_refused(capsys, tmp_path, text, expected):
@@ -135,3 +165,156 @@ def test_unwritable_files_are_refused(capsys):
     words = ["all_reduce", "-p", "2", "--algorithm", "ring", "--json", "/no/such/file.json"]
     assert main(["simulate", *words]) == 1
     assert "cannot write /no/such/file.json" in capsys.readouterr().err
+
+
+def test_an_export_changes_no_time_and_loggops_follows_the_net(capsys, tmp_path):
+    words = ("-p", "16", "--hosts", "4", "-b", "1M", "--net", "fat-tree", "--algorithm", "ring")
+    plain = simulate(capsys, "all_reduce", *words)
+    assert simulate(capsys, "all_reduce", *words, "--goal", str(tmp_path / "x.goal")) == plain
+    program = from_goal((tmp_path / "x.goal").read_text())
+    assert main(["simulate", "all_reduce", *words, "--model", "loggops"]) == 0
+    out = capsys.readouterr().out
+    # 1.6 us between hosts, 0.3 us per message, 12.5 GB/s.
+    assert "L 1600 ns, o 300 ns, g 0 ns, G 0.08 ns, O 0 ns" in out
+    model = LogGOPS(1_600_000, 300_000, 0, 80, 0)
+    expected = max(run(program, model).finish_ps) / 1e6
+    assert float(table(out)[0][3]) == pytest.approx(expected, abs=0.05)
+
+
+def test_published_times_stand_beside_what_was_measured_only(capsys):
+    words = ("-p", "96", "--net", "summit", "--algorithm", "ring")
+    for op, more, expected in (
+        ("all_reduce", (), True),
+        ("broadcast", (), False),
+        ("all_reduce", ("--hosts", "12"), False),
+        ("all_reduce", ("--model", "links"), False),
+    ):
+        (row,) = whole(capsys, op, *words, *more)
+        assert ("173.6" in row) == expected, (op, more)
+
+
+def test_explain_and_simulate_answer_alike(capsys):
+    """Both take the pipeline of a group, and show it."""
+    words = ("-p", "16", "--hosts", "4")
+    rows = whole(capsys, "all_reduce", *words, "-b", "4M", "--net", "fat-tree")
+    assert main(["explain", "all_reduce", "4M", *words, "--net", "fat-tree"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    told = {line[0]: (line[2], line[3]) for line in lines if len(line) >= 5 and line[1].isdigit()}
+    assert told == {row[2]: (row[8], row[3]) for row in rows}
+    assert {row[8] for row in rows} > {"1"}
+
+
+def test_bandwidths_as_nccl_tests_and_a_lower_bound(capsys):
+    """busbw = 2 (p-1)/p algbw; a ring on one switch without latency is as fast as any."""
+    (row,) = whole(capsys, "all_reduce", "-p", "16", "-b", "1M", "--algorithm", "ring")
+    time, algbw, busbw, bound = (float(row[at].replace(",", "")) for at in (3, 9, 10, 11))
+    assert algbw == pytest.approx((1 << 20) / time / 1000, abs=0.01)
+    assert busbw == pytest.approx(algbw * 30 / 16, abs=0.02)
+    # 2 latencies of 1 us, 15/8 of 1 MiB at 12.5 GB/s, a send and a receive.
+    assert bound == pytest.approx(2 + 2 * 15 / 16 * (1 << 20) / 12.5e3 + 0.6, abs=0.06)
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather"):
+        for net in ("switch", "fat-tree"):
+            for row in whole(capsys, op, "-p", "16", "--net", net, "-b", "64K"):
+                assert float(row[11].replace(",", "")) <= float(row[3].replace(",", "")) + 0.1
+
+
+def test_a_time_that_depends_on_the_order_of_equal_times_has_its_range(capsys):
+    words = ("-p", "16", "--hosts", "4", "-b", "1M", "--net", "fat-tree")
+    words += ("--algorithm", "ring,halving_doubling")
+    ring, halving = whole(capsys, "all_reduce", *words)
+    assert ring[12] == "-"
+    least, most = map(float, halving[12].split("-"))
+    assert least <= float(halving[3]) <= most
+    assert least < most
+
+
+def test_a_long_run_says_that_it_goes_on(monkeypatch):
+    told, lines = threading.Event(), []
+
+    class Stream:
+        def write(self, text):
+            lines.append(text)
+            told.set()
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr("sys.stderr", Stream())
+    with working("ring, 4 ranks", 0.01):
+        assert told.wait(30)
+    assert re.fullmatch(r"# ring, 4 ranks: \d+ s so far", lines[0])
+
+
+NCCL_TESTS = """\
+# nThread 1 nGpus 1 minBytes 268435456 maxBytes 1073741824 step: 2(factor) warmup iters: 5
+# Using devices
+#  Rank  0 Group  0 Pid 181932 on    node-a device  0 [0x10] NVIDIA A100-SXM4-40GB
+#  Rank  1 Group  0 Pid 181933 on    node-b device  0 [0x10] NVIDIA A100-SXM4-40GB
+#                                                  out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)
+   268435456      67108864     float     sum      -1    {first}   30.00   30.00      0    9000.0
+  1073741824     268435456     float     sum      -1    {last}   30.00   30.00      0    9000
+# Out of bounds values : 0 OK
+"""
+
+
+def test_against_the_output_of_nccl_tests(capsys, tmp_path):
+    """2 ranks on 2 hosts: a measurement with half of the interface's bandwidth is explained."""
+    net, file = tmp_path / "two.toml", tmp_path / "out.txt"
+    net.write_text("ranks_per_host = 1\ninterfaces = 1\nlatency_us = 5\ngbps = 20\n")
+    for slower, told in ((1.0, False), (2.0, True)):
+        times = [f"{slower * nbytes / 20e3:.1f}" for nbytes in (1 << 28, 1 << 30)]
+        file.write_text(NCCL_TESTS.format(first=times[0], last=times[1]))
+        words = ("--net", str(net), "--against", str(file), "--algorithm", "ring")
+        assert main(["simulate", "all_reduce", *words]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"# all_reduce on 2 ranks, {file} against net {net}")
+        (*_, ratio, name) = table(out)[1]
+        assert (float(ratio), name) == (pytest.approx(slower, abs=0.02), "ring")
+        assert ("- interfaces at half of their bandwidth: 107," in out) == told
+        assert ("what would explain it" in out) == told
+    file.write_text("nothing")
+    assert main(["simulate", "all_reduce", "--against", str(file)]) == 1
+    assert "out.txt has no line of nccl-tests: size, count, ..., time" in capsys.readouterr().err
+    assert main(["simulate", "all_reduce", "--against", str(tmp_path / "none")]) == 1
+    assert re.search(r"cannot read .*none: No such file", capsys.readouterr().err)
+
+
+GIB = 1 << 30
+PUBLISHED = [
+    # Net, ranks, bytes, other values, key, and what was published.
+    ("dgx-a100", 8, 4 * GIB, {}, "busbw", 232.5),
+    ("dgx-h100", 8, 4 * GIB, {}, "busbw", 370),
+    ("dgx-a100", 32, 4 * GIB, {}, "busbw", 192),
+    ("dgx-a100", 24, 23_000_000, {"interfaces": 4}, "time_us", 518),
+    ("dgx-a100", 24, 33_554_432, {"interfaces": 4}, "time_us", 733),
+    ("dgx-a100", 8, GIB // 2, {"ranks_per_host": 4, "interfaces": 4}, "busbw", 93.5),
+    ("dgx-h100", 16, 4 * GIB, {"interfaces": 1}, "busbw", 44.4),
+]
+
+
+@pytest.mark.parametrize(("net", "p", "nbytes", "values", "key", "expected"), PUBLISHED)
+def test_machines_predict_published_measurements(net, p, nbytes, values, key, expected):
+    """The ring of NCCL; scale.md has the sources."""
+    machine = machine_of(net)
+    machine.values.update(values)
+    local = local_of(machine, p)
+    schedule, network = machine.in_channels(build("all_reduce", "ring", p, local=local), local)
+    us = simulated(schedule, nbytes, network, machine.costs("ring"), itemsize=4).last_us
+    found = us if key == "time_us" else nbytes / us / 1000 * 2 * (p - 1) / p
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_every_shipped_machine_runs(capsys):
+    with pytest.raises(UnknownNameError) as caught:
+        machine_of("nowhere")
+    names = re.search(r"known: (.*); or", caught.value.what)[1].split(", ")
+    assert len(names) > 10
+    assert "page" not in names
+    for name in names:
+        machine = machine_of(name)
+        assert machine.values["about"]
+        assert machine.values["source"]
+        p = machine.values["ranks_per_host"]
+        assert whole(capsys, "all_reduce", "-p", str(p), "--net", name, "--algorithm", "ring")

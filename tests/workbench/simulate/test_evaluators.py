@@ -81,13 +81,16 @@ NETWORKS = {
         size, local, INSIDE, BETWEEN, pods=Pods(2, 2.0, 90, dragonfly=True)
     ),
     "full": lambda size, local: FullyConnected(size, LinkSpec(700, 10)),
+    "hashed": lambda size, local: Hosts(
+        size, local, INSIDE, BETWEEN, pods=Pods(2, 2.0, 90, dragonfly=True, hashed=True)
+    ),
     "equal pods": lambda size, local: Hosts(
         size, local, INSIDE, BETWEEN, pods=Pods(2, latency_ps=900)
     ),
 }
 
 
-@pytest.mark.parametrize("kind", ["switch", "hosts", "ring", "torus", "pods"])
+@pytest.mark.parametrize("kind", ["switch", "hosts", "ring", "torus", "pods", "hashed"])
 def test_stages_know_when_they_are_exact(kind):
     exact = 0
     for schedule, nbytes, local in cases(0, (2, 4, 6, 10 if kind == "torus" else 9)):

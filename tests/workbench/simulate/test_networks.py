@@ -118,6 +118,8 @@ def test_simgrid_with_its_factors_of_tcp():
 # first. With integers, two ranks of halving_doubling take an interface in the other order: if the
 # message whose arrival was determined last went first, the result would be the prototype's.
 ENDS_BY_ROUNDING = {"halving_doubling": 526.66208}
+# The prototype had one fast link per pod in place of the lanes of 4.
+ENDS_IN_LANES = {"pairwise": 306.81904}
 
 
 @pytest.mark.golden("links")
@@ -132,6 +134,8 @@ def test_hosts_whose_ranks_share_interfaces(case):
     costs = Costs(300_000, 300_000, reduction=LinkSpec(gbps=40))
     result = simulate(schedule_of(case), case["nbytes"], network, costs, itemsize=4)
     expected = ENDS_BY_ROUNDING.get(case["algorithm"], case["last_us"])
+    if case["net"] == "Hosts" and "16, 4.0" in case["args"]:
+        expected = ENDS_IN_LANES.get(case["algorithm"], expected)
     assert result.last_us == pytest.approx(expected, rel=1e-9)
     assert result.exact
     assert sum(result.causes_ps.values()) == result.last_ps
@@ -208,8 +212,10 @@ def test_routes_of_hosts_with_two_interfaces_and_pods():
     assert names(network, 0, 1) == ["rank 0 to memory", "rank 1 from memory"]
     assert names(network, 0, 3) == ["interface 0 out", "interface 3 in"]
     assert names(network, 1, 14) == ["interface 1 out", "pod 0 up", "pod 1 down", "interface 14 in"]
-    dragonfly = Hosts(16, 2, spec, spec, pods=Pods(2, 2.0, dragonfly=True))
-    assert names(dragonfly, 0, 15) == ["interface 0 out", "pair of pods 3", "interface 7 in"]
+    dragonfly = Hosts(16, 2, spec, spec, pods=Pods(2, 2.0, dragonfly=True, hashed=True))
+    assert names(dragonfly, 0, 15) == [
+        "interface 0 out", "link 3 of pairs of pods", "interface 7 in"
+    ]  # fmt: skip
     part = Hosts(10, 2, spec, spec, pods=Pods(4))
     assert names(part, 0, 9) == ["interface 0 out", "pod 0 up", "pod 1 down", "interface 4 in"]
     # 2 interfaces of 10 GB/s per pod, oversubscribed 2 to 1, for 3 other pods.
@@ -222,7 +228,14 @@ def test_routes_of_hosts_with_two_interfaces_and_pods():
         (lambda: LinkSpec(-1), "a latency >= 0"),
         (lambda: LinkSpec(0, 0.0), "a bandwidth > 0"),
         (lambda: Switch(0, LinkSpec()), "a network has 1 rank or more, got"),
-        (lambda: Hosts(10, 4, LinkSpec(), LinkSpec()), "ranks on hosts of"),
+        (lambda: LinkSpec(0, float("nan")), "a bandwidth > 0"),
+        (lambda: LinkSpec(float("nan")), "a latency >= 0"),
+        (lambda: Costs(send_ps=-5), "costs: send_ps is -5, expected 0 or more"),
+        (lambda: Costs(agreement_bytes=-1), "costs: agreement_bytes is -1, expected 0 or more"),
+        (
+            lambda: Hosts(10, 0, LinkSpec(), LinkSpec()),
+            "ranks on hosts of 0 with 1 interfaces: expected 1 rank and 1 interface or more",
+        ),
         (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(0)), "pods of 0 hosts"),
         (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(2, 0.0)), "oversubscription > 0"),
     ],
@@ -230,6 +243,66 @@ def test_routes_of_hosts_with_two_interfaces_and_pods():
 def test_impossible_networks_are_refused(make, expected):
     with pytest.raises(InvalidArgumentError, match=expected):
         make()
+
+
+@pytest.mark.parametrize("dragonfly", [False, True])
+@pytest.mark.parametrize("method", ["events", "stages"])
+def test_pods_without_oversubscription_equal_one_switch(dragonfly, method):
+    spec = LinkSpec(2 * US, 12.5)
+    for p, hosts in ((16, 4), (64, 8)):
+        one, pods = (
+            Hosts(p, 1, LinkSpec(), spec, pods=each)
+            for each in (None, Pods(hosts, dragonfly=dragonfly))
+        )
+        for op, name in (
+            ("all_reduce", "halving_doubling"), ("all_reduce", "recursive_doubling"),
+            ("all_gather", "bruck"), ("all_to_all", "pairwise"), ("all_reduce", "ring"),
+        ):  # fmt: skip
+            schedule = build(op, name, p)
+            found, expected = (
+                simulate(schedule, 1 << 22, net, itemsize=4, method=method) for net in (pods, one)
+            )
+            assert found.finish_ps.tolist() == expected.finish_ps.tolist(), (op, name)
+
+
+def test_lanes_of_a_pod_serve_messages_at_the_same_time():
+    """4 hosts of a pod send 1 ms each to another pod: 2 lanes take 2 ms, 1 lane 4 ms."""
+    pairs = [(rank, rank + 4) for rank in range(4)]
+    spec = LinkSpec(0, 1.0)
+    for oversubscription, expected in ((1.0, 1), (2.0, 2), (4.0, 4), (8.0, 8)):
+        network = Hosts(8, 1, LinkSpec(), spec, pods=Pods(4, oversubscription))
+        result = run(messages(pairs, 1_000_000), network, Costs())
+        assert result.last_us == 1000 * expected
+        # The mean over the lanes, all of which are busy.
+        assert result.link_busy_ps[network.first[4]] == result.last_ps
+
+
+def test_hashed_messages_collide_while_other_links_are_free():
+    """ECMP: 16 flows over 16 links; some link serves several, and the lane is the flow's own."""
+    spec = LinkSpec(0, 1.0)
+    pods = Pods(16, hashed=True)
+    network = Hosts(32, 1, LinkSpec(), spec, pods=pods)
+    pairs = [(rank, rank + 16) for rank in range(16)]
+    links = network.routes(*np.array(pairs).T)[:, 1:3]
+    most = max(np.unique(links[:, 0], return_counts=True)[1])
+    assert most > 1
+    result = run(messages(pairs, 1_000_000), network, Costs())
+    assert result.last_us == 1000 * most
+    assert simulate(build("all_reduce", "ring", 32), 1 << 20, network).exact
+
+
+def test_hosts_that_are_not_full_and_interfaces_in_blocks():
+    spec = LinkSpec(1, 10.0)
+    part = Hosts(10, 4, spec, spec)
+    assert names(part, 9, 8) == ["rank 9 to memory", "rank 8 from memory"]
+    assert names(part, 0, 9) == ["interface 0 out", "interface 2 in"]
+    for p in (10, 11):
+        network, schedule = Hosts(p, 4, spec, spec), build("all_reduce", "ring", p)
+        events, staged = (simulate(schedule, 4096, network, method=m) for m in ("events", "stages"))
+        assert staged.finish_ps.tolist() == events.finish_ps.tolist()
+    turn, blocks = (Hosts(16, 8, spec, spec, interfaces=2, blocks=b) for b in (False, True))
+    assert [names(turn, r, 8)[0][10] for r in range(8)] == list("01010101")
+    assert [names(blocks, r, 8)[0][10] for r in range(8)] == list("00001111")
 
 
 def test_messages_without_a_receiver_are_refused():

@@ -21,7 +21,7 @@ from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger, log_once
 from unisono.core.engines import Communicator, Engine
 from unisono.core.platform.machine import cpu_model
-from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
+from unisono.core.schedules.choice.tables import VIRTUAL, ChoiceTable, GroupShape
 from unisono.errors import InvalidArgumentError
 
 _log = get_logger("tuning")
@@ -126,7 +126,7 @@ def read_tables(size: int | None = None) -> dict[GroupShape, ChoiceTable]:
                 raise InvalidArgumentError(f"UNISONO_TUNING={file}: {why}") from None
             log_once(_log, logging.WARNING, "table left out: %s", f"{file}: {why}")
             continue
-        if table.machine != machine() or table.version != __version__:
+        if table.machine not in (machine(), VIRTUAL) or table.version != __version__:
             found = f"{table.machine}, unisono {table.version}"
             log_once(_log, logging.WARNING, "table left out: %s was measured on %s", file, found)
         elif size is None or table.shape.ranks <= size:

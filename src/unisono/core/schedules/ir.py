@@ -216,7 +216,42 @@ def _transfer(
     return make_rows(op, ranks, peer, src, dst, n, where)
 
 
-send, recv, recv_reduce = (partial(_transfer, op) for op in (Op.SEND, Op.RECV, Op.RECV_REDUCE))
+def send(
+    ranks: IntArray,
+    peer: IntArray | int,
+    buf: Buf,
+    chunk: IntArray | int,
+    n: IntArray | int = 1,
+    where: BoolArray | bool = True,
+) -> IntArray:
+    """Return rows in which each rank sends `n` chunks of its `buf`, from `chunk` on, to `peer`."""
+    return _transfer(Op.SEND, ranks, peer, buf, chunk, n, where)
+
+
+def recv(
+    ranks: IntArray,
+    peer: IntArray | int,
+    buf: Buf,
+    chunk: IntArray | int,
+    n: IntArray | int = 1,
+    where: BoolArray | bool = True,
+) -> IntArray:
+    """Return rows in which each rank stores the next message of `peer`; see `send`."""
+    return _transfer(Op.RECV, ranks, peer, buf, chunk, n, where)
+
+
+def recv_reduce(
+    ranks: IntArray,
+    peer: IntArray | int,
+    buf: Buf,
+    chunk: IntArray | int,
+    n: IntArray | int = 1,
+    where: BoolArray | bool = True,
+) -> IntArray:
+    """Return rows in which each rank reduces the next message of `peer` into its chunks."""
+    return _transfer(Op.RECV_REDUCE, ranks, peer, buf, chunk, n, where)
+
+
 post, read, read_reduce = (partial(_transfer, op) for op in (Op.POST, Op.READ, Op.READ_REDUCE))
 
 

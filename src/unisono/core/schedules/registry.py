@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +14,7 @@ from unisono.core.schedules.algorithms import (
     far_first,
     halving_doubling,
     linear,
+    multi_level,
     node_tree,
     pairwise,
     recursive_doubling,
@@ -32,6 +33,9 @@ from unisono.core.schedules.algorithms.shared_memory import (
 )
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
 from unisono.errors import InvalidArgumentError
+
+# A proof takes seconds for hundreds of ranks. Simulated worlds have thousands.
+_PROVED_RANKS = 512
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ _TABLE: dict[str, dict[str, AlgorithmEntry]] = {
         ),
         "two_level": _levels(two_level.all_reduce, pipelined=True),
         "node_tree": _levels(node_tree.all_reduce, pipelined=True),
+        "multi_level": _levels(multi_level.all_reduce),
     },
     "broadcast": {
         "linear": AlgorithmEntry(linear.broadcast),
@@ -229,6 +234,60 @@ def register_schedule(schedule: Schedule) -> None:
         uneven=schedule.uneven_ok,
         registered=True,
     )
+
+
+def register_algorithm(
+    collective: str,
+    name: str,
+    builder: Callable[..., Schedule],
+    applies: Callable[[int], bool] | None = None,
+) -> None:
+    """Let calls choose a family of schedules by its name with `algorithm=`.
+
+    The builder takes the world size, and by their names what it needs of `local` (ranks per host;
+    it then serves several hosts with equally many), `root` and `pipeline`. Every rank must
+    register the family. The schedule of a call is proved when it is built, up to 512 ranks.
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        name: The name of the algorithm.
+        builder: Function that returns the schedule.
+        applies: Function that returns whether the family has a world size; None: it has each.
+
+    Raises:
+        InvalidArgumentError: The collective is unknown, another algorithm has the name, or the
+            builder takes no root for a collective that has one.
+    """
+    from inspect import signature
+
+    entry(collective, "linear")
+    takes = signature(builder).parameters
+    if ("root" in takes) != (collective in ROOTED):
+        needs = "a parameter" if collective in ROOTED else "no parameter"
+        raise InvalidArgumentError(f"register {name!r}: {collective} needs {needs} `root`")
+    names = [key for key in ("local", "root", "pipeline") if key in takes]
+
+    def proved(size: int, *values: int) -> Schedule:
+        built = builder(size, **dict(zip(names, values, strict=True)))
+        if (built.collective, built.world_size) != (collective, size):
+            raise InvalidArgumentError(
+                f"register {name!r}: the builder returned {built.collective} on "
+                f"{built.world_size} ranks, expected {collective} on {size}"
+            )
+        if size <= _PROVED_RANKS:
+            from unisono.core.schedules.verify import verify
+
+            verify(built)
+        return replace(built, algorithm=name)
+
+    found = _TABLE[collective].get(name)
+    if found is not None and getattr(found.builder, "__wrapped__", None) != builder:
+        raise InvalidArgumentError(f"register {name!r}: {collective} has another such algorithm")
+    proved.__wrapped__ = builder  # type: ignore[attr-defined]
+    _TABLE[collective][name] = AlgorithmEntry(
+        proved, applies, "what its family has", "pipeline" in takes,
+        two_level="local" in takes, registered=True,
+    )  # fmt: skip
 
 
 def _same(first: Schedule, second: Schedule) -> bool:

@@ -23,6 +23,7 @@ from unisono.core.base.types import ReduceOp
 from unisono.core.operations.methods import OPS
 from unisono.core.stores import PrefixStore, Store, TCPStore
 from unisono.errors import LaunchError, UnsupportedError
+from unisono.workbench.bench.algorithms import named
 from unisono.workbench.bench.data import Data, to_tensor
 from unisono.workbench.bench.plan import REDOPS, BenchPlan
 
@@ -246,7 +247,12 @@ def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:
         timeout=plan.loop.timeout_s,
         pg_options=CPUOptions(engine=plan.engine),
     )
-    return unisono_library(plan.algorithm)
+    algorithm = plan.algorithm
+    for op in plan.ops if algorithm else ():
+        if op != "sendrecv":
+            # Each rank registers what is in a file.
+            algorithm = named(op, str(plan.algorithm))
+    return unisono_library(algorithm)
 
 
 def unisono_library(algorithm: str | None) -> BenchLibrary:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import (
     ALL,
     DTYPES,
@@ -61,7 +62,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_loop(parser)
     _add_nccl_tests(parser)
     add("--engine", choices=("native", "reference"), help="unisono's engine")
-    add("--algorithm", metavar="NAME", help="unisono's algorithm")
+    add("--algorithm", metavar="NAME", help=HELP)
     peers = "gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be repeated"
     add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
@@ -192,7 +193,7 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
 
         for op in ops:
             if op != "sendrecv":
-                entry(op, options.algorithm)
+                entry(op, named(op, options.algorithm))
     return BenchPlan(
         ops=ops,
         nprocs=nprocs,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import parse_nbytes
 from unisono.workbench.cli.explain import OP_NAMES
 from unisono.workbench.cli.flags import (
@@ -49,7 +50,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
     add("-p", "--ranks", type=positive, default=8, metavar="N", help="ranks (8)")
     add("--hosts", type=positive, default=0, metavar="H", help="hosts (what the network has)")
-    add("--algorithm", required=True, metavar="NAME", help="algorithm")
+    add("--algorithm", required=True, metavar="NAME", help=HELP)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
     add("-b", "--size", type=nbytes, default="1M", metavar="SIZE", help="with --net (1M)")
@@ -101,12 +102,12 @@ def _timeline(options: argparse.Namespace) -> Timeline:
             net.values["ranks_per_host"] = local
         local = net.values["ranks_per_host"] if p % net.values["ranks_per_host"] == 0 else 1
     root = options.root if options.op in ROOTED else -1
-    schedule = build(options.op, options.algorithm, p, root, options.pipeline, local)
+    name = named(options.op, options.algorithm)
+    schedule = build(options.op, name, p, root, options.pipeline, local)
     if net is None:
         return in_rounds(schedule)
     if net.values["model"] == "loggops":
         raise InvalidArgumentError(f"--net {net.name} is for the model loggops, which is not drawn")
-    name = options.algorithm
     return in_time(
         schedule, options.size, net.network(name, p), net.costs(name), itemsize=4,
         padded=net.values["padded"], contended=net.values["model"] == "links",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, parse_nbytes
 from unisono.workbench.cli.flags import add_parser, checked, non_negative, positive
-from unisono.workbench.cli.simulate import machine_of, row_of
+from unisono.workbench.cli.simulate import MANY, machine_of, row_of, us_text
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ table's passes at the nearest size."""
 OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
 
 
-_MANY = 1024
-
-
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `explain`."""
     parser = add_parser(
@@ -47,10 +45,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("--round-trip", type=positive, default=250, metavar="US", help="between the hosts (250)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
-    add("--algorithm", metavar="NAME", help="the algorithm that the call asks for")
+    add("--algorithm", metavar="NAME", help=f"what the call asks for: {HELP}")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
-    parser.set_defaults(itemsize=4, goal=None)
+    parser.set_defaults(itemsize=4, goal=None, orders=0)
 
 
 def _nbytes(text: str) -> int:
@@ -65,6 +63,8 @@ def _explain(options: argparse.Namespace) -> int:
     from unisono.core.schedules.choice.tuning import topology_of
     from unisono.core.schedules.ir import REDUCING
 
+    if options.algorithm:
+        options.algorithm = named(options.op, options.algorithm)
     shape = _shape(options)
     table, topology = read_tables().get(shape), topology_of(shape)
     override = config.get("UNISONO_ALGO")
@@ -123,7 +123,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     from unisono.core.schedules.choice.far import far_apart
 
     # Where links are shared, thousands of ranks take minutes for all algorithms.
-    model = options.model or ("alpha-beta" if options.ranks > _MANY else None)
+    model = options.model or ("alpha-beta" if options.ranks > MANY else None)
     net = machine_of(options.net or ("fat-tree" if topology.local > 1 else "switch"), model)
     if options.hosts > 1:
         net.values["ranks_per_host"] = topology.local
@@ -148,7 +148,11 @@ def _print(
     net, measured = _net(options, topology), _measured(table, op, options.size)
     root = options.root if op in ROOTED else -1
     lines: list[tuple[float, str]] = []
-    for name in available(op, p, local=local):
+    head = f"{'algorithm':<22}{'rounds':>8}{'pieces':>8}{'predicted us':>16}{'measured us':>16}"
+    # Many ranks take time: each row comes when it is known, the choice first.
+    if many := p > MANY:
+        print(head, flush=True)
+    for name in sorted(available(op, p, local=local), key=lambda name: name != chosen):
         options.pipeline = select(op, options.size, topology, name).pipeline
         rounds = build(op, name, p, root, options.pipeline, local).rounds
         times: list[float | None] = [None, None]
@@ -156,15 +160,20 @@ def _print(
             try:
                 times[0] = row_of(options, net, name, (p, local, options.size))["time_us"]
             except InvalidArgumentError as error:
-                print(f"# {error.what}")
+                print(f"# {error.what}", flush=True)
         if name in measured:
             times[1] = mean_us(measured[name])
-        cells = "".join(f"{'-' if us is None else f'{us:,.1f}':>16}" for us in times)
+        cells = "".join(f"{'-' if us is None else us_text(us):>16}" for us in times)
         mark = "  <- taken" if name == chosen else ""
-        lines.append((times[bool(measured)] or math.inf, f"{name:<22}{rounds:>8,}{cells}{mark}"))
-    print(f"{'algorithm':<22}{'rounds':>8}{'predicted us':>16}{'measured us':>16}")
-    for _, line in sorted(lines, key=lambda pair: pair[0]):
-        print(line)
+        line = f"{name:<22}{rounds:>8,}{options.pipeline:>8}{cells}{mark}"
+        lines.append((times[bool(measured)] or math.inf, line))
+        if many:
+            print(line, flush=True)
+    lines.sort(key=lambda pair: pair[0])
+    if many:
+        print(f"# fastest: {lines[0][1].split()[0]}")
+    else:
+        print("\n".join([head, *(line for _, line in lines)]))
 
 
 def _measured(table: ChoiceTable | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError, UnknownNameError
+from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, SizeRange
 from unisono.workbench.cli.flags import add_parser, add_sizes, non_negative, positive, write_text
+from unisono.workbench.cli.terminal import working
 
 if TYPE_CHECKING:
     from unisono.workbench.simulate import Machine
@@ -20,15 +22,35 @@ if TYPE_CHECKING:
 SimulatedRow = dict[str, Any]
 
 # The parts of the critical path, as keys of a row.
+_COLUMNS = (
+    "ranks", "size", "algorithm", "time us", "latency", "bytes", "busy", "ends", "pieces",
+    "algbw", "busbw", "bound", "ties",
+)  # fmt: skip
 _PARTS = ("latency_us", "bytes_us", "busy_us", "ends_us")
 
 _DESCRIPTION = """\
 Run algorithms in virtual time. The ranks execute the schedules that engines execute, on a network
-that is numbers: a shipped one (summit, switch, fat-tree, dragonfly) or a TOML file.
+that is numbers: a shipped one (an unknown name lists them) or a TOML file.
 
 time is when the last rank ends. latency, bytes, busy and ends are the parts of the critical path:
-latencies of links, bytes on links, waiting for links, and what ranks do. published is a measured
-time. A time with "~" is approximate: the order of messages on shared links was approximated."""
+latencies of links, bytes on links, waiting for links, and what ranks do. pieces is the pipeline
+depth, algbw and busbw are GB/s as nccl-tests print them, bound is the least time of any algorithm.
+ties are the times in 8 other orders of messages that arrive at the same time, if they differ.
+published is a measured time. A time with "~" is approximate: the order of messages on shared links
+was approximated, or chunks were padded to one size."""
+
+# Above this number of ranks all algorithms take minutes where links are shared. So `explain` and
+# `tune` leave contention out.
+MANY = 1024
+
+# More messages are not run in other orders.
+_TIED_MESSAGES = 20_000
+_ORDERS = 8
+
+
+def depth(text: str) -> int:
+    """Return a pipeline depth; 0 for auto."""
+    return 0 if text == "auto" else positive(text)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,25 +71,73 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_sizes(parser, "8", "", 8)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
-    add("--algorithm", default="all", metavar="A,B", help="algorithms; all (the default)")
-    add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
+    add("--algorithm", default="all", metavar="A,B", help=f"all (the default), or each a {HELP}")
+    add("--pipeline", type=depth, default=0, metavar="N", help="pieces; auto: as a group (auto)")
     add("--net", default="switch", metavar="FILE", help="a shipped network or a TOML file (switch)")
     add("--model", choices=("links", "loggops", "alpha-beta"), help="(what the network has)")
+    add(
+        "--against", metavar="FILE", help="output of nccl-tests: compare, and name what explains it"
+    )
     add("--json", metavar="FILE", help="write all results to a file, as JSON")
     add("--plot", metavar="FILE.png", help="draw time over size, or over ranks")
     add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
+    parser.set_defaults(orders=_ORDERS)
+
+
+def _against(options: argparse.Namespace) -> int:
+    """Print each measured time beside the best prediction, and what would explain the last gap."""
+    from unisono.core.schedules import available
+    from unisono.workbench.cli import against
+
+    run = against.read(options.against)
+    if run.ranks:
+        options.ranks, options.hosts = [run.ranks], run.hosts
+    net, (p, *_), factor = _machine(options), options.ranks, OPS[options.op].bus_factor
+    names = options.algorithm.split(",")
+    if options.algorithm == "all":
+        # What NCCL has.
+        has = available(options.op, p, local=local_of(net, p))
+        names = [name for name in ("ring", "node_tree", "pairwise") if name in has]
+
+    def best(machine: Machine, nbytes: int) -> SimulatedRow:
+        shape = p, local_of(machine, p), nbytes
+        rows = [row_of(options, machine, name, shape) for name in names]
+        return min(rows, key=lambda row: float(row["time_us"]))
+
+    print(f"# {options.op} on {p} ranks, {options.against} against net {net.name}")
+    print(f"#{'size':>13}{'measured us':>14}{'busbw':>9}{'predicted':>12}{'busbw':>9}{'ratio':>7}")
+    for nbytes, us in run.times_us.items():
+        row = best(net, nbytes)
+        busbw, ratio = nbytes / us / 1000 * factor(p), us / row["time_us"]
+        print(
+            f"{nbytes:>14}{us:>14,.1f}{busbw:>9.2f}{row['time_us']:>12,.1f}{row['busbw']:>9.2f}"
+            f"{ratio:>7.2f}  {row['algorithm']}", flush=True,
+        )  # fmt: skip
+    if ratio > 1.1:
+        print(f"# the last size takes {ratio:.2f} times the prediction; what would explain it:")
+        told = list(against.causes(net, us, lambda each: float(best(each, nbytes)["time_us"])))
+        print("\n".join(f"# - {text}" for text in told or ["nothing that is known here"]))
+    return 0
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    if options.against:
+        return _against(options)
     net = _machine(options)
     sizes = SizeRange(options.minbytes, options.maxbytes or options.minbytes, options.stepfactor)
     print(f"# {options.op}; net {net.name}: {net.values['about']}")
-    columns = ("ranks", "size", "algorithm", "time us", "latency", "bytes", "busy", "ends")
-    print("#" + _aligned([*columns, "published", "error"])[1:])
+    if net.values["model"] == "loggops":
+        model = net.loggops(max(options.ranks))
+        ns = [ps / 1000 for ps in list(vars(model).values())[:5]]
+        each = ", ".join(f"{key} {value:g} ns" for key, value in zip("LogGO", ns, strict=True))
+        print(f"# LogGOPS, one kind of message: {each}, S {model.eager_bytes} B")
+    print("#" + _aligned([*_COLUMNS, *(("published", "error") if net.published else ())])[1:])
     rows: list[SimulatedRow] = []
     for p in options.ranks:
         for nbytes in sizes:
             rows += _rows(options, net, p, nbytes)
+    if not rows:
+        raise InvalidArgumentError(f"no algorithm of {options.op} runs on net {net.name}")
     if options.json:
         document = {"op": options.op, "net": net.name, "values": net.values, "rows": rows}
         write_text(options.json, json.dumps(document, indent=1).replace("Infinity", "null") + "\n")
@@ -79,12 +149,19 @@ def _simulate(options: argparse.Namespace) -> int:
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine of --net, with the ranks per host of --hosts."""
     net = machine_of(options.net, options.model)
+    own = net.values["ranks_per_host"]
     if options.hosts:
-        if any(p % options.hosts for p in options.ranks):
-            raise InvalidArgumentError(f"-p {options.ranks} do not fill {options.hosts} hosts")
+        # The last host may have fewer ranks.
+        per_host = -(-options.ranks[0] // options.hosts)
         if len(options.ranks) > 1:
             raise InvalidArgumentError("--hosts needs one number of ranks")
-        net.values["ranks_per_host"] = options.ranks[0] // options.hosts
+        if -(-options.ranks[0] // per_host) != options.hosts:
+            raise InvalidArgumentError(f"-p {options.ranks} do not fill {options.hosts} hosts")
+        net.values["ranks_per_host"] = per_host
+    # What others measured is an all_reduce on the hosts of the file, in its model.
+    same = options.op == "all_reduce" and net.values["ranks_per_host"] == own
+    if not same or options.model or options.pipeline > 1:
+        net.published.clear()
     return net
 
 
@@ -105,7 +182,8 @@ def machine_of(name: str, model: str | None = None) -> Machine:
         else:
             text = (shipped / f"{name}.toml").read_text(encoding="utf-8")
     except OSError:
-        known = ", ".join(sorted(file.name[:-5] for file in shipped.iterdir()))
+        files = [file.name for file in shipped.iterdir() if file.name.endswith(".toml")]
+        known = ", ".join(sorted(name[:-5] for name in files))
         raise UnknownNameError(
             f"no network {name!r} (known: {known}; or a file that ends in .toml)"
         ) from None
@@ -117,23 +195,31 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
     """Yield and print a row per algorithm."""
     from unisono.core.schedules import available
 
-    local = net.values["ranks_per_host"] if p % net.values["ranks_per_host"] == 0 else 1
-    every = options.algorithm == "all"
-    names = available(options.op, p, local=local) if every else options.algorithm.split(",")
+    every, local = options.algorithm == "all", local_of(net, p)
+    if every:
+        names: Sequence[str] = available(options.op, p, local=local)
+    else:
+        names = [named(options.op, name) for name in options.algorithm.split(",")]
     for name in names:
         try:
             row = row_of(options, net, name, (p, local, nbytes))
         except InvalidArgumentError as error:
             if not every:
                 raise
-            print(f"# {error.what}")
+            print(f"# {error.what}", flush=True)
             continue
         row["published_us"] = net.published.get(nbytes, {}).get(name, {}).get(p)
-        parts = [_us(row[part]) if part in row else "" for part in _PARTS]
+        parts = [us_text(row[part]) if part in row else "-" for part in _PARTS]
+        parts += [str(row["pipeline"]), f"{row['algbw']:.2f}", f"{row['busbw']:.2f}"]
+        least, most = row.get("range_us", (0.0, 0.0))
+        parts += [
+            us_text(row["bound_us"]),
+            f"{us_text(least)}-{us_text(most)}" if least < most else "-",
+        ]
         measured = row["published_us"]
         error_percent = f"{100 * row['time_us'] / measured - 100:+.1f} %" if measured else ""
-        time = ("" if row["exact"] else "~") + _us(row["time_us"])
-        cells = [str(p), str(nbytes), name, time, *parts, _us(measured) if measured else ""]
+        time = ("" if row["exact"] else "~") + us_text(row["time_us"])
+        cells = [str(p), str(nbytes), name, time, *parts, us_text(measured) if measured else ""]
         print(_aligned([*cells, error_percent]).rstrip(), flush=True)
         yield row
 
@@ -142,44 +228,74 @@ def row_of(
     options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
 ) -> SimulatedRow:
     """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
-    from unisono.core.schedules import build
+    from unisono.core.schedules import Topology, build, select
     from unisono.core.schedules.ir import ROOTED
     from unisono.core.schedules.registry import entry
     from unisono.workbench.simulate import Traffic, program_of, simulate, to_goal
+    from unisono.workbench.simulate.bounds import least_us
     from unisono.workbench.simulate.evaluators import loggops
 
     p, local, nbytes = shape
     root = options.root if options.op in ROOTED else -1
-    depth = options.pipeline if entry(options.op, name).pipelined else 1
+    depth = 1
+    if entry(options.op, name).pipelined:
+        # Without a depth, that of a group.
+        topology = Topology(p, False, local)
+        depth = options.pipeline or select(options.op, nbytes, topology, name).pipeline
     schedule = build(options.op, name, p, root, depth, local)
-    row = {"ranks": p, "size_bytes": nbytes, "algorithm": name, "rounds": schedule.rounds}
+    row: SimulatedRow = {
+        "ranks": p, "size_bytes": nbytes, "algorithm": name, "rounds": schedule.rounds,
+        "pipeline": depth,
+    }  # fmt: skip
     if options.goal or net.values["model"] == "loggops":
         program = program_of(Traffic(schedule, nbytes, options.itemsize, work=False).all_rows(), p)
         if options.goal:
             write_text(options.goal, to_goal(program))
-        done = loggops.run(program, net.loggops())
-        return row | {"time_us": max(done.finish_ps) / 1e6, "exact": True, "method": "LogGOPS"}
+    factor = OPS[options.op].bus_factor(p) if options.op in OPS else 1.0
+    costs, plain_net = net.costs(name), net.network(name, p)
+    bound_us = least_us(options.op, nbytes, plain_net, costs, root=root)
+
+    def timed(time_us: float) -> SimulatedRow:
+        algbw = nbytes / time_us / 1000 if time_us and options.op != "barrier" else 0.0
+        return row | {
+            "time_us": time_us, "algbw": algbw, "busbw": algbw * factor, "bound_us": bound_us,
+        }  # fmt: skip
+
+    if net.values["model"] == "loggops":
+        done = loggops.run(program, net.loggops(p))
+        return timed(max(done.finish_ps) / 1e6) | {"exact": True, "method": "LogGOPS"}
     schedule, network = net.in_channels(schedule, local)
-    result = simulate(
-        schedule, nbytes, network, net.costs(name), itemsize=options.itemsize,
-        padded=net.values["padded"], contended=net.values["model"] == "links",
-    )  # fmt: skip
+    with working(f"{options.op}, {name}, {p} ranks, {nbytes} B"):
+        result = simulate(
+            schedule, nbytes, network, costs, itemsize=options.itemsize,
+            padded=net.values["padded"], contended=net.values["model"] == "links",
+        )  # fmt: skip
+        orders = options.orders if result.messages <= _TIED_MESSAGES else 0
+        row["range_us"] = [ps / 1e6 for ps in result.range_ps(orders)]
     busiest = [[link, ps / 1e6] for link, ps in result.busiest(5)]
     row |= {part: ps / 1e6 for part, ps in zip(_PARTS, result.causes_ps.values(), strict=True)}
-    return row | {
-        "time_us": result.last_us, "first_us": result.first_ps / 1e6, "hops": result.hops,
+    return timed(result.last_us) | {
+        "first_us": result.first_ps / 1e6, "hops": result.hops,
         "path": result.path, "messages": result.messages, "bytes": result.nbytes,
         "busiest_us": busiest, "exact": result.exact, "method": result.method,
     }  # fmt: skip
 
 
-def _us(us: float) -> str:
+def local_of(net: Machine, p: int) -> int:
+    """Return the ranks per host, or 1 if the last host has fewer."""
+    local: int = net.values["ranks_per_host"]
+    return local if p % local == 0 else 1
+
+
+def us_text(us: float) -> str:
+    """Return microseconds as the tables show them."""
     return f"{us:,.1f}" if us < 10_000 else f"{us:,.0f}"
 
 
 def _aligned(cells: Sequence[str]) -> str:
-    widths = (9, 12, 23, 12, 9, 9, 9, 9, 10, 8)
-    return "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    widths = (7, 12, 22, 12, 9, 9, 9, 9, 6, 9, 9, 9, 11, 9, 8)
+    # Only some networks have the last two columns.
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
 
 
 def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:

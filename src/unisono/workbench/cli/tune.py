@@ -36,6 +36,8 @@ their ranks have the same table.
 
 On one host this starts the ranks itself. For several hosts, or over TCP, run it as the ranks:
     unisono run --nnodes 2 ... --nproc-per-node 4 -m unisono tune
+With --net the ranks and the network need not exist: the algorithms run in virtual time, as in
+`unisono simulate`, and groups of that shape over TCP take the table on any machine.
 The tables are in ~/.cache/unisono. UNISONO_TUNING=FILE names another file to write and to read."""
 
 
@@ -53,6 +55,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--nproc-per-node", type=positive, metavar="N", help="ranks to start (one per core)")
     add_sizes(parser, "1K", "16M", 4)
     add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the run (60)")
+    add("--net", metavar="FILE", help="measure nothing: choose in virtual time on a network")
+    add("-p", "--ranks", type=positive, metavar="N", help="with --net: number of ranks")
     add("--show", action="store_true", help="print the stored tables, and measure nothing")
     add("--clear", action="store_true", help="delete the stored tables, and measure nothing")
 
@@ -81,6 +85,9 @@ def _tune(options: argparse.Namespace) -> int:
     # The last call of a pass begins before the limit.
     limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
     plan = measuring.TuningPlan(ops, sizes, limit_s)
+    if options.net:
+        _tune_in_virtual_time(options, ops, sizes)
+        return 0
     if not is_alone(config.environ()):
         if options.nproc_per_node:
             raise InvalidArgumentError("tune: this process is a rank already, so it starts none")
@@ -90,6 +97,53 @@ def _tune(options: argparse.Namespace) -> int:
 
     spawn(measure_and_save, (plan,), options.nproc_per_node or max(2, usable_cores()))
     return 0
+
+
+def _tune_in_virtual_time(
+    options: argparse.Namespace, ops: tuple[str, ...], sizes: SizeRange
+) -> None:
+    """Simulate every algorithm, and write a table that groups of this shape read."""
+    import unisono
+    from unisono.core.backends import tuning
+    from unisono.core.schedules import available, select
+    from unisono.core.schedules.choice.far import NEAR_US
+    from unisono.core.schedules.choice.tables import VIRTUAL, ChoiceTable, GroupShape
+    from unisono.core.schedules.choice.tuning import LEAST_PASSES, rules_of, topology_of
+    from unisono.workbench.cli.simulate import MANY, local_of, machine_of, row_of
+
+    if not options.ranks:
+        raise InvalidArgumentError("tune: --net needs -p, the number of ranks")
+    p, begun_s = options.ranks, time.perf_counter()
+    net = machine_of(options.net, "alpha-beta" if p > MANY else None)
+    local = local_of(net, p)
+    shape = GroupShape("native", "tcp", p, local, NEAR_US if local < p else 0)
+    topology = topology_of(shape)
+    settings = argparse.Namespace(root=0, itemsize=4, goal=None, pipeline=0, orders=0)
+    cells = [(op, nbytes) for nbytes in sizes for op in ops]
+    measured: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
+    with _progress(shown=True) as progress:
+        for done, (settings.op, nbytes) in enumerate(cells):
+            progress(done, len(cells), f"{settings.op} of {nbytes:,} B")
+            built_in = select(settings.op, nbytes, topology).algorithm
+            # The built-in choice first, so that a cell that the limit cuts short counts.
+            names = available(settings.op, p, local=local)
+            times: dict[str, tuple[float, ...]] = {}
+            for name in sorted(names, key=lambda name: name != built_in):
+                if time.perf_counter() - begun_s > options.seconds:
+                    break
+                with contextlib.suppress(InvalidArgumentError):
+                    us = row_of(settings, net, name, (p, local, nbytes))["time_us"]
+                    times[name] = (us,) * LEAST_PASSES
+            if times:
+                measured[settings.op, nbytes] = times
+    about = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "net": net.name,
+        "model": net.values["model"], "cells": f"{len(measured)} of {len(cells)}",
+    }  # fmt: skip
+    rules = rules_of(measured, topology)
+    table = ChoiceTable(shape, VIRTUAL, unisono.__version__, rules, measured, about)
+    print(f"{_PREFIX}wrote {tuning.save(table)}", file=sys.stderr)
+    _show(table)
 
 
 def measure_and_save(rank: int, plan: TuningPlan) -> None:

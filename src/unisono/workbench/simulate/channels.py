@@ -39,6 +39,10 @@ class Channels(Network):
         super().__init__(size, [*shared, own], cut_through=network.cut_through, period=period)
         self.ranks, self.channels = network, channels
 
+    def cuts(self) -> list[tuple[int, float]]:
+        """Return those of the ranks, and each rank with its channels."""
+        return [*self.ranks.cuts(), (1, self.channels * self.groups[-1].spec.gbps)]
+
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
         """Return the channel's own link, then the links of the ranks."""
         links = self.ranks.routes(source // self.channels, target // self.channels)
@@ -46,23 +50,33 @@ class Channels(Network):
 
 
 def in_channels(schedule: Schedule, channels: int, per_host: int) -> Schedule:
-    """Return the schedule of all channels of an all_reduce, for `Channels`.
+    """Return the schedule of all channels, for `Channels`.
 
     In channel c each place of a host is held by the rank that is c places higher. The schedule is
-    only to be simulated: each channel reduces its part of the vector.
+    only to be simulated: each channel moves its part of the vector, or of each block.
 
     Raises:
-        InvalidArgumentError: The collective is not all_reduce, ranks post to all ranks, there is no
+        InvalidArgumentError: The collective has no channels, ranks post to all ranks, there is no
             channel, or the ranks do not fill the hosts.
     """
-    p, name = schedule.world_size, schedule.algorithm
-    first = schedule.steps(0, np.arange(p))
-    posts = ((first[:, 1] == Op.POST) & (first[:, 2] < 0)).any()
-    if schedule.collective != "all_reduce" or posts or channels < 1 or p % per_host:
-        raise InvalidArgumentError(
-            f"{channels} channels of {schedule.collective} ({name}) on {p} ranks, {per_host} per "
-            "host: expected all_reduce without posts to all, whole hosts, and 1 channel or more"
-        )
+    p, name, collective = schedule.world_size, schedule.algorithm, schedule.collective
+    # What all channels have together of INPUT, OUTPUT and SCRATCH; a block is a channel's own.
+    chunks = [schedule.input_chunks, schedule.output_chunks, schedule.scratch_chunks]
+    own = {"all_gather": Buf.INPUT, "reduce_scatter": Buf.OUTPUT}.get(collective)
+    offset = np.array([0 if buf == own else each for buf, each in enumerate(chunks)])
+
+    def checked(rows: IntArray) -> IntArray:
+        posts = ((rows[:, 1] == Op.POST) & (rows[:, 2] < 0)).any()
+        known = own is not None or collective == "all_reduce"
+        if not known or posts or channels < 1 or p % per_host:
+            raise InvalidArgumentError(
+                f"{channels} channels of {collective} ({name}) on {p} ranks, {per_host} per "
+                "host: expected all_reduce, all_gather or reduce_scatter without posts to all, "
+                "whole hosts, and 1 channel or more"
+            )
+        return rows
+
+    checked(schedule.steps(0, np.arange(p)))
 
     def moved(ranks: IntArray, by: int) -> IntArray:
         within = ranks % per_host
@@ -70,20 +84,21 @@ def in_channels(schedule: Schedule, channels: int, per_host: int) -> Schedule:
 
     def exchange(k: int, ranks: IntArray) -> Iterable[IntArray]:
         for c in range(channels):
-            rows = schedule.steps(k, moved(ranks[ranks % channels == c] // channels, -c)).copy()
+            mine = moved(ranks[ranks % channels == c] // channels, -c)
+            rows = checked(schedule.steps(k, mine)).copy()
             for column in (0, 2):
                 known = rows[:, column] >= 0
                 rows[known, column] = moved(rows[known, column], c) * channels + c
             for buf, chunk in ((3, 4), (5, 6)):
-                scratch = rows[:, buf] == Buf.SCRATCH
-                chunks = np.where(scratch, schedule.scratch_chunks, schedule.output_chunks)
-                rows[:, chunk] += np.where(rows[:, chunk] < 0, 0, c * chunks)
+                rows[:, chunk] += np.where(rows[:, chunk] < 0, 0, c * offset[rows[:, buf]])
             yield rows
 
     return replace(
         schedule, algorithm=f"{name}, {channels} channels", world_size=p * channels,
-        exchange=exchange, output_chunks=channels * schedule.output_chunks,
-        scratch_chunks=channels * schedule.scratch_chunks, before=_nothing, after=_nothing,
+        exchange=exchange, before=_nothing, after=_nothing,
+        input_chunks=chunks[0] + (channels - 1) * int(offset[0]),
+        output_chunks=chunks[1] + (channels - 1) * int(offset[1]),
+        scratch_chunks=channels * chunks[2],
     )  # fmt: skip
 
 

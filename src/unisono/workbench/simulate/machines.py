@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from unisono.core.schedules.ir import Schedule
 from unisono.errors import InvalidArgumentError, UnknownNameError
@@ -24,22 +26,34 @@ from unisono.workbench.simulate.networks import (
 _CHOICES = {
     "model": ("links", "alpha-beta", "loggops"),
     "topology": ("hosts", "switch", "full", "torus"),
+    "routing": ("adaptive", "hashed"),
+    "interface_order": ("turn", "blocks"),
 }
+
+# LogGOPS parameters that a file does not give follow from its links.
+_UNSET = -1.0
 
 # Every key, with its default. Units are in the names; 1 GB is 1e9 bytes.
 _KEYS: dict[str, Any] = {
     "about": "", "source": "", "model": "links", "topology": "hosts",
-    "ranks_per_host": 1, "interfaces": 1, "width": 0,
+    "ranks_per_host": 1, "interfaces": 1, "interface_order": "turn", "width": 0,
     "channels": 1, "channel_gbps": float("inf"),
     "inside_us": 0.0, "inside_gbps": float("inf"), "latency_us": 0.0, "gbps": float("inf"),
+    "efficiency": 1.0, "inside_efficiency": 1.0,
     "pod_hosts": 0, "pod_us": 0.0, "oversubscription": 1.0, "dragonfly": False,
+    "routing": "adaptive",
     "cut_through": True, "whole_ns": False, "padded": False,
     "send_us": 0.0, "recv_us": 0.0, "start_us": 0.0,
     "copy_gbps": float("inf"), "reduce_gbps": float("inf"), "passes": 1,
     "cores": 0, "switch_us": 0.0, "agreement_bytes": 0, "message_gbps": float("inf"),
     "wake_us": 0.0,
-    "L_ns": 2500, "o_ns": 1500, "g_ns": 1000, "G_ns": 6, "O_ns": 0, "S_bytes": 65535,
+    "L_ns": _UNSET, "o_ns": _UNSET, "g_ns": _UNSET, "G_ns": _UNSET, "O_ns": _UNSET,
+    "S_bytes": 65535,
 }  # fmt: skip
+
+# The least of the keys that count something; see `_check`.
+_MOST = 1e9
+_LEAST = {"ranks_per_host": 1, "interfaces": 1, "channels": 1}
 
 
 @dataclass(frozen=True)
@@ -66,10 +80,10 @@ class Machine:
         """Return the network of `size` ranks.
 
         Raises:
-            InvalidArgumentError: The ranks do not fill hosts, pods or rows.
+            InvalidArgumentError: The ranks do not fill rows.
         """
         v = self.of(algorithm)
-        spec = LinkSpec(_ps(v["latency_us"]), v["gbps"], v["whole_ns"])
+        spec = LinkSpec(_ps(v["latency_us"]), v["gbps"] * v["efficiency"], v["whole_ns"])
         cut = v["cut_through"]
         if v["topology"] == "torus":
             width = v["width"] or size
@@ -81,10 +95,15 @@ class Machine:
             return flat(size, spec, cut_through=cut)
         pods = None
         if v["pod_hosts"]:
-            pods = Pods(v["pod_hosts"], v["oversubscription"], _ps(v["pod_us"]), v["dragonfly"])
+            pods = Pods(
+                v["pod_hosts"], v["oversubscription"], _ps(v["pod_us"]), v["dragonfly"],
+                v["routing"] == "hashed",
+            )  # fmt: skip
         return Hosts(
-            size, v["ranks_per_host"], LinkSpec(_ps(v["inside_us"]), v["inside_gbps"]), spec,
+            size, v["ranks_per_host"],
+            LinkSpec(_ps(v["inside_us"]), v["inside_gbps"] * v["inside_efficiency"]), spec,
             interfaces=v["interfaces"], pods=pods, cut_through=cut,
+            blocks=v["interface_order"] == "blocks",
         )  # fmt: skip
 
     def in_channels(self, schedule: Schedule, local: int) -> tuple[Schedule, Network]:
@@ -106,14 +125,22 @@ class Machine:
             _ps(v["wake_us"]),
         )  # fmt: skip
 
-    def loggops(self) -> LogGOPS:
-        """Return the parameters of the LogGOPS model."""
-        times = ("latency_ps", "overhead_ps", "gap_ps", "gap_per_byte_ps", "overhead_per_byte_ps")
-        ps = {
-            name: _ps(self.values[f"{key}_ns"] / 1000)
-            for name, key in zip(times, "LogGO", strict=True)
-        }
-        return LogGOPS(**ps, eager_bytes=self.values["S_bytes"])
+    def loggops(self, size: int = 2) -> LogGOPS:
+        """Return the parameters of the LogGOPS model for `size` ranks.
+
+        The model has one kind of message. Where the file has no value, L and G are the latency and
+        the time per byte of a message from rank 0 to the last rank. Then `send_us` or `recv_us` is
+        o, the larger one. The others are 0.
+        """
+        many = np.array([10**9])
+        latency, moving = self.network("", size).alone(many * 0, many * 0 + size - 1, many)
+        costs = self.costs("")
+        found = (
+            int(latency[0]), max(costs.send_ps, costs.recv_ps), 0, round(int(moving[0]) / 1e9), 0,
+        )  # fmt: skip
+        given = [self.values[f"{key}_ns"] for key in "LogGO"]
+        ps = [own if ns < 0 else _ps(ns / 1000) for ns, own in zip(given, found, strict=True)]
+        return replace(LogGOPS(*ps), eager_bytes=self.values["S_bytes"])
 
 
 def machine(name: str, text: str) -> Machine:
@@ -128,12 +155,20 @@ def machine(name: str, text: str) -> Machine:
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgumentError(f"{name}: {error}") from None
     algorithms, published = values.pop("algorithms", {}), values.pop("published", {})
-    for table in (values, *algorithms.values()):
+    tables = [*algorithms.values()] if isinstance(algorithms, dict) else [algorithms]
+    if not all(isinstance(table, dict) for table in tables):
+        raise InvalidArgumentError(f"{name}: algorithms has no table of keys per algorithm")
+    for table in (values, *tables):
         _check(name, table)
-    measured = {
-        int(size): {a: {int(p): float(us) for p, us in row.items()} for a, row in rows.items()}
-        for size, rows in published.items()
-    }
+    try:
+        measured = {
+            int(size): {a: {int(p): float(us) for p, us in row.items()} for a, row in rows.items()}
+            for size, rows in published.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"{name}: published has no microseconds by size, algorithm and ranks"
+        ) from None
     return Machine(name, _KEYS | values, algorithms, measured)
 
 
@@ -149,6 +184,22 @@ def _check(name: str, table: dict[str, Any]) -> None:
         choices = _CHOICES.get(key)
         if choices and value not in choices:
             raise InvalidArgumentError(f"{name}: {key} is {value!r}, not {' or '.join(choices)}")
+        if type(value) in (int, float):
+            _check_number(name, key, value)
+
+
+def _check_number(name: str, key: str, value: float) -> None:
+    """Raise an error if a number is not possible; larger times do not fit into picoseconds."""
+    bandwidth = key.endswith("gbps")
+    above = bandwidth or key in ("oversubscription", "efficiency", "inside_efficiency")
+    least = _LEAST.get(key, 0)
+    fits = least < value if above else least <= value
+    # NaN fits nowhere.
+    if not fits or not (value <= _MOST or (bandwidth and value == float("inf"))):
+        low = f"above {least}" if above else f"{least} or more"
+        raise InvalidArgumentError(
+            f"{name}: {key} is {value!r}, expected a number {low}, and at most 1e9"
+        )
 
 
 def _ps(us: float) -> int:

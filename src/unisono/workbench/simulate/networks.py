@@ -42,7 +42,7 @@ class LinkSpec:
         Raises:
             InvalidArgumentError: The latency is negative, or the bandwidth is not above 0.
         """
-        if self.latency_ps < 0 or not self.gbps > 0:
+        if not (self.latency_ps >= 0 and self.gbps > 0):
             raise InvalidArgumentError(
                 f"a link has a latency >= 0 and a bandwidth > 0, got {self.latency_ps} ps and "
                 f"{self.gbps} GB/s"
@@ -74,6 +74,8 @@ class LinkGroup(NamedTuple):
         spec: Their spec.
         own: Whether each link takes messages of one rank only, as their first link.
         ends: If there is a link from each of n ends to each of n ends, n; else 0.
+        lanes: Messages that a link serves at the same time, each with the bandwidth of the spec.
+        ample: Whether it has a lane for each message that can come, so that none ever waits.
     """
 
     name: str
@@ -81,6 +83,8 @@ class LinkGroup(NamedTuple):
     spec: LinkSpec
     own: bool = False
     ends: int = 0
+    lanes: int = 1
+    ample: bool = False
 
 
 class Network:
@@ -118,6 +122,17 @@ class Network:
         """Return the group of each link; -1 for no link."""
         found = np.searchsorted(self.first, links, side="right") - 1
         return np.where(links < 0, -1, found)
+
+    def lanes(self, links: IntArray) -> IntArray:
+        """Return how many messages each link serves at the same time; 0 if none ever waits."""
+        lanes = [0 if group.ample else group.lanes for group in self.groups]
+        return np.array(lanes)[self.kinds(links)]
+
+    def per_lane(self, busy: IntArray) -> IntArray:
+        """Return the mean over the lanes of each link, from the sums of all links."""
+        numbers = [group.number for group in self.groups]
+        mean: IntArray = busy // np.repeat([group.lanes for group in self.groups], numbers)
+        return mean
 
     def folded(self, links: IntArray, copies: int, *, flips: bool) -> IntArray:
         """Return the first image of each link under the translations of ranks by size / copies.
@@ -163,10 +178,18 @@ class Network:
         total = latency.sum(axis=1)
         return total, busy.max(axis=1) if self.cut_through else busy.sum(axis=1)
 
+    def cuts(self) -> list[tuple[int, float]]:
+        """Return groups of ranks, and the bandwidth at which all of a group send or receive."""
+        raise NotImplementedError
+
     def link_name(self, link: int) -> str:
         """Return what a link connects."""
         kind = int(self.kinds(np.array([link]))[0])
         return self.groups[kind].name.format(link - self.first[kind])
+
+    def group(self, link: int) -> LinkGroup:
+        """Return the group of a link."""
+        return self.groups[int(self.kinds(np.array([link]))[0])]
 
 
 class _FlatRouting(Network):
@@ -187,6 +210,10 @@ class FullyConnected(_FlatRouting):
         links = [LinkGroup("pair {}", size * size, spec, own=True, ends=size)]
         super().__init__(size, links, cut_through=cut_through)
 
+    def cuts(self) -> list[tuple[int, float]]:
+        """Return each rank with its links to all others."""
+        return [(1, (self.size - 1) * self.groups[0].spec.gbps)]
+
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
         """Return the link of each pair."""
         return (source * self.size + target)[:, None]
@@ -201,6 +228,10 @@ class Switch(_FlatRouting):
             LinkGroup("rank {} in", size, spec),
         ]
         super().__init__(size, links, cut_through=cut_through)
+
+    def cuts(self) -> list[tuple[int, float]]:
+        """Return each rank with its link."""
+        return [(1, self.groups[0].spec.gbps)]
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
         """Return the link up and the link down."""
@@ -225,6 +256,10 @@ class Torus(Network):
         period = 1 if height == 1 else width
         super().__init__(size, links, cut_through=cut_through, period=period)
         self.width, self.height = width, height
+
+    def cuts(self) -> list[tuple[int, float]]:
+        """Return each rank with its links to its neighbours."""
+        return [(1, len(self.groups) * self.groups[0].spec.gbps)]
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
         """Return the links along the row, then those along the column."""
@@ -257,10 +292,9 @@ def _shorter_way(start: IntArray, end: IntArray, length: int) -> tuple[IntArray,
 class Hosts(Network):
     """Hosts of several ranks: shared memory inside, network interfaces between them.
 
-    Each rank has a port to the memory of its host. The ranks of a host share its interfaces in
-    turn. Hosts may stand in pods. All hosts of a pod share its links. In a fat tree a pod has one
-    link up and one link down, in a dragonfly a link to each other pod. Without
-    oversubscription these links carry all that the interfaces of the pod can send.
+    Each rank has a port to the memory of its host. The ranks of a host share its interfaces. Hosts
+    may stand in pods, and all hosts of a pod share its links; see `Pods`. The last host and the
+    last pod may have fewer ranks.
 
     Args:
         size: Number of ranks.
@@ -270,6 +304,7 @@ class Hosts(Network):
         interfaces: Network interfaces per host.
         pods: How the pods are linked; None if there is one switch.
         cut_through: As for `Network`.
+        blocks: Whether neighbours share an interface. Otherwise ranks take them in turn.
     """
 
     def __init__(
@@ -282,13 +317,14 @@ class Hosts(Network):
         interfaces: int = 1,
         pods: Pods | None = None,
         cut_through: bool = True,
+        blocks: bool = False,
     ) -> None:
-        if interfaces < 1 or per_host < 1 or size % per_host:
+        if interfaces < 1 or per_host < 1:
             raise InvalidArgumentError(
-                f"{size} ranks on hosts of {per_host} with {interfaces} interfaces: expected whole "
-                "hosts, with 1 interface or more"
+                f"{size} ranks on hosts of {per_host} with {interfaces} interfaces: expected 1 "
+                "rank and 1 interface or more"
             )
-        hosts = size // per_host
+        hosts = -(-size // per_host)
         into = LinkSpec(0, between.gbps, between.whole)
         links = [
             LinkGroup("rank {} to memory", size, inside, own=True),
@@ -296,27 +332,40 @@ class Hosts(Network):
             LinkGroup("interface {} out", hosts * interfaces, between),
             LinkGroup("interface {} in", hosts * interfaces, into),
         ]
+        period = per_host
         if pods is not None:
             links += pods.links(hosts, interfaces, between)
-        period = per_host * pods.hosts if pods is not None else per_host
+            # Hashed links differ from host to host.
+            period = size if pods.hashed else per_host * pods.hosts
         super().__init__(size, links, cut_through=cut_through, period=period)
         self.per_host, self.interfaces, self.pods = per_host, interfaces, pods
+        place = np.arange(per_host)
+        self._card = place * interfaces // per_host if blocks else place % interfaces
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
         """Return the ports of two ranks of a host, or the interfaces of two hosts."""
         host, to_host = source // self.per_host, target // self.per_host
         away = host != to_host
-        card, to_card = (r % self.per_host % self.interfaces for r in (source, target))
-        leave = self.first[2] + host * self.interfaces + card
-        enter = self.first[3] + to_host * self.interfaces + to_card
-        links = [np.where(away, leave, source), np.where(away, enter, self.size + target)]
+        card, to_card = (self._card[r % self.per_host] for r in (source, target))
+        leave = host * self.interfaces + card
+        enter = to_host * self.interfaces + to_card
+        links = [
+            np.where(away, self.first[2] + leave, source),
+            np.where(away, self.first[3] + enter, self.size + target),
+        ]
         if self.pods is not None:
-            number = -(-self.size // self.per_host // self.pods.hosts)
             pod, to_pod = host // self.pods.hosts, to_host // self.pods.hosts
-            if self.pods.dragonfly:
-                crossed = [self.first[4] + pod * number + to_pod]
-            else:
-                crossed = [self.first[4] + pod, self.first[5] + to_pod]
+            crossed = [pod, to_pod]
+            if self.pods.hashed:
+                number = -(-self.size // self.per_host // self.pods.hosts)
+                if self.pods.dragonfly:
+                    crossed, number = [pod * number + to_pod], number * number
+                # Both interfaces of a message choose its lane, as ECMP does with addresses.
+                flow = (leave * self.groups[3].number + enter).astype(np.uint64) * _GOLDEN
+                lanes = self.groups[4].number // number
+                lane = (flow >> np.uint64(33)).astype(np.int64) % lanes
+                crossed = [link * lanes + lane for link in crossed]
+            crossed = [first + link for first, link in zip(self.first[4:], crossed, strict=True)]
             links[1:1] = [np.where(pod != to_pod, link, _SKIP) for link in crossed]
         return _packed(np.stack(links, axis=1))
 
@@ -326,12 +375,22 @@ class Hosts(Network):
         latency, moving = self._crossing((0, 1), nbytes)
         ways = [(host != to_host, (2, 3))]
         if self.pods is not None:
-            over = (4,) if self.pods.dragonfly else (4, 5)
+            over = range(4, len(self.groups))
             ways.append((host // self.pods.hosts != to_host // self.pods.hosts, (2, *over, 3)))
         for mask, groups in ways:
             there = self._crossing(groups, nbytes)
             latency, moving = np.where(mask, there[0], latency), np.where(mask, there[1], moving)
         return latency, moving
+
+    def cuts(self) -> list[tuple[int, float]]:
+        """Return ranks, hosts and pods with their bandwidths."""
+        port, card = self.groups[0].spec.gbps, self.groups[2].spec.gbps
+        found = [(1, port + card), (self.per_host, self.interfaces * card)]
+        if self.pods is not None:
+            members = self.per_host * self.pods.hosts
+            total = self.pods.hosts * self.interfaces * card / self.pods.oversubscription
+            found.append((members, total))
+        return found
 
     def _crossing(self, groups: Sequence[int], nbytes: IntArray) -> tuple[IntArray, IntArray]:
         """Return latency and time for the bytes of messages that cross a link of each group."""
@@ -345,17 +404,26 @@ class Hosts(Network):
 class Pods:
     """Groups of hosts with links between them.
 
+    All links of a pod together have the bandwidth of its interfaces, divided by the
+    oversubscription, and each has about that of an interface. A message takes one of them. With
+    adaptive routing it takes the link that is free first: without oversubscription none is ever
+    busy, so pods equal one switch. In a dragonfly it may take the links to other pods, and what
+    such a detour takes from others is left out.
+
     Attributes:
         hosts: Hosts per pod; the last pod may have fewer.
         oversubscription: Bandwidth of the interfaces of a pod, divided by that of its links.
         latency_ps: From one pod to another, in addition.
-        dragonfly: Whether each pair of pods has a link of its own.
+        dragonfly: Whether each pair of pods has links of its own. It counts only if `hashed`.
+        hashed: Whether the two interfaces of a message choose its link, so that messages collide
+            while other links are free (ECMP; a dragonfly with minimal routes).
     """
 
     hosts: int
     oversubscription: float = 1.0
     latency_ps: int = 0
     dragonfly: bool = False
+    hashed: bool = False
 
     def links(self, hosts: int, interfaces: int, between: LinkSpec) -> list[LinkGroup]:
         """Return the links between the pods.
@@ -369,15 +437,23 @@ class Pods:
                 "1 host or more, and an oversubscription > 0"
             )
         pods = -(-hosts // self.hosts)
-        gbps = between.gbps * self.hosts * interfaces / self.oversubscription
-        if self.dragonfly:
-            spec = LinkSpec(self.latency_ps, gbps / max(pods - 1, 1), between.whole)
-            return [LinkGroup("pair of pods {}", pods * pods, spec, ends=pods)]
-        spec = LinkSpec(self.latency_ps, gbps, between.whole)
-        down = LinkSpec(0, gbps, between.whole)
-        return [LinkGroup("pod {} up", pods, spec), LinkGroup("pod {} down", pods, down)]
+        direct = self.dragonfly and self.hashed
+        share = (
+            self.hosts * interfaces / self.oversubscription / (max(pods - 1, 1) if direct else 1)
+        )
+        lanes = max(1, round(share))
+        spec = LinkSpec(self.latency_ps, between.gbps * share / lanes, between.whole)
+        down = LinkSpec(0, spec.gbps, between.whole)
+        if direct:
+            return [LinkGroup("link {} of pairs of pods", pods * pods * lanes, spec)]
+        if self.hashed:
+            names = ("link {} of pods, up", "link {} of pods, down")
+            return [LinkGroup(n, pods * lanes, s) for n, s in zip(names, (spec, down), strict=True)]
+        up = LinkGroup("pod {} up", pods, spec, lanes=lanes, ample=self.oversubscription <= 1)
+        return [up, up._replace(name="pod {} down", spec=down)]
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SKIP = -2
 
 

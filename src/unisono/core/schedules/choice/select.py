@@ -20,6 +20,8 @@ from unisono.errors import InvalidArgumentError
 KIB = 1024
 # The number of ranks of a host up to which each rank reads from all other ranks.
 FEW_RANKS = 32
+# The number of ranks from which a choice between hosts counts the bytes that a host's ranks share.
+_MANY_RANKS = 32
 
 
 # Algorithms whose ranks send everything at once, and what to take if a switch may lose it.
@@ -159,9 +161,11 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
         size = nbytes if flat[0] == "one_shot" and collective == "reduce" else nbytes // p
         if overflows(most, most * size):
             flat = _PAIRED[collective]
+    if p >= _MANY_RANKS and 1 < topology.local < p:
+        return (*_over_hosts(collective, nbytes, topology), *flat)
     if not _has_levels(collective, nbytes, topology):
         return flat
-    if _passes_along(collective, nbytes, topology):
+    if topology.round_trip_us and _passes_along(collective, nbytes, topology):
         return ("ring", *flat)  # 0.6 of two_level with 4 hosts of 2 ranks
     if collective == "all_reduce" and nbytes < 64 * KIB * min(topology.world_size, 8):
         return ("node_tree", "two_level", *flat)  # 0.6 to 0.95 of two_level
@@ -173,11 +177,47 @@ def _passes_along(collective: str, nbytes: int, topology: Topology) -> bool:
 
     The host of the root sends its data once per level of a tree, and once in a pipeline.
     """
-    if topology.round_trip_us == 0 or collective not in ("broadcast", "reduce"):
+    if collective not in ("broadcast", "reduce"):
         return False
     p = topology.world_size
     chunks = depth_of("ring", nbytes, p, topology.round_trip_us)
     return chunks * (ceil_log2(p // topology.local) - 1) > p - 2 - chunks
+
+
+def _over_hosts(collective: str, nbytes: int, topology: Topology) -> tuple[str, ...]:
+    """Choose for many ranks, several of which share the interface of their host.
+
+    Judged in virtual time: 32 to 192 ranks, 2 and 8 per host, interfaces of 25 and 100 Gb/s.
+    """
+    p, local = topology.world_size, topology.local
+    block, hosts = nbytes // p, p // local
+    of_host = block * local
+    match collective:
+        case "all_reduce" if nbytes < 8 * KIB:
+            return ("recursive_doubling",)
+        case "all_reduce" if of_host < 32 * KIB:  # 2 rounds per level of hosts
+            return ("multi_level",)
+        case "all_reduce" | "reduce_scatter" if block >= 32 * KIB:
+            return ("ring",)  # enters and leaves each host once
+        case "all_gather" | "reduce_scatter" if of_host < 24 * KIB:
+            return ("far_first",)
+        case "all_reduce" | "all_gather" | "reduce_scatter":
+            return ("two_level",)
+        case "broadcast" | "reduce" if nbytes <= (16 if collective == "broadcast" else 8) * KIB:
+            return ("binomial",)
+        case "broadcast" | "reduce" if _passes_along(collective, nbytes, topology):
+            return ("ring",)
+        case "broadcast" if hosts > 8 and nbytes >= 1024 * KIB:
+            return ("halving_doubling",)  # its scatter halves what each level of hosts sends
+        case "reduce" if hosts > 8 and nbytes >= 2048 * KIB:
+            return ("double_tree",)
+        case "broadcast" | "reduce" if collective == "broadcast" or local >= 4:
+            return ("two_level",)
+        case "all_to_all" if 256 < block < 4 * KIB and local >= 4:
+            return ("two_level",)  # one message per pair of hosts
+        case "all_to_all" if block <= KIB:
+            return ("bruck",)
+    return ()
 
 
 def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:

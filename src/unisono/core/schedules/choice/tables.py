@@ -28,6 +28,9 @@ from unisono.errors import InvalidArgumentError
 
 FORMAT = 2
 
+VIRTUAL = "any machine, in virtual time"
+"""The machine of a table of simulated times."""
+
 Measured = Mapping[tuple[str, int], Mapping[str, tuple[float, ...]]]
 """(collective, bytes) -> algorithm -> microseconds of a call in each pass."""
 

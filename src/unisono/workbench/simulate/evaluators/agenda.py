@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from random import Random
 
 
 class Agenda:
     """Events by time; those of one time are in the order in which they were put.
+
+    Args:
+        turns: Draws the order of the events that `next` returns; None: as they were put.
 
     Attributes:
         times: A heap of the times that have events.
         events: The events of each time, as numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Random | None = None) -> None:
+        self.turns = turns
         self.times: list[int] = []
         self.events: dict[int, list[int]] = {}
 
@@ -31,7 +36,10 @@ class Agenda:
     def next(self) -> tuple[int, list[int]]:
         """Remove the first time, and return it and its events."""
         time = heappop(self.times)
-        return time, self.events.pop(time)
+        events = self.events.pop(time)
+        if self.turns is not None:
+            self.turns.shuffle(events)
+        return time, events
 
     def in_order(self) -> Iterator[tuple[int, int]]:
         """Yield times and events in the order of both; an event may put others."""

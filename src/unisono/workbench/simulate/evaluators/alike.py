@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
@@ -125,14 +126,20 @@ def _tail(
     free, last = np.full((2, len(before.names) + 1), -1)
     np.maximum.at(last, before.links[place], arrival)
     served = np.array(head.run.times.served)[place]
-    np.maximum.at(free, before.links[place], served + before.busy[place])
+    ended = served + before.busy[place]
+    np.maximum.at(free, before.links[place], ended)
     # The last entry is for links that no message crossed.
     messages = links.plan(rows, network)
     image = head.images.fold(network, messages.names)
     found = np.searchsorted(before.names, image)
     found[~np.isin(image, before.names)] = -1
     order = _order(head, place // before.width, arrival)
-    begin = links.Begin(clock.tolist(), free[found].tolist(), order.tolist())
+    pools = {}
+    for link in np.flatnonzero(messages.lanes > 1).tolist():
+        count = int(messages.lanes[link])
+        times = ended[before.links[place] == found[link]]
+        pools[link] = sorted(nlargest(count, [0] * count + times.tolist()))
+    begin = links.Begin(clock.tolist(), free[found].tolist(), order.tolist(), pools)
     tail = links.executed(rows, messages, network, costs, begin, contended=True)
     place, arrival = _arrivals(tail)
     return tail, bool((arrival > last[found][messages.links[place]]).all())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from unisono.core.schedules.ir import IntArray
+from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate.evaluators.traffic import WORK, TrafficRows
 from unisono.workbench.simulate.networks import LinkSpec
 
@@ -43,6 +44,16 @@ class Costs:
     agreement_bytes: int = 0
     messages: LinkSpec = field(default_factory=LinkSpec)
     wake_ps: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InvalidArgumentError: A value is negative.
+        """
+        for name, value in vars(self).items():
+            if not isinstance(value, LinkSpec) and not value >= 0:
+                raise InvalidArgumentError(f"costs: {name} is {value}, expected 0 or more")
 
     @property
     def receives_free(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from unisono.core.schedules.ir import Schedule
 from unisono.core.schedules.registry import build
@@ -16,6 +17,9 @@ from unisono.workbench.simulate.networks import Network
 
 # Up to this number of rows a run of the events takes seconds. Above it, stages are evaluated.
 _EVENT_ROWS = 400_000
+# Rows that stages take in some seconds. Above it, chunks that differ by an element are padded if a
+# few ranks can then stand for all.
+_UNEVEN_ROWS = 20_000_000
 # Rows that stages can take in some minutes.
 _ALL_ROWS = 3_000_000_000
 
@@ -69,6 +73,8 @@ def simulate(
             raise _too_large(name, rows, 20 * _EVENT_ROWS, "events take")
         return links.run(all_rows(parts), network, costs, contended=contended)
     result = _by_images(parts, network, costs, contended=contended)
+    if result is None and method == "auto" and rows > _UNEVEN_ROWS:
+        result = _by_padding(parts, network, costs, contended=contended)
     if result is not None:
         return result
     if rows > _ALL_ROWS:
@@ -97,6 +103,26 @@ def _by_images(
         if result is not None:
             return result
     return None
+
+
+def _by_padding(
+    parts: Sequence[Traffic], network: Network, costs: Costs, *, contended: bool
+) -> Result | None:
+    """Evaluate as if all chunks had the size of the largest, which has one element more.
+
+    With fewer elements than chunks only a ring may do so: in it each chunk passes all ranks.
+    """
+    last = parts[-1]
+    schedule = last.schedule
+    ring = schedule.collective == "all_reduce" and schedule.rounds >= schedule.world_size - 1
+    full = last.nbytes // last.itemsize >= schedule.work_chunks
+    if last.padded or not (full or (ring and last.nbytes)):
+        return None
+    padded = [*parts[:-1], replace(last, padded=True)]
+    result = _by_images(padded, network, costs, contended=contended)
+    return result and replace(
+        result, exact=False, method=f"{result.method}, all chunks as large as the largest"
+    )
 
 
 def _size(parts: Sequence[Traffic]) -> tuple[int, int]:

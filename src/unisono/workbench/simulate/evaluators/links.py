@@ -13,7 +13,10 @@ determined.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from heapq import heapreplace
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +46,7 @@ class MessagePlan(NamedTuple):
         rest: From the begin of a link's service to the end of the message, if no link is busy.
         private: Whether only one rank sends to the first link.
         names: The network's numbers of the links in use.
+        lanes: Messages that each link in use serves at the same time; 0: as many as come.
         width: Links per message, plus 1.
     """
 
@@ -55,6 +59,7 @@ class MessagePlan(NamedTuple):
     rest: IntArray
     private: BoolArray
     names: IntArray
+    lanes: IntArray
     width: int
 
 
@@ -81,7 +86,7 @@ def plan(rows: TrafficRows, network: Network, *, contended: bool = True) -> Mess
         own = np.arange(count)
         columns = (own, latency, moving, latency + moving)
         flat = [_flat(column[:, None]) for column in columns]
-        return MessagePlan._make((send, receive, latency, *flat, np.ones(count, bool), own, 2))
+        return MessagePlan._make((send, receive, latency, *flat, own == own, own, own * 0 + 1, 2))
     return on_links(rows, network, send, receive, network.routes(source, target))
 
 
@@ -100,8 +105,9 @@ def on_links(
     step = latency if network.cut_through else latency + busy
     flat = [_flat(column) for column in (number, step, busy, later + busy)]
     private = _private(number, rows.rank[send], len(names) - absent, network.size)
-    width = links.shape[1] + 1
-    return MessagePlan._make((send, receive, later[:, 0], *flat, private, names[absent:], width))
+    names, width = names[absent:], links.shape[1] + 1
+    columns = (send, receive, later[:, 0], *flat, private, names, network.lanes(names), width)
+    return MessagePlan._make(columns)
 
 
 def _flat(column: IntArray) -> IntArray:
@@ -149,11 +155,15 @@ class Begin(NamedTuple):
         clock: When each rank begins.
         free: When each link in use becomes free; empty if all are free.
         order: The ranks in the order in which they take their first rows; empty if by number.
+        pools: When each lane of a link in use becomes free, for links of several lanes.
+        turns: Draws the order of messages that arrive at the same time; None: as determined.
     """
 
     clock: list[int]
     free: Sequence[int] = ()
     order: Sequence[int] = ()
+    pools: Mapping[int, list[int]] = {}
+    turns: Random | None = None
 
 
 class Traced(NamedTuple):
@@ -174,7 +184,17 @@ class Traced(NamedTuple):
 
 def run(rows: TrafficRows, network: Network, costs: Costs, *, contended: bool = True) -> Result:
     """Execute the rows of all ranks; see `traced`."""
-    return traced(rows, network, costs, contended=contended).result
+    done = traced(rows, network, costs, contended=contended)
+    cost, p = costs.of(rows).tolist(), network.size
+
+    def again(seed: int) -> int:
+        """Return the end if random messages of those that arrive at one time go first."""
+        turns = Random(seed)
+        begin = Begin([costs.start_ps] * p, order=turns.sample(range(p), p), turns=turns)
+        cores = _Cores(p, network.period, costs) if costs.cores else None
+        return max(_execute(rows, done.messages, cost, begin, cores).clock)
+
+    return replace(done.result, again=again) if contended else done.result
 
 
 def traced(rows: TrafficRows, network: Network, costs: Costs, *, contended: bool = True) -> Traced:
@@ -217,6 +237,7 @@ def executed(
         used = np.bincount(links[links >= 0], times[links >= 0], len(messages.names))
         busy = np.zeros(network.links, np.int64)
         busy[messages.names] = used.astype(np.int64)
+        busy = network.per_lane(busy)
     finish = np.array(trace.clock, np.int64)
     last = int(np.argmax(finish))
     end = int(np.searchsorted(rows.rank, last + 1)) - 1
@@ -240,7 +261,7 @@ class _LinkState:
         costs = zip(*(column.tolist() for column in columns), strict=True)
         self.costs = [same.setdefault(cost, cost) for cost in costs]
         self.links = messages.links.tolist()
-        self.width, self.receive = messages.width, messages.receive.tolist()
+        self.receive = messages.receive.tolist()
         self.target = rows.rank[messages.receive].tolist()
         # Per row: the message that it sends, or _TAKES, or _WORKS.
         does = np.where(rows.kind == RECV, _TAKES, _WORKS)
@@ -253,13 +274,18 @@ class _LinkState:
         sent, end, waited = ([0] * count for _ in range(3))
         self.trace = Trace(start.clock, begin, arrival, sent, end, waited, served)
         self.free = list(start.free) or [0] * len(messages.names)
-        self.agenda = Agenda()
+        # Links with lanes are never free at a time of their own. Without lanes they always are.
+        self.pools: dict[int, list[int]] = {}
+        for link in np.flatnonzero(messages.lanes != 1).tolist():
+            self.free[link] = -1
+            self.pools[link] = list(start.pools.get(link, ())) or [0] * int(messages.lanes[link])
+        self.agenda = Agenda(start.turns)
         self.ready = deque(start.order or range(len(start.clock)))
 
     def server(self) -> Callable[[int, int, int], None]:
         """Return the function by which a link serves message m that arrives at `time`."""
         links, costs, free, put = self.links, self.costs, self.free, self.agenda.put
-        ready = self.ready
+        ready, pools = self.ready, self.pools
         receive, target, place = self.receive, self.target, self.place
         arrival, ends, waited = self.trace.arrival, self.trace.end, self.trace.waited
         served = self.trace.served
@@ -268,11 +294,19 @@ class _LinkState:
             link = links[code]
             step, busy, rest = costs[code]
             begun = free[link]
-            if begun < time:
+            if begun < 0:
+                # A link with lanes: the one that is free first.
                 begun = time
+                if pool := pools[link]:
+                    begun = max(time, pool[0])
+                    waited[m] += begun - time
+                    heapreplace(pool, begun + busy)
             else:
-                waited[m] += begun - time
-            free[link] = begun + busy
+                if begun < time:
+                    begun = time
+                else:
+                    waited[m] += begun - time
+                free[link] = begun + busy
             served[code] = begun
             end = begun + rest
             if end < ends[m]:

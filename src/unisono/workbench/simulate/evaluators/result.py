@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +38,7 @@ class Result:
             links that several ranks share.
         method: The evaluator, in words.
         network: The network.
+        again: Function that returns the end in a random order of equal times; see `range_ps`.
     """
 
     finish_ps: IntArray
@@ -49,6 +51,7 @@ class Result:
     exact: bool
     method: str
     network: Network = field(repr=False)
+    again: Callable[[int], int] | None = field(default=None, repr=False)
 
     @property
     def last_ps(self) -> int:
@@ -64,6 +67,20 @@ class Result:
     def last_us(self) -> float:
         """The time at which the last rank ends, in microseconds."""
         return self.last_ps / 1e6
+
+    def range_ps(self, orders: int = 8) -> tuple[int, int]:
+        """Return the earliest and the latest end over orders of messages that arrive at one time.
+
+        Nothing says which of two messages a link serves first that arrive at the same picosecond.
+        The result takes one order, and `orders` others are drawn. The two values are equal if the
+        order does not count, or if the evaluator was not that of the events.
+
+        Cost: `orders` runs of the events.
+        """
+        ends = {self.last_ps}
+        if self.again is not None:
+            ends |= {self.again(seed) for seed in range(orders)}
+        return min(ends), max(ends)
 
     def busiest(self, count: int = 1) -> list[tuple[str, int]]:
         """Return the names of the links that carry messages longest, and how long, in ps."""

@@ -44,6 +44,7 @@ class _Hop(NamedTuple):
         rest: From the begin of the link's service to the end of the message, if no link is busy.
         shared: Whether the link takes messages of several ranks.
         once: Whether no link serves two of these messages.
+        lanes: How many messages the link serves at the same time; None if each link serves one.
     """
 
     message: IntArray
@@ -53,6 +54,7 @@ class _Hop(NamedTuple):
     rest: IntArray
     shared: BoolArray
     once: bool
+    lanes: IntArray | None
 
 
 class _StagePlan(NamedTuple):
@@ -100,8 +102,11 @@ class _StageState:
         self.clock = np.full(p, costs.start_ps, np.int64)
         # Latency, bytes, links busy and messages on the path to each rank.
         self.path = [np.zeros(p, np.int64) for _ in range(4)]
-        self.free = np.zeros(network.links if contended else 0, np.int64)
-        self.busy = self.free.copy()
+        self.busy = np.zeros(network.links if contended else 0, np.int64)
+        lanes = np.maximum(network.lanes(np.arange(len(self.busy))), 1)
+        # The first lane of each link, and the link of each lane.
+        self.lanes = np.cumsum(lanes) - lanes, np.repeat(np.arange(len(lanes)), lanes)
+        self.free = np.zeros(len(self.lanes[1]), np.int64)
         self.exact, self.messages, self.nbytes = True, 0, 0
         self.plan: _StagePlan | None = None
 
@@ -151,7 +156,10 @@ class _StageState:
             link = links[here, hop]
             once = len(np.unique(link)) == len(link)
             costs = [column[here, hop] for column in (step, busy, rest)]
-            yield _Hop._make((here, link, *costs, ~own[self.network.kinds(link)], once))
+            lanes = self.network.lanes(link)
+            several = lanes if (lanes != 1).any() else None
+            shared = ~own[self.network.kinds(link)]
+            yield _Hop._make((here, link, *costs, shared, once, several))
 
     def _wait(self, plan: _StagePlan, begin: IntArray, parts: Sequence[IntArray]) -> None:
         """Set the clock of each rank to the latest `begin` of its receives, if it is later."""
@@ -173,14 +181,17 @@ class _StageState:
         if plan.hops is None:
             return at + plan.latency + plan.moving, [plan.latency, plan.moving, waited, one]
         head, end = at.copy(), at.copy()
-        for message, link, step, busy, rest, shared, once in plan.hops:
+        for message, link, step, busy, rest, shared, once, lanes in plan.hops:
             arrival = head[message]
-            if once:
-                begin = np.maximum(arrival, self.free[link])
-                self.free[link] = begin + busy
+            if lanes is not None:
+                begin = self._in_lanes(link, arrival, busy, lanes)
+            elif once:
+                lane = self.lanes[0][link]
+                begin = np.maximum(arrival, self.free[lane])
+                self.free[lane] = begin + busy
                 self.busy[link] += busy
             else:
-                begin = self._serve(link, arrival, busy)
+                begin = self._serve(self.lanes[0][link], arrival, busy)
             late = begin - arrival
             self.exact = self.exact and not late[shared].any()
             waited[message] += late
@@ -222,21 +233,41 @@ class _StageState:
             path[later] = path[before] + part
         return True
 
-    def _serve(self, link: IntArray, arrival: IntArray, busy: IntArray) -> IntArray:
-        """Let links serve messages in the order of arrival; return when each service begins.
+    def _in_lanes(
+        self, link: IntArray, arrival: IntArray, busy: IntArray, lanes: IntArray
+    ) -> IntArray:
+        """Let each message take a lane of its link; return when each service begins.
+
+        Messages take the lanes in turn, by arrival, the lane first that is free first. So each
+        takes the lane that is free first if all are equally large.
+        """
+        begin, waits = arrival.copy(), np.flatnonzero(lanes > 0)
+        np.add.at(self.busy, link[lanes == 0], busy[lanes == 0])
+        if len(waits):
+            waits = waits[np.lexsort((arrival[waits], link[waits]))]
+            link, lanes = link[waits], lanes[waits]
+            head = _heads(link)
+            turn = np.arange(len(link)) - np.repeat(head, np.diff(np.append(head, len(link))))
+            by_time = np.lexsort((self.free, self.lanes[1]))
+            lane = by_time[self.lanes[0][link] + turn % lanes]
+            begin[waits] = self._serve(lane, arrival[waits], busy[waits])
+        return begin
+
+    def _serve(self, lane: IntArray, arrival: IntArray, busy: IntArray) -> IntArray:
+        """Let lanes serve messages in the order of arrival; return when each service begins.
 
         begin_i = max(arrival_i, begin_{i-1} + busy_{i-1}), a running maximum of arrivals less the
         sum of what was served before.
         """
-        order = np.lexsort((arrival, link))
-        link, busy = link[order], busy[order]
-        head = _heads(link)
-        length = np.diff(np.append(head, len(link)))
-        begin = np.maximum(arrival[order], np.where(_is_head(link), self.free[link], 0))
+        order = np.lexsort((arrival, lane))
+        lane, busy = lane[order], busy[order]
+        head = _heads(lane)
+        length = np.diff(np.append(head, len(lane)))
+        begin = np.maximum(arrival[order], np.where(_is_head(lane), self.free[lane], 0))
         served = np.cumsum(busy) - busy
         served -= np.repeat(served[head], length)
         begin -= served
-        # One running maximum over all links: each link's numbers lie above those of the last.
+        # One running maximum over all lanes: the numbers of each lie above those of the last.
         low = int(begin.min())
         span = int(begin.max()) - low + 1
         if span * len(head) >= 1 << 62:
@@ -246,8 +277,8 @@ class _StageState:
         lift = np.repeat(np.arange(len(head)) * span, length)
         begin = np.maximum.accumulate(begin - low + lift) - lift + low + served
         last = head + length - 1
-        self.free[link[last]] = begin[last] + busy[last]
-        np.add.at(self.busy, link, busy)
+        self.free[lane[last]] = begin[last] + busy[last]
+        np.add.at(self.busy, self.lanes[1][lane], busy)
         back = np.empty_like(begin)
         back[order] = begin
         return back
@@ -407,7 +438,7 @@ def run(
     causes = dict(zip(CAUSES, (latency, moving, busy, ends), strict=True))
     return Result(
         state.clock, causes, (), hops, state.messages, state.nbytes,
-        state.busy if contended else None, state.exact, "stages", network,
+        network.per_lane(state.busy) if contended else None, state.exact, "stages", network,
     )  # fmt: skip
 
 

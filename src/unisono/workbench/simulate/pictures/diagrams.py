@@ -120,6 +120,8 @@ def _heat_map(
     result = timeline.result
     assert result is not None
     busy = busy_shares(timeline.service, links, timeline.end)
+    lanes = [result.network.group(link).lanes for link in links]
+    busy = busy / np.array(lanes)[:, None]
     picture.label(12, top, f"the {len(links)} busiest links, and their busy share", 12, bold=True)
     for row, (link, shares) in enumerate(zip(links, busy, strict=True)):
         y = top + 8 + 13 * row

@@ -1,0 +1,53 @@
+"""The least time of a collective on a network, whatever the algorithm is.
+
+Some ranks must receive bytes that others have. They share links of a known bandwidth, so the bytes
+take a time. A message over the longest route takes its latency. Switches that reduce can be faster.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unisono.workbench.simulate.evaluators.costs import Costs
+from unisono.workbench.simulate.networks import Network
+
+
+def least_us(
+    collective: str, nbytes: int, network: Network, costs: Costs, *, root: int = 0, ranks: int = 0
+) -> float:
+    """Return a lower bound in microseconds.
+
+    Let g groups of ranks have links of bandwidth B each, n the bytes:
+
+      all_reduce                                      2 (g-1)/g n/B
+      all_gather, reduce_scatter, gather, scatter       (g-1)/g n/B
+      broadcast, reduce                                         n/B
+      all_to_all, r ranks per group                   r (g-1)/g n/B
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        nbytes: Size of the whole data: the vector, or all p blocks.
+        network: The links.
+        costs: The work of ranks; a message costs a send and a receive.
+        root: The root, if there is one.
+        ranks: Number of ranks; that of the network by default. `Channels` have more.
+    """
+    p = ranks or network.size
+    if p == 1:
+        return costs.start_ps / 1e6
+    source = np.full(p, max(root, 0))
+    latency, _ = network.alone(source, np.arange(p), np.zeros(p, np.int64))
+    others = np.delete(latency, source[0])
+    moving = 0.0
+    for members, gbps in network.cuts():
+        g = p / members
+        factor = 0.0
+        if g > 1:
+            part = (g - 1) / g
+            factor = {
+                "all_reduce": 2 * part, "all_to_all": members * part, "broadcast": 1.0,
+                "reduce": 1.0, "scan": 0.0, "exscan": 0.0, "barrier": 0.0,
+            }.get(collective, part)  # fmt: skip
+        moving = max(moving, factor * nbytes / gbps * 1000)
+    works = costs.start_ps + costs.send_ps + costs.recv_ps
+    return (works + max(float(others.max()), float(others.min()) + moving)) / 1e6

@@ -1,0 +1,141 @@
+"""Algorithms of a user: the families of `register_algorithm`, and those of files."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.programs import python
+from unisono.core.schedules import registry
+from unisono.core.schedules.registry import available
+from unisono.errors import InvalidArgumentError, ScheduleError
+from unisono.lowlevel import (
+    Buf,
+    Schedule,
+    build,
+    recv,
+    register_algorithm,
+    send,
+    to_msccl,
+    verify,
+)
+from unisono.workbench.bench.algorithms import named
+from unisono.workbench.cli.main import main
+
+HOWTO = Path("docs/howto/algorithms.md")
+
+
+@pytest.fixture(autouse=True)
+def own_table(monkeypatch):
+    table = {op: dict(names) for op, names in registry._TABLE.items()}
+    monkeypatch.setattr(registry, "_TABLE", table)
+    yield
+    build.cache_clear()
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """The file of the how-to."""
+    file = tmp_path / "mine.py"
+    file.write_text(re.search(r"```python\n(.*?)```", HOWTO.read_text(), re.DOTALL)[1])
+    return file
+
+
+def chain(p, root, pipeline=1):
+    """A broadcast along the ranks after the root."""
+
+    def exchange(k, r):
+        at = (r - root) % p
+        first, n = np.maximum(k - at, 0), 1
+        sends = (at <= k) & (k - at < pipeline) & (at < p - 1)
+        takes = (at >= 1) & (at - 1 <= k) & (k - at + 1 < pipeline)
+        return [
+            send(r, (r + 1) % p, Buf.OUTPUT, first, n, sends),
+            recv(r, (r - 1) % p, Buf.OUTPUT, np.maximum(k - at + 1, 0), n, takes),
+        ]
+
+    return Schedule("broadcast", "x", p, p - 2 + pipeline, exchange, root, output_chunks=pipeline)
+
+
+def test_a_family_has_each_size_root_and_depth():
+    register_algorithm("broadcast", "chain", chain, lambda p: p > 1)
+    register_algorithm("broadcast", "chain", chain)  # again
+    for p, root, depth in ((2, 0, 1), (5, 3, 4), (8, 7, 2)):
+        schedule = build("broadcast", "chain", p, root, depth)
+        assert (schedule.algorithm, schedule.root) == ("chain", root)
+        verify(schedule)
+    assert "chain" in available("broadcast", 4)
+
+
+@pytest.mark.parametrize(("p", "local"), [(4, 2), (6, 3), (24, 4), (15, 5), (34, 2), (64, 8)])
+def test_several_levels_are_proved(p, local):
+    schedule = build("all_reduce", "multi_level", p, -1, 1, local)
+    verify(schedule)
+    sent = sum(
+        int(rows[rows[:, 1] == 0, 7].sum())
+        for rows in (schedule.steps(k, np.array([0])) for k in range(schedule.rounds))
+    )
+    assert sent == 2 * (p - 1)
+
+
+def test_what_cannot_be_registered():
+    with pytest.raises(InvalidArgumentError, match="broadcast needs a parameter `root`"):
+        register_algorithm("broadcast", "mine", lambda p: None)
+    with pytest.raises(InvalidArgumentError, match="all_reduce needs no parameter `root`"):
+        register_algorithm("all_reduce", "mine", chain)
+    with pytest.raises(InvalidArgumentError, match="'ring': broadcast has another such algorithm"):
+        register_algorithm("broadcast", "ring", chain)
+    register_algorithm("all_reduce", "other", lambda p: build("all_reduce", "ring", p + 1))
+    text = "'other': the builder returned all_reduce on 5 ranks, expected all_reduce on 4"
+    with pytest.raises(InvalidArgumentError, match=text):
+        build("all_reduce", "other", 4)
+    register_algorithm(
+        "all_reduce", "lazy", lambda p: Schedule("all_reduce", "lazy", p, 1, lambda k, r: [])
+    )
+    with pytest.raises(ScheduleError):
+        build("all_reduce", "lazy", 4)
+
+
+def test_the_algorithm_of_the_how_to_in_all_commands(mine, tmp_path, capsys):
+    algorithm = f"{mine}:levels"
+    words = ("all_reduce", "-p", "16", "--hosts", "4")
+    assert main(["simulate", *words, "-b", "64K", "--algorithm", algorithm + ",ring"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    assert [row[2] for row in rows] == ["levels", "ring"]
+    assert float(rows[0][3]) < float(rows[1][3])
+    picture = tmp_path / "a.svg"
+    assert main(["draw", *words, "--algorithm", algorithm, "-o", str(picture)]) == 0
+    assert "all_reduce, levels: 6 rounds" in picture.read_text()
+    assert main(["explain", words[0], "64K", *words[1:], "--algorithm", algorithm]) == 0
+    assert "takes levels: the call asks for it" in capsys.readouterr().out
+    verify(build("all_reduce", "levels", 16))
+
+
+def test_a_program_of_msccl_in_a_file(tmp_path, capsys):
+    file = tmp_path / "ring.xml"
+    file.write_text(to_msccl(build("all_gather", "ring", 4)).replace('"ring"', '"theirs"'))
+    name = named("all_gather", str(file))
+    assert main(["simulate", "all_gather", "-p", "4", "--algorithm", str(file)]) == 0
+    assert name in capsys.readouterr().out
+    with pytest.raises(
+        InvalidArgumentError, match=r"ring\.xml has all_gather, expected all_reduce"
+    ):
+        named("all_reduce", str(file))
+
+
+def test_files_without_the_algorithm(mine, tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"cannot read .*none\.py: No such file"):
+        named("all_reduce", f"{tmp_path}/none.py:levels")
+    with pytest.raises(InvalidArgumentError, match=r"mine\.py has no function 'rounds'"):
+        named("all_reduce", f"{mine}:rounds")
+
+
+@pytest.mark.native
+def test_bench_measures_it_on_all_ranks(mine, tmp_path):
+    text = mine.read_text().replace("(4, 2, 2)", "(2, 1)")
+    mine.write_text(text)
+    words = ["-m", "unisono", "bench", "all_reduce", "--nproc-per-node", "2", "-b", "4K"]
+    done = python(*words, "-e", "4K", "-n", "2", "-w", "1", "--algorithm", f"{mine}:levels")
+    assert done.returncode == 0, done.stderr
+    assert "4096" in done.stdout
