@@ -83,6 +83,10 @@ _HOMES = {
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",
     "transports.messages": "ANY_TAG MessageInfo PROC_NULL",
+    "windows.names": (
+        "PutOptions SignalOptions WaitSignalOptions WindowAccessType WindowAttr"
+    ),
+    "windows.window": "Window new_window",
     "stores": "FileStore HashStore PrefixStore Store TCPStore",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -228,7 +228,7 @@ def _messages(members: Mapping[int, GroupRecords]) -> Iterator[JoinedMessage]:
     for rank, group in members.items():
         for record in group.records:
             is_send, peer = record.op == "send", record.peer
-            if peer is None or peer not in members or record.op == "probe":
+            if peer not in members or record.op not in ("send", "recv", "recv_array"):
                 continue
             ends = (rank, peer) if is_send else (peer, rank)
             if record.tag is None or (not is_send and record.outcome in _NOTHING_TAKEN):

@@ -24,7 +24,10 @@ from unisono.errors import (
 from unisono.trace import ring
 from unisono.trace.recorder import make_recorder, place_of, read_ticks
 
-MESSAGES = frozenset({"send", "recv", "recv_array", "probe"})
+MESSAGES = frozenset(
+    "send recv recv_array probe put get accumulate fetch_add compare_and_swap signal wait_signal "
+    "flush".split()
+)
 """The operations that are messages between two ranks."""
 
 # 1 + Code of native/core/status.hpp.
