@@ -25,8 +25,8 @@ void apply_words(char* place, const char* source, char* old, size_t count, Reduc
     Word before = word.load(std::memory_order_relaxed), after;
     do {
       combine(&after, &before, source + i * sizeof(Word), 1);
-      // acq_rel: what the rank has written before is visible to the next rank that changes the
-      // element, for example to the one that gets the next number of a queue
+      // acq_rel: pairs with itself. What the rank has written before is visible to the next rank
+      // that changes the element, for example to the one that gets the next number of a queue.
     } while (!word.compare_exchange_weak(before, after, std::memory_order_acq_rel,
                                          std::memory_order_relaxed));
     if (old != nullptr) memcpy(old + i * sizeof(Word), &before, sizeof(Word));
@@ -38,9 +38,11 @@ bool swap_word(char* place, void* expected, const void* desired) {
   Word before, after;
   memcpy(&before, expected, sizeof(Word));
   memcpy(&after, desired, sizeof(Word));
-  // Both orders, because a failed exchange tells as much about the other rank as a good one.
-  const bool swapped = word_at<Word>(place).compare_exchange_strong(
-    before, after, std::memory_order_acq_rel, std::memory_order_acquire);
+  std::atomic<Word>& word = word_at<Word>(place);
+  // acq_rel: pairs with itself, as in apply_words(). A failed exchange is an acquire, because it
+  // tells as much about the other rank as a good one.
+  const bool swapped = word.compare_exchange_strong(before, after, std::memory_order_acq_rel,
+                                                    std::memory_order_acquire);
   memcpy(expected, &before, sizeof(Word));
   return swapped;
 }
@@ -49,7 +51,8 @@ template <class Word>
 void put_word(char* place, const void* from) {
   Word value;
   memcpy(&value, from, sizeof(Word));
-  word_at<Word>(place).store(value, std::memory_order_relaxed);  // a signal publishes it
+  std::atomic<Word>& word = word_at<Word>(place);
+  word.store(value, std::memory_order_relaxed);  // a signal publishes it
 }
 
 }  // namespace

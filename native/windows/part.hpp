@@ -40,8 +40,9 @@ class WindowPart {
   uint64_t signals(int from) const {
     return lines_[from].signals.load(std::memory_order_acquire);  // pairs with signal()
   }
+  // release: pairs with is_closed(). Whoever sees that a rank has closed its part sees the last
+  // signals of the rank.
   void close() { lines_->closed.store(1, std::memory_order_release); }
-  // acquire: whoever sees that the owner has closed its part sees the owner's last signals
   bool is_closed() const { return lines_->closed.load(std::memory_order_acquire) != 0; }
 
   // Whether elements [offset, offset + count) exist.

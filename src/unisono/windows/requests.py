@@ -78,6 +78,7 @@ class Requests:
         self._numbers = itertools.count(1)
         self._unanswered: Counter[int] = Counter()
         self._receives: dict[int, Transfer] = {}
+        self._answers: dict[int, set[Transfer]] = {peer: set() for peer in peers}
         self._is_closed = False
         for peer in peers:
             self._listen(peer)
@@ -130,6 +131,7 @@ class Requests:
             )
         key = Key(self._comm.context, Purpose.P2P, self._tag + number)
         transfer = transport.recv(self._comm.ranks[rank], key, as_bytes(answer))
+        self._answers[rank].add(transfer)
         try:
             data = np.asarray(data, self._data.dtype)
             self._post(rank, kind, op, number, offset, answer.size, data)
@@ -138,6 +140,8 @@ class Requests:
         except BaseException:
             transport.cancel(transfer)
             raise
+        finally:
+            self._answers[rank].discard(transfer)
         if not arrived:
             transport.cancel(transfer)
         if transfer.error is not None:
@@ -165,7 +169,13 @@ class Requests:
         key = Key(comm.context, Purpose.P2P, self._tag + number)
         transfer = comm.transport.send(comm.ranks[rank], key, data)
         if transfer.done() and transfer.error is not None:
-            self.ended.setdefault(rank, transfer.error)
+            self._end(rank, transfer.error)
+
+    def _end(self, rank: int, error: BaseException) -> None:
+        """Send no more requests to a rank, and wait for none of its answers."""
+        self.ended.setdefault(rank, error)
+        for transfer in list(self._answers[rank]):
+            self._comm.transport.cancel(transfer)
 
     # ---- other ranks ask ------------------------------------------------------------------
 
@@ -189,7 +199,7 @@ class Requests:
 
     def _take(self, rank: int, transfer: Transfer) -> None:
         if transfer.error is not None:
-            self.ended.setdefault(rank, transfer.error)
+            self._end(rank, transfer.error)
             return
         try:
             self._handle(rank, np.frombuffer(transfer.into, np.uint8))
@@ -219,9 +229,10 @@ class Requests:
         elif kind == Kind.SIGNAL:
             part.signal(rank)
         elif kind == Kind.CLOSE:
-            end = LinkDown(self._comm.ranks[rank], CLOSED, left=True)
-            self.ended.setdefault(rank, end)
-        if not done and not part.is_closed():
+            self._end(rank, LinkDown(self._comm.ranks[rank], CLOSED, left=True))
+        if part.is_closed():
+            return  # what was asked for may not be done, and the other rank learns of the end
+        if not done:
             raise ValueError(f"{count} elements at {offset} of {self._data.size}")
         if number:
             self._transmit(rank, number, as_bytes(answer))
