@@ -3,11 +3,14 @@
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL unisono_numpy
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 #include <numpy/arrayobject.h>
 
 #include <cstdint>
-#include <tuple>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "bindings/arrays.hpp"
 #include "bindings/bindings.hpp"
@@ -48,7 +51,8 @@ struct Part : WindowPart {
                    static_cast<size_t>(PyArray_ITEMSIZE(numpy(data))), dtype),
         lines(lines),
         data(data),
-        is_plain(dtype >= 0 && dtype != static_cast<int>(DType::bf16)) {}
+        is_plain(dtype >= 0 && dtype != static_cast<int>(DType::bf16)),
+        is_int64(dtype == static_cast<int>(DType::i64)) {}
 
   // Whether the elements of an array can be moved from or to a place as they are.
   bool fits(nb::handle given, int64_t offset, bool writes) const {
@@ -65,7 +69,7 @@ struct Part : WindowPart {
   template <class Function>
   bool record(int kind, int64_t offset, int64_t count, int peer, Function call) {
     if (recorder == nullptr) return call();
-    const Recorded words{kinds[kind], static_cast<uint64_t>(offset), count, peer};
+    const Recorded words{kinds[static_cast<size_t>(kind)], static_cast<uint64_t>(offset), count, peer};
     const uint64_t number = recorder->begin(words, recorder->count_message(), caller_site());
     const bool done = call();
     recorder->end_message(number, done ? 1 : Recorder::kDropped, peer);
@@ -74,9 +78,10 @@ struct Part : WindowPart {
 
   nb::object lines, data;  // kept
   const bool is_plain;     // whether the type of an array tells its dtype
+  const bool is_int64;
   Recorder* recorder = nullptr;
   int owner = 0;  // rank in the group
-  uint32_t kinds[3] = {0, 0, 0};  // of put, signal and wait_signal
+  std::vector<uint32_t> kinds;  // of put, signal, wait_signal, get and fetch_add
 };
 
 bool put(Part& part, nb::handle array, int64_t offset) {
@@ -86,14 +91,39 @@ bool put(Part& part, nb::handle array, int64_t offset) {
   return true;
 }
 
-bool put_now(Part& part, nb::handle array, nb::handle place) {
-  const bool is_known = PyArray_CheckExact(array.ptr()) && PyLong_CheckExact(place.ptr());
-  if (!is_known || !part.is_plain) return false;
+bool get(Part& part, nb::handle array, int64_t offset) {
+  if (!part.fits(array, offset, true)) return false;
+  const Unlocked unlocked(array);
+  part.get(static_cast<size_t>(offset), memory(array), count_of(array));
+  return true;
+}
+
+// Whether an object is an int of 64 bits, which goes to `number`.
+bool is_number(nb::handle object, int64_t* number) {
   int overflow = 0;
-  const int64_t offset = PyLong_AsLongLongAndOverflow(place.ptr(), &overflow);
-  if (overflow != 0) return false;
+  if (!PyLong_CheckExact(object.ptr())) return false;
+  *number = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
+  return overflow == 0;
+}
+
+// Put or get an array.
+template <bool (*move)(Part&, nb::handle, int64_t), int kind>
+bool move_now(Part& part, nb::handle array, nb::handle place) {
+  int64_t offset = 0;
+  if (!PyArray_CheckExact(array.ptr()) || !part.is_plain || !is_number(place, &offset)) return false;
   const auto count = static_cast<int64_t>(count_of(array));
-  return part.record(0, offset, count, part.owner, [&] { return put(part, array, offset); });
+  return part.record(kind, offset, count, part.owner, [&] { return move(part, array, offset); });
+}
+
+// Of int64 only.
+std::optional<int64_t> fetch_add_now(Part& part, nb::handle value, nb::handle place) {
+  int64_t offset = 0, added = 0, before = 0;
+  const bool is_known = is_number(value, &added) && is_number(place, &offset) && part.is_int64;
+  if (!is_known || !part.has(offset, 1) || part.is_closed()) return std::nullopt;
+  part.record(4, offset, 1, part.owner, [&] {
+    return part.apply(static_cast<size_t>(offset), &added, &before, 1, RedOp::sum);
+  });
+  return before;
 }
 
 bool signal_now(Part& part, int source) {
@@ -105,17 +135,10 @@ bool signal_now(Part& part, int source) {
 }
 
 void set_recorder(Part& part, Recorder& recorder, int owner,
-                  std::tuple<uint32_t, uint32_t, uint32_t> kinds) {
+                  std::vector<uint32_t> kinds) {
   part.recorder = &recorder;
   part.owner = owner;
-  std::tie(part.kinds[0], part.kinds[1], part.kinds[2]) = kinds;
-}
-
-bool get(Part& part, nb::handle array, int64_t offset) {
-  if (!part.fits(array, offset, true)) return false;
-  const Unlocked unlocked(array);
-  part.get(static_cast<size_t>(offset), memory(array), count_of(array));
-  return true;
+  part.kinds = std::move(kinds);
 }
 
 bool apply(Part& part, nb::handle array, nb::handle old, int64_t offset, int op) {
@@ -164,8 +187,12 @@ void bind_windows(nb::module_& m) {
          nb::arg("lines"), nb::arg("data"), nb::arg("dtype"))
     .def("put", &unisono::put, nb::arg("array"), nb::arg("offset"),
          "Copy an array in; return False if Python must look at it.")
-    .def("put_now", &unisono::put_now, nb::arg("array"), nb::arg("offset"),
+    .def("put_now", &unisono::move_now<unisono::put, 0>, nb::arg("array"), nb::arg("offset"),
          "As `put`, and record the call.")
+    .def("get_now", &unisono::move_now<unisono::get, 3>, nb::arg("array"), nb::arg("offset"),
+         "As `get`, and record the call.")
+    .def("fetch_add_now", &unisono::fetch_add_now, nb::arg("value"), nb::arg("offset"),
+         "Add to an int64 and record the call; return what it was, None if Python must do it.")
     .def("signal_now", &unisono::signal_now, nb::arg("source"),
          "Signal and record the call; return False if the part is closed.")
     .def("set_recorder", &unisono::set_recorder, nb::arg("recorder"), nb::arg("owner"),

@@ -552,10 +552,18 @@ class WindowPart:
     def put_now(self, array: object, offset: object) -> bool:
         """As `put`, and record the call."""
 
+    def get_now(self, array: object, offset: object) -> bool:
+        """As `get`, and record the call."""
+
+    def fetch_add_now(self, value: object, offset: object) -> int | None:
+        """
+        Add to an int64 and record the call; return what it was, None if Python must do it.
+        """
+
     def signal_now(self, source: int) -> bool:
         """Signal and record the call; return False if the part is closed."""
 
-    def set_recorder(self, recorder: Recorder, owner: int, kinds: tuple[int, int, int]) -> None: ...
+    def set_recorder(self, recorder: Recorder, owner: int, kinds: Sequence[int]) -> None: ...
     def get(self, array: object, offset: int) -> bool:
         """Copy elements into an array; return False as `put` does."""
 

@@ -31,6 +31,9 @@ _APART = (
 )
 
 
+# The calls that C++ records, in its order, and whether they move elements.
+_KINDS = [("put", 1), ("signal", 0), ("wait_signal", 0), ("get", 1), ("fetch_add", 1)]
+
 _ELSEWHERE = "it is on another host, or UNISONO_SHARED_MEMORY is 0"
 _PYTHON = "ranks without the C++ engine share none"
 
@@ -68,11 +71,7 @@ def share(
     def nbytes_of(shape: tuple[int, ...]) -> int:
         return _start(size) + math.prod(shape) * dtype.itemsize
 
-    kinds = (
-        number_of_kind("put", dtype, route="messages"),
-        number_of_kind("signal", route="messages"),
-        number_of_kind("wait_signal", route="messages"),
-    )
+    kinds = [number_of_kind(op, dtype if moves else None, route="messages") for op, moves in _KINDS]
     with contextlib.ExitStack() as stack:
 
         def make() -> tuple[str, tuple[int, ...], Any]:

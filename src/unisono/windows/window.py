@@ -185,8 +185,8 @@ class Window:
             CollectiveTimeoutError: The target is far behind, and does not go on.
         """
         at = offset if target_offset_nelems is None else target_offset_nelems
-        part = self._near.get(dst_rank) if type(dst_rank) is int else None
-        if part is not None and self._is_up(dst_rank) and part.put_now(tensor, at):
+        part = self._near_part(dst_rank)
+        if part is not None and part.put_now(tensor, at):
             self._touched.add(dst_rank)
             return _DONE
         with Access(self, "put", dst_rank, _limit(opts, timeout), at, tensor) as call:
@@ -199,6 +199,9 @@ class Window:
         self, tensor: Any, src_rank: int, offset: int = 0, *, timeout: Timeout | None = None
     ) -> None:
         """Read elements of the part of a rank into an array; errors as of `put`."""
+        part = self._near_part(src_rank)
+        if part is not None and part.get_now(tensor, offset):
+            return
         with Access(self, "get", src_rank, timeout, offset, tensor, writes=True) as call:
             if call.part is None or not call.part.get(call.array, call.offset):
                 call.ask(Kind.GET, call.array)
@@ -243,6 +246,9 @@ class Window:
 
         The result wraps around at the limits of the dtype. Errors are those of `put`.
         """
+        part = self._near_part(dst_rank)
+        if part is not None and (before := part.fetch_add_now(value, offset)) is not None:
+            return int(before)
         memory = require_open(self, "fetch_add")
         require_atomic("fetch_add", "iu", memory)
         added, code = scalar("fetch_add", value, memory), int(RedOpType.SUM)
@@ -309,8 +315,8 @@ class Window:
 
         Args and errors are those of `put`.
         """
-        part = self._near.get(peer_rank) if type(peer_rank) is int else None
-        if part is not None and self._is_up(peer_rank) and part.signal_now(self._me):
+        part = self._near_part(peer_rank)
+        if part is not None and part.signal_now(self._me):
             return _DONE
         with Access(self, "signal", peer_rank, _limit(opts, timeout)) as call:
             if call.part is not None:
@@ -397,10 +403,12 @@ class Window:
             self._taken[rank] += 1
             return True
 
-    def _is_up(self, rank: int) -> bool:
-        transport = self.comm.transport
-        is_down = transport.down(self.comm.ranks[rank]) is not None
-        return not is_down and transport.failure(self.comm.context) is None
+    def _near_part(self, rank: Any) -> Any:
+        """Return the part of a rank if C++ can make a call on it, or None."""
+        part = self._near.get(rank) if type(rank) is int else None
+        if part is None or self.comm.transport.down(self.comm.ranks[rank]) is not None:
+            return None
+        return part if self.comm.transport.failure(self.comm.context) is None else None
 
     def __repr__(self) -> str:
         what = "no array" if self.memory is None else str(self.memory.dtype)
