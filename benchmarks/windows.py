@@ -2,7 +2,7 @@
 
 Run from the repository root, under the mpiexec of the library to compare with:
 
-    mpiexec -n 2 python benchmarks/windows.py
+    mpiexec -n 2 python benchmarks/windows.py [ROUNDS [TURNS]]
 
 Both libraries run in the same processes and take turns; a row has medians over rounds. MPI's
 windows are those of MPI_Win_allocate, in one passive epoch (MPI_Win_lock_all). MPI has no signal:
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 import unisono as dist
 
-ROUNDS, TURNS, LARGE = 21, 200, 8 << 20
+ROUNDS, TURNS, LARGE = *map(int, [*sys.argv[1:], 21, 200][:2]), 8 << 20
 
 mpi: Any = importlib.import_module("mpi4py.MPI")
 

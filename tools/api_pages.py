@@ -77,6 +77,11 @@ PAGES = (
         homes="c10d.shared_arrays",
     ),
     Page(
+        "windows", "Windows",
+        "Memory of each rank that the other ranks read, write and signal.",
+        homes="windows",
+    ),
+    Page(
         "neighbors", "Neighbours in a grid or graph",
         "Halo exchange between neighbours in a grid or graph of ranks.",
         "`examples/jacobi.py` uses them.",

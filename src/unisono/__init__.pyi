@@ -141,6 +141,13 @@ from unisono.trace import write_trace as write_trace
 from unisono.transports.messages import ANY_TAG as ANY_TAG
 from unisono.transports.messages import MessageInfo as MessageInfo
 from unisono.transports.messages import PROC_NULL as PROC_NULL
+from unisono.windows.names import PutOptions as PutOptions
+from unisono.windows.names import SignalOptions as SignalOptions
+from unisono.windows.names import WaitSignalOptions as WaitSignalOptions
+from unisono.windows.names import WindowAccessType as WindowAccessType
+from unisono.windows.names import WindowAttr as WindowAttr
+from unisono.windows.window import Window as Window
+from unisono.windows.window import new_window as new_window
 
 __all__ = [
     "ANY_TAG",
@@ -182,6 +189,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "PutOptions",
     "QueueEmptyError",
     "RankType",
     "Received",
@@ -194,11 +202,16 @@ __all__ = [
     "ScatterOptions",
     "Serializer",
     "SharedArray",
+    "SignalOptions",
     "Step",
     "Store",
     "Stream",
     "TCPStore",
     "TraceRecord",
+    "WaitSignalOptions",
+    "Window",
+    "WindowAccessType",
+    "WindowAttr",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -257,6 +270,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "new_window",
     "open_file",
     "probe",
     "reconfigure",
