@@ -69,7 +69,8 @@ struct Part : WindowPart {
   template <class Function>
   bool record(int kind, int64_t offset, int64_t count, int peer, Function call) {
     if (recorder == nullptr) return call();
-    const Recorded words{kinds[static_cast<size_t>(kind)], static_cast<uint64_t>(offset), count, peer};
+    const Recorded words{kinds[static_cast<size_t>(kind)], static_cast<uint64_t>(offset), count,
+                         peer};
     const uint64_t number = recorder->begin(words, recorder->count_message(), caller_site());
     const bool done = call();
     recorder->end_message(number, done ? 1 : Recorder::kDropped, peer);
@@ -80,7 +81,7 @@ struct Part : WindowPart {
   const bool is_plain;     // whether the type of an array tells its dtype
   const bool is_int64;
   Recorder* recorder = nullptr;
-  int owner = 0;  // rank in the group
+  int owner = 0;                // rank in the group
   std::vector<uint32_t> kinds;  // of put, signal, wait_signal, get and fetch_add
 };
 
@@ -110,7 +111,8 @@ bool is_number(nb::handle object, int64_t* number) {
 template <bool (*move)(Part&, nb::handle, int64_t), int kind>
 bool move_now(Part& part, nb::handle array, nb::handle place) {
   int64_t offset = 0;
-  if (!PyArray_CheckExact(array.ptr()) || !part.is_plain || !is_number(place, &offset)) return false;
+  if (!PyArray_CheckExact(array.ptr()) || !part.is_plain || !is_number(place, &offset))
+    return false;
   const auto count = static_cast<int64_t>(count_of(array));
   return part.record(kind, offset, count, part.owner, [&] { return move(part, array, offset); });
 }
@@ -134,8 +136,7 @@ bool signal_now(Part& part, int source) {
   });
 }
 
-void set_recorder(Part& part, Recorder& recorder, int owner,
-                  std::vector<uint32_t> kinds) {
+void set_recorder(Part& part, Recorder& recorder, int owner, std::vector<uint32_t> kinds) {
   part.recorder = &recorder;
   part.owner = owner;
   part.kinds = std::move(kinds);
@@ -146,8 +147,7 @@ bool apply(Part& part, nb::handle array, nb::handle old, int64_t offset, int op)
   if (!old.is_none() && !part.fits(old, offset, true)) return false;
   const Unlocked unlocked(array);
   return part.apply(static_cast<size_t>(offset), memory(array),
-                    old.is_none() ? nullptr : memory(old), count_of(array),
-                    static_cast<RedOp>(op));
+                    old.is_none() ? nullptr : memory(old), count_of(array), static_cast<RedOp>(op));
 }
 
 bool compare_and_swap(Part& part, nb::handle expected, nb::handle desired, int64_t offset) {
@@ -179,12 +179,13 @@ uint64_t wait_now(Part& part, int from, uint64_t taken, double timeout_s, bool i
 void bind_windows(nb::module_& m) {
   using unisono::Part;
   nb::class_<Part>(m, "WindowPart")
-    .def("__init__",
-         [](Part* part, const nb::object& lines, const nb::object& data, int dtype) {
-           unisono::import_numpy();
-           new (part) Part(lines, data, dtype);
-         },
-         nb::arg("lines"), nb::arg("data"), nb::arg("dtype"))
+    .def(
+      "__init__",
+      [](Part* part, const nb::object& lines, const nb::object& data, int dtype) {
+        unisono::import_numpy();
+        new (part) Part(lines, data, dtype);
+      },
+      nb::arg("lines"), nb::arg("data"), nb::arg("dtype"))
     .def("put", &unisono::put, nb::arg("array"), nb::arg("offset"),
          "Copy an array in; return False if Python must look at it.")
     .def("put_now", &unisono::move_now<unisono::put, 0>, nb::arg("array"), nb::arg("offset"),
@@ -192,24 +193,24 @@ void bind_windows(nb::module_& m) {
     .def("get_now", &unisono::move_now<unisono::get, 3>, nb::arg("array"), nb::arg("offset"),
          "As `get`, and record the call.")
     .def("fetch_add_now", &unisono::fetch_add_now, nb::arg("value"), nb::arg("offset"),
-         "Add to an int64 and record the call; return what it was, None if Python must do it.")
+         "Add to an int64 and record it; None: Python must do it.")
     .def("signal_now", &unisono::signal_now, nb::arg("source"),
-         "Signal and record the call; return False if the part is closed.")
+         "Signal and record the call; False if the part is closed.")
     .def("set_recorder", &unisono::set_recorder, nb::arg("recorder"), nb::arg("owner"),
          nb::arg("kinds"), nb::keep_alive<1, 2>())
     .def("get", &unisono::get, nb::arg("array"), nb::arg("offset"),
          "Copy elements into an array; return False as `put` does.")
     .def("apply", &unisono::apply, nb::arg("array"), nb::arg("old").none(), nb::arg("offset"),
-         nb::arg("op"), "Combine each element with an array's, atomically; return False as `put`.")
+         nb::arg("op"), "Combine elements with an array's, atomically; False as `put`.")
     .def("compare_and_swap", &unisono::compare_and_swap, nb::arg("expected"), nb::arg("desired"),
          nb::arg("offset"), "Set an expected element; `expected` becomes what it was.")
     .def("signal", &Part::signal, nb::arg("source"))
     .def("signals", &Part::signals, nb::arg("source"))
     .def("wait_signal", &unisono::wait_signal, nb::arg("source"), nb::arg("taken"),
          nb::arg("timeout_s"), nb::arg("crowded"),
-         "Wait for more signals than `taken`, but not for long; return their number.")
-    .def("wait_now", &unisono::wait_now, nb::arg("source"), nb::arg("taken"),
-         nb::arg("timeout_s"), nb::arg("crowded"), "As `wait_signal`, and record the call.")
+         "Wait for more signals than `taken`; return their number.")
+    .def("wait_now", &unisono::wait_now, nb::arg("source"), nb::arg("taken"), nb::arg("timeout_s"),
+         nb::arg("crowded"), "As `wait_signal`, and record the call.")
     .def("close", &Part::close)
     .def("is_closed", &Part::is_closed);
 }

@@ -118,34 +118,21 @@ bool WindowPart::apply(size_t offset, const void* source, void* old, size_t coun
   auto* before = static_cast<char*>(old);
   if (combine == nullptr) return false;
   switch (itemsize) {
-    case 1:
-      apply_words<uint8_t>(place, from, before, count, combine);
-      return true;
-    case 2:
-      apply_words<uint16_t>(place, from, before, count, combine);
-      return true;
-    case 4:
-      apply_words<uint32_t>(place, from, before, count, combine);
-      return true;
-    case 8:
-      apply_words<uint64_t>(place, from, before, count, combine);
-      return true;
-    default:
-      return false;
+    case 1: apply_words<uint8_t>(place, from, before, count, combine); return true;
+    case 2: apply_words<uint16_t>(place, from, before, count, combine); return true;
+    case 4: apply_words<uint32_t>(place, from, before, count, combine); return true;
+    case 8: apply_words<uint64_t>(place, from, before, count, combine); return true;
+    default: return false;
   }
 }
 
 bool WindowPart::compare_and_swap(size_t offset, void* expected, const void* desired) {
   char* place = data_ + offset * itemsize_;
   switch (itemsize_) {
-    case 1:
-      return swap_word<uint8_t>(place, expected, desired);
-    case 2:
-      return swap_word<uint16_t>(place, expected, desired);
-    case 4:
-      return swap_word<uint32_t>(place, expected, desired);
-    default:
-      return swap_word<uint64_t>(place, expected, desired);
+    case 1: return swap_word<uint8_t>(place, expected, desired);
+    case 2: return swap_word<uint16_t>(place, expected, desired);
+    case 4: return swap_word<uint32_t>(place, expected, desired);
+    default: return swap_word<uint64_t>(place, expected, desired);
   }
 }
 

@@ -83,9 +83,7 @@ _HOMES = {
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",
     "transports.messages": "ANY_TAG MessageInfo PROC_NULL",
-    "windows.names": (
-        "PutOptions SignalOptions WaitSignalOptions WindowAccessType WindowAttr"
-    ),
+    "windows.names": ("PutOptions SignalOptions WaitSignalOptions WindowAccessType WindowAttr"),
     "windows.window": "Window new_window",
     "stores": "FileStore HashStore PrefixStore Store TCPStore",
 }

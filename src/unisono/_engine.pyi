@@ -556,21 +556,17 @@ class WindowPart:
         """As `get`, and record the call."""
 
     def fetch_add_now(self, value: object, offset: object) -> int | None:
-        """
-        Add to an int64 and record the call; return what it was, None if Python must do it.
-        """
+        """Add to an int64 and record it; None: Python must do it."""
 
     def signal_now(self, source: int) -> bool:
-        """Signal and record the call; return False if the part is closed."""
+        """Signal and record the call; False if the part is closed."""
 
     def set_recorder(self, recorder: Recorder, owner: int, kinds: Sequence[int]) -> None: ...
     def get(self, array: object, offset: int) -> bool:
         """Copy elements into an array; return False as `put` does."""
 
     def apply(self, array: object, old: object | None, offset: int, op: int) -> bool:
-        """
-        Combine each element with an array's, atomically; return False as `put`.
-        """
+        """Combine elements with an array's, atomically; False as `put`."""
 
     def compare_and_swap(self, expected: object, desired: object, offset: int) -> bool:
         """Set an expected element; `expected` becomes what it was."""
@@ -578,9 +574,7 @@ class WindowPart:
     def signal(self, source: int) -> None: ...
     def signals(self, source: int) -> int: ...
     def wait_signal(self, source: int, taken: int, timeout_s: float, crowded: bool) -> int:
-        """
-        Wait for more signals than `taken`, but not for long; return their number.
-        """
+        """Wait for more signals than `taken`; return their number."""
 
     def wait_now(self, source: int, taken: int, timeout_s: float, crowded: bool) -> int:
         """As `wait_signal`, and record the call."""

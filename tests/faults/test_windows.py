@@ -67,7 +67,9 @@ def waits_for_the_late(rank):
     with pytest.raises(CollectiveTimeoutError) as caught:
         window.wait_signal(1, timeout=0.3)
     first, *places = caught.value.what.splitlines()
-    assert first.startswith("wait_signal(src=1) in group 'default' timed out after 0.3 s on rank 0 ")
+    assert first.startswith(
+        "wait_signal(src=1) in group 'default' timed out after 0.3 s on rank 0 "
+    )
     assert first.endswith("rank 1 did not signal")
     # And where the late rank is; on a busy machine it may not answer in time.
     assert "rank 1 is" in places[0] or "rank 1 (process" in places[0], places

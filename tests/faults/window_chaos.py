@@ -127,7 +127,8 @@ def one_round(folder, seed, way, medium):
         where = (seed, way, medium, rank, kind, peers, at_s - ended_s, text)
         assert kind in (WAYS[way].__name__, "PeerLostError"), where
         # A rank that waits for one that waits for the victim names the former.
-        assert peers and rank not in peers, where
+        assert peers, where
+        assert rank not in peers, where
         assert way in ("stop", "late") or gone.issuperset(peers), where
         assert at_s - ended_s < limit_s, where
         gone.add(rank)

@@ -35,7 +35,9 @@ MEDIA = [
     pytest.param("reference", 0),
 ]
 on_each_medium = pytest.mark.parametrize(("engine", "per_host"), MEDIA)
-OPS = [getattr(dist.ReduceOp, name) for name in "SUM PRODUCT MIN MAX BAND BOR BXOR".split()]
+OPS = [
+    getattr(dist.ReduceOp, name) for name in ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+]
 UFUNCS = {
     "SUM": np.add,
     "PRODUCT": np.multiply,
@@ -109,7 +111,8 @@ def test_random_calls_leave_what_numpy_computes(monkeypatch, engine, per_host, k
 def accumulates(rank):
     p = dist.get_world_size()
     values = (np.arange(1, 9) * np.arange(1, p + 1)[:, None]) % 3 + 1
-    for name in "int8 uint16 int32 uint64 float16 float32 float64 complex64 complex128 bool".split():
+    names = "int8 uint16 int32 uint64 float16 float32 float64 complex64 complex128 bool"
+    for name in names.split():
         window = dist.new_window(np.ones(8, name))
         for op in OPS:
             is_bitwise, kind = op.name.startswith("B"), np.dtype(name).kind
@@ -175,6 +178,31 @@ def test_atomic_operations_lose_nothing(monkeypatch, engine, per_host, kind):
     on_ranks(monkeypatch, counts, 3, engine, per_host, kind, (200 if per_host == 0 else 50,))
 
 
+def large_arrays(rank):
+    """More than one message holds, and more than a target may have to handle."""
+    count = 6_000_000
+    window = dist.new_window(np.zeros(count + 1, np.int64))
+    window.fence()
+    given, got = np.arange(count), np.zeros(count, np.int64)
+    if rank == 0:
+        window.put(given, 1, 1)
+        window.accumulate(given, 1, offset=1)
+        window.get(got, 1, 1)
+        assert np.array_equal(got, 2 * given)
+        window.signal(1)
+    else:
+        window.wait_signal(0)
+        assert np.array_equal(window.local[1:], 2 * given)
+        assert window.local[0] == 0
+    window.fence()
+
+
+@on_each_medium
+@pytest.mark.sweep(2)
+def test_large_arrays(monkeypatch, engine, per_host):
+    on_ranks(monkeypatch, large_arrays, 2, engine, per_host)
+
+
 # ---- order ------------------------------------------------------------------------------------
 
 
@@ -224,7 +252,8 @@ def signals(rank):
     dist.barrier()
     window.signal((rank + 1) % p, True).wait()
     assert ended.wait(20)
-    assert work.is_completed() and work.wait()
+    assert work.is_completed()
+    assert work.wait()
 
 
 @on_each_medium
@@ -240,7 +269,8 @@ def tensors(rank, share_memory):
     torch = pytest.importorskip("torch")
     own = torch.full((2, 3), float(rank), dtype=torch.bfloat16)
     window = dist.get_default_group().new_window(own)
-    assert window.local is not own and torch.equal(window.local, own)
+    assert window.local is not own
+    assert torch.equal(window.local, own)
     other = 1 - rank
     window.put(torch.ones(2, dtype=torch.bfloat16), other, 1)
     window.accumulate(torch.ones(2, dtype=torch.bfloat16), other, offset=4)
@@ -253,7 +283,8 @@ def tensors(rank, share_memory):
     window.fence()
     if share_memory:
         theirs = window.map_remote_tensor(other)
-        assert theirs.shape == (2, 3) and theirs.dtype == torch.bfloat16
+        assert theirs.shape == (2, 3)
+        assert theirs.dtype == torch.bfloat16
         theirs[1, 2] = 9
         window.fence()
         assert own[1, 2] == 9
@@ -271,7 +302,8 @@ def test_parts_of_other_shapes_and_other_elements(rank):
     dtype = [("id", "<i4"), ("name", "U3")]
     mine = np.zeros((rank, 2), dtype)
     window = dist.new_window(mine)
-    assert window.local.shape == (rank, 2) and window.local.dtype == dtype
+    assert window.local.shape == (rank, 2)
+    assert window.local.dtype == dtype
     window.fence()
     if rank == 0:
         window.put(np.array([(7, "abc")], dtype), 2, 3)
@@ -290,21 +322,23 @@ def test_parts_of_other_shapes_and_other_elements(rank):
     assert bytes(bytewise.local) == (b"xyz" if rank == 1 else b"abc")
     whole = dist.new_window(np.array(5.0))
     whole.fence()
-    assert whole.local.shape == () and whole.local == 5
+    assert whole.local.shape == ()
+    assert whole.local == 5
 
 
 @pytest.mark.ranks(2)
 def test_names_of_c10d(rank):
     window = dist.group.WORLD.new_window()
     assert dist.group.WORLD.supports_window
-    with pytest.raises(UsageError, match="put of .*, which has no array"):
+    with pytest.raises(UsageError, match=r"put of .*, which has no array"):
         window.put(np.zeros(1), 0)
     dist.barrier()
     window.tensor_register(np.zeros(4, np.float32), owning=False)
     options = dist.PutOptions(timeout=datetime.timedelta(seconds=20))
     given = np.ones(1, np.float32)
     work = window.put(given, dst_rank=1 - rank, target_offset_nelems=2, async_op=True, opts=options)
-    assert work.wait() and work.is_success()
+    assert work.wait()
+    assert work.is_success()
     window.signal(1 - rank, False, dist.SignalOptions()).wait()
     window.wait_signal(1 - rank, False, dist.WaitSignalOptions()).wait()
     assert window.local.tolist() == [0, 0, 1, 0]
@@ -427,9 +461,11 @@ def test_a_window_ends_with_its_group(rank):
     dist.barrier(group)
     if rank == 0:
         dist.destroy_process_group(group)
-        with pytest.raises(ClosedError, match="signal of <Window of float64 in group .*, which is"):
+        with pytest.raises(
+            ClosedError, match=r"signal of <Window of float64 in group .*, which is"
+        ):
             window.signal(1)
-        with pytest.raises(ClosedError, match="new_window in group .*, which was destroyed"):
+        with pytest.raises(ClosedError, match=r"new_window in group .*, which was destroyed"):
             dist.Window(group)
     else:
         error = raised(lambda: window.wait_signal(0, timeout=20))

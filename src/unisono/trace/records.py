@@ -25,8 +25,20 @@ from unisono.trace import ring
 from unisono.trace.recorder import make_recorder, place_of, read_ticks
 
 MESSAGES = frozenset(
-    "send recv recv_array probe put get accumulate fetch_add compare_and_swap signal wait_signal "
-    "flush".split()
+    [
+        "send",
+        "recv",
+        "recv_array",
+        "probe",
+        "put",
+        "get",
+        "accumulate",
+        "fetch_add",
+        "compare_and_swap",
+        "signal",
+        "wait_signal",
+        "flush",
+    ]
 )
 """The operations that are messages between two ranks."""
 

@@ -220,7 +220,8 @@ def require_atomic(op: str, kinds: str, memory: WindowMemory) -> None:
 
 def scalar(op: str, value: Any, memory: WindowMemory) -> Elements:
     """Return an integer as an array of one element of the window's dtype."""
-    number, limits = as_integer(value, f"{op}: value"), np.iinfo(memory.dtype.storage)
+    storage: Any = memory.dtype.storage
+    number, limits = as_integer(value, f"{op}: value"), np.iinfo(storage)
     if not limits.min <= number <= limits.max:
         raise InvalidArgumentError(f"{op}: {number} is no {memory.dtype}")
-    return np.array([number], memory.dtype.storage)
+    return np.array([number], storage)

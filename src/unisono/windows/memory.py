@@ -112,12 +112,9 @@ def share(
         mapped = call.on_all(attach, failed)
     others = [rank for rank in range(size) if rank in apart or me not in mapped[rank]]
     shapes = [row[1] for row in rows]
-    return WindowMemory(
-        parts, data, shapes, others, dtype, len(parts) > usable_cores(), apart
-    )
+    return WindowMemory(parts, data, shapes, others, dtype, len(parts) > usable_cores(), apart)
 
 
 def _start(size: int) -> int:
     """Return where the elements begin: on a page, behind the lines of signals."""
     return -(-size * LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-

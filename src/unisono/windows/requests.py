@@ -86,7 +86,13 @@ class Requests:
     # ---- this rank asks -------------------------------------------------------------------
 
     def send(
-        self, rank: int, kind: Kind, deadline: Deadline, offset: int = 0, data: Any = (), op: int = 0
+        self,
+        rank: int,
+        kind: Kind,
+        deadline: Deadline,
+        offset: int = 0,
+        data: Any = (),
+        op: int = 0,
     ) -> None:
         """Send a request that is not answered; the elements may be changed again.
 
@@ -160,7 +166,7 @@ class Requests:
         if (end := self.ended.get(rank)) is not None:
             raise end
         body = np.empty(_HEAD.size + data.nbytes, np.uint8)
-        _HEAD.pack_into(body, 0, kind, op, number, offset, count)
+        _HEAD.pack_into(body.data, 0, kind, op, number, offset, count)
         body[_HEAD.size :] = data.view(np.uint8)
         self._transmit(rank, 0, body.data)
 
@@ -169,13 +175,7 @@ class Requests:
         key = Key(comm.context, Purpose.P2P, self._tag + number)
         transfer = comm.transport.send(comm.ranks[rank], key, data)
         if transfer.done() and transfer.error is not None:
-            self._end(rank, transfer.error)
-
-    def _end(self, rank: int, error: BaseException) -> None:
-        """Send no more requests to a rank, and wait for none of its answers."""
-        self.ended.setdefault(rank, error)
-        for transfer in list(self._answers[rank]):
-            self._comm.transport.cancel(transfer)
+            self.ended.setdefault(rank, transfer.error)
 
     # ---- other ranks ask ------------------------------------------------------------------
 
@@ -199,7 +199,8 @@ class Requests:
 
     def _take(self, rank: int, transfer: Transfer) -> None:
         if transfer.error is not None:
-            self._end(rank, transfer.error)
+            # The transport ends the answers of this rank, too.
+            self.ended.setdefault(rank, transfer.error)
             return
         try:
             self._handle(rank, np.frombuffer(transfer.into, np.uint8))
@@ -212,7 +213,7 @@ class Requests:
             )
 
     def _handle(self, rank: int, body: Elements) -> None:
-        kind, op, number, offset, count = _HEAD.unpack_from(body)
+        kind, op, number, offset, count = _HEAD.unpack_from(body.data)
         part, data = self._part, body[_HEAD.size :].view(self._data.dtype)
         done, answer = True, data[:0]
         if kind == Kind.PUT:
@@ -229,7 +230,10 @@ class Requests:
         elif kind == Kind.SIGNAL:
             part.signal(rank)
         elif kind == Kind.CLOSE:
-            self._end(rank, LinkDown(self._comm.ranks[rank], CLOSED, left=True))
+            end = LinkDown(self._comm.ranks[rank], CLOSED, left=True)
+            self.ended.setdefault(rank, end)
+            for transfer in list(self._answers[rank]):
+                self._comm.transport.cancel(transfer)
         if part.is_closed():
             return  # what was asked for may not be done, and the other rank learns of the end
         if not done:
@@ -245,4 +249,3 @@ class Requests:
                 self._post(rank, Kind.CLOSE, 0, 0, 0, 0, self._data[:0])
         for transfer in self._receives.values():
             self._comm.transport.cancel(transfer)
-

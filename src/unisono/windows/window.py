@@ -352,9 +352,10 @@ class Window:
                 hint="write timeout=... for a time-out",
             )
         limit = _limit(opts, timeout)
-        if not async_op and limit is None and type(peer_rank) is int and peer_rank in self._near:
-            if self.take_signal(peer_rank, min(_SLICE_S, self.group.timeout_s), records=True):
-                return _DONE
+        is_near = type(peer_rank) is int and peer_rank in self._near
+        soon_s = min(_SLICE_S, self.group.timeout_s)
+        if is_near and not async_op and limit is None and self.take_signal(peer_rank, soon_s, True):
+            return _DONE
         call = Access(self, "wait_signal", peer_rank, limit)
         pending = _Awaited(self, call)
         if not async_op:
@@ -390,7 +391,7 @@ class Window:
         self.flush(timeout=deadline.remaining())
         self.group.barrier(timeout=deadline.remaining(), _label="Window.fence")
 
-    def take_signal(self, rank: int, limit_s: float, *, records: bool = False) -> bool:
+    def take_signal(self, rank: int, limit_s: float, records: bool = False) -> bool:
         """Take a signal of a rank that nobody has waited for; wait for one, but not for long."""
         assert self.memory is not None
         part = self.memory.parts[self._me]
@@ -494,7 +495,7 @@ def _limit(opts: Any, timeout: Timeout | None) -> Timeout | None:
 
 def _shaped(data: Elements, like: Any, shape: tuple[int, ...]) -> Any:
     """Return elements as an array or tensor of this shape, of the kind of a view's owner."""
-    owner = like.owner if isinstance(like, BufferView) else like
+    owner: Any = like.owner if isinstance(like, BufferView) else like
     if is_torch(owner):
         torch = sys.modules["torch"]
         return torch.from_numpy(data.view(np.uint8)).view(owner.dtype).reshape(shape)
