@@ -6,6 +6,7 @@ import datetime
 import gc
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.testing import run
+from unisono.windows.access import end_of
 
 # Engine, and how many ranks share memory (0: all).
 MEDIA = [
@@ -345,7 +347,10 @@ def test_names_of_c10d(rank):
     assert window.get_attr(1 - rank).access_type is dist.WindowAccessType.UNIFIED
     error = raised(lambda: window.tensor_register(given)) if rank else raised(dist.barrier)
     assert isinstance(error, UsageError if rank else CollectiveMismatchError)
-    assert "tensor_register: <Window of float32 in group 'default'> has had an array" in str(error)
+    assert (
+        "tensor_register: <Window of float32 in group 'default'> has had an array already"
+        in str(error)
+    )
     window.tensor_deregister()
     assert window.local.tolist() == [0, 0, 1, 0]
 
@@ -560,3 +565,27 @@ def test_two_hosts(engine):
     for told, returncode, err in ends:
         assert returncode == 0, err
         assert told["kind"] == "", told
+
+
+def waits_in_a_callback(rank):
+    window = dist.new_window(np.zeros(1))
+    window.fence()
+    error = raised(lambda: window.map_remote_tensor(1 - rank))
+    text = "map_remote_tensor: this rank shares no memory with rank"
+    assert str(error).startswith(f"{text} {1 - rank}: ranks without the C++ engine share none")
+    dist.barrier()
+    may_wait, window.comm.transport.may_wait = window.comm.transport.may_wait, lambda: False
+    error = raised(lambda: window.get(np.zeros(1), 1 - rank))
+    window.comm.transport.may_wait = may_wait
+    assert str(error).startswith("get of a window waits for the thread it runs on")
+    assert isinstance(error, UsageError)
+    window.fence()
+    window.close()
+    assert str(end_of(window, rank)) == "the window was closed"
+
+
+def test_calls_that_cannot_be_made():
+    run(waits_in_a_callback, 2, engine="reference")
+    group = SimpleNamespace(backends={"cuda": None}, name="gpus")
+    with pytest.raises(UnsupportedError, match="new_window: group 'gpus' has no backend for CPU"):
+        dist.Window(group)

@@ -21,7 +21,7 @@ class WindowAccessType(enum.Enum):
 
 @dataclass(frozen=True)
 class WindowAttr:
-    """What `Window.get_attr` returns.
+    """Attributes of the part of a rank, from `Window.get_attr`.
 
     Attributes:
         access_type: Always UNIFIED: a rank's part is one memory for all ranks.

@@ -56,8 +56,8 @@ class Window:
     Ranks are ranks in the group, as in all methods of a group. An offset counts elements of the
     target's part as if it was flat. Parts may have different shapes, and have one dtype.
 
-    What a rank has put into a part is there when the owner has its later signal, after `flush` by
-    the rank, and after `fence`. accumulate, fetch_add and compare_and_swap are atomic for each
+    A signal comes after what its rank has put before. `flush` and `fence` wait until it is there.
+    accumulate, fetch_add and compare_and_swap are atomic for each
     element, among themselves. put and get are atomic for one element of 4 or 8 bytes.
 
     On one host the ranks share the memory. Between hosts a request is a message, which a thread of
