@@ -57,8 +57,9 @@ class Window:
     target's part as if it was flat. Parts may have different shapes, and have one dtype.
 
     A signal comes after what its rank has put before. `flush` and `fence` wait until it is there.
-    accumulate, fetch_add and compare_and_swap are atomic for each
-    element, among themselves. put and get are atomic for one element of 4 or 8 bytes.
+
+    accumulate, fetch_add and compare_and_swap are atomic for each element, among themselves. put
+    and get are atomic for one element of 4 or 8 bytes.
 
     On one host the ranks share the memory. Between hosts a request is a message, which a thread of
     the target handles. A window ends with its group, or with `close`; calls of other ranks on the
