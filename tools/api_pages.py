@@ -78,6 +78,11 @@ PAGES = (
         homes="beyond.shared_arrays",
     ),
     Page(
+        "windows", "Windows",
+        "Memory of each rank that the other ranks read, write and signal.",
+        homes="windows",
+    ),
+    Page(
         "neighbors", "Neighbours in a grid or graph",
         "Halo exchange between neighbours in a grid or graph of ranks.",
         "`examples/jacobi.py` uses them.",

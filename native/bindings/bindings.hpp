@@ -9,6 +9,7 @@ void bind_store_link(nanobind::module_& m);
 void bind_p2p(nanobind::module_& m);
 void bind_receive(nanobind::module_& m);
 void bind_mpi(nanobind::module_& m);
+void bind_windows(nanobind::module_& m);
 
 // The queue of a group's calls (core/queue.hpp), and the jobs in it.
 void bind_queue(nanobind::module_& m);

@@ -185,6 +185,7 @@ NB_MODULE(_engine, m) {
   bind_calls(m);
   bind_p2p(m);
   bind_mpi(m);
+  bind_windows(m);
 
   nb::class_<unisono::Steps, unisono::Runner>(m, "Steps")
     .def(nb::init<std::shared_ptr<unisono::Messages>, uint64_t, std::vector<int>,

@@ -85,6 +85,10 @@ _HOMES = {
     "core.groups.world": "GroupMember group",
     "core.rendezvous": "register_rendezvous_handler rendezvous",
     "core.transports.messages": "ANY_TAG MessageInfo PROC_NULL",
+    "beyond.windows.names": (
+        "PutOptions SignalOptions WaitSignalOptions WindowAccessType WindowAttr"
+    ),
+    "beyond.windows.window": "Window new_window",
     "core.stores": "FileStore HashStore PrefixStore Store TCPStore",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -24,6 +24,13 @@ from unisono.beyond.steps import Step as Step
 from unisono.beyond.steps import step as step
 from unisono.beyond.tracing import stats as stats
 from unisono.beyond.tracing import trace_records as trace_records
+from unisono.beyond.windows.names import PutOptions as PutOptions
+from unisono.beyond.windows.names import SignalOptions as SignalOptions
+from unisono.beyond.windows.names import WaitSignalOptions as WaitSignalOptions
+from unisono.beyond.windows.names import WindowAccessType as WindowAccessType
+from unisono.beyond.windows.names import WindowAttr as WindowAttr
+from unisono.beyond.windows.window import Window as Window
+from unisono.beyond.windows.window import new_window as new_window
 from unisono.core.backends import BackendConfig as BackendConfig
 from unisono.core.backends import register_backend as register_backend
 from unisono.core.base.threads.streams import Event as Event
@@ -188,6 +195,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "PutOptions",
     "QueueEmptyError",
     "RankType",
     "Received",
@@ -200,11 +208,16 @@ __all__ = [
     "ScatterOptions",
     "Serializer",
     "SharedArray",
+    "SignalOptions",
     "Step",
     "Store",
     "Stream",
     "TCPStore",
     "TraceRecord",
+    "WaitSignalOptions",
+    "Window",
+    "WindowAccessType",
+    "WindowAttr",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -263,6 +276,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "new_window",
     "open_file",
     "probe",
     "reconfigure",

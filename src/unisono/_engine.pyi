@@ -544,6 +544,44 @@ class MPIRunner(Runner):
 def mpi_op(dtype: int, op: int) -> int:
     """Return a function for MPI_Op_create; 0: the pair has no meaning."""
 
+class WindowPart:
+    def __init__(self, lines: object, data: object, dtype: int) -> None: ...
+    def put(self, array: object, offset: int) -> bool:
+        """Copy an array in; return False if Python must look at it."""
+
+    def put_now(self, array: object, offset: object) -> bool:
+        """As `put`, and record the call."""
+
+    def get_now(self, array: object, offset: object) -> bool:
+        """As `get`, and record the call."""
+
+    def fetch_add_now(self, value: object, offset: object) -> int | None:
+        """Add to an int64 and record it; None: Python must do it."""
+
+    def signal_now(self, source: int) -> bool:
+        """Signal and record the call; False if the part is closed."""
+
+    def set_recorder(self, recorder: Recorder, owner: int, kinds: Sequence[int]) -> None: ...
+    def get(self, array: object, offset: int) -> bool:
+        """Copy elements into an array; return False as `put` does."""
+
+    def apply(self, array: object, old: object | None, offset: int, op: int) -> bool:
+        """Combine elements with an array's, atomically; False as `put`."""
+
+    def compare_and_swap(self, expected: object, desired: object, offset: int) -> bool:
+        """Set an expected element; `expected` becomes what it was."""
+
+    def signal(self, source: int) -> None: ...
+    def signals(self, source: int) -> int: ...
+    def wait_signal(self, source: int, taken: int, timeout_s: float, crowded: bool) -> int:
+        """Wait for more signals than `taken`; return their number."""
+
+    def wait_now(self, source: int, taken: int, timeout_s: float, crowded: bool) -> int:
+        """As `wait_signal`, and record the call."""
+
+    def close(self) -> None: ...
+    def is_closed(self) -> bool: ...
+
 class Steps(Runner):
     def __init__(
         self,

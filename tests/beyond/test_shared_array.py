@@ -296,7 +296,7 @@ def test_signals_are_handled_while_memory_is_made(monkeypatch):
     before = signal.signal(signal.SIGUSR1, stop)
     try:
         with pytest.raises(Stop), shared_arrays.contextlib.ExitStack() as stack:
-            shared_arrays._made(nbytes, stack)
+            shared_arrays.made_memory(nbytes, stack)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert 0 < sizes[0] < sizes[1] < nbytes
@@ -306,7 +306,7 @@ def test_signals_are_handled_while_memory_is_made(monkeypatch):
 def test_all_memory_is_made_before_it_is_used():
     for nbytes in (1, (12 << 20) + 1):
         with shared_arrays.contextlib.ExitStack() as stack:
-            _, fd, _ = shared_arrays._made(nbytes, stack)
+            _, fd, _ = shared_arrays.made_memory(nbytes, stack)
             assert os.fstat(fd).st_size == nbytes
             assert 512 * os.fstat(fd).st_blocks >= nbytes
 
@@ -315,7 +315,7 @@ def test_all_memory_is_made_before_it_is_used():
 
 
 def test_a_rank_that_cannot_open_the_memory_has_its_own(monkeypatch, caplog):
-    real, pids = shared_arrays._opened, []
+    real, pids = shared_arrays.opened_memory, []
 
     def refused(made, stack):
         pids.append(made)
@@ -323,7 +323,7 @@ def test_a_rank_that_cannot_open_the_memory_has_its_own(monkeypatch, caplog):
             raise PermissionError(13, "Permission denied")
         return real(made, stack)
 
-    monkeypatch.setattr(shared_arrays, "_opened", refused)
+    monkeypatch.setattr(shared_arrays, "opened_memory", refused)
 
     def body(rank):
         shared = dist.shared_array((3, 2))
@@ -341,10 +341,10 @@ def test_a_rank_that_cannot_open_the_memory_has_its_own(monkeypatch, caplog):
 
 def test_another_file_is_not_taken_for_the_memory(tmp_path):
     with shared_arrays.contextlib.ExitStack() as stack:
-        pid, fd, name = shared_arrays._made(100, stack)
-        assert shared_arrays._opened((pid, fd, name), stack) != fd
+        pid, fd, name = shared_arrays.made_memory(100, stack)
+        assert shared_arrays.opened_memory((pid, fd, name), stack) != fd
         with pytest.raises(OSError, match="it is not the same"):
-            shared_arrays._opened((pid, fd, f"{name}0"), stack)
+            shared_arrays.opened_memory((pid, fd, f"{name}0"), stack)
 
 
 def apart(rank):

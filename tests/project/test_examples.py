@@ -105,6 +105,26 @@ def jacobi(size):
     yield f"{size} ranks as a grid {grid}: mean {square[1:-1, 1:-1].mean():.6f}, right: True"
 
 
+def window_halo(size):
+    rod = np.zeros(122)
+    rod[0] = 1
+    for _ in range(300):
+        rod[1:-1] = (rod[:-2] + rod[2:]) / 2
+    yield f"{size} ranks: mean {rod[1:-1].mean():.9f}"
+
+
+def work_queue(size):
+    steps = 0
+    for n in range(1, 201):
+        while n != 1:
+            n, steps = (n // 2 if n % 2 == 0 else 3 * n + 1), steps + 1
+    yield f"200 tasks, {steps} steps"
+
+
+def parameter_server(size):
+    yield f"{size} ranks: y = 3.00 x + -1.00"
+
+
 def unix_transport(size):
     sums = (size * np.arange(3.0) + sum(range(size))).tolist()
     for rank in range(size):
@@ -124,6 +144,7 @@ def torch_tensors(size):
         (two_groups, 5),
         (unix_transport, 3),
         *[(lines, n) for lines in (jacobi, ring, softmax_norm, scatter) for n in (1, 2, 4)],
+        *[(lines, n) for lines in (window_halo, work_queue, parameter_server) for n in (1, 3)],
         pytest.param(torch_tensors, 3, marks=TORCH),
     ],
 )
@@ -135,7 +156,7 @@ def test_prints_what_the_oracle_says(expected, nprocs):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("expected", [jacobi, two_groups, ring, softmax_norm, scatter])
+@pytest.mark.parametrize("expected", [jacobi, two_groups, ring, softmax_norm, scatter, work_queue])
 def test_as_a_user_starts_it(expected, tmp_path):
     result = launch(EXAMPLES / f"{expected.__name__}.py", 2, cwd=tmp_path, program=RUN)
     assert result == (0, list(expected(2)), "")

@@ -263,19 +263,19 @@ def _share(pg: ProcessGroup, call: ObjectCall, nbytes: int) -> tuple[mmap.mmap, 
     """Return this rank's mapping, and for each rank the rank in the group that made its memory."""
     me = pg.rank()
     failed = f"no {nbytes} bytes of shared memory"
-    hosts = call.on_all(lambda: _host(pg), failed)
+    hosts = call.on_all(lambda: host_of(pg), failed)
     first = hosts.index(hosts[me])
     mapped: list[mmap.mmap] = []
     with contextlib.ExitStack() as stack:
-        made = call.on_all(lambda: _made(nbytes, stack) if first == me else None, failed)
+        made = call.on_all(lambda: made_memory(nbytes, stack) if first == me else None, failed)
 
         def attach() -> int:
             owner = first
             try:
-                fd = made[me][1] if first == me else _opened(made[first], stack)
+                fd = made[me][1] if first == me else opened_memory(made[first], stack)
             except OSError as error:
                 log_once(_log, logging.WARNING, _APART, reason_of(error))
-                owner, fd = me, _made(nbytes, stack)[1]
+                owner, fd = me, made_memory(nbytes, stack)[1]
             mapped.append(mmap.mmap(fd, nbytes))
             return owner
 
@@ -284,26 +284,30 @@ def _share(pg: ProcessGroup, call: ObjectCall, nbytes: int) -> tuple[mmap.mmap, 
     return mapped[0], owners
 
 
-def _host(pg: ProcessGroup) -> str:
+def host_of(pg: ProcessGroup) -> str:
+    """Return a text that is equal on the ranks of a group that may open each other's memory."""
     host = memory_host() or uuid.uuid4().hex
     per_host = int(config.get_float("UNISONO_RANKS_PER_HOST"))
     return f"{host}/{pg.ranks[pg.rank()] // per_host}" if per_host else host
 
 
-def _made(nbytes: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
+def made_memory(
+    nbytes: int, stack: contextlib.ExitStack, kind: str = "array"
+) -> tuple[int, int, str]:
     """Return the process id, descriptor and name of new memory, open until the end of `stack`."""
     free = available_memory_bytes()
     if free is not None and nbytes > free:
         # The kernel would grant the memory, and later kill a process.
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}, {free} bytes are available")
-    name = f"unisono-array-{uuid.uuid4().hex}"
+    name = f"unisono-{kind}-{uuid.uuid4().hex}"
     fd = new_memory_file(name)
     stack.callback(os.close, fd)
     reserve(fd, nbytes)
     return os.getpid(), fd, name
 
 
-def _opened(made: tuple[int, int, str], stack: contextlib.ExitStack) -> int:
+def opened_memory(made: tuple[int, int, str], stack: contextlib.ExitStack) -> int:
+    """Return a descriptor of memory that another rank has made, open until the end of `stack`."""
     pid, fd, name = made
     opened = open_memory_of(pid, fd, name)
     stack.callback(os.close, opened)

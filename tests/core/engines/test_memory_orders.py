@@ -45,6 +45,7 @@ REACHED, ENDED_IN, SEEN = (
     "shared/group.hpp:has_ended",
     ENDS + "exit_of",
 )
+WINDOW, PART = "windows/part.cpp:", "windows/part.hpp:"
 ENTER, COMPLETE = "mpi/shared_agreement.hpp:enter", "mpi/shared_agreement.hpp:is_complete"
 BELL, TABLE = RINGS + "ring_bell", "shared/process_handle.cpp:table"
 ALARM = FUTEX + "change_and_wake word.fetch_add"
@@ -116,6 +117,13 @@ MIRRORED = {
     "mpi/blocking_thread.cpp:wait": "ended.load futex_wait",
     "mpi/blocking_thread.hpp:is_busy": "ended.load begun.load",
     "mpi/blocking_thread.cpp:serve": "ended.load begun.load futex_wait change_and_wake",
+    WINDOW + "signal": "signals.fetch_add sleepers.load futex_wake_all",
+    WINDOW + "wait_signal": "sleepers.fetch_add signals.load futex_wait sleepers.fetch_sub",
+    WINDOW + "apply_words": "word.load word.compare_exchange_weak memcpy",
+    WINDOW + "swap_word": "memcpy memcpy word.compare_exchange_strong memcpy",
+    PART + "signals": "signals.load",
+    PART + "close": "closed.store",
+    PART + "is_closed": "closed.load",
     TABLE: "current.load current.compare_exchange_strong",
 }
 
@@ -255,6 +263,69 @@ def a_rank_abandons_its_posts(order: Orders) -> list[Thread]:
         assert abandoned or not changed
 
     return [poster, reader]
+
+
+# ---- windows ----------------------------------------------------------------------------------
+
+
+@protocol
+def sleep_until_a_signal(order: Orders) -> list[Thread]:
+    """Whoever is signalled wakes up, and sees what was put before the signal."""
+
+    def source() -> Body:
+        yield Write("data", 1, PLAIN)
+        yield Update("signals", more, order(WINDOW + "signal signals.fetch_add"))
+        if (yield Read("sleepers", order(WINDOW + "signal sleepers.load"))):
+            yield from wake("signals")
+
+    def owner() -> Body:
+        while True:
+            yield Update("sleepers", more, order(WINDOW + "wait_signal sleepers.fetch_add"))
+            seen = yield Read("signals", order(WINDOW + "wait_signal signals.load"))
+            if seen < 1:
+                yield from sleep("signals", seen)
+            yield Update("sleepers", less, order(WINDOW + "wait_signal sleepers.fetch_sub"))
+            if (yield Read("signals", order(PART + "signals signals.load"))) >= 1:
+                break
+        assert (yield Read("data", PLAIN)) == 1
+
+    return [source, owner]
+
+
+@protocol
+def a_rank_closes_its_window(order: Orders) -> list[Thread]:
+    """Whoever sees that a rank has closed its part sees the last signal of the rank."""
+
+    def closer() -> Body:
+        yield Update("signals", more, order(WINDOW + "signal signals.fetch_add"))
+        yield Write("closed", 1, order(PART + "close closed.store"))
+
+    def waiter() -> Body:
+        if (yield Read("closed", order(PART + "is_closed closed.load"))):
+            assert (yield Read("signals", order(PART + "signals signals.load"))) == 1
+
+    return [closer, waiter]
+
+
+def next_in_line(key: str) -> Protocol:
+    def body(order: Orders) -> list[Thread]:
+        def rank() -> Body:
+            if (yield Update("element", more, order(key))):
+                assert (yield Read("data", PLAIN)) == 1
+
+        def first() -> Body:
+            yield Write("data", 1, PLAIN)
+            yield Update("element", more, order(key))
+
+        return [first, rank]
+
+    return body
+
+
+PROTOCOLS["the_next_number_of_a_queue"] = next_in_line(
+    WINDOW + "apply_words word.compare_exchange_weak"
+)
+PROTOCOLS["a_lock_of_swaps"] = next_in_line(WINDOW + "swap_word word.compare_exchange_strong")
 
 
 # ---- rings ------------------------------------------------------------------------------------
@@ -922,7 +993,7 @@ ELSEWHERE = {
 }
 FILES = sorted(
     path.relative_to(NATIVE).as_posix()
-    for folder in ("core", "kernels", "messages", "mpi", "shared", "steps", "store")
+    for folder in ("core", "kernels", "messages", "mpi", "shared", "steps", "store", "windows")
     for path in (NATIVE / folder).glob("*.[ch]pp")
 )
 

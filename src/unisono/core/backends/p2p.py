@@ -127,6 +127,11 @@ class MessageBackend(DeviceBackend):
 
     _comm: Communicator
 
+    @property
+    def comm(self) -> Communicator:
+        """The communicator, for what is made of messages beside these calls, such as windows."""
+        return self._comm
+
     def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
         """Start sending `tensor` to a rank of the group."""
         comm, data = self._comm, view(tensor, write=False)

@@ -84,7 +84,8 @@ class BufferView:
         return f"<BufferView {kind}{self.dtype}{list(self.shape)}>"
 
 
-def _is_torch(obj: object) -> bool:
+def is_torch(obj: object) -> bool:
+    """Return whether an object is a tensor of torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
 
@@ -137,7 +138,7 @@ def view(obj: Any, *, write: bool, name: str = "tensor", pack: bool = True) -> B
 def _view(obj: Any, write: bool, name: str) -> BufferView:
     if isinstance(obj, np.ndarray):
         return _view_numpy(obj, dtype_of_numpy(obj.dtype), obj, write, name)
-    if _is_torch(obj):
+    if is_torch(obj):
         return _view_torch(obj, write, name)
     if isinstance(obj, np.generic):
         raise ArgumentTypeError(

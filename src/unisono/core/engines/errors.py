@@ -401,6 +401,11 @@ class MessageCall(NamedTuple):
     def nbytes(self) -> int:
         return 0 if self.data is None else self.data.nbytes
 
+    @property
+    def missed(self) -> str:
+        """What the other rank has not done when the time is over."""
+        return "did not match it"
+
 
 def message_error(
     comm: Communicator,
@@ -443,7 +448,7 @@ def _message_timeout(
         hint = _HINTS["unreached"]
         reason = f"rank {peer} could not be reached ({'; '.join(rows)})"
     else:
-        reason = f"rank {peer} did not match it"
+        reason = f"rank {peer} {call.missed}"
     if comm.transport.may_wait():
         ranks = comm.others if peer is None else [peer]
         answers = comm.transport.ask(comm.context, 0, ranks, Deadline(_GRACE_S), places=True)

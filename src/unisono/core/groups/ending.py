@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from unisono.core.backends import DeviceBackend
 from unisono.core.operations.work import Future, Work
@@ -69,11 +69,15 @@ class Ending:
                 setattr(handled, _HANDLED, self._number)
         self._finalizer = weakref.finalize(group, _close_later, self._pid, list(backends))
         self._finalizer.atexit = False
+        # What ends with the group, such as its windows.
+        self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
         _open[self._number] = group
 
     def begin(self) -> bool:
         """Begin to close the group, which then needs no finalizer; return whether this is new."""
         _open.pop(self._number, None)
+        for part in list(self.parts):
+            part.close()
         return self._finalizer.detach() is not None
 
     def reason_to_cancel(self) -> str:

@@ -214,7 +214,22 @@ class ProcessGroup(Operations):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the numbers of all ranks start at 0."""
 
+    @property
+    def supports_window(self) -> bool:
+        """Whether the group can have windows; those need a backend for CPU memory."""
+        return "cpu" in self.backends
+
+    def new_window(self, tensor: Any = None) -> Any:
+        """Make a window of the group; see `unisono.new_window`."""
+        import unisono  # the names of all layers, of which windows are above this one
+
+        return unisono.new_window(tensor, self)
+
     # ---- life -----------------------------------------------------------------------------
+
+    def ends_with(self, part: Any) -> None:
+        """Close an object, by its method `close`, when the group is closed."""
+        self._ending.parts.add(part)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """End every call of the group with CollectiveAbortedError, on all ranks."""

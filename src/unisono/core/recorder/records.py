@@ -24,7 +24,22 @@ from unisono.errors import (
     PeerLostError,
 )
 
-MESSAGES = frozenset({"send", "recv", "recv_array", "probe"})
+MESSAGES = frozenset(
+    [
+        "send",
+        "recv",
+        "recv_array",
+        "probe",
+        "put",
+        "get",
+        "accumulate",
+        "fetch_add",
+        "compare_and_swap",
+        "signal",
+        "wait_signal",
+        "flush",
+    ]
+)
 """The operations that are messages between two ranks."""
 
 # 1 + Code of native/core/status.hpp.

@@ -12,6 +12,7 @@ from unisono.core.recorder.records import TraceRecord
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.trace.decoding import DEFAULT_NAME
 
+_PAIRED = {"send", "recv", "recv_array"}
 # Outcomes of receives that have taken no message.
 _NOTHING_TAKEN = {"timed out", "cancelled", "interrupted"}
 _FOLLOWED = {"completed", "running", "queued"}
@@ -228,7 +229,7 @@ def _messages(members: Mapping[int, GroupRecords]) -> Iterator[JoinedMessage]:
     for rank, group in members.items():
         for record in group.records:
             is_send, peer = record.op == "send", record.peer
-            if peer is None or peer not in members or record.op == "probe":
+            if peer is None or peer not in members or record.op not in _PAIRED:
                 continue
             ends = (rank, peer) if is_send else (peer, rank)
             if record.tag is None or (not is_send and record.outcome in _NOTHING_TAKEN):

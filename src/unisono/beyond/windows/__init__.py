@@ -1,0 +1,1 @@
+"""One-sided memory: a rank reads and writes the memory of other ranks, which need not call."""
