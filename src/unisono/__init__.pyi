@@ -223,7 +223,9 @@ __all__ = [
     "engine_info",
     "exscan",
     "gather",
+    "gather_into_tensor",
     "gather_object",
+    "gather_single",
     "get_backend",
     "get_backend_config",
     "get_debug_level",
@@ -711,6 +713,69 @@ def gather(
     group_dst: int | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
+@overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Concatenate the tensors of all ranks on rank `dst` (global rank 0 by default).
+
+    Args:
+        output_tensor: [p*rows, ...] on `dst`, an array with rows, such as a NumPy array; None
+            elsewhere.
+        input_tensor: [rows, ...] same number of elements and dtype on all ranks.
+        dst: Global rank of the root.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        group_dst: The root's rank in the group, instead of `dst`.
+        **how: timeout, algorithm.
+
+    Examples: On rank 0 of 2
+        >>> x = np.zeros(4) if rank == 0 else None
+        >>> dist.gather_into_tensor(x, np.array([rank, 5.0]), dst=0)
+        >>> x
+        array([0., 5., 1., 5.])
+    """
+
+@overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+
+gather_single = gather_into_tensor
+
 @overload
 def scatter(
     tensor: Array,

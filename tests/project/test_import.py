@@ -24,7 +24,7 @@ OPTIONAL = {
     "ray": {"integrations/ray.py", "integrations/ray_collective.py"},
     "rich": {"bench", "cli"},
     "shtab": {"cli/completion.py"},
-    "torch": {"torch", "parallel"},
+    "torch": {"torch", "parallel", "nn/functional.py"},
 }
 
 SCRIPT = """

@@ -15,11 +15,12 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.c10d.arguments import reporting_bad_arguments, root_of
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
 from unisono.groups.operations import in_cpp
 from unisono.groups.process_group import ProcessGroup
@@ -275,6 +276,61 @@ def gather(
     root = root_of(pg, "gather", dst, group_dst, default=0)
     work = pg.gather(tensor, gather_list, root, async_op=async_op, **how)
     return work if async_op else None
+
+
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None:
+    """Concatenate the tensors of all ranks on rank `dst` (global rank 0 by default).
+
+    Args:
+        output_tensor: [p*rows, ...] on `dst`, an array with rows, such as a NumPy array; None
+            elsewhere.
+        input_tensor: [rows, ...] same number of elements and dtype on all ranks.
+        dst: Global rank of the root.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        group_dst: The root's rank in the group, instead of `dst`.
+        **how: timeout, algorithm.
+
+    Examples: On rank 0 of 2
+        >>> x = np.zeros(4) if rank == 0 else None
+        >>> dist.gather_into_tensor(x, np.array([rank, 5.0]), dst=0)
+        >>> x
+        array([0., 5., 1., 5.])
+    """
+    if (pg := _group(group, "gather_into_tensor", how)) is None:
+        return None
+    root = root_of(pg, "gather_into_tensor", dst, group_dst, default=0)
+    with reporting_bad_arguments(pg, "gather_into_tensor"):
+        parts = None if output_tensor is None else _rows(output_tensor, pg.size())
+    how["_label"] = "gather_into_tensor"  # type: ignore[typeddict-unknown-key]
+    work = pg.gather(input_tensor, parts, root, async_op=async_op, **how)
+    return work if async_op else None
+
+
+gather_single = gather_into_tensor
+"""Another name of `gather_into_tensor`, and the newer one."""
+
+
+def _rows(array: Any, count: int) -> list[Any]:
+    """Return `count` equal parts of an array along its first dimension; they share its memory."""
+    if not getattr(array, "shape", ()):
+        raise ArgumentTypeError(
+            f"output_tensor must be an array with rows, got {type(array).__name__}"
+        )
+    rows, rest = divmod(array.shape[0], count)
+    if rest:
+        raise InvalidArgumentError(
+            f"output_tensor has {array.shape[0]} rows, which {count} ranks cannot share equally"
+        )
+    return [array[rows * part : rows * (part + 1)] for part in range(count)]
 
 
 @in_cpp
