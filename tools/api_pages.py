@@ -96,6 +96,11 @@ PAGES = (
         homes="c10d.tracing trace",
     ),
     Page(
+        "hooks", "Hooks and checks of data",
+        "Functions before and after the calls of a group; NaN, and replicas that differ.",
+        homes="c10d.checks groups.hooks",
+    ),
+    Page(
         "work", "Works and futures",
         "Handles of calls with `async_op=True`.",
         homes="groups.work",

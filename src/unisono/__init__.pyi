@@ -18,6 +18,9 @@ from unisono.base.types import Array as Array
 from unisono.base.types import RedOpType as RedOpType
 from unisono.base.types import ReduceOp as ReduceOp
 from unisono.c10d.backend_names import Backend as Backend
+from unisono.c10d.checks import FlightRecorderHook as FlightRecorderHook
+from unisono.c10d.checks import NanCheckHook as NanCheckHook
+from unisono.c10d.checks import assert_equal as assert_equal
 from unisono.c10d.counters import Counter as Counter
 from unisono.c10d.counters import Lock as Lock
 from unisono.c10d.debug import DebugLevel as DebugLevel
@@ -116,6 +119,9 @@ from unisono.groups.c10d_methods import GatherOptions as GatherOptions
 from unisono.groups.c10d_methods import ReduceOptions as ReduceOptions
 from unisono.groups.c10d_methods import ReduceScatterOptions as ReduceScatterOptions
 from unisono.groups.c10d_methods import ScatterOptions as ScatterOptions
+from unisono.groups.hooks import HookOpName as HookOpName
+from unisono.groups.hooks import PostHookArgs as PostHookArgs
+from unisono.groups.hooks import PreHookArgs as PreHookArgs
 from unisono.groups.keywords import CallKeywords as CallKeywords
 from unisono.groups.process_group import ProcessGroup as ProcessGroup
 from unisono.groups.work import Future as Future
@@ -165,19 +171,24 @@ __all__ = [
     "EngineInfo",
     "Event",
     "FileStore",
+    "FlightRecorderHook",
     "Future",
     "GatherOptions",
     "GroupMember",
     "GroupName",
     "GroupStats",
     "HashStore",
+    "HookOpName",
     "Lock",
     "MessageInfo",
+    "NanCheckHook",
     "Neighbors",
     "OperationStats",
     "P2POp",
     "PROC_NULL",
     "PickleSerializer",
+    "PostHookArgs",
+    "PreHookArgs",
     "PrefixStore",
     "ProcessGroup",
     "ProcessGroupGloo",
@@ -210,6 +221,7 @@ __all__ = [
     "all_reduce_object",
     "all_to_all",
     "all_to_all_single",
+    "assert_equal",
     "barrier",
     "batch_isend_irecv",
     "breakpoint",

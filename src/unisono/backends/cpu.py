@@ -7,7 +7,7 @@ concatenation, so a schedule has one input and one output only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from unisono.schedules import Layout, Program, Schedule
 from unisono.schedules.tables import ChoiceTable, GroupShape
 from unisono.stores import PrefixStore
 from unisono.transports import connect, has_ended
+from unisono.transports.messages import Failure
 
 _NOW = Deadline(0.0)
 """The deadline of a task that does not run."""
@@ -208,6 +209,12 @@ class CPUBackend(MessageBackend, ArrayBackend):
     def broken(self) -> str | None:
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
+
+    def on_broken(self, callback: Callable[[], object]) -> None:
+        def broke(failure: Failure) -> None:
+            callback()
+
+        self._comm.transport.on_failure(self._comm.context, broke)
 
     def blamed(self) -> tuple[int, ...]:
         failure = self._comm.transport.failure(self._comm.context)

@@ -42,6 +42,7 @@ from unisono.errors import (
 )
 from unisono.groups.c10d_methods import call_c10d_form, test_of_form
 from unisono.groups.dispatch import dispatcher
+from unisono.groups.hooks import Hooked
 from unisono.groups.keywords import SHARED, How, check_keywords
 from unisono.groups.participation import Participation
 from unisono.groups.stream_queue import P2P, StreamCall, StreamQueue
@@ -100,7 +101,7 @@ def _form(operation: Callable[..., Work], name: str) -> Callable[..., Work]:
     return method
 
 
-class Operations:
+class Operations(Hooked):
     """The operations, as methods of a process group; see `ProcessGroup`.
 
     A method checks its arguments, and calls the backend of the device of its first array. `call`
@@ -115,7 +116,7 @@ class Operations:
     """
 
     # C++ reads it in each call.
-    __slots__ = ("__dict__", "calls")
+    __slots__ = ("calls",)
 
     name: str
     ranks: tuple[int, ...]
@@ -463,6 +464,8 @@ class Operations:
             if type(is_async) is not bool or type(ordered) is not bool:
                 is_async = how["async_op"] = as_flag(is_async, "async_op")
                 how["deterministic"] = as_flag(ordered, "deterministic")
+            hooks = self._hooks
+            seen = None if hooks is None else hooks.begin(self, schema, arguments, how)
             work: Work = schema.check(self, *arguments, **how)
         except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
             error.name_call(how.get("_label") or op)
@@ -476,10 +479,20 @@ class Operations:
                 work.wait_on_host() if on_host else work.wait()
             elif pending.error is not None:
                 raise pending.error
+        if hooks is not None and seen is not None:
+            hooks.end(seen, work)
         # An attribute that hides the method must get each call.
         if "_learn" in how and op not in vars(self):
             how["_learn"](pending.prepared)
         return work
+
+    def _choose_way(self) -> None:
+        """Let C++ make repeated calls, unless Python must see each call."""
+        cpu, hooks = self.backends.get("cpu"), self._hooks
+        plain = cpu is not None and not (hooks and (hooks.before or hooks.after))
+        is_free = plain and self._block is None and not self._part.has_missed
+        self.calls = cpu.calls if cpu is not None and is_free else None
+        self.port = cpu.port if cpu is not None and plain and self.stream_queue is None else None
 
     def _work(self, pending: Pending) -> Work:
         return Work(pending, "", self)
