@@ -54,7 +54,8 @@ PAGES = (
         "Operations that all ranks of a group call together.",
         "In the examples, `rank` is `dist.get_rank()`. "
         "[Reductions](../reductions.md) defines the results, [Matrix](../matrix.md) the dtypes.",
-        homes="c10d.collectives c10d.monitored_barrier base.types groups.keywords",
+        homes="c10d.collectives c10d.monitored_barrier base.types groups.keywords "
+        "groups.reductions",
     ),
     Page(
         "point-to-point", "Point to point",

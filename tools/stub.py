@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
 from unisono.base.deadline import Timeout
-from unisono.base.types import Arrays
+from unisono.base.types import Arrays, Function
 from unisono.groups.keywords import AlgorithmKeywords
 from unisono.groups.world import Group
 '''

@@ -81,6 +81,7 @@ _HOMES = {
     "c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
     "groups.hooks": "HookOpName PostHookArgs PreHookArgs",
     "groups.keywords": "CallKeywords",
+    "groups.reductions": "maxloc minloc",
     "groups.process_group": "ProcessGroup",
     "c10d.objects.serializer": "PickleSerializer Serializer",
     "c10d.preemption": "should_stop",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
 from unisono.base.deadline import Timeout
-from unisono.base.types import Arrays
+from unisono.base.types import Arrays, Function
 from unisono.groups.keywords import AlgorithmKeywords
 from unisono.groups.world import Group
 from unisono.backends import BackendConfig as BackendConfig
@@ -124,6 +124,8 @@ from unisono.groups.hooks import PostHookArgs as PostHookArgs
 from unisono.groups.hooks import PreHookArgs as PreHookArgs
 from unisono.groups.keywords import CallKeywords as CallKeywords
 from unisono.groups.process_group import ProcessGroup as ProcessGroup
+from unisono.groups.reductions import maxloc as maxloc
+from unisono.groups.reductions import minloc as minloc
 from unisono.groups.work import Future as Future
 from unisono.groups.work import Work as Work
 from unisono.groups.work import collect_all as collect_all
@@ -264,7 +266,9 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "launch",
+    "maxloc",
     "membership_changed",
+    "minloc",
     "monitored_barrier",
     "neighbor_all_gather",
     "neighbor_all_to_all",
@@ -375,9 +379,11 @@ def broadcast(
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> None:
     """Replace every rank's tensor by the reduction over all ranks.
@@ -388,9 +394,12 @@ def all_reduce(
 
     Args:
         tensor: [...] same number of elements and dtype on all ranks; any layout.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor). Or a NumPy ufunc,
+            `minloc`, or another associative function of two arrays, applied in the order of ranks.
+            It gets NumPy arrays, or tensors, and gathers all arrays on each rank first.
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
@@ -410,7 +419,7 @@ def all_reduce(
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -419,17 +428,21 @@ def all_reduce(
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work: ...
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload
@@ -480,10 +493,12 @@ def all_reduce_coalesced(
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
@@ -501,7 +516,7 @@ def reduce(
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -512,20 +527,24 @@ def reduce(
 def reduce(
     tensor: Array,
     dst: int | None,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work: ...
 @overload
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload
@@ -890,7 +909,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     **how: Unpack[CallKeywords],
@@ -918,7 +937,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -928,7 +947,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     **how: Unpack[CallKeywords],
@@ -937,7 +956,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -1055,7 +1074,7 @@ def all_to_all_single(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     **how: Unpack[CallKeywords],
@@ -1088,7 +1107,7 @@ def scan(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -1097,7 +1116,7 @@ def scan(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     **how: Unpack[CallKeywords],
@@ -1105,7 +1124,7 @@ def scan(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -1113,7 +1132,7 @@ def scan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     **how: Unpack[CallKeywords],
@@ -1137,7 +1156,7 @@ def exscan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -1146,7 +1165,7 @@ def exscan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     **how: Unpack[CallKeywords],
@@ -1154,7 +1173,7 @@ def exscan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-import numpy as np
-
-from unisono.base.types import ReduceOp
+from unisono.base.types import Function, ReduceOp
 from unisono.c10d import collectives
 from unisono.groups.keywords import CallKeywords
+from unisono.groups.reductions import copied, empty
 from unisono.groups.world import Group, require_group
 
 __all__ = [
@@ -30,20 +29,8 @@ __all__ = [
 ]
 
 
-def empty(like: Any, *shape: int) -> Any:
-    """Return a new array of the kind and dtype of another one."""
-    return like.new_empty(shape) if hasattr(like, "new_empty") else np.empty(shape, like.dtype)
-
-
-def copied(array: Any) -> Any:
-    """Return a contiguous copy; of a tensor without its history."""
-    if hasattr(array, "new_empty"):
-        return array.detach().contiguous().clone()
-    return np.array(array, order="C")
-
-
 def all_reduce(
-    x: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
+    x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return the reduction of the arrays [...] of all ranks."""
     collectives.all_reduce(y := copied(x), op, group, **how)
@@ -59,7 +46,7 @@ def broadcast(x: Any, src: int = 0, group: Group = None, **how: Unpack[CallKeywo
 def reduce(
     x: Any,
     dst: int = 0,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     **how: Unpack[CallKeywords],
 ) -> Any:
@@ -85,7 +72,7 @@ def gather(x: Any, dst: int = 0, group: Group = None, **how: Unpack[CallKeywords
 
 
 def reduce_scatter(
-    x: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
+    x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return this rank's part [rows, ...] of the reduction of all arrays [ranks * rows, ...]."""
     x = copied(x)
@@ -102,7 +89,7 @@ def all_to_all(x: Any, group: Group = None, **how: Unpack[CallKeywords]) -> Any:
 
 
 def scan(
-    x: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
+    x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return the reduction of the arrays [...] of ranks 0 to this rank."""
     collectives.scan(y := copied(x), op, group, **how)
@@ -110,7 +97,7 @@ def scan(
 
 
 def exscan(
-    x: Any, op: ReduceOp = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
+    x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return the reduction of the ranks before this rank; on rank 0 a copy of `x`."""
     collectives.exscan(y := copied(x), op, group, **how)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from unisono.base.deadline import Timeout
-from unisono.base.types import Array, Arrays, ReduceOp
+from unisono.base.types import Array, Arrays, Function, ReduceOp
 from unisono.c10d.arguments import reporting_bad_arguments, root_of
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
@@ -79,9 +79,11 @@ def broadcast(
 @in_cpp
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace every rank's tensor by the reduction over all ranks.
@@ -92,9 +94,12 @@ def all_reduce(
 
     Args:
         tensor: [...] same number of elements and dtype on all ranks; any layout.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor). Or a NumPy ufunc,
+            `minloc`, or another associative function of two arrays, applied in the order of ranks.
+            It gets NumPy arrays, or tensors, and gathers all arrays on each rank first.
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
@@ -112,7 +117,7 @@ def all_reduce(
     """
     if (pg := _group(group, "all_reduce", how)) is None:
         return None
-    work = pg.all_reduce(tensor, op, async_op=async_op, **how)
+    work = pg.all_reduce(tensor, op, async_op=async_op, accumulate=accumulate, **how)
     return work if async_op else None
 
 
@@ -143,10 +148,12 @@ def all_reduce_coalesced(
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
@@ -162,7 +169,7 @@ def reduce(
     if (pg := _group(group, "reduce", how)) is None:
         return None
     root = root_of(pg, "reduce", dst, group_dst)
-    work = pg.reduce(tensor, root, op, async_op=async_op, **how)
+    work = pg.reduce(tensor, root, op, async_op=async_op, accumulate=accumulate, **how)
     return work if async_op else None
 
 
@@ -387,7 +394,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -484,7 +491,7 @@ def all_to_all_single(
 @in_cpp
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -522,7 +529,7 @@ def scan(
 @in_cpp
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],

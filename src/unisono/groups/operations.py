@@ -33,7 +33,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.integers import as_flag, as_integer, as_splits
 from unisono.base.seam import cpp
 from unisono.base.streams import explicit_stream
-from unisono.base.types import Array, Arrays, ReduceOp, as_reduce_op
+from unisono.base.types import Array, Arrays, Function, ReduceOp, as_reduce_op
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -45,6 +45,7 @@ from unisono.groups.dispatch import dispatcher
 from unisono.groups.hooks import Hooked
 from unisono.groups.keywords import SHARED, How, check_keywords
 from unisono.groups.participation import Participation
+from unisono.groups.reductions import function_for, reduce_by, reduce_wide
 from unisono.groups.stream_queue import P2P, StreamCall, StreamQueue
 from unisono.groups.table import KINDS, OPS, OpSchema, row_of, schema_of
 from unisono.groups.work import Work
@@ -157,8 +158,19 @@ class Operations(Hooked):
         return self._work(self._on(tensor).broadcast(tensor, root, self._options(how)))
 
     @operation("allreduce_", in_lists=True, coalesces=True)
-    def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def all_reduce(
+        self,
+        tensor: Array,
+        op: ReduceOp | Function = ReduceOp.SUM,
+        *,
+        accumulate: str | None = None,
+        **how: Unpack[How],
+    ) -> Work:
         """As `unisono.all_reduce`."""
+        if accumulate is not None:
+            return reduce_wide(self, "all_reduce", accumulate, tensor, op, how=how)
+        if (function := function_for(tensor, op)) is not None:
+            return reduce_by(self, "all_reduce", function, tensor, tensor, how)
         op = as_reduce_op(op)
         return self._work(self._on(tensor).all_reduce(tensor, op, self._options(how)))
 
@@ -172,10 +184,21 @@ class Operations(Hooked):
 
     @operation("reduce_", in_lists=True, shared=True)
     def reduce(
-        self, tensor: Array, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
+        self,
+        tensor: Array,
+        root: int = 0,
+        op: ReduceOp | Function = ReduceOp.SUM,
+        *,
+        accumulate: str | None = None,
+        **how: Unpack[How],
     ) -> Work:
         """As `unisono.reduce`."""
-        root, op = _member(self, root, "root"), as_reduce_op(op)
+        root = _member(self, root, "root")
+        if accumulate is not None:
+            return reduce_wide(self, "reduce", accumulate, tensor, root, op, how=how)
+        if (function := function_for(tensor, op)) is not None:
+            return reduce_by(self, "reduce", function, tensor, tensor, how, root)
+        op = as_reduce_op(op)
         return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
 
     @operation("allgather_", in_lists=True)
@@ -257,7 +280,7 @@ class Operations(Hooked):
         self,
         output: Array,
         tensor: Array,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | Function = ReduceOp.SUM,
         *,
         input_split_sizes: Sequence[int] | None = None,
         **how: Unpack[How],
@@ -266,6 +289,8 @@ class Operations(Hooked):
 
         `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
         """
+        if input_split_sizes is None and (function := function_for(tensor, op)) is not None:
+            return reduce_by(self, "reduce_scatter_tensor", function, output, tensor, how)
         op = as_reduce_op(op)
         options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))
         return self._work(self._on(output).reduce_scatter_tensor(output, tensor, op, options))
@@ -322,14 +347,22 @@ class Operations(Hooked):
         return self._work(on.neighbor_all_to_all(outputs, inputs, links, self._options(how)))
 
     @operation()
-    def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def scan(
+        self, tensor: Array, op: ReduceOp | Function = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
         """As `unisono.scan`."""
+        if (function := function_for(tensor, op)) is not None:
+            return reduce_by(self, "scan", function, tensor, tensor, how)
         op = as_reduce_op(op)
         return self._work(self._on(tensor).scan(tensor, op, self._options(how)))
 
     @operation()
-    def exscan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def exscan(
+        self, tensor: Array, op: ReduceOp | Function = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
         """As `unisono.exscan`."""
+        if (function := function_for(tensor, op)) is not None:
+            return reduce_by(self, "exscan", function, tensor, tensor, how)
         op = as_reduce_op(op)
         return self._work(self._on(tensor).exscan(tensor, op, self._options(how)))
 

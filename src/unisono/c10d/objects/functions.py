@@ -19,13 +19,13 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from unisono.base.deadline import Timeout
+from unisono.base.types import Function
 from unisono.c10d.arguments import root_of
 from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.objects.packet import FIRST_BYTES
@@ -36,8 +36,6 @@ from unisono.groups.keywords import takes_own_keywords
 from unisono.groups.operations import list_on_root, one_each
 from unisono.groups.world import Group, member_group
 from unisono.transports.messages import PROC_NULL, is_proc_null
-
-Function = Callable[[Any, Any], Any]
 
 
 @takes_own_keywords
