@@ -47,7 +47,7 @@ PAGES = (
         "membership", "Ranks that come and go",
         "Continue without lost ranks, take newcomers in, and commit steps.",
         "[Membership](../../explanation/membership.md) has the protocol and what can be lost.",
-        homes="c10d.membership c10d.state_sync c10d.steps",
+        homes="c10d.membership c10d.reconfigure_by_handles c10d.state_sync c10d.steps",
     ),
     Page(
         "collectives", "Collectives",

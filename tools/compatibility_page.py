@@ -63,6 +63,15 @@ An import of a refused module raises an ImportError with the reason.
 | --- | --- |
 """
 
+NEWER_HEAD = """
+## Names of torch's main line
+
+What torch has after 2.13, read from its source in 2026; it cannot be compared here.
+
+| name | here |
+| --- | --- |
+"""
+
 LAUNCHER_HEAD = """
 ## Launcher of torch.distributed
 
@@ -115,6 +124,21 @@ NOTES = {
     "shrink_group": "on the CPU; after a rank was lost, too",
     "split_group": "on the CPU; no bound device needed",
     "supports_complex": "PRODUCT is defined, too",
+}
+
+# Names of torch's main line -> what is here; "" if the name is here.
+NEWER = {
+    **dict.fromkeys(
+        (
+            *("FlightRecorderHook", "HookOpName", "NanCheckHook", "PostHookArgs", "PreHookArgs"),
+            *("ProcessGroup.register_abort_hook", "ProcessGroup.register_post_hook"),
+            *("ProcessGroup.register_pre_hook", "_get_reconfigure_handle", "_reconfigure"),
+            *("_supports_reconfigure", "gather_into_tensor", "gather_single"),
+        ),
+        "",
+    ),
+    "ProcessGroup.register_completion_hook": "`Work.on_end`, `Work.get_future`",
+    "Work._get_duration": "`trace_records` has the times of each call",
 }
 
 # Modules of torch.distributed that are here under the same path.
@@ -225,12 +249,13 @@ def page() -> str:
     beyond = "".join(f"| `{name}` | {text} |\n" for name, text in names_beyond_torch())
     modules = {**MODULES, **{name: f"refused: {why}" for name, why in REFUSED_MODULES.items()}}
     packages = "".join(f"| `{name}` | {text} |\n" for name, text in sorted(modules.items()))
+    newer = "".join(f"| `{name}` | {text or 'the same'} |\n" for name, text in NEWER.items())
     launcher = "".join(
         f"| `{module}` | {', '.join(names.split())} | {text} |\n"
         for module, (names, text) in LAUNCHER.items()
     )
     return (
-        f"{HEAD}{table.replace('|  |', '| |')}{BEYOND}{beyond}"
+        f"{HEAD}{table.replace('|  |', '| |')}{NEWER_HEAD}{newer}{BEYOND}{beyond}"
         f"{PACKAGES_HEAD}{packages}{LAUNCHER_HEAD}{launcher}{TAIL}"
     )
 
@@ -351,8 +376,10 @@ def same_default(ours: Any, theirs: Any) -> bool:
 
 
 def missing_members(name: str, ours: Any, theirs: Any) -> set[str]:
-    """Return the public members that only torch's class has."""
-    public = {member for member in dir(theirs) if not member.startswith("_")}
+    """Return the public members and special methods that only torch's class has."""
+    public = {member for member in dir(theirs) if member[:1] != "_" or member[:2] == "__"}
+    # The last three are not needed, because pickling works without them.
+    public -= {"__weakref__", "__entries", "__setstate__", "__copy__", "__deepcopy__"}
     missing = {member for member in public if not hasattr(ours, member)}
     return missing - {*getattr(ours, "__annotations__", {})} - ATTRIBUTES.get(name, set())
 

@@ -66,6 +66,7 @@ _HOMES = {
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
     "c10d.membership": "membership_changed reconfigure",
     "c10d.checks": "FlightRecorderHook NanCheckHook assert_equal",
+    "c10d.reconfigure_by_handles": ("_get_reconfigure_handle _reconfigure _supports_reconfigure"),
     "c10d.files": "CollectiveFile open_file",
     "c10d.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "c10d.monitored_barrier": "monitored_barrier",

@@ -99,6 +99,9 @@ from unisono.c10d.queries import is_torchelastic_launched as is_torchelastic_lau
 from unisono.c10d.queries import is_ucc_available as is_ucc_available
 from unisono.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.c10d.queries import supports_complex as supports_complex
+from unisono.c10d.reconfigure_by_handles import _get_reconfigure_handle as _get_reconfigure_handle
+from unisono.c10d.reconfigure_by_handles import _reconfigure as _reconfigure
+from unisono.c10d.reconfigure_by_handles import _supports_reconfigure as _supports_reconfigure
 from unisono.c10d.shared_arrays import SharedArray as SharedArray
 from unisono.c10d.shared_arrays import shared_array as shared_array
 from unisono.c10d.state_sync import sync_state as sync_state

@@ -60,6 +60,13 @@ def test_every_module_of_torch_has_a_row(tool):
         import_module(f"unisono.{name}")
 
 
+def test_newer_names_are_here(tool):
+    for name, text in tool.NEWER.items():
+        owner, _, member = name.rpartition(".")
+        there = hasattr(getattr(unisono, owner) if owner else unisono, member)
+        assert there == (not text), name
+
+
 def test_every_name_of_torchs_launcher_has_a_row(tool):
     for module, (names, _here) in tool.LAUNCHER.items():
         theirs = import_module(f"torch.distributed.{module}")
