@@ -123,8 +123,10 @@ class _Refusals:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.startswith("unisono."):
-            import_module("unisono.refused").check_module(name.removeprefix("unisono."))
+        top, _, below = name.partition(".")
+        # `errors` and `refused` are needed to say it, and private modules are never torch's.
+        if top == "unisono" and below not in ("errors", "refused") and below[:1] != "_":
+            import_module("unisono.refused").check_module(below)
 
 
 sys.meta_path.append(_Refusals)  # type: ignore[arg-type]  # a class with the method will do
