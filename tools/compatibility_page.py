@@ -66,7 +66,7 @@ An import of a refused module raises an ImportError with the reason.
 NEWER_HEAD = """
 ## Names of torch's main line
 
-What torch has after 2.13, read from its source in 2026; it cannot be compared here.
+The page's author read them from torch's source in 2026; a test cannot compare them with 2.13.
 
 | name | here |
 | --- | --- |

@@ -32,7 +32,7 @@ HookOpName = Enum(
 
 
 class PreHookArgs(NamedTuple):
-    """What a hook before a call gets.
+    """The argument of a hook before a call.
 
     Attributes:
         name: c10d's name of the operation.
@@ -56,7 +56,7 @@ class PreHookArgs(NamedTuple):
 
 
 class PostHookArgs(NamedTuple):
-    """What a hook after a call gets: `work` is done, unless the call is asynchronous."""
+    """The argument of a hook after a call: `work` is done, unless the call is asynchronous."""
 
     name: Any
     async_op: bool
@@ -147,6 +147,11 @@ class Hooked:
 
     _hooks: Hooks | None = None
     backends: dict[str, Any]
+    calls: Any
+    port: Any
+    stream_queue: Any
+    _block: Any
+    _part: Any
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], object]) -> None:
         """Call `hook(args)` before each call; an error that it raises is raised on all ranks.
@@ -201,4 +206,9 @@ class Hooked:
             self._choose_way()
 
     def _choose_way(self) -> None:
-        raise NotImplementedError
+        """Let C++ make repeated calls, unless Python must see each call."""
+        cpu, hooks = self.backends.get("cpu"), self._hooks
+        plain = cpu is not None and not (hooks and (hooks.before or hooks.after))
+        is_free = plain and self._block is None and not self._part.has_missed
+        self.calls = cpu.calls if cpu is not None and is_free else None
+        self.port = cpu.port if cpu is not None and plain and self.stream_queue is None else None

@@ -45,7 +45,7 @@ from unisono.groups.dispatch import dispatcher
 from unisono.groups.hooks import Hooked
 from unisono.groups.keywords import SHARED, How, check_keywords
 from unisono.groups.participation import Participation
-from unisono.groups.reductions import function_for, reduce_by, reduce_wide
+from unisono.groups.reductions import reduce_otherwise
 from unisono.groups.stream_queue import P2P, StreamCall, StreamQueue
 from unisono.groups.table import KINDS, OPS, OpSchema, row_of, schema_of
 from unisono.groups.work import Work
@@ -167,10 +167,8 @@ class Operations(Hooked):
         **how: Unpack[How],
     ) -> Work:
         """As `unisono.all_reduce`."""
-        if accumulate is not None:
-            return reduce_wide(self, "all_reduce", accumulate, tensor, op, how=how)
-        if (function := function_for(tensor, op)) is not None:
-            return reduce_by(self, "all_reduce", function, tensor, tensor, how)
+        if work := reduce_otherwise(self, "all_reduce", op, tensor, tensor, how, accumulate):
+            return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).all_reduce(tensor, op, self._options(how)))
 
@@ -194,10 +192,8 @@ class Operations(Hooked):
     ) -> Work:
         """As `unisono.reduce`."""
         root = _member(self, root, "root")
-        if accumulate is not None:
-            return reduce_wide(self, "reduce", accumulate, tensor, root, op, how=how)
-        if (function := function_for(tensor, op)) is not None:
-            return reduce_by(self, "reduce", function, tensor, tensor, how, root)
+        if work := reduce_otherwise(self, "reduce", op, tensor, tensor, how, accumulate, root):
+            return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
 
@@ -289,8 +285,8 @@ class Operations(Hooked):
 
         `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
         """
-        if input_split_sizes is None and (function := function_for(tensor, op)) is not None:
-            return reduce_by(self, "reduce_scatter_tensor", function, output, tensor, how)
+        if work := reduce_otherwise(self, "reduce_scatter_tensor", op, output, tensor, how):
+            return work
         op = as_reduce_op(op)
         options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))
         return self._work(self._on(output).reduce_scatter_tensor(output, tensor, op, options))
@@ -351,8 +347,8 @@ class Operations(Hooked):
         self, tensor: Array, op: ReduceOp | Function = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
         """As `unisono.scan`."""
-        if (function := function_for(tensor, op)) is not None:
-            return reduce_by(self, "scan", function, tensor, tensor, how)
+        if work := reduce_otherwise(self, "scan", op, tensor, tensor, how):
+            return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).scan(tensor, op, self._options(how)))
 
@@ -361,8 +357,8 @@ class Operations(Hooked):
         self, tensor: Array, op: ReduceOp | Function = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
         """As `unisono.exscan`."""
-        if (function := function_for(tensor, op)) is not None:
-            return reduce_by(self, "exscan", function, tensor, tensor, how)
+        if work := reduce_otherwise(self, "exscan", op, tensor, tensor, how):
+            return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).exscan(tensor, op, self._options(how)))
 
@@ -518,14 +514,6 @@ class Operations(Hooked):
         if "_learn" in how and op not in vars(self):
             how["_learn"](pending.prepared)
         return work
-
-    def _choose_way(self) -> None:
-        """Let C++ make repeated calls, unless Python must see each call."""
-        cpu, hooks = self.backends.get("cpu"), self._hooks
-        plain = cpu is not None and not (hooks and (hooks.before or hooks.after))
-        is_free = plain and self._block is None and not self._part.has_missed
-        self.calls = cpu.calls if cpu is not None and is_free else None
-        self.port = cpu.port if cpu is not None and plain and self.stream_queue is None else None
 
     def _work(self, pending: Pending) -> Work:
         return Work(pending, "", self)

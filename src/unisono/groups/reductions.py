@@ -73,6 +73,25 @@ def function_for(tensor: Any, op: Any) -> Function | None:
     return op if callable(op) and not of_enum else None
 
 
+def reduce_otherwise(
+    group: Any,
+    name: str,
+    op: Any,
+    output: Any,
+    tensor: Any,
+    how: Any,
+    accumulate: str | None = None,
+    root: int = -1,
+) -> Work | None:
+    """Make a reduction that no kernel has; return None if a kernel has it."""
+    if accumulate is not None:
+        settings = (op,) if root < 0 else (root, op)
+        return reduce_wide(group, name, accumulate, tensor, *settings, how=how)
+    if (function := function_for(tensor, op)) is None:
+        return None
+    return reduce_by(group, name, function, output, tensor, how, root)
+
+
 def reduce_by(
     group: Any, name: str, function: Function, output: Any, tensor: Any, how: Any, root: int = -1
 ) -> Work:
