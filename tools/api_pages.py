@@ -47,7 +47,7 @@ PAGES = (
         "membership", "Ranks that come and go",
         "Continue without lost ranks, take newcomers in, and commit steps.",
         "[Membership](../../explanation/membership.md) has the protocol and what can be lost.",
-        homes="beyond.membership beyond.state_sync beyond.steps",
+        homes="beyond.membership core.c10d.reconfigure_by_handles beyond.state_sync beyond.steps",
     ),
     Page(
         "collectives", "Collectives",
@@ -55,7 +55,7 @@ PAGES = (
         "In the examples, `rank` is `dist.get_rank()`. "
         "[Reductions](../reductions.md) defines the results, [Matrix](../matrix.md) the dtypes.",
         homes="core.c10d.collectives core.c10d.monitored_barrier core.base.types "
-        "core.operations.keywords",
+        "core.operations.keywords core.operations.reductions",
     ),
     Page(
         "point-to-point", "Point to point",
@@ -80,7 +80,7 @@ PAGES = (
     Page(
         "windows", "Windows",
         "Memory of each rank that the other ranks read, write and signal.",
-        homes="windows",
+        homes="beyond.windows",
     ),
     Page(
         "neighbors", "Neighbours in a grid or graph",
@@ -100,6 +100,11 @@ PAGES = (
         "they waited.",
         "[Recorded calls](../../howto/trace.md) shows how to find a late or a missing rank.",
         homes="beyond.tracing core.recorder",
+    ),
+    Page(
+        "hooks", "Hooks and checks of data",
+        "Functions before and after the calls of a group; NaN, and replicas that differ.",
+        homes="beyond.checks core.operations.hooks",
     ),
     Page(
         "work", "Works and futures",

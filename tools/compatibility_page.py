@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import unisono
-from unisono.refused import INCIDENTAL, REFUSED
+from unisono.refused import INCIDENTAL, REFUSED, REFUSED_MODULES
 
 PAGE = Path("docs/reference/compatibility.md")
 
@@ -55,18 +55,28 @@ OMITTED = "This page omits names that torch imports for its own use:"
 TAIL = "\n" + textwrap.fill(f"{OMITTED} {', '.join(sorted(INCIDENTAL))}.", 100) + "\n"
 
 PACKAGES_HEAD = """
-## Packages of torch.distributed
+## Modules of torch.distributed
 
-| package | here |
+An import of a refused module raises an ImportError with the reason.
+
+| module below `torch.distributed` | below `unisono` |
+| --- | --- |
+"""
+
+NEWER_HEAD = """
+## Names of torch's main line
+
+The page's author read them from torch's source in 2026; a test cannot compare them with 2.13.
+
+| name | here |
 | --- | --- |
 """
 
 LAUNCHER_HEAD = """
 ## Launcher of torch.distributed
 
-`unisono run` takes torchrun's command line ([running scripts](../howto/run.md)), and
-`unisono.launch` replaces `elastic_launch`. torch's classes for them have no counterpart: a launch
-is configured by flags.
+`unisono run` takes torchrun's command line ([running scripts](../howto/run.md)). torch's other
+classes for launches have no counterpart: a launch is configured by flags.
 
 | module of `torch.distributed` | names | here |
 | --- | --- | --- |
@@ -116,42 +126,39 @@ NOTES = {
     "supports_complex": "PRODUCT is defined, too",
 }
 
-# Counterparts of the modules of torch.distributed.
-_ON_US = 'built on torch.distributed: runs on `init_process_group("unisono")`'
-PACKAGES = {
-    "algorithms": f"hooks, `Join`, averagers: {_ON_US}; hooks without it in `unisono.parallel`",
-    "argparse_util": "no counterpart: `unisono run` itself reads its flags from variables",
-    "autograd": "no counterpart: the gradients of RPC",
-    "c10d_logger": "no counterpart: logs of torch's own calls",
-    "checkpoint": _ON_US,
-    "collective_utils": _ON_US,
-    "config": "no counterpart: switches of torch's own implementation",
-    "constants": "`default_pg_timeout` is in `unisono`",
-    "debug": "no counterpart: a server that shows torch's state",
-    "device_mesh": "`DeviceMesh` and `init_device_mesh` are in `unisono`",
-    "distributed_c10d": "all its public names are in `unisono`, see above",
-    "elastic": "`unisono run`, see below",
-    "flight_recorder": "no counterpart: reads NCCL's traces",
-    "fsdp": _ON_US,
-    "launch": "`unisono run`; the variables are always set",
-    "launcher": "`unisono.launch`, see below",
-    "logging_handlers": "no counterpart: logs of torch's own calls",
-    "nn": f"collectives with autograd: {_ON_US}; `unisono.parallel.DistributedDataParallel`",
-    "optim": f"{_ON_US}, except `DistributedOptimizer`, which needs RPC",
-    "pipelining": _ON_US,
-    "remote_device": "no counterpart: an address for RPC",
-    "rendezvous": "`rendezvous` and `register_rendezvous_handler` are in `unisono`",
-    "rpc": "no counterpart: unisono has no remote procedure calls",
-    "run": "`unisono run`, `python -m unisono run`",
-    "tensor": f"DTensor: {_ON_US}",
-    "utils": "no counterpart: helpers of torch's own sharding and DistributedDataParallel",
+# Names of torch's main line -> what is here; "" if the name is here.
+NEWER = {
+    **dict.fromkeys(
+        (
+            *("FlightRecorderHook", "HookOpName", "NanCheckHook", "PostHookArgs", "PreHookArgs"),
+            *("ProcessGroup.register_abort_hook", "ProcessGroup.register_post_hook"),
+            *("ProcessGroup.register_pre_hook", "_get_reconfigure_handle", "_reconfigure"),
+            *("_supports_reconfigure", "gather_into_tensor", "gather_single"),
+        ),
+        "",
+    ),
+    "ProcessGroup.register_completion_hook": "`Work.on_end`, `Work.get_future`",
+    "Work._get_duration": "`trace_records` has the times of each call",
+}
+
+# Modules of torch.distributed that are here under the same path.
+MODULES = {
+    "algorithms.join": "`Join`, `Joinable`, `JoinHook`",
+    "device_mesh": "`DeviceMesh`, `init_device_mesh`",
+    "distributed_c10d": "all public names, and the private getters that libraries use",
+    "elastic.multiprocessing.errors": "`record`, `ChildFailedError`",
+    "elastic.timer": "`expires`, without a server",
+    "launcher.api": "`LaunchConfig`, `elastic_launch`, `launch_agent`, on one host",
+    "nn.functional": "collectives of torch tensors with gradients; averages have one, too",
+    "rendezvous": "`rendezvous`, `register_rendezvous_handler`",
+    "run": "`python -m unisono.run` is `unisono run`",
 }
 
 # Public names of torch's launcher: module -> (names, what is here).
 LAUNCHER = {
     "launcher.api": (
         "LaunchConfig elastic_launch launch_agent",
-        "`unisono.launch(fn, nprocs, args)` on one host; `unisono run` on several",
+        "the same on one host, as `unisono.launch(fn, nprocs, args)`; `unisono run` on several",
     ),
     "elastic.agent.server.api": (
         "WorkerSpec Worker WorkerState WorkerGroup RunResult ElasticAgent SimpleElasticAgent",
@@ -165,7 +172,8 @@ LAUNCHER = {
     ),
     "elastic.multiprocessing.errors": (
         "ProcessFailure ChildFailedError record ErrorHandler get_error_handler",
-        "not needed: the launcher reads tracebacks from standard error and from `record`'s file",
+        "`record`, `ChildFailedError`; not needed, because the launcher reads tracebacks from "
+        "standard error and from `record`'s file",
     ),
     "elastic.rendezvous": (
         "RendezvousClosedError RendezvousConnectionError RendezvousError "
@@ -239,13 +247,15 @@ def page() -> str:
     rows += [(f"`{name}`", status, text) for name, status, text in entries()]
     table = "".join(f"| {' | '.join(row).strip()} |\n" for row in rows)
     beyond = "".join(f"| `{name}` | {text} |\n" for name, text in names_beyond_torch())
-    packages = "".join(f"| `{name}` | {text} |\n" for name, text in PACKAGES.items())
+    modules = {**MODULES, **{name: f"refused: {why}" for name, why in REFUSED_MODULES.items()}}
+    packages = "".join(f"| `{name}` | {text} |\n" for name, text in sorted(modules.items()))
+    newer = "".join(f"| `{name}` | {text or 'the same'} |\n" for name, text in NEWER.items())
     launcher = "".join(
         f"| `{module}` | {', '.join(names.split())} | {text} |\n"
         for module, (names, text) in LAUNCHER.items()
     )
     return (
-        f"{HEAD}{table.replace('|  |', '| |')}{BEYOND}{beyond}"
+        f"{HEAD}{table.replace('|  |', '| |')}{NEWER_HEAD}{newer}{BEYOND}{beyond}"
         f"{PACKAGES_HEAD}{packages}{LAUNCHER_HEAD}{launcher}{TAIL}"
     )
 
@@ -366,8 +376,10 @@ def same_default(ours: Any, theirs: Any) -> bool:
 
 
 def missing_members(name: str, ours: Any, theirs: Any) -> set[str]:
-    """Return the public members that only torch's class has."""
-    public = {member for member in dir(theirs) if not member.startswith("_")}
+    """Return the public members and special methods that only torch's class has."""
+    public = {member for member in dir(theirs) if member[:1] != "_" or member[:2] == "__"}
+    # The last three are not needed, because pickling works without them.
+    public -= {"__weakref__", "__entries", "__setstate__", "__copy__", "__deepcopy__"}
     missing = {member for member in public if not hasattr(ours, member)}
     return missing - {*getattr(ours, "__annotations__", {})} - ATTRIBUTES.get(name, set())
 

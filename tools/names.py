@@ -16,6 +16,7 @@ from pathlib import Path
 
 # name -> why two modules define it.
 ALLOWED = {
+    "Join": "public in algorithms: torch's name",
     "Network": "public in simulate and in testing.hosts",
     "Group": "public in unisono.ray",
     "Program": "public in schedules, and in simulate as the graph of a GOAL file",

@@ -46,11 +46,17 @@ CPP_FILE = 400
 # (path, "NAME parameters"), (path, "NAME methods") and (path, "NAME attributes").
 # A new entry is a review topic.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
-    ("src/unisono/errors.py", "definitions"): (35, "one class per kind of error, in one place"),
+    ("src/unisono/errors.py", "definitions"): (36, "one class per kind of error, in one place"),
     ("src/unisono/core/stores/tcp/client.py", "TCPStore.__init__ parameters"): (
         10,
         "torch's signature",
     ),
+    ("src/unisono/distributed_c10d.py", "_new_process_group_helper parameters"): (
+        12,
+        "torch's signature",
+    ),
+    ("src/unisono/launcher/api.py", "LaunchConfig attributes"): (16, "torch's fields"),
+    ("src/unisono/nn/functional.py", "definitions"): (24, "torch's functions, and their maps"),
     ("src/unisono/core/rendezvous/agents/state.py", "AgentsState attributes"): (
         15,
         "the fields of one document",
@@ -60,7 +66,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "the columns of one record",
     ),
     ("src/unisono/core/c10d/lifecycle.py", "init_process_group parameters"): (
-        9,
+        10,
         "torch's signature",
     ),
     ("src/unisono/core/c10d/objects/functions.py", "send_object_list parameters"): (

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
 from unisono.core.base.deadline import Timeout
-from unisono.core.base.types import Arrays
+from unisono.core.base.types import Arrays, Function
 from unisono.core.operations.keywords import AlgorithmKeywords
 from unisono.core.groups.world import Group
 '''

@@ -2,7 +2,9 @@
 
 `import unisono as dist` replaces `import torch.distributed as dist`. This module is the first of
 three public tiers and has the names for scripts. `unisono.lowlevel` is for authors of backends,
-transports and schedules, `unisono.testing` is for tests. All other modules are private.
+transports and schedules, `unisono.testing` is for tests. `unisono.functional` has collectives that
+return their result, and some modules have the paths of torch.distributed's. All other modules are
+private.
 
 Names are loaded on first use, so that the launcher, which needs none of them, starts without NumPy.
 Type checkers read `__init__.pyi`, which `make docs` writes.
@@ -10,6 +12,7 @@ Type checkers read `__init__.pyi`, which `make docs` writes.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 TYPE_CHECKING = False  # without an import of typing
@@ -47,8 +50,8 @@ _HOMES = {
     "core.c10d.collectives": (
         "_all_gather_base _reduce_scatter_base all_gather all_gather_coalesced "
         "all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced all_to_all "
-        "all_to_all_single barrier broadcast exscan gather reduce reduce_scatter "
-        "reduce_scatter_single reduce_scatter_tensor scan scatter"
+        "all_to_all_single barrier broadcast exscan gather gather_into_tensor gather_single "
+        "reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scan scatter"
     ),
     "errors": "QueueEmptyError",
     "beyond.counters": "Counter Lock",
@@ -62,6 +65,10 @@ _HOMES = {
     ),
     "core.c10d.device_mesh": "DeviceMesh init_device_mesh",
     "beyond.membership": "membership_changed reconfigure",
+    "beyond.checks": "FlightRecorderHook NanCheckHook assert_equal",
+    "core.c10d.reconfigure_by_handles": (
+        "_get_reconfigure_handle _reconfigure _supports_reconfigure"
+    ),
     "beyond.files": "CollectiveFile open_file",
     "beyond.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "core.c10d.monitored_barrier": "monitored_barrier",
@@ -77,7 +84,9 @@ _HOMES = {
     "core.c10d.p2p": (
         "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv"
     ),
+    "core.operations.hooks": "HookOpName PostHookArgs PreHookArgs",
     "core.operations.keywords": "CallKeywords",
+    "core.operations.reductions": "maxloc minloc",
     "core.groups.process_group": "ProcessGroup",
     "core.c10d.objects.serializer": "PickleSerializer Serializer",
     "beyond.preemption": "should_stop",
@@ -96,12 +105,17 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 __all__ = sorted(name for name in _HOME_OF if not name.startswith("_"))
 
 
+# Modules of torch.distributed that it imports itself, so that programs do not.
+_MODULES = {"algorithms", "device_mesh", "distributed_c10d", "elastic", "functional", "nn"}
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"unisono.{name}")
     module = _HOME_OF.get(name)
     if module is None:
-        refused = import_module("unisono.refused")
-        if name in refused.REFUSED:
-            raise refused.refuse(name)
+        if (refusal := import_module("unisono.refused").refuse(name)) is not None:
+            raise refusal
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     home = import_module(f"unisono.{module}")
     value = globals()[name] = getattr(home, name)
@@ -110,3 +124,17 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+class _Refusals:
+    """The last finder of modules: says why unisono lacks a module of torch.distributed."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        top, _, below = name.partition(".")
+        # `errors` and `refused` are needed to say it, and private modules are never torch's.
+        if top == "unisono" and below not in ("errors", "refused") and below[:1] != "_":
+            import_module("unisono.refused").check_module(below)
+
+
+sys.meta_path.append(_Refusals)  # type: ignore[arg-type]  # a class with the method will do

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
 from unisono.core.base.deadline import Timeout
-from unisono.core.base.types import Arrays
+from unisono.core.base.types import Arrays, Function
 from unisono.core.operations.keywords import AlgorithmKeywords
 from unisono.core.groups.world import Group
+from unisono.beyond.checks import FlightRecorderHook as FlightRecorderHook
+from unisono.beyond.checks import NanCheckHook as NanCheckHook
+from unisono.beyond.checks import assert_equal as assert_equal
 from unisono.beyond.counters import Counter as Counter
 from unisono.beyond.counters import Lock as Lock
 from unisono.beyond.files import CollectiveFile as CollectiveFile
@@ -114,6 +117,11 @@ from unisono.core.c10d.queries import is_torchelastic_launched as is_torchelasti
 from unisono.core.c10d.queries import is_ucc_available as is_ucc_available
 from unisono.core.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.core.c10d.queries import supports_complex as supports_complex
+from unisono.core.c10d.reconfigure_by_handles import (
+    _get_reconfigure_handle as _get_reconfigure_handle,
+)
+from unisono.core.c10d.reconfigure_by_handles import _reconfigure as _reconfigure
+from unisono.core.c10d.reconfigure_by_handles import _supports_reconfigure as _supports_reconfigure
 from unisono.core.engines.choice import EngineInfo as EngineInfo
 from unisono.core.engines.choice import engine_info as engine_info
 from unisono.core.groups.process_group import ProcessGroup as ProcessGroup
@@ -131,7 +139,12 @@ from unisono.core.operations.c10d_methods import GatherOptions as GatherOptions
 from unisono.core.operations.c10d_methods import ReduceOptions as ReduceOptions
 from unisono.core.operations.c10d_methods import ReduceScatterOptions as ReduceScatterOptions
 from unisono.core.operations.c10d_methods import ScatterOptions as ScatterOptions
+from unisono.core.operations.hooks import HookOpName as HookOpName
+from unisono.core.operations.hooks import PostHookArgs as PostHookArgs
+from unisono.core.operations.hooks import PreHookArgs as PreHookArgs
 from unisono.core.operations.keywords import CallKeywords as CallKeywords
+from unisono.core.operations.reductions import maxloc as maxloc
+from unisono.core.operations.reductions import minloc as minloc
 from unisono.core.operations.work import Future as Future
 from unisono.core.operations.work import Work as Work
 from unisono.core.operations.work import collect_all as collect_all
@@ -178,19 +191,24 @@ __all__ = [
     "EngineInfo",
     "Event",
     "FileStore",
+    "FlightRecorderHook",
     "Future",
     "GatherOptions",
     "GroupMember",
     "GroupName",
     "GroupStats",
     "HashStore",
+    "HookOpName",
     "Lock",
     "MessageInfo",
+    "NanCheckHook",
     "Neighbors",
     "OperationStats",
     "P2POp",
     "PROC_NULL",
     "PickleSerializer",
+    "PostHookArgs",
+    "PreHookArgs",
     "PrefixStore",
     "ProcessGroup",
     "ProcessGroupGloo",
@@ -229,6 +247,7 @@ __all__ = [
     "all_reduce_object",
     "all_to_all",
     "all_to_all_single",
+    "assert_equal",
     "barrier",
     "batch_isend_irecv",
     "breakpoint",
@@ -242,7 +261,9 @@ __all__ = [
     "engine_info",
     "exscan",
     "gather",
+    "gather_into_tensor",
     "gather_object",
+    "gather_single",
     "get_backend",
     "get_backend_config",
     "get_debug_level",
@@ -269,7 +290,9 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "launch",
+    "maxloc",
     "membership_changed",
+    "minloc",
     "monitored_barrier",
     "neighbor_all_gather",
     "neighbor_all_to_all",
@@ -381,9 +404,11 @@ def broadcast(
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> None:
     """Replace every rank's tensor by the reduction over all ranks.
@@ -394,9 +419,12 @@ def all_reduce(
 
     Args:
         tensor: [...] same number of elements and dtype on all ranks; any layout.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor). Or a NumPy ufunc,
+            `minloc`, or another associative function of two arrays, applied in the order of ranks.
+            It gets NumPy arrays, or tensors, and gathers all arrays on each rank first.
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
@@ -416,7 +444,7 @@ def all_reduce(
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -425,17 +453,21 @@ def all_reduce(
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work: ...
 @overload
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload
@@ -486,10 +518,12 @@ def all_reduce_coalesced(
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
@@ -507,7 +541,7 @@ def reduce(
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -518,20 +552,24 @@ def reduce(
 def reduce(
     tensor: Array,
     dst: int | None,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work: ...
 @overload
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload
@@ -732,6 +770,69 @@ def gather(
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: Literal[False] = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> None:
+    """Concatenate the tensors of all ranks on rank `dst` (global rank 0 by default).
+
+    Args:
+        output_tensor: [p*rows, ...] on `dst`, an array with rows, such as a NumPy array; None
+            elsewhere.
+        input_tensor: [rows, ...] same number of elements and dtype on all ranks.
+        dst: Global rank of the root.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        group_dst: The root's rank in the group, instead of `dst`.
+        **how: timeout, algorithm.
+
+    Examples: On rank 0 of 2
+        >>> x = np.zeros(4) if rank == 0 else None
+        >>> dist.gather_into_tensor(x, np.array([rank, 5.0]), dst=0)
+        >>> x
+        array([0., 5., 1., 5.])
+    """
+
+@overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None,
+    group: ProcessGroup | None,
+    async_op: Literal[True],
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work: ...
+@overload
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None: ...
+
+gather_single = gather_into_tensor
+
+@overload
 def scatter(
     tensor: Array,
     scatter_list: Arrays | None = None,
@@ -833,7 +934,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     **how: Unpack[CallKeywords],
@@ -861,7 +962,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -871,7 +972,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     **how: Unpack[CallKeywords],
@@ -880,7 +981,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -998,7 +1099,7 @@ def all_to_all_single(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     **how: Unpack[CallKeywords],
@@ -1031,7 +1132,7 @@ def scan(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -1040,7 +1141,7 @@ def scan(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     **how: Unpack[CallKeywords],
@@ -1048,7 +1149,7 @@ def scan(
 @overload
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -1056,7 +1157,7 @@ def scan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
     **how: Unpack[CallKeywords],
@@ -1080,7 +1181,7 @@ def exscan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     *,
     async_op: Literal[True],
@@ -1089,7 +1190,7 @@ def exscan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp,
+    op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
     **how: Unpack[CallKeywords],
@@ -1097,7 +1198,7 @@ def exscan(
 @overload
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],

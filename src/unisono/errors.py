@@ -10,7 +10,8 @@
     │   ├── NotInGroupError(ValueError)
     │   ├── ClosedError                 the object was closed, or belongs to the parent of a fork
     │   └── UnsupportedError            the backend lacks an op, dtype or device
-    │       └── RefusedNameError(AttributeError)
+    │       ├── RefusedNameError(AttributeError)
+    │       └── RefusedModuleError(ModuleNotFoundError)
     ├── CommunicationError
     │   ├── CollectiveError             the ranks together
     │   │   ├── CollectiveMismatchError ranks made different calls; shows both sides
@@ -67,6 +68,7 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "QueueEmptyError",
+    "RefusedModuleError",
     "RefusedNameError",
     "RendezvousError",
     "ScheduleError",
@@ -220,6 +222,10 @@ class RefusedNameError(UnsupportedError, AttributeError):
 
     It is an AttributeError, too, so that hasattr() is False.
     """
+
+
+class RefusedModuleError(UnsupportedError, ModuleNotFoundError):
+    """A module of torch.distributed that unisono does not have; the text gives the reason."""
 
 
 class CommunicationError(UnisonoError):

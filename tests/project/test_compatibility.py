@@ -3,6 +3,7 @@
 import inspect
 import re
 from importlib import import_module
+from importlib.util import find_spec
 from pkgutil import iter_modules
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.adapters.torch.torch_signatures import calls, overloads
 from tests.support import tools
 from unisono.core.operations.methods import OPS
 from unisono.errors import UnsupportedError
-from unisono.refused import INCIDENTAL, REFUSED
+from unisono.refused import INCIDENTAL, REFUSED, REFUSED_MODULES
 
 PAGE = (tools.ROOT / "docs/reference/compatibility.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
@@ -51,7 +52,19 @@ def test_every_module_of_torch_has_a_row(tool):
     import torch.distributed
 
     modules = {module.name for module in iter_modules(torch.distributed.__path__)}
-    assert set(tool.PACKAGES) == {name for name in modules if not name.startswith("_")}
+    rows = {name.partition(".")[0] for name in (*tool.MODULES, *REFUSED_MODULES)}
+    assert rows == {name for name in modules if not name.startswith("_")}
+    for name in (*tool.MODULES, *REFUSED_MODULES):
+        assert find_spec(f"torch.distributed.{name}"), name
+    for name in tool.MODULES:
+        import_module(f"unisono.{name}")
+
+
+def test_newer_names_are_here(tool):
+    for name, text in tool.NEWER.items():
+        owner, _, member = name.rpartition(".")
+        there = hasattr(getattr(unisono, owner) if owner else unisono, member)
+        assert there == (not text), name
 
 
 def test_every_name_of_torchs_launcher_has_a_row(tool):

@@ -24,7 +24,7 @@ OPTIONAL = {
     "ray": {"adapters/clusters/ray.py", "adapters/clusters/ray_collective.py"},
     "rich": {"workbench"},
     "shtab": {"workbench/cli/completion.py"},
-    "torch": {"adapters/torch", "beyond/parallel"},
+    "torch": {"adapters/torch", "beyond/parallel", "nn/functional.py"},
 }
 
 SCRIPT = """

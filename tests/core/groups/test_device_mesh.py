@@ -1,6 +1,8 @@
 """DeviceMesh: against torch's, whose fake backend lets one process be any rank; and its groups."""
 
 import contextlib
+import copy
+import pickle
 import re
 
 import numpy as np
@@ -30,6 +32,25 @@ def described(mesh):
         "coordinate": None if coordinate is None else tuple(coordinate),
         "local": [mesh.get_local_rank(dim) for dim in range(mesh.ndim)],
     }
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_a_mesh_is_copied_pickled_and_entered(rank):
+    with dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) as mesh:
+        flat = mesh._flatten("all")
+    copies = [copy.copy(mesh), copy.deepcopy(mesh), pickle.loads(pickle.dumps(mesh))]
+    sent = [pickle.dumps(mesh) if rank == 0 else None]
+    dist.broadcast_object_list(sent)
+    for each in (*copies, pickle.loads(sent[0])):
+        assert each == mesh
+        assert described(each) == described(mesh)
+        assert each.get_all_groups() == mesh.get_all_groups()
+        assert each["all"].get_group() is flat.get_group()
+        x = np.array([rank])
+        dist.all_reduce(x, group=each["tp"].get_group())
+        assert x[0] == (1 if rank < 2 else 5)
+    assert pickle.loads(pickle.dumps(mesh["tp"])).get_group() is mesh.get_group("tp")
+    dist.barrier()
 
 
 def meshes(init_device_mesh, DeviceMesh):

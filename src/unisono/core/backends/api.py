@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -185,6 +185,9 @@ class DeviceBackend(ABC):
     def blamed(self) -> tuple[int, ...]:
         """Return the ranks of the group that a time-out blames for the end of the group."""
         return ()
+
+    def on_broken(self, callback: Callable[[], object]) -> None:  # noqa: B027  a backend may lack it
+        """Call `callback()` when the group breaks, before its calls end; at once if it has."""
 
     def runs_here(self) -> bool:
         """Whether the calling thread runs queued calls, so that it must not wait for them."""

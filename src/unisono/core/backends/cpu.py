@@ -7,7 +7,7 @@ concatenation, so a schedule has one input and one output only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from unisono.core.schedules import Layout, Program, Schedule
 from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
 from unisono.core.stores import PrefixStore
 from unisono.core.transports import connect, has_ended
+from unisono.core.transports.messages import Failure
 from unisono.errors import ArgumentTypeError
 
 _NOW = Deadline(0.0)
@@ -209,6 +210,12 @@ class CPUBackend(MessageBackend, ArrayBackend):
     def broken(self) -> str | None:
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
+
+    def on_broken(self, callback: Callable[[], object]) -> None:
+        def broke(failure: Failure) -> None:
+            callback()
+
+        self._comm.transport.on_failure(self._comm.context, broke)
 
     def blamed(self) -> tuple[int, ...]:
         failure = self._comm.transport.failure(self._comm.context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -30,6 +30,8 @@ Array: TypeAlias = SupportsDLPack | SupportsBuffer
 DLPack or the buffer protocol (bytearray, memoryview, array.array, mmap)."""
 Arrays: TypeAlias = Sequence[Array]
 """A list of arrays, for instance one for each rank."""
+Function: TypeAlias = Callable[[Any, Any], Any]
+"""Combines two operands, for reductions by a function."""
 
 
 class RedOpType(enum.IntEnum):

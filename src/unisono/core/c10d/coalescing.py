@@ -81,7 +81,7 @@ def coalescing_manager(
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
     recorder, manager, since = _BlockRecorder(), CoalescingManager(), pg.place()
     # Without `calls` the C++ engine runs no call of the group.
-    calls, pg.calls, pg._block = pg.calls, None, recorder
+    pg.calls, pg._block = None, recorder
     try:
         yield manager
         batches = list(recorder.batches())
@@ -92,8 +92,7 @@ def coalescing_manager(
         raise
     finally:
         pg._block = None
-        if not pg._part.has_missed:
-            pg.calls = calls
+        pg._choose_way()
     for schema, arguments, how in batches:
         work = pg._call(OPS[schema.coalesced], arguments, {**how, "async_op": async_ops})
         if async_ops:

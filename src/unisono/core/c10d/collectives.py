@@ -15,16 +15,17 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 from unisono.core.base.deadline import Timeout
-from unisono.core.base.types import Array, Arrays, ReduceOp
+from unisono.core.base.types import Array, Arrays, Function, ReduceOp
 from unisono.core.c10d.arguments import reporting_bad_arguments, root_of
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group
 from unisono.core.operations.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
 from unisono.core.operations.methods import in_cpp
 from unisono.core.operations.work import Future, Work
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 
 
 def _group(group: Group, call: str, how: Mapping[str, object]) -> ProcessGroup | None:
@@ -78,9 +79,11 @@ def broadcast(
 @in_cpp
 def all_reduce(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace every rank's tensor by the reduction over all ranks.
@@ -91,9 +94,12 @@ def all_reduce(
 
     Args:
         tensor: [...] same number of elements and dtype on all ranks; any layout.
-        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor). Or a NumPy ufunc,
+            `minloc`, or another associative function of two arrays, applied in the order of ranks.
+            It gets NumPy arrays, or tensors, and gathers all arrays on each rank first.
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
@@ -111,7 +117,7 @@ def all_reduce(
     """
     if (pg := _group(group, "all_reduce", how)) is None:
         return None
-    work = pg.all_reduce(tensor, op, async_op=async_op, **how)
+    work = pg.all_reduce(tensor, op, async_op=async_op, accumulate=accumulate, **how)
     return work if async_op else None
 
 
@@ -142,10 +148,12 @@ def all_reduce_coalesced(
 def reduce(
     tensor: Array,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
+    *,
+    accumulate: str | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
@@ -161,7 +169,7 @@ def reduce(
     if (pg := _group(group, "reduce", how)) is None:
         return None
     root = root_of(pg, "reduce", dst, group_dst)
-    work = pg.reduce(tensor, root, op, async_op=async_op, **how)
+    work = pg.reduce(tensor, root, op, async_op=async_op, accumulate=accumulate, **how)
     return work if async_op else None
 
 
@@ -277,6 +285,61 @@ def gather(
     return work if async_op else None
 
 
+def gather_into_tensor(
+    output_tensor: Array | None,
+    input_tensor: Array,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Unpack[CallKeywords],
+) -> Work | None:
+    """Concatenate the tensors of all ranks on rank `dst` (global rank 0 by default).
+
+    Args:
+        output_tensor: [p*rows, ...] on `dst`, an array with rows, such as a NumPy array; None
+            elsewhere.
+        input_tensor: [rows, ...] same number of elements and dtype on all ranks.
+        dst: Global rank of the root.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        group_dst: The root's rank in the group, instead of `dst`.
+        **how: timeout, algorithm.
+
+    Examples: On rank 0 of 2
+        >>> x = np.zeros(4) if rank == 0 else None
+        >>> dist.gather_into_tensor(x, np.array([rank, 5.0]), dst=0)
+        >>> x
+        array([0., 5., 1., 5.])
+    """
+    if (pg := _group(group, "gather_into_tensor", how)) is None:
+        return None
+    root = root_of(pg, "gather_into_tensor", dst, group_dst, default=0)
+    with reporting_bad_arguments(pg, "gather_into_tensor"):
+        parts = None if output_tensor is None else _rows(output_tensor, pg.size())
+    how["_label"] = "gather_into_tensor"  # type: ignore[typeddict-unknown-key]
+    work = pg.gather(input_tensor, parts, root, async_op=async_op, **how)
+    return work if async_op else None
+
+
+gather_single = gather_into_tensor
+"""Another name of `gather_into_tensor`, and the newer one."""
+
+
+def _rows(array: Any, count: int) -> list[Any]:
+    """Return `count` equal parts of an array along its first dimension; they share its memory."""
+    if not getattr(array, "shape", ()):
+        raise ArgumentTypeError(
+            f"output_tensor must be an array with rows, got {type(array).__name__}"
+        )
+    rows, rest = divmod(array.shape[0], count)
+    if rest:
+        raise InvalidArgumentError(
+            f"output_tensor has {array.shape[0]} rows, which {count} ranks cannot share equally"
+        )
+    return [array[rows * part : rows * (part + 1)] for part in range(count)]
+
+
 @in_cpp
 def scatter(
     tensor: Array,
@@ -331,7 +394,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -428,7 +491,7 @@ def all_to_all_single(
 @in_cpp
 def scan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],
@@ -466,7 +529,7 @@ def scan(
 @in_cpp
 def exscan(
     tensor: Array,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     **how: Unpack[CallKeywords],

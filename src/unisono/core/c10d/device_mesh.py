@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -131,6 +131,31 @@ class DeviceMesh:
         mesh._topologies = {}
         mesh._groups = list(groups)
         return mesh
+
+    def __enter__(self) -> Self:
+        """Return the mesh, as torch does; a with block changes nothing."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the block."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the mesh with the names of its groups, which cannot be pickled or copied."""
+        groups = [None if group is None else (group.key, group.name) for group in self._groups]
+        return vars(self) | {"_groups": groups, "_topologies": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Find this rank's groups again, by name and ranks; a rank without them has none."""
+        vars(self).update(state)
+        self._rank = get_rank() if is_initialized() else self._rank
+        groups, known = [], current().groups
+        for lines, saved in zip(self._lines, state["_groups"], strict=False):
+            key, name = saved or ("", "")
+            mine = [line for line in lines.tolist() if self._rank in line]
+            alike = [each for each in (known.get(key), *known.values()) if each is not None]
+            found = (g for g in alike if g.name == name and [list(g.ranks)] == mine)
+            groups.append(next(found, None))
+        self._groups = groups
 
     def _make_groups(
         self, lines: list[Ranks], labels: Sequence[str], overrides: Sequence[Override]

@@ -9,6 +9,7 @@ import contextlib
 import platform
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 from unisono.core.backends import BackendConfig
 from unisono.core.base import config
@@ -18,7 +19,16 @@ from unisono.core.base.integers import as_integer
 from unisono.core.base.source.tracebacks import hide_own_frames
 from unisono.core.groups.membership import Membership, Wishes
 from unisono.core.groups.process_group import ProcessGroup, group_timeout_s
-from unisono.core.groups.world import Group, World, at_exit, current, process_world, resolve
+from unisono.core.groups.world import (
+    Group,
+    Reconfigurable,
+    World,
+    at_exit,
+    current,
+    process_world,
+    resolve,
+)
+from unisono.core.operations.hooks import PreHookArgs
 from unisono.core.rendezvous import rendezvous
 from unisono.core.rendezvous.handlers import attempt_prefix
 from unisono.core.rendezvous.joining import open_for_newcomer
@@ -29,6 +39,7 @@ from unisono.errors import (
     InvalidArgumentError,
     RendezvousError,
     UnisonoError,
+    UsageError,
 )
 
 
@@ -42,6 +53,8 @@ def init_process_group(
     group_name: str = "",
     pg_options: Any = None,
     device_id: Any = None,
+    *,
+    enable_reconfigure: bool = False,
 ) -> None:
     """Make the default process group.
 
@@ -64,6 +77,8 @@ def init_process_group(
         pg_options: Passed on to the backend.
         device_id: GPU of this rank: 0, "cuda:0" or a torch.device. The backend for it then
             connects the ranks now, instead of at the first call. CPU ranks need no device.
+        enable_reconfigure: Connect no ranks yet: `_reconfigure` makes the group of the processes
+            whose handles it gets. Calls before that raise UsageError.
 
     Raises:
         AlreadyInitializedError: There is a default group.
@@ -90,6 +105,9 @@ def init_process_group(
         store, rank, world_size = _meet(store, init_method, timeout_s, rank, world_size)
     if owned:
         world.on_close.append(store.close)
+    if enable_reconfigure:
+        _begin_alone(world, Reconfigurable(store, uuid4().hex, backend, timeout_s, pg_options))
+        return
     try:
         with _raising_rendezvous_errors(rank, world_size):
             group = ProcessGroup(
@@ -106,6 +124,18 @@ def init_process_group(
         world.close()
         raise
     begin(world, group, Membership.of_founder(store, group, pg_options))
+
+
+def _begin_alone(world: World, wishes: Reconfigurable) -> None:
+    """Begin with a group that makes no calls, until `_reconfigure` replaces it."""
+
+    def refuse(call: PreHookArgs) -> None:
+        raise UsageError(f"{call.op}: the default group has no members before _reconfigure()")
+
+    group = ProcessGroup(HashStore(), 0, 1, wishes.backend, wishes.timeout_s, "default:no-members")
+    group.register_pre_hook(0, refuse)
+    world.default = world.groups[group.key] = group
+    world.reconfigurable = wishes
 
 
 def bind(group: ProcessGroup, device: Any) -> None:

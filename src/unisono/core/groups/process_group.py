@@ -133,11 +133,9 @@ class ProcessGroup(Operations):
                 # The members must not find keys of the world before, such as its counters.
                 store = PrefixStore(f"world/{number}", spec.store)
                 self._spec = replace(spec, store=store)
-            if "cpu" in self.backends:
-                self.calls = self.backends["cpu"].calls
-                # C++ sets the mark in `calls` when it runs a call, so it must be the same mark.
-                self._part.guard = self.calls or self._part.guard
-                self.port = self.backends["cpu"].port
+            self._choose_way()
+            # C++ sets the mark in `calls` when it runs a call, so it must be the same mark.
+            self._part.guard = self.calls or self._part.guard
             self._ending = Ending(self, self.backends.values())
         except BaseException:
             close_backends(self.backends.values(), "because it was not made")
@@ -270,6 +268,8 @@ class ProcessGroup(Operations):
                 for backend in backends.values():
                     backend.abort(closed_text(self.ranks[self._spec.rank], self.name, cancel))
             close_backends(backends.values(), cancel)
+            if self._hooks is not None:
+                self._hooks.clear()
 
     def _reason_to_cancel(self) -> str:
         """Return why `close` must not wait for calls that were made; "" if it may."""

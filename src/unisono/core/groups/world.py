@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from unisono.core.base import log
 from unisono.core.base.seam import cpp
@@ -26,12 +26,31 @@ from unisono.core.groups.ending import close_groups, close_open_groups, process_
 from unisono.core.groups.membership import Membership
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.operations.work import Work
+from unisono.core.stores import Store
 from unisono.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
     NotInitializedError,
     UnisonoError,
 )
+
+
+class Reconfigurable(NamedTuple):
+    """What `_reconfigure` needs to make the default group anew.
+
+    Attributes:
+        store: Shared by all processes that can be members.
+        handle: Name of this process.
+        backend: Of the groups.
+        timeout_s: Default time-out of their calls.
+        options: For the backend.
+    """
+
+    store: Store
+    handle: str
+    backend: str | None
+    timeout_s: float
+    options: Any
 
 
 class World:
@@ -54,6 +73,7 @@ class World:
         self.passed: Counter[str] = Counter()  # how often each `breakpoint()` was reached
         self.membership: Membership | None = None
         self.lender: Callable[[], None] | None = None
+        self.reconfigurable: Reconfigurable | None = None
 
     @property
     def default(self) -> ProcessGroup | None:
@@ -79,7 +99,7 @@ class World:
         finally:
             self.made = 0
             self.made_local.clear()
-            self.membership = None
+            self.membership = self.reconfigurable = None
             callbacks, self.on_close = self.on_close, []
             self.has_hooks = False
             for callback in callbacks:
@@ -93,11 +113,12 @@ class World:
             why: The reason for errors of calls on the closed groups.
         """
         callbacks, self.on_close = self.on_close, []
-        has_hooks = self.has_hooks
+        has_hooks, reconfigurable = self.has_hooks, self.reconfigurable
         for old in self.groups.values():
             old.name += why and f" ({why})"
         self.close()
         self.on_close, self.has_hooks = callbacks, has_hooks
+        self.reconfigurable = reconfigurable
         self.default = self.groups[group.key] = group
         self.made = 1
 

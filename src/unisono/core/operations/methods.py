@@ -33,11 +33,13 @@ from unisono.core.base.deadline import Deadline
 from unisono.core.base.integers import as_flag, as_integer, as_splits
 from unisono.core.base.seam import cpp
 from unisono.core.base.threads.streams import explicit_stream
-from unisono.core.base.types import Array, Arrays, ReduceOp, as_reduce_op
+from unisono.core.base.types import Array, Arrays, Function, ReduceOp, as_reduce_op
 from unisono.core.operations.c10d_methods import call_c10d_form, test_of_form
 from unisono.core.operations.dispatch import dispatcher
+from unisono.core.operations.hooks import Hooked
 from unisono.core.operations.keywords import SHARED, How, check_keywords
 from unisono.core.operations.participation import Participation
+from unisono.core.operations.reductions import reduce_otherwise
 from unisono.core.operations.stream_queue import P2P, StreamCall, StreamQueue
 from unisono.core.operations.table import KINDS, OPS, OpSchema, row_of, schema_of
 from unisono.core.operations.work import Work
@@ -100,7 +102,7 @@ def _form(operation: Callable[..., Work], name: str) -> Callable[..., Work]:
     return method
 
 
-class Operations:
+class Operations(Hooked):
     """The operations, as methods of a process group; see `ProcessGroup`.
 
     A method checks its arguments, and calls the backend of the device of its first array. `call`
@@ -115,7 +117,7 @@ class Operations:
     """
 
     # C++ reads it in each call.
-    __slots__ = ("__dict__", "calls")
+    __slots__ = ("calls",)
 
     name: str
     ranks: tuple[int, ...]
@@ -156,8 +158,17 @@ class Operations:
         return self._work(self._on(tensor).broadcast(tensor, root, self._options(how)))
 
     @operation("allreduce_", in_lists=True, coalesces=True)
-    def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def all_reduce(
+        self,
+        tensor: Array,
+        op: ReduceOp | Function = ReduceOp.SUM,
+        *,
+        accumulate: str | None = None,
+        **how: Unpack[How],
+    ) -> Work:
         """As `unisono.all_reduce`."""
+        if work := reduce_otherwise(self, "all_reduce", op, tensor, tensor, how, accumulate):
+            return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).all_reduce(tensor, op, self._options(how)))
 
@@ -171,10 +182,19 @@ class Operations:
 
     @operation("reduce_", in_lists=True, shared=True)
     def reduce(
-        self, tensor: Array, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
+        self,
+        tensor: Array,
+        root: int = 0,
+        op: ReduceOp | Function = ReduceOp.SUM,
+        *,
+        accumulate: str | None = None,
+        **how: Unpack[How],
     ) -> Work:
         """As `unisono.reduce`."""
-        root, op = _member(self, root, "root"), as_reduce_op(op)
+        root = _member(self, root, "root")
+        if work := reduce_otherwise(self, "reduce", op, tensor, tensor, how, accumulate, root):
+            return work
+        op = as_reduce_op(op)
         return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
 
     @operation("allgather_", in_lists=True)
@@ -256,7 +276,7 @@ class Operations:
         self,
         output: Array,
         tensor: Array,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | Function = ReduceOp.SUM,
         *,
         input_split_sizes: Sequence[int] | None = None,
         **how: Unpack[How],
@@ -265,6 +285,8 @@ class Operations:
 
         `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
         """
+        if work := reduce_otherwise(self, "reduce_scatter_tensor", op, output, tensor, how):
+            return work
         op = as_reduce_op(op)
         options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))
         return self._work(self._on(output).reduce_scatter_tensor(output, tensor, op, options))
@@ -321,14 +343,22 @@ class Operations:
         return self._work(on.neighbor_all_to_all(outputs, inputs, links, self._options(how)))
 
     @operation()
-    def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def scan(
+        self, tensor: Array, op: ReduceOp | Function = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
         """As `unisono.scan`."""
+        if work := reduce_otherwise(self, "scan", op, tensor, tensor, how):
+            return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).scan(tensor, op, self._options(how)))
 
     @operation()
-    def exscan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
+    def exscan(
+        self, tensor: Array, op: ReduceOp | Function = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
         """As `unisono.exscan`."""
+        if work := reduce_otherwise(self, "exscan", op, tensor, tensor, how):
+            return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).exscan(tensor, op, self._options(how)))
 
@@ -463,6 +493,8 @@ class Operations:
             if type(is_async) is not bool or type(ordered) is not bool:
                 is_async = how["async_op"] = as_flag(is_async, "async_op")
                 how["deterministic"] = as_flag(ordered, "deterministic")
+            hooks = self._hooks
+            seen = None if hooks is None else hooks.begin(self, schema, arguments, how)
             work: Work = schema.check(self, *arguments, **how)
         except (ArgumentTypeError, InvalidArgumentError, UnsupportedError) as error:
             error.name_call(how.get("_label") or op)
@@ -476,6 +508,8 @@ class Operations:
                 work.wait_on_host() if on_host else work.wait()
             elif pending.error is not None:
                 raise pending.error
+        if hooks is not None and seen is not None:
+            hooks.end(seen, work)
         # An attribute that hides the method must get each call.
         if "_learn" in how and op not in vars(self):
             how["_learn"](pending.prepared)

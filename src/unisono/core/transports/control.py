@@ -266,7 +266,7 @@ class Failures:
         self._down: dict[int, LinkDown] = {}
         self._reported: set[tuple[int, ...]] = set()
         self._failures: dict[int, Failure] = {}
-        self._callbacks: dict[int, Callable[[Failure], None]] = {}
+        self._callbacks: dict[int, list[Callable[[Failure], None]]] = {}
         self._deferred: dict[int, Failure] = {}
 
     def down(self, peer: int) -> LinkDown | None:
@@ -344,15 +344,18 @@ class Failures:
             if not self.is_new(context, failure):
                 return False
             self._failures[context] = failure
-            callback = self._callbacks.get(context)
-        if callback is not None:
+            callbacks = [*self._callbacks.get(context, ())]
+        for callback in callbacks:
             callback(failure)
         return True
 
     def watch(self, context: int, callback: Callable[[Failure], None]) -> None:
-        """Call `callback` when this context breaks; at once if it is broken already."""
+        """Call `callback` when this context breaks; at once if it is broken already.
+
+        The callback that was added last is called first.
+        """
         with self._lock:
-            self._callbacks[context] = callback
+            self._callbacks.setdefault(context, []).insert(0, callback)
             failure = self._failures.get(context)
         if failure is not None:
             callback(failure)

@@ -19,13 +19,13 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from unisono.core.base.deadline import Timeout
+from unisono.core.base.types import Function
 from unisono.core.c10d.arguments import root_of
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.c10d.objects.packet import FIRST_BYTES
@@ -36,8 +36,6 @@ from unisono.core.operations.keywords import takes_own_keywords
 from unisono.core.operations.methods import list_on_root, one_each
 from unisono.core.transports.messages import PROC_NULL, is_proc_null
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
-
-Function = Callable[[Any, Any], Any]
 
 
 @takes_own_keywords

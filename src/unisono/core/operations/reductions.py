@@ -1,0 +1,148 @@
+"""Reductions that no kernel has: by a function of the caller, of NumPy's own types, in float32.
+
+The arrays of all ranks are gathered, and each rank applies the function in the order of ranks. The
+function is evaluated on equal data, so that all ranks have one result, or one error.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from unisono.core.base.types import Function, RedOpType, ReduceOp
+from unisono.core.operations.work import Work
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
+
+_ALL: dict[RedOpType, Function] = {
+    RedOpType.SUM: np.add,
+    RedOpType.PRODUCT: np.multiply,
+    RedOpType.MIN: np.minimum,
+    RedOpType.MAX: np.maximum,
+}
+# What NumPy can reduce and no kernel.
+_OF_NUMPY: dict[Any, str] = {
+    np.longdouble: "SUM PRODUCT MIN MAX",
+    np.clongdouble: "SUM PRODUCT",
+    np.timedelta64: "SUM MIN MAX",
+    np.datetime64: "MIN MAX",
+}
+
+
+def empty(like: Any, *shape: int) -> Any:
+    """Return a new array of the kind and dtype of another one."""
+    return like.new_empty(shape) if hasattr(like, "new_empty") else np.empty(shape, like.dtype)
+
+
+def copied(array: Any) -> Any:
+    """Return a contiguous copy; of a tensor without its history."""
+    if hasattr(array, "new_empty"):
+        return array.detach().contiguous().clone()
+    return np.array(array, order="C")
+
+
+def minloc(a: Any, b: Any) -> Any:
+    """Return the records with the smaller first field, or the smaller second one if it is equal.
+
+    For `op=`, on NumPy arrays with two fields, such as value and index: MPI's MINLOC.
+    """
+    return _loc(np.less, a, b)
+
+
+def maxloc(a: Any, b: Any) -> Any:
+    """Return the records with the larger first field, or the smaller second one if it is equal.
+
+    For `op=`, on NumPy arrays with two fields, such as value and index: MPI's MAXLOC.
+    """
+    return _loc(np.greater, a, b)
+
+
+def _loc(wins: Function, a: Any, b: Any) -> Any:
+    value, index = a.dtype.names
+    takes_b = (b[value] == a[value]) & (b[index] < a[index])
+    return np.where(wins(b[value], a[value]) | takes_b, b, a)
+
+
+def function_for(tensor: Any, op: Any) -> Function | None:
+    """Return the function for a reduction that no kernel has, or None."""
+    if isinstance(op, ReduceOp):
+        kind = getattr(getattr(tensor, "dtype", None), "type", None)
+        return _ALL[op.op] if op.name in _OF_NUMPY.get(kind, "").split() else None
+    of_enum = isinstance(op, RedOpType) or type(op).__module__.startswith("torch.")
+    return op if callable(op) and not of_enum else None
+
+
+def reduce_otherwise(
+    group: Any,
+    name: str,
+    op: Any,
+    output: Any,
+    tensor: Any,
+    how: Any,
+    accumulate: str | None = None,
+    root: int = -1,
+) -> Work | None:
+    """Make a reduction that no kernel has; return None if a kernel has it."""
+    if accumulate is not None:
+        settings = (op,) if root < 0 else (root, op)
+        return reduce_wide(group, name, accumulate, tensor, *settings, how=how)
+    if (function := function_for(tensor, op)) is None:
+        return None
+    return reduce_by(group, name, function, output, tensor, how, root)
+
+
+def reduce_by(
+    group: Any, name: str, function: Function, output: Any, tensor: Any, how: Any, root: int = -1
+) -> Work:
+    """Reduce by a function; see `unisono.all_reduce` for what it must be.
+
+    Raises:
+        UnsupportedError: The call is asynchronous, or names an algorithm.
+        ArgumentTypeError: An array that is neither a NumPy array nor a tensor.
+        InvalidArgumentError: The function returns another shape.
+    """
+    if how.get("async_op") or how.get("algorithm"):
+        raise UnsupportedError(f"{name} by a function takes neither async_op nor algorithm")
+    if not hasattr(tensor, "shape"):
+        raise ArgumentTypeError(f"{name} by a function takes arrays, got {type(tensor).__name__}")
+    label = f"{name} by {getattr(function, '__name__', 'a function')}"
+    mine, rank = copied(tensor), group.rank()
+    parts = empty(mine, group.size(), *output.shape)
+    move = group.all_to_all_single if name.startswith("reduce_sc") else group.all_gather_into_tensor
+    work: Work = move(parts, mine, timeout=how.get("timeout"), _label=label)
+    last = {"scan": rank + 1, "exscan": rank}.get(name, group.size())
+    if last and root in (-1, rank):
+        result = reduce(function, list(parts[1:last]), parts[0])
+        if np.shape(result) != tuple(output.shape):
+            raise InvalidArgumentError(
+                f"{label} returned the shape {list(np.shape(result))} for {list(output.shape)}"
+            )
+        output[...] = result
+    return work
+
+
+def reduce_wide(
+    group: Any, name: str, accumulate: str, tensor: Any, *settings: Any, how: Any
+) -> Work:
+    """Reduce float16 or bfloat16 in float32, and round once.
+
+    Raises:
+        InvalidArgumentError: `accumulate` is not "float32", or the array has another dtype.
+        UnsupportedError: The call is asynchronous.
+    """
+    dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+    if accumulate != "float32" or dtype not in ("float16", "bfloat16"):
+        raise InvalidArgumentError(
+            f"accumulate={accumulate!r} on {dtype or type(tensor).__name__}: only 'float32' on "
+            "float16 and bfloat16"
+        )
+    if how.get("async_op"):
+        raise UnsupportedError(f"{name} with accumulate takes no async_op")
+    wide = tensor.float() if hasattr(tensor, "new_empty") else tensor.astype(np.float32)
+    how = {**how, "_label": f"{name} in float32"}
+    how.pop("_learn", None)
+    work: Work = getattr(group, name)(wide, *settings, **how)
+    if name == "all_reduce" or settings[0] == group.rank():
+        tensor[...] = wide
+    return work

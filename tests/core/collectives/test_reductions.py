@@ -1,0 +1,140 @@
+"""Reductions that no kernel has: functions, NumPy's own dtypes, float16 and bfloat16 in float32."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+
+PAIR = np.dtype([("value", "f8"), ("index", "i8")])
+
+
+def subtracted(a, b):
+    """Not commutative (nor associative): shows the order."""
+    return a - 2 * b
+
+
+@pytest.mark.ranks(3, kind="both")
+def test_functions_reduce_in_the_order_of_ranks(rank):
+    all_x = [np.arange(6.0).reshape(3, 2) + 10 * r for r in range(3)]
+    for function in (np.logaddexp, np.fmax, np.hypot, subtracted):
+        expected = [functools.reduce(function, all_x[:n]) for n in (1, 2, 3)]
+        x = all_x[rank].copy()
+        dist.all_reduce(x, function)
+        np.testing.assert_array_equal(x, expected[2])
+        x = np.asfortranarray(all_x[rank])
+        dist.reduce(x, 1, function)
+        np.testing.assert_array_equal(x, expected[2] if rank == 1 else all_x[rank])
+        x = all_x[rank].copy()
+        dist.scan(x, function)
+        np.testing.assert_array_equal(x, expected[rank])
+        x = all_x[rank].copy()
+        dist.exscan(x, op=function, timeout=30)
+        np.testing.assert_array_equal(x, expected[rank - 1] if rank else all_x[0])
+        y = np.empty((1, 2))
+        dist.reduce_scatter_tensor(y, all_x[rank], function)
+        np.testing.assert_array_equal(y, expected[2][rank : rank + 1])
+        np.testing.assert_array_equal(
+            dist.functional.all_reduce(all_x[rank], function), expected[2]
+        )
+
+
+@pytest.mark.ranks(2)
+def test_functions_of_tensors(rank):
+    torch = pytest.importorskip("torch")
+    x = torch.tensor([1.0, 5.0 * rank])
+    dist.all_reduce(x, torch.logaddexp)
+    assert torch.equal(x, torch.logaddexp(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 5.0])))
+
+
+@pytest.mark.ranks(3)
+def test_minloc_and_maxloc_are_those_of_mpi(rank):
+    values = np.array([[3.0, 1.0, 2.0], [3.0, 0.0, 2.0], [1.0, 4.0, 2.0]])
+    for function, wins in ((dist.minloc, np.argmin), (dist.maxloc, np.argmax)):
+        x = np.empty(3, PAIR)
+        x["value"], x["index"] = values[rank], 10 - rank
+        dist.all_reduce(x, function)
+        # MPI: of equal values the one with the smaller index, which ranks have in reverse.
+        best = [2 - wins(column[::-1]) for column in values.T]
+        assert x["index"].tolist() == [10 - r for r in best]
+        assert x["value"].tolist() == [values[r, i] for i, r in enumerate(best)]
+
+
+@pytest.mark.ranks(3)
+def test_long_doubles_and_dates_are_reduced_by_numpy(rank):
+    op, tiny = dist.ReduceOp, np.finfo(np.longdouble).eps
+    cases = [
+        ("g", [1 + tiny, 1, 1 - tiny], op.SUM, np.add),
+        ("g", [1 + tiny, 2, 1], op.PRODUCT, np.multiply),
+        ("g", [1 + tiny, np.nan, 1], op.MAX, np.maximum),
+        ("G", [1j + tiny, 2, 1], op.SUM, np.add),
+        ("M8[s]", [5, 7, 2], op.MIN, np.minimum),
+        ("M8[s]", [5, "NaT", 2], op.MAX, np.maximum),
+        ("m8[ms]", [5, 7, 2], op.SUM, np.add),
+    ]
+    for dtype, values, kind, ufunc in cases:
+        every = np.array(values, dtype)
+        x = every[rank : rank + 1].copy()
+        dist.all_reduce(x, kind)
+        np.testing.assert_array_equal(x, ufunc.reduce(every, keepdims=True), err_msg=dtype)
+
+
+@pytest.mark.ranks(3, kind="both")
+def test_float16_is_summed_in_float32_and_rounded_once(rank):
+    generator = np.random.default_rng(5)
+    every = generator.normal(size=(3, 1000)).astype(np.float16) * np.float16(30)
+    exact = every.astype(np.float32).sum(axis=0)
+    x = every[rank].copy()
+    dist.all_reduce(x, accumulate="float32")
+    np.testing.assert_array_equal(x, exact.astype(np.float16))
+    x = every[rank].copy()
+    dist.reduce(x, 2, op=dist.ReduceOp.AVG, accumulate="float32")
+    expected = (exact / np.float32(3)).astype(np.float16) if rank == 2 else every[rank]
+    np.testing.assert_array_equal(x, expected)
+    text = "accumulate='float64' on float16: only 'float32' on float16 and bfloat16"
+    with pytest.raises(InvalidArgumentError, match=text):
+        dist.all_reduce(x, accumulate="float64")
+    with pytest.raises(UnsupportedError, match="all_reduce with accumulate takes no async_op"):
+        dist.all_reduce(x, accumulate="float32", async_op=True)
+    kinds = InvalidArgumentError, CollectiveMismatchError
+    with pytest.raises(kinds[rank != 1], match="accumulate='float32' on int64"):
+        dist.all_reduce(np.ones(2, int), **({"accumulate": "float32"} if rank == 1 else {}))
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_bfloat16_is_rounded_once(rank):
+    torch = pytest.importorskip("torch")
+    every = torch.randn(2, 500, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = every[rank].clone()
+    dist.all_reduce(x, accumulate="float32")
+    assert torch.equal(x, every.float().sum(0).bfloat16())
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_wrong_calls_by_a_function_are_errors_on_all_ranks(rank):
+    x = np.ones(3)
+    with pytest.raises(CollectiveMismatchError, match="all_reduce by minimum"):
+        dist.all_reduce(x, np.maximum if rank else np.minimum)
+    with pytest.raises(CollectiveMismatchError, match="all_reduce by fmin"):
+        dist.all_reduce(x, np.fmin if rank else dist.ReduceOp.MIN)
+    with pytest.raises(
+        UnsupportedError, match="by a function takes neither async_op nor algorithm"
+    ):
+        dist.all_reduce(x, np.fmin, async_op=True)
+    kinds = ArgumentTypeError, CollectiveMismatchError
+    with pytest.raises(kinds[rank], match="all_reduce by a function takes arrays, got bytearray"):
+        dist.all_reduce(x if rank else bytearray(24), np.fmin)
+    with pytest.raises(InvalidArgumentError, match=r"by dot returned the shape \[\] for \[3\]"):
+        dist.all_reduce(x, np.dot)
+    with pytest.raises(ZeroDivisionError):
+        dist.all_reduce(x, lambda a, b: 1 / 0)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0] * 3
