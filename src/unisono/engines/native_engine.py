@@ -27,6 +27,7 @@ from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines.api import NO_STEPS, Communicator, Prepared, Task
 from unisono.engines.array_lists import ArrayOrList, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
+from unisono.engines.kernels import as_stored
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import TaskRun
 from unisono.engines.shared_memory import SLOT_BYTES, share_memory
@@ -182,8 +183,7 @@ class NativeEngine(QueueEngine):
         if not self._connected:
             return None
         prepared = task.prepared
-        # Python scales the values of PREMUL_SUM.
-        if self.comm.size == 1 or prepared.op.factor is not None:
+        if self.comm.size == 1:
             return False
         for memory in (task.input, task.output):
             if isinstance(memory, list) and not are_even(memory):
@@ -242,6 +242,7 @@ class NativeEngine(QueueEngine):
                 program = NO_STEPS
             shares = self._group is not None and isinstance(program, _NativeProgram)
             kind = prepared.kind("shared memory" if shares else "messages")
+            factor = prepared.op.factor
             prepared.native = self._in_cpp(
                 program,
                 prepared.dtype,
@@ -252,10 +253,11 @@ class NativeEngine(QueueEngine):
                 count=prepared.count,
                 members=prepared.members,
                 copies=prepared.members == 0 and prepared.writes_output,
+                factor=1.0 if factor is None else as_stored(factor, prepared.dtype),
             )
         return prepared.native
 
-    def _in_cpp(self, program: Program, dtype: DType, op: ReduceOp, **agreed: int) -> Any:
+    def _in_cpp(self, program: Program, dtype: DType, op: ReduceOp, **agreed: float) -> Any:
         """Return a call for C++; without `agreed` one on which the ranks have agreed already."""
         if self._group is not None and isinstance(program, _NativeProgram):
             runner, steps = self._group, program.native
