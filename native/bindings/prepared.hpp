@@ -36,9 +36,9 @@ class Prepared {
                   : nullptr),
         members_(members),
         copies_(copies),
-        scale_{op == static_cast<int>(RedOp::premul_sum) ? scale_fn(static_cast<DType>(dtype))
-                                                         : nullptr,
-               factor},
+        scale_{
+          op == static_cast<int>(RedOp::premul_sum) ? scale_fn(static_cast<DType>(dtype)) : nullptr,
+          factor},
         words_{fingerprint, even},
         recorded_{kind, fingerprint, count},
         can_move_(fingerprint != 0 && runner_->can_postpone(program_->view())) {}

@@ -53,12 +53,6 @@ def scale(values: Array, dtype: DType, factor: float) -> None:
             np.multiply(values, values.dtype.type(factor), out=values)
 
 
-def as_stored(factor: float, dtype: DType) -> float:
-    """Return the factor with which `scale` multiplies; C++ rounds it to the other dtypes."""
-    with np.errstate(all="ignore"):
-        return float(np.float16(factor)) if dtype.name == "float16" else factor
-
-
 def divide(values: Array, dtype: DType, divisor: int) -> None:
     """Divide by the number of ranks, in place; integers are rounded toward zero."""
     with np.errstate(all="ignore"):

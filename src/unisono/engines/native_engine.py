@@ -27,7 +27,6 @@ from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines.api import NO_STEPS, Communicator, Prepared, Task
 from unisono.engines.array_lists import ArrayOrList, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
-from unisono.engines.kernels import as_stored
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import TaskRun
 from unisono.engines.shared_memory import SLOT_BYTES, share_memory
@@ -242,7 +241,6 @@ class NativeEngine(QueueEngine):
                 program = NO_STEPS
             shares = self._group is not None and isinstance(program, _NativeProgram)
             kind = prepared.kind("shared memory" if shares else "messages")
-            factor = prepared.op.factor
             prepared.native = self._in_cpp(
                 program,
                 prepared.dtype,
@@ -253,7 +251,7 @@ class NativeEngine(QueueEngine):
                 count=prepared.count,
                 members=prepared.members,
                 copies=prepared.members == 0 and prepared.writes_output,
-                factor=1.0 if factor is None else as_stored(factor, prepared.dtype),
+                factor=1.0 if (by := prepared.op.factor) is None else by,
             )
         return prepared.native
 
