@@ -182,11 +182,8 @@ class NativeEngine(QueueEngine):
         if not self._connected:
             return None
         prepared = task.prepared
-        if self.comm.size == 1:
+        if self.comm.size == 1 or not (are_even(task.input) and are_even(task.output)):
             return False
-        for memory in (task.input, task.output):
-            if isinstance(memory, list) and not are_even(memory):
-                return False
         self._native(prepared)
         return prepared
 
