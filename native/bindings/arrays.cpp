@@ -89,7 +89,7 @@ bool overlap(const Argument& input, const Argument& output) {
 }
 
 bool Argument::make_private() {
-  if (!copies.empty()) return false;
+  if (!copies.empty()) return copies.size() == std::max<size_t>(listed.size(), 1);
   const auto replace = [this](PyObject* object) -> PyObject* {
     const bool is_array = PyArray_Check(object);
     return is_array ? copy_of(reinterpret_cast<PyArrayObject*>(object), false, this) : nullptr;
@@ -147,10 +147,24 @@ nb::object array_of(nb::handle tensor) {
   return array_over(elements, tensor);
 }
 
+void Argument::fill_copies() const {
+  for (const Copy& copy : copies) {
+    copy.layout.pack(copy.packed);
+    if (scale.function == nullptr) continue;
+    auto* made = reinterpret_cast<PyArrayObject*>(copy.made.ptr());
+    scale.function(copy.packed, static_cast<size_t>(PyArray_SIZE(made)), scale.factor);
+  }
+}
+
 nb::object Argument::owner() const {
-  if (listed.empty()) return array == nullptr ? nb::none() : nb::borrow(array);
+  auto copy = copies.begin();  // in the order of the arrays
+  const auto given = [&](nb::handle used) {
+    const bool is_copy = copy != copies.end() && copy->made.is(used);
+    return is_copy ? (copy++)->array : nb::borrow(used);
+  };
+  if (listed.empty()) return array == nullptr ? nb::none() : given(array);
   nb::list arrays;
-  for (const nb::object& each : listed) arrays.append(each);
+  for (const nb::object& each : listed) arrays.append(given(each));
   return arrays;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/strided.hpp"
+#include "kernels/kernels.hpp"
 
 namespace unisono {
 
@@ -16,6 +17,12 @@ struct Copy {
   Strided layout;  // of `array`
   char* packed;
   nanobind::object array, made;  // NumPy's arrays: the caller's, and the copy
+};
+
+// The factor of PREMUL_SUM.
+struct Scale {
+  ScaleFn function = nullptr;  // nullptr: there is no factor
+  double factor = 1;
 };
 
 // The memory of an argument: an array, or a list of arrays of equal size.
@@ -28,12 +35,13 @@ struct Argument {
   // Owned, because a list can change while the interpreter lock is released.
   std::vector<nanobind::object> listed;
   std::vector<Copy> copies;  // of the arrays that the call does not use in place
+  Scale scale;               // of the values in the copies
 
-  // Use copies of all arrays. False: Python must make them, or they are copies already.
+  // Use copies of all arrays. False: Python must make them.
   bool make_private();
   // Copy the caller's values into the copies, and results back.
   void fill() const {
-    for (const Copy& copy : copies) copy.layout.pack(copy.packed);
+    if (!copies.empty()) fill_copies();
   }
   void write_back() const {
     for (const Copy& copy : copies) copy.layout.unpack(copy.packed);
@@ -41,8 +49,12 @@ struct Argument {
 
   // Return what the caller gave: an array, a list of arrays, or None.
   nanobind::object owner() const;
-  // Return the same with an array of bytes, which keeps the memory, in place of each tensor.
+  // Return the same with an array of bytes, which keeps the memory, in place of each tensor, and
+  // with copies in place of what they stand for.
   nanobind::object memory() const;
+
+ private:
+  void fill_copies() const;
 };
 
 // The arrays of a call. An empty argument is a buffer that the program does not have.

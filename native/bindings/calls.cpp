@@ -203,10 +203,7 @@ void Calls::end_record(uint64_t record) {
 }
 
 bool Calls::run_now(const CachedCall& what, Arrays& arrays, double timeout_s) {
-  if (what.prepared->copies_output() && arrays.output.copies.empty() &&
-      !arrays.output.make_private()) {
-    return false;
-  }
+  if (!what.prepared->make_copies(&arrays)) return false;
   const uintptr_t thread = CallQueue::this_thread();
   const uint64_t seq = queue_->take(thread);
   if (seq == 0) return false;

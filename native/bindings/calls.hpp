@@ -138,7 +138,7 @@ class Calls {
   // `timeout_s` below 0: that of the group.
   bool run_now(const CachedCall& what, Arrays& arrays, double timeout_s);
   // Queue a call. Returns its Work; no object: Python must make the call.
-  nanobind::object queue(const CachedCall& what, const Arrays& arrays);
+  nanobind::object queue(const CachedCall& what, Arrays& arrays);
   // Wait for the end of a queued call. False: it has not ended well, or Python must wait.
   bool wait_well(QueuedCall& call) const;
   // Run a prepared call on this thread, which has the turn. `seq`: its number.

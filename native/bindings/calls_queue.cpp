@@ -30,10 +30,8 @@ void Calls::open_queue(nb::object engine, nb::object type, nb::object calls, nb:
 }
 
 // A deque keeps the call: otherwise its memory could be freed while C++ uses it.
-nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
-  // A queued call uses its arrays in place.
-  const bool copies = !arrays.input.copies.empty() || !arrays.output.copies.empty();
-  if (!queued_.is_valid() || copies || what.prepared->copies_output()) return {};
+nb::object Calls::queue(const CachedCall& what, Arrays& arrays) {
+  if (!queued_.is_valid() || !what.prepared->make_copies(&arrays)) return {};
   const Inside inside(*this, PyThread_get_thread_ident());
   const nb::object queued_calls = queued_;
   nb::object queued, output;
@@ -46,6 +44,7 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
       std::make_unique<QueuedCall>(nb::handle_t<Prepared>(program.ptr()), arrays.input.memory(),
                                    arrays.output.memory(), timeout_s_, recorder_ref_);
     call->result = output;
+    call->take_copies(&arrays);
     QueuedCall& native = *call;
     queued = queued_type_.make(
       {nb::cast(call.release(), nb::rv_policy::take_ownership), engine_, prepared, nb::none()});

@@ -279,10 +279,11 @@ void bind_calls(nb::module_& m) {
   using unisono::Prepared;
   nb::class_<Prepared>(m, "Prepared")
     .def(nb::init<nb::handle_t<unisono::Runner>, nb::handle_t<unisono::OwnedProgram>, int64_t, int,
-                  int, uint64_t, uint64_t, uint32_t, int64_t, int, bool>(),
+                  int, uint64_t, uint64_t, uint32_t, int64_t, int, bool, double>(),
          nb::arg("runner"), nb::arg("program"), nb::arg("itemsize"), nb::arg("dtype"),
          nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"), nb::arg("kind") = 0,
          nb::arg("count") = 0, nb::arg("members") = 1, nb::arg("copies") = false,
+         nb::arg("factor") = 1.0,
          "A call without its memory; fingerprint 0: the ranks have agreed.");
 
   nb::class_<Calls> calls(m, "Calls", nb::type_slots(unisono::Collected<Calls>::slots));

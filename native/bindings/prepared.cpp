@@ -28,6 +28,25 @@ QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::ob
   }
 }
 
+void QueuedCall::take_copies(Arrays* arrays) {
+  arrays_.input.scale = arrays->input.scale;
+  arrays_.output.scale = arrays->output.scale;
+  arrays_.input.copies.swap(arrays->input.copies);
+  arrays_.output.copies.swap(arrays->output.copies);
+  if (!arrays_.input.copies.empty() || !arrays_.output.copies.empty()) task.copies = this;
+}
+
+void QueuedCall::fill() const {
+  arrays_.input.fill();
+  arrays_.output.fill();
+}
+
+void QueuedCall::write_back() const {
+  if (prepared_.is_valid() && !nb::inst_ptr<Prepared>(prepared_)->keeps_output()) {
+    arrays_.output.write_back();
+  }
+}
+
 uint64_t QueuedCall::push(CallQueue& queue) {
   // Before the push, because the server may begin the task at once. To find the caller may collect
   // garbage, and so run code that makes calls or closes the group.

@@ -21,10 +21,10 @@ class Prepared {
  public:
   // `dtype`, `op`: codes. `fingerprint`, `even`: see Runner::run(). `kind`, `count`: see Record.
   // `members`: ranks that contribute to this rank's result; 0: its OUTPUT is no result. `copies`:
-  // the program writes into it nevertheless, so it must be a copy.
+  // the program writes into it nevertheless, so it must be a copy. `factor`: of PREMUL_SUM.
   Prepared(nanobind::handle_t<Runner> runner, nanobind::handle_t<OwnedProgram> program,
            int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even, uint32_t kind,
-           int64_t count, int members, bool copies)
+           int64_t count, int members, bool copies, double factor)
       : runner_ref_(nanobind::borrow(runner)),
         program_ref_(nanobind::borrow(program)),
         runner_(nanobind::inst_ptr<Runner>(runner)),
@@ -36,6 +36,9 @@ class Prepared {
                   : nullptr),
         members_(members),
         copies_(copies),
+        scale_{
+          op == static_cast<int>(RedOp::premul_sum) ? scale_fn(static_cast<DType>(dtype)) : nullptr,
+          factor},
         words_{fingerprint, even},
         recorded_{kind, fingerprint, count},
         can_move_(fingerprint != 0 && runner_->can_postpone(program_->view())) {}
@@ -46,7 +49,16 @@ class Prepared {
   bool can_move() const { return can_move_; }
   const Recorded& recorded() const { return recorded_; }
   bool keeps_output() const { return members_ == 0; }
-  bool copies_output() const { return copies_; }
+  // Have copies stand for arrays that the call must not use in place. False: Python must.
+  bool make_copies(Arrays* arrays) const {
+    if (scale_.function != nullptr) {
+      const bool has_input = arrays->input.data != nullptr || !arrays->input.parts.empty();
+      Argument& scaled = has_input ? arrays->input : arrays->output;
+      if (!scaled.make_private()) return false;
+      scaled.scale = scale_;
+    }
+    return !copies_ || arrays->output.make_private();
+  }
   size_t scratch_bytes() const { return static_cast<size_t>(program_->scratch_count * itemsize_); }
   // Return the task of a call on these arrays. `scratch` has scratch_bytes() bytes.
   Task task(const Arrays& arrays, char* scratch) const {
@@ -87,6 +99,7 @@ class Prepared {
   DivideFn divide_;
   int members_;
   bool copies_;
+  Scale scale_;
   AgreementWords words_;
   Recorded recorded_;
   bool can_move_;
@@ -95,12 +108,16 @@ class Prepared {
 };
 
 // A call in a group's queue. Python keeps the object until the call is over.
-class QueuedCall {
+class QueuedCall final : public TaskCopies {
  public:
   QueuedCall() = default;  // a call that Python runs when it has the turn
 
   QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
              double time_s, nanobind::object recorder);
+  // Have the copies of `arrays` stand for the caller's arrays.
+  void take_copies(Arrays* arrays);
+  void fill() const override;
+  void write_back() const override;
   // Begin the record and queue the task. Returns its number; 0: the queue is closed.
   uint64_t push(CallQueue& queue);
   QueuedCall(const QueuedCall&) = delete;

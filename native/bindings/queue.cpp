@@ -73,6 +73,7 @@ void bind_queue(nb::module_& m) {
         return nb::make_tuple(call.input(), call.output());
       },
       "Input and output.")
+    .def("write_back", &QueuedCall::write_back, "Copy results from the copies of C++.")
     .def_ro("result", &QueuedCall::result, "The output of a call that C++ has queued.")
     .def_prop_ro(
       "timeout_s", [](const QueuedCall& call) { return call.timeout_s; }, "The whole time-out.")

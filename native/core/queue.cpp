@@ -41,8 +41,12 @@ void sleep_exactly() {
 Status Task::run(Idler* idler) const {
   if (recorder != nullptr) recorder->start(record);
   const int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
+  if (copies != nullptr) copies->fill();
   const Status status = runner->run(program, buffers, reduce, words, left_ns, idler);
-  if (status.is_ok()) finish();
+  if (status.is_ok()) {
+    finish();
+    if (copies != nullptr) copies->write_back();
+  }
   // Python continues other calls, and ends their records.
   if (recorder != nullptr && status.is_ok()) recorder->end(record, Code::ok);
   return status;

@@ -15,6 +15,18 @@
 
 namespace unisono {
 
+// The copies that stand for arrays of a task.
+class TaskCopies {
+ public:
+  // Copy the caller's values into the copies.
+  virtual void fill() const = 0;
+  // Copy results back.
+  virtual void write_back() const = 0;
+
+ protected:
+  ~TaskCopies() = default;
+};
+
 // A call with everything that is needed to run it. The owner keeps the task until it is over.
 struct Task {
   Runner* runner = nullptr;  // nullptr: Python runs the call
@@ -33,6 +45,7 @@ struct Task {
   uint64_t record = 0;
   DivideFn divide = nullptr;  // for AVG
   int divisor = 0;
+  const TaskCopies* copies = nullptr;  // nullptr: the task uses all arrays in place
 
   Status run(Idler* idler = nullptr) const;
   // Compute the result from what the program has left in OUTPUT.

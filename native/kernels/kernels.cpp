@@ -19,6 +19,7 @@ namespace unisono {
 namespace plain {
 ReduceFn reduce_fn(DType dtype, RedOp op);
 DivideFn divide_fn(DType dtype);
+ScaleFn scale_fn(DType dtype);
 }  // namespace plain
 #if defined(UNISONO_X86_LEVELS)
 namespace v3 {
@@ -88,6 +89,7 @@ ReduceFn reduce_fn(DType dtype, RedOp op) {
 
 // In one instruction set: a division takes as long per element in all of them.
 DivideFn divide_fn(DType dtype) { return plain::divide_fn(dtype); }
+ScaleFn scale_fn(DType dtype) { return plain::scale_fn(dtype); }
 
 std::size_t element_nbytes(DType dtype) {
   switch (dtype) {

@@ -50,7 +50,7 @@ using ReduceFn = void (*)(void* into, const void* left, const void* right, std::
 
 // Return the loop for this pair in the chosen instruction set. The result is nullptr if the pair
 // has no meaning (MIN of complex numbers) or a code is out of range. AVG and PREMUL_SUM add:
-// divide_fn() and Python apply their factors.
+// divide_fn() and scale_fn() apply their factors.
 ReduceFn reduce_fn(DType dtype, RedOp op);
 
 // values[i] /= divisor for i < count; integers are rounded toward zero.
@@ -58,6 +58,12 @@ using DivideFn = void (*)(void* values, std::size_t count, int divisor);
 
 // Return the loop for AVG of a dtype; nullptr if there is none.
 DivideFn divide_fn(DType dtype);
+
+// values[i] *= factor for i < count, of floating or complex values.
+using ScaleFn = void (*)(void* values, std::size_t count, double factor);
+
+// Return the loop for PREMUL_SUM of a dtype; nullptr if there is none.
+ScaleFn scale_fn(DType dtype);
 
 std::size_t element_nbytes(DType dtype);
 

@@ -1,8 +1,8 @@
 // The loops, compiled once per instruction set; UNISONO_ISA names the namespace.
 //
 // Without the standard library: the linker could keep an inline function of it that was compiled
-// for AVX-512, and use it for all callers. For the same reason everything but the last two functions
-// is local.
+// for AVX-512, and use it for all callers. For the same reason everything but the last three
+// functions is local.
 #include "kernels/kernels.hpp"
 
 #if defined(__F16C__)
@@ -261,6 +261,24 @@ void divide_loop(void* values, std::size_t count, int divisor) {
   }
 }
 
+float product(float value, double factor) { return value * static_cast<float>(factor); }
+double product(double value, double factor) { return value * factor; }
+
+template <class T>
+Complex<T> product(Complex<T> value, double factor) {
+  const T scale = static_cast<T>(factor);
+  return {value.re * scale - value.im * T(0), value.re * T(0) + value.im * scale};
+}
+
+template <class Element, bool kNarrows = false>
+void scale_loop(void* values, std::size_t count, double factor) {
+  if constexpr (kNarrows) factor = Element::load(Element::store(static_cast<float>(factor)));
+  auto* out = static_cast<Stored<typename Element::Memory>*>(values);
+  for (std::size_t i = 0; i < count; i++) {
+    out[i].value = Element::store(product(Element::load(out[i].value), factor));
+  }
+}
+
 // --- tables ----------------------------------------------------------------------------------
 
 template <class Element>
@@ -365,6 +383,18 @@ DivideFn divide_fn(DType dtype) {
     case DType::c128: return divide_loop<Plain<Complex<double>>>;
   }
   return nullptr;
+}
+
+ScaleFn scale_fn(DType dtype) {
+  switch (dtype) {
+    case DType::f16: return scale_loop<Float16, true>;
+    case DType::bf16: return scale_loop<BFloat16>;
+    case DType::f32: return scale_loop<Plain<float>>;
+    case DType::f64: return scale_loop<Plain<double>>;
+    case DType::c64: return scale_loop<Plain<Complex<float>>>;
+    case DType::c128: return scale_loop<Plain<Complex<double>>>;
+    default: return nullptr;
+  }
 }
 
 }  // namespace unisono::UNISONO_ISA

@@ -173,6 +173,9 @@ class QueuedCall:
     def memory(self) -> tuple[object, object]:
         """Input and output."""
 
+    def write_back(self) -> None:
+        """Copy results from the copies of C++."""
+
     @property
     def result(self) -> object:
         """The output of a call that C++ has queued."""
@@ -263,6 +266,7 @@ class Prepared:
         count: int = 0,
         members: int = 1,
         copies: bool = False,
+        factor: float = 1.0,
     ) -> None:
         """A call without its memory; fingerprint 0: the ranks have agreed."""
 

@@ -1,7 +1,9 @@
 """Arrays in any layout, and AVG, in calls that C++ repeats: it packs, divides and unpacks."""
 
 import gc
+import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import unisono as dist
 from tests.support.calls import fails
 from tests.support.oracle import COMPLEX, FLOATS, INTEGERS, bits, np_dtype
 from unisono.core.base.types import dtype_of_numpy
-from unisono.core.engines.kernels import divide, reduce_into
+from unisono.core.engines.kernels import divide, reduce_into, scale
 from unisono.core.schedules import available
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
@@ -139,6 +141,11 @@ def averaged(dtype, arrays):
     return total
 
 
+def same_bits(x, expected):
+    """Whether two arrays are equal in bits, but for those of NaN."""
+    return bits(x) == bits(expected) or np.array_equal(x, expected, equal_nan=True)
+
+
 @pytest.mark.ranks(1, 2, 3, kind="both")
 def test_avg_of_every_dtype(rank):
     p = dist.get_world_size()
@@ -158,8 +165,7 @@ def test_avg_of_every_dtype(rank):
         for _ in range(3):
             x = given[rank].copy()
             dist.all_reduce(x, AVG)
-            same = bits(x) == bits(expected)
-            assert same or np.array_equal(x, expected, equal_nan=True), (dtype, x, expected)
+            assert same_bits(x, expected), (dtype, x, expected)
             y = given[rank].copy()
             dist.all_reduce(y, AVG, async_op=True).wait()
             assert bits(y) == bits(x), dtype
@@ -167,6 +173,45 @@ def test_avg_of_every_dtype(rank):
             z[:] = given[rank]
             dist.all_reduce(z, AVG)
             assert bits(z) == bits(x), dtype
+
+
+@pytest.mark.ranks(1, 2, 3, kind="both")
+def test_premul_sum_of_every_dtype(rank):
+    p = dist.get_world_size()
+    odd = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e4, 1.0, -1.0, 1e-7]
+    for dtype, factor in itertools.product((*FLOATS, *COMPLEX), (1 / 3, -2.0, 0.0, 1e5)):
+        op, kind = dist.ReduceOp.PREMUL_SUM(factor), np_dtype(dtype)
+        with np.errstate(all="ignore"):
+            given = [np.roll(odd, r * 3).astype(kind) for r in range(p)]
+            scaled = [each.copy() for each in given]
+            stored = [each.view(dtype_of_numpy(kind).storage) for each in scaled]
+            for each in stored:
+                scale(each, dtype_of_numpy(kind), factor)
+            for each in stored[1:]:
+                reduce_into(stored[0], each, dtype_of_numpy(kind), SUM)
+        expected = scaled[0]
+        whole, columns = np.concatenate(given), [np.zeros((10, 2), kind)[:, 1] for _ in given]
+        for k in range(3):
+            view = np.zeros(20, kind)[::-2]
+            for x in (given[0].copy(), view):
+                x[:] = given[rank]
+                work = dist.all_reduce(x, op, async_op=k == 2)
+                if work is not None:
+                    work.wait()
+                    assert work.result()[0] is x
+                assert same_bits(x, expected), (dtype, factor, x, expected)
+            part, before = np.zeros(10, kind), whole.copy()
+            dist.reduce_scatter_tensor(part, whole, op)
+            assert bits(whole) == bits(before)
+            for column, values in zip(columns, given, strict=True):
+                column[:] = values
+            listed = np.zeros(10, kind)
+            dist.reduce_scatter(listed, columns, op)
+            assert same_bits(listed, part), (dtype, factor)
+            assert all(bits(c) == bits(v) for c, v in zip(columns, given, strict=True))
+            root = given[rank].copy()
+            dist.reduce(root, 0, op)
+            assert same_bits(root, expected if rank == 0 else given[rank])
 
 
 @pytest.mark.ranks(3, kind="both")
@@ -208,6 +253,9 @@ def test_a_failed_call_leaves_a_view_as_it_was(rank):
         x = table[:, rank]
         with fails(CollectiveMismatchError, "all_reduce(float64[4], SUM)"):
             dist.broadcast(x, 0) if rank == 1 else dist.all_reduce(x)
+        with fails(CollectiveMismatchError, "all_reduce(float64[4], SUM)"):
+            call = partial(dist.broadcast, x, 0) if rank == 1 else partial(dist.all_reduce, x)
+            call(async_op=True).wait()
         assert (table == before).all()
         dist.all_reduce(x)
         rest = [r for r in range(3) if r != rank]
@@ -223,10 +271,11 @@ def test_views_in_an_uneven_exchange(rank):
     for k in range(4):
         out, x = np.full((3, 2), -1), np.full((3, 2), -1)
         x[:, 1] = np.arange(3) + 10 * rank
-        if k == 0 or rank == 0:
-            dist.all_to_all_single(out[:, 0], x[:, 1])
-        else:
-            dist.all_to_all_single(out[:, 0], x[:, 1], splits, splits)
+        sizes = () if k == 0 or rank == 0 else (splits, splits)
+        dist.all_to_all_single(out[:, 0], x[:, 1], *sizes, async_op=True).wait()
+        if k % 2:
+            out[:] = -1
+            dist.all_to_all_single(out[:, 0], x[:, 1], *sizes)
         even = [rank, 10 + rank, 20 + rank]
         assert out[:, 0].tolist() == (expected if k else even)
         assert out[:, 1].tolist() == [-1] * 3
@@ -276,16 +325,33 @@ def test_inputs_inside_outputs(rank):
 
 @pytest.mark.ranks(2, kind="both")
 def test_calls_in_flight_have_their_own_copies(rank):
-    table = np.arange(4.0)[:, None] * np.ones(64) + rank
-    works = [dist.all_reduce(table[:, k], async_op=True) for k in range(64)]
-    dist.all_reduce(table[:, 0])
-    for work in works:
+    # In the second round C++ makes the copies.
+    for _ in range(2):
+        table = np.arange(4.0)[:, None] * np.ones(64) + rank
+        columns = [table[:, k] for k in range(64)]
+        works = [dist.all_reduce(column, async_op=True) for column in columns]
+        dist.all_reduce(table[:, 0])
+        for column, work in zip(columns, works, strict=True):
+            work.wait()
+            assert work.result()[0] is column
+        del work, works, columns
+        gc.collect()
+        once = 2 * np.arange(4.0) + 1
+        assert (table[:, 1:] == once[:, None]).all()
+        assert (table[:, 0] == 2 * once).all()
+        # A call in flight fills its copy in its turn.
+        x, out = np.full((2, 2), rank + 1.0)[:, 1], np.zeros((2, 2, 2))[..., 0]
+        works = [dist.all_reduce(x, async_op=True)]
+        works.append(dist.all_gather_into_tensor(out, x, async_op=True))
+        works.append(dist.all_gather_into_tensor(out, out[rank], async_op=True))
+        for work in works:
+            work.wait()
+        assert out.tolist() == [[3.0] * 2] * 2
+        whole = np.full((3, 2), rank + 1.0)
+        work = dist.reduce(whole, 0, async_op=True)
         work.wait()
-    del works
-    gc.collect()
-    once = 2 * np.arange(4.0) + 1
-    assert (table[:, 1:] == once[:, None]).all()
-    assert (table[:, 0] == 2 * once).all()
+        assert work.result()[0] is whole
+        assert whole.tolist() == [[3.0 if rank == 0 else 2.0] * 2] * 3
 
 
 @pytest.mark.ranks(2, kind="both")

@@ -182,12 +182,8 @@ class NativeEngine(QueueEngine):
         if not self._connected:
             return None
         prepared = task.prepared
-        # Python scales the values of PREMUL_SUM.
-        if self.comm.size == 1 or prepared.op.factor is not None:
+        if self.comm.size == 1 or not (are_even(task.input) and are_even(task.output)):
             return False
-        for memory in (task.input, task.output):
-            if isinstance(memory, list) and not are_even(memory):
-                return False
         self._native(prepared)
         return prepared
 
@@ -252,10 +248,11 @@ class NativeEngine(QueueEngine):
                 count=prepared.count,
                 members=prepared.members,
                 copies=prepared.members == 0 and prepared.writes_output,
+                factor=1.0 if (by := prepared.op.factor) is None else by,
             )
         return prepared.native
 
-    def _in_cpp(self, program: Program, dtype: DType, op: ReduceOp, **agreed: int) -> Any:
+    def _in_cpp(self, program: Program, dtype: DType, op: ReduceOp, **agreed: float) -> Any:
         """Return a call for C++; without `agreed` one on which the ranks have agreed already."""
         if self._group is not None and isinstance(program, _NativeProgram):
             runner, steps = self._group, program.native

@@ -202,7 +202,8 @@ class QueuedCall:
             native = self.native
             deadline = Deadline.ending(native.timeout_s, native.left_s)
             input, output = native.memory
-            self.task = Task(self.prepared, input, output, deadline, record=native.record)
+            finish, record = native.write_back, native.record
+            self.task = Task(self.prepared, input, output, deadline, None, finish, record=record)
         self.task.seq = self.seq
         return self.task
 
@@ -339,13 +340,13 @@ class QueueEngine(OrderedEngine):
                 # A signal handler may make calls inside `is_over`, and so remove the first call.
                 if not self._queued or self._queued[0] is not queued:
                     continue
-                self._queued.popleft()
-                if queued.seq:
-                    self._last_over = queued.status()
-                over.append(queued)
+                over.append(self._queued.popleft())
+            if (last := next((each for each in reversed(over) if each.seq), None)) is not None:
+                self._last_over = last.status()
         # Not under the lock: a callback may wait for a thread that makes a call.
         for queued in over:
-            queued.poll()
+            if not queued.is_taken:
+                queued.poll()
 
     def _clear_queue(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
