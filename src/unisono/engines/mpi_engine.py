@@ -181,8 +181,13 @@ class MPIEngine(QueueEngine):
         super().note_failure(failure)
         if self._native_group is not None:
             self._native_group.abort()
+        # A rank that closed the group reports that itself, and goes on to MPI_Finalize.
+        others = [peer for peer in failure.peers if peer != failure.by]
+        is_lost = failure.kind == "lost"
+        if is_lost and not others and not any(is_stuck() for is_stuck in self._stuck()):
+            return
         self._broken = True
-        lost = failure.kind == "lost" and any(map(self._is_lost, failure.peers))
+        lost = is_lost and any(map(self._is_lost, others))
         note_broken(self._stuck(), lost=lost)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.process_identity import new_user
 from unisono.base.text import name_ranks
 from unisono.engines.mpi_library import (
+    MPIEnds,
     MPILibrary,
     has_launcher,
     library,
@@ -54,7 +55,10 @@ def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, .
     rows = _exchange(store, "library", rank, size, mine, deadline)
     _check_libraries(rank, rows)
     if not mine["ready"]:
-        process.start(_server(store, rank, rows, deadline), deadline)
+        pmi, ends = _server(store, rank, rows, deadline), None
+        if pmi is None:
+            ends = MPIEnds(PrefixStore("end", store), rank, size, deadline.timeout_s)
+        process.start(pmi, deadline, ends)
     found = library()
     if found.MPI.Query_thread() < found.MPI.THREAD_MULTIPLE:
         mine["why"] = "MPI was initialised without MPI_THREAD_MULTIPLE"
