@@ -413,7 +413,7 @@ os.write(1, f"{rank} ends\\n".encode())
         (
             "late",
             [
-                "has waited 0.5 s in MPI_Finalize for rank 2, which did not end yet; `unisono",
+                "has waited 0.5 s in MPI_Finalize for rank 2, which did not end yet; find it with",
                 "it waited 3 s for rank 2, which did not end yet; end the script on all ranks",
             ],
         ),

@@ -148,9 +148,10 @@ class Exchange(NamedTuple):
         mine: [k] int64: the numbers of this rank.
         check: Receives the call and [world_size, k], the numbers of all ranks. Raises the same
             error on every rank.
-        program: Runs instead of the task's program after the exchange.
+        program: Runs instead of the task's program after the exchange, without `choose`.
         counts: Returns [p, p], the elements that each rank sends to each rank, from the numbers
             of all ranks. Set if the call is an all_to_all, a gather or a scatter.
+        choose: Returns the program to run from the numbers of all ranks, if it depends on them.
     """
 
     even: int
@@ -158,6 +159,11 @@ class Exchange(NamedTuple):
     check: Callable[[Call, Array], None]
     program: Program
     counts: Callable[[Array], Array] | None = None
+    choose: Callable[[Array], Program] | None = None
+
+    def program_for(self, table: Array) -> Program:
+        """Return the program to run for [world_size, k], the numbers of all ranks."""
+        return self.program if self.choose is None else self.choose(table)
 
 
 NO_STEPS = Program(np.empty((0, 7), np.int64), 0)

@@ -135,8 +135,7 @@ class MPIEngine(QueueEngine):
                 if status == _engine.OK:
                     run.execute(prepared.program)
                 elif prepared.exchange is not None:
-                    self._compare_sizes(task)
-                    run.execute(prepared.exchange.program)
+                    run.execute(prepared.exchange.program_for(self._compare_sizes(task)))
                 return
         given, out = concatenated(task.input), concatenated(task.output)
         kept = (
