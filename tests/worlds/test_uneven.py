@@ -183,4 +183,5 @@ def test_uneven_blocks_between_hosts_are_sent_as_even_ones(kib, wish, trip_us, n
             subject = SimpleNamespace(dtype=dtype_named("float64"), shapes=((sizes[rank],),))
             prepared = calls.get(spec, subject, CallOptions(False, Deadline(60), wish))
             prepared.exchange.program_for(np.array(rows, np.int64))
+            # The static program is made first.
             assert made[-1] == name, (collective, rank)

@@ -349,8 +349,6 @@ class PreparedCalls:
         make = cache(
             partial(self._lower, collective, count=0, itemsize=itemsize, root=root, splits=given)
         )
-        if not self._topology.round_trip_us:
-            return Exchange(word, mine, check, make(linear), counts), program
 
         def choose(table: Array) -> Program:
             sent = counts(table)
@@ -358,4 +356,5 @@ class PreparedCalls:
             name = wish if wish in available(collective, self._comm.size, uneven=True) else None
             return make(select(collective, most, self._topology, name, uneven=True).algorithm)
 
-        return Exchange(word, mine, check, NO_STEPS, counts, choose), program
+        by_size = choose if self._topology.round_trip_us else None
+        return Exchange(word, mine, check, make(linear), counts, by_size), program

@@ -148,10 +148,10 @@ class Exchange(NamedTuple):
         mine: [k] int64: the numbers of this rank.
         check: Receives the call and [world_size, k], the numbers of all ranks. Raises the same
             error on every rank.
-        program: Runs instead of the task's program after the exchange, without `choose`.
+        program: Runs instead of the task's program after the exchange.
         counts: Returns [p, p], the elements that each rank sends to each rank, from the numbers
             of all ranks. Set if the call is an all_to_all, a gather or a scatter.
-        choose: Returns the program to run from the numbers of all ranks, if it depends on them.
+        choose: Returns a faster program for the numbers of all ranks; see `program_for`.
     """
 
     even: int
