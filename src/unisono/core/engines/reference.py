@@ -114,8 +114,9 @@ class TaskRun:
         if word == 0:
             raise self.mismatch()
         if exchange is not None and even == 0:
-            exchange.check(task.call, self._gather(exchange.mine))
-            return exchange.program
+            table = self._gather(exchange.mine)
+            exchange.check(task.call, table)
+            return exchange.program_for(table)
         return prepared.program
 
     def mismatch(self) -> CollectiveMismatchError | Failure:

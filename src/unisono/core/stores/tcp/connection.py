@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import time
 import weakref
@@ -11,7 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.net.silence import host_timeout_s, keep_alive, limit_start, round_trip_us
+from unisono.core.base.net.silence import (
+    LOOK_S,
+    host_timeout_s,
+    keep_alive,
+    limit_start,
+    round_trip_us,
+)
 from unisono.core.base.net.sockets import connect, format_address
 from unisono.core.platform.posix import after_fork
 from unisono.core.stores.tcp.handshake import shake_hands
@@ -142,6 +149,8 @@ class ConnectionPool:
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
+        # Since when the server has left a request without an answer.
+        self._silent_at_s = math.inf
         _POOLS.add(self)
 
     def open_first(self, deadline: Deadline) -> None:
@@ -208,6 +217,7 @@ class ConnectionPool:
 
     def _give_back(self, connection: Connection) -> None:
         self._busy.discard(connection)
+        self._silent_at_s = math.inf
         if len(self._idle) < _MAX_IDLE:
             self._idle.append(connection)
         else:
@@ -220,6 +230,8 @@ class ConnectionPool:
     def _discard(self, connection: Connection, error: BaseException) -> None:
         self._busy.discard(connection)
         connection.close()
+        if isinstance(error, StoreTimeoutError):
+            self._silent_at_s = min(self._silent_at_s, time.monotonic())
         if self._closed and isinstance(error, StoreConnectionError):
             raise ClosedError(
                 f"the store at {self._address} was closed while a thread waited on it"
@@ -242,7 +254,10 @@ class ConnectionPool:
 
     def _open(self, deadline: Deadline, retry: bool) -> Connection:
         # A stopped server's host answers, and the server itself within the deadline of the call.
-        limit_s = deadline.remaining() if retry else min(deadline.remaining(), host_timeout_s())
+        # A host that was silent before gets the rest of its time, and two packets.
+        silent_s = max(0.0, time.monotonic() - self._silent_at_s)
+        host_s = max(2 * LOOK_S, host_timeout_s() - silent_s)
+        limit_s = deadline.remaining() if retry else min(deadline.remaining(), host_s)
         sock = connect(self._host, self._port, Deadline(limit_s), retry=retry)
         try:
             keep_alive(sock)
