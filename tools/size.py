@@ -27,15 +27,15 @@ ATTRIBUTES = 12
 # Lines of code of each shelf, that is, without docstrings, comments and blank lines: the tree must
 # stay readable, and documentation must not be punished. The limits are the lines at the move to
 # shelves and a tenth. A limit changes only together with a named concept and a decision record. See
-# docs/decisions/0007 and 0040.
+# docs/decisions/0007, 0040 and 0042.
 SHELVES = {
     "core": 25_550,
     "launcher": 3_520,
-    "beyond": 2_120,
+    "beyond": 3_050,  # 2,120, and windows
     "adapters": 4_710,
     "testing": 1_850,
     "workbench": 8_490,
-    "": 430,  # the public modules
+    "": 1_010,  # the public modules, and the module paths of torch.distributed
 }
 # A longer module holds more than one concept, as a rule.
 LONG_MODULE = 400

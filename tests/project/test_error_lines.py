@@ -40,7 +40,7 @@ from unisono.core.stores.services.store import ServiceStore, Unreachable, Versio
 from unisono.core.stores.table import checked_sum
 from unisono.core.stores.tcp import wire
 from unisono.core.stores.tcp.connection import Connection, ConnectionPool
-from unisono.core.stores.tcp.python_server import ServerOptions, StoreServer
+from unisono.core.stores.tcp.server import ServerOptions, StoreServer
 from unisono.core.stores.tcp.wire import ReplyDecoder, RequestOp, encode_request
 from unisono.core.transports import InprocTransport, Key
 from unisono.core.transports.messages import Purpose

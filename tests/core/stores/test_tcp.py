@@ -25,9 +25,9 @@ from unisono.core.platform.processes import resident_bytes
 from unisono.core.stores import TCPStore, start_server
 from unisono.core.stores.tcp import client as tcp_client
 from unisono.core.stores.tcp import connection as tcp_connection
-from unisono.core.stores.tcp import python_server, wire
+from unisono.core.stores.tcp import server, wire
 from unisono.core.stores.tcp.link import open_link
-from unisono.core.stores.tcp.python_server import ServerOptions
+from unisono.core.stores.tcp.server import ServerOptions
 from unisono.core.stores.tcp.wire import STOP_WAITING, RequestOp, encode_reply, encode_request
 from unisono.errors import (
     HandshakeError,
@@ -594,7 +594,7 @@ def test_append_makes_no_value_too_long(master, server_kind, monkeypatch, caplog
     most = wire.MAX_VALUE_BYTES
     if server_kind == "python":
         most = 1000
-        for module in (tcp_client, python_server):
+        for module in (tcp_client, server):
             monkeypatch.setattr(module, "MAX_VALUE_BYTES", most)
     master.set_timeout(60)
     master.set("k", bytes(most - 1))

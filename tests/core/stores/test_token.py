@@ -22,7 +22,7 @@ from unisono.core.base import log
 from unisono.core.base.net import sockets
 from unisono.core.base.net.sockets import is_foreign, listen
 from unisono.core.stores import TCPStore, start_server
-from unisono.core.stores.tcp.python_server import ServerOptions, StoreServer
+from unisono.core.stores.tcp.server import ServerOptions, StoreServer
 from unisono.core.stores.tcp.token import (
     HELLO,
     NONCE_BYTES,
@@ -362,7 +362,7 @@ def test_launcher_gives_its_workers_a_token(monkeypatch):
 
 SERVE = """
 import sys, unisono.core.stores as s
-from unisono.core.stores.tcp.python_server import ServerOptions
+from unisono.core.stores.tcp.server import ServerOptions
 from unisono.core.base.net.sockets import listen
 kinds = [ServerOptions(token=token) for token in (b"", b"right")]
 servers = [s.start_server(listen("0.0.0.0", 0), options) for options in kinds]

@@ -11,7 +11,7 @@ from unisono.core.stores.hash import HashStore as HashStore
 from unisono.core.stores.prefix import PrefixStore as PrefixStore
 from unisono.core.stores.tcp.client import TCPStore as TCPStore
 from unisono.core.stores.tcp.native_server import start_server as start_server
-from unisono.core.stores.tcp.python_server import StoreServer as StoreServer
+from unisono.core.stores.tcp.server import StoreServer as StoreServer
 
 __all__ = [
     "DEFAULT_TIMEOUT",

@@ -30,7 +30,7 @@ from unisono.core.stores.table import checked_sum
 from unisono.core.stores.tcp.connection import ConnectionPool
 from unisono.core.stores.tcp.handshake import TOKEN_HINT
 from unisono.core.stores.tcp.native_server import start_server
-from unisono.core.stores.tcp.python_server import ServerOptions, StoreServer
+from unisono.core.stores.tcp.server import ServerOptions, StoreServer
 from unisono.core.stores.tcp.token import REFUSED_KEY
 from unisono.core.stores.tcp.wire import MAX_VALUE_BYTES, READY, RequestOp
 from unisono.errors import (

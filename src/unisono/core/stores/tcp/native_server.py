@@ -15,7 +15,7 @@ from typing import Any
 from unisono.core.base.log import get_logger
 from unisono.core.base.seam import cpp, is_wanted
 from unisono.core.platform.posix import set_blocking
-from unisono.core.stores.tcp.python_server import CLOSE_S, ServerOptions, StoreServer
+from unisono.core.stores.tcp.server import CLOSE_S, ServerOptions, StoreServer
 from unisono.errors import InvalidArgumentError
 
 # The same logger as the server in Python has.
