@@ -163,7 +163,7 @@ def check_wheel(wheel: Path) -> None:
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
         lines = file.read(metadata).decode("utf-8").splitlines()
     folder = metadata.partition("/")[0]
-    python = [name.removeprefix("src/") for name in run("git", "ls-files", "src").split()]
+    python = [name.removeprefix("src/") for name in run("git", "ls-files", "src/unisono").split()]
     needed = {*python, f"{folder}/licenses/LICENSE", f"{folder}/entry_points.txt"}
     require(needed <= set(names), f"{wheel} lacks {sorted(needed - set(names))}")
     require(any(re.match(r"unisono/_engine\..*so$", name) for name in names), f"no engine: {wheel}")

@@ -88,8 +88,8 @@ def parameters(node):
 
 
 CPP = classes_in(SOURCE / "_engine.pyi")
-# unisono.ray has Ray's names.
-FILES = {path: classes_in(path) for path in OTHERS if "integrations" not in path.parts}
+# adapters/clusters/ray.py has Ray's names.
+FILES = {path: classes_in(path) for path in OTHERS if "clusters" not in path.parts}
 PYTHON = {name: node for classes in FILES.values() for name, node in classes.items()}
 TWINS = set(CPP) - set(CPP_ALONE)
 

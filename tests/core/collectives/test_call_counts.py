@@ -12,7 +12,7 @@ ROOT = str(Path(dist.__file__).parent)
 
 # (Python calls, files) at most. Lower them with each call that is saved.
 CEILINGS = {
-    "first of the group": (320, 39),
+    "first of the group": (340, 41),
     "second of a kind": (0, 0),
     "new shape": (58, 12),
     "new shape of a broadcast": (58, 12),
@@ -34,7 +34,8 @@ CEILINGS = {
     "recv of a shorter message": (0, 0),
     "isend": (0, 0),
     "irecv": (0, 0),
-    "wait of irecv": (2, 2),
+    # Two, unless the thread that serves messages is about to end it.
+    "wait of irecv": (6, 2),
     "algorithm=": (0, 0),
     "all_gather_object": (300, 44),
 }

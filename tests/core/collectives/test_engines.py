@@ -99,7 +99,7 @@ MPI = {"UNISONO_ENGINE": "mpi"}
         ([{}, REFERENCE, {}], "on ranks 0 and 2, Python on rank 1", (1,)),
         ([HIDDEN, {}, REFERENCE], "Python on ranks 0 and 2, C++ (version ", (0, 2)),
         ([{}, OTHER], "on rank 0, C++ (version 1) on rank 1", ()),
-        ([{}, MPI, {}], "+MPI) on rank 1", ()),
+        ([{}, MPI, {}], "+mpi) on rank 1", ()),
         ([{}, "no descriptors"], "on rank 0, Python (EMFILE) on rank 1", (1,)),
     ],
     ids=["unwanted", "absent", "another", "mpi", "descriptors"],

@@ -11,7 +11,7 @@ import unisono as dist
 from unisono.testing import run
 
 # They load libraries that choose their code by the system, or are for Linux.
-OTHERS = ("torch", "ray", "dask", "spark", "integrations", "parallel", "__main__")
+OTHERS = ("torch", "ray", "dask", "spark", "clusters", "parallel", "nn", "__main__")
 FOR_LINUX = ("unisono.testing.switch", "unisono.launcher.workers.warm_site.sitecustomize")
 
 

@@ -59,6 +59,7 @@ def _connect(spec: GroupSpec, options: CPUOptions, word: str) -> Communicator:
     host, kind = host_id(options.engine), options.transport
     transport = connect(spec.store, spec.rank, spec.size, deadline, kind, host, word)
     comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
+    comm.engine_is_agreed = True
     name, other = other_engine(options.engine)
     if other is not None:
         try:

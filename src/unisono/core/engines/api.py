@@ -39,9 +39,11 @@ class Communicator:
         trace: Records the calls; None if UNISONO_TRACE is 0.
         library_ranks: The rank of each rank of the transport in the world of the engine's library;
             empty without one.
+        engine_is_agreed: Whether the ranks have compared their engines, as they do for links.
     """
 
     library_ranks: tuple[int, ...] = ()
+    engine_is_agreed = False
 
     def __init__(
         self, transport: Transport, ranks: tuple[int, ...], name: str, key: str = ""

@@ -53,7 +53,8 @@ def host_id(kind: str | None = None) -> str:
     if kind == "reference" or not is_wanted():
         return ""
     memory = memory_host()
-    return memory and f"{_engine.ABI}{'+MPI' * (kind == 'mpi')}/{memory}"
+    other = "" if kind in ("auto", "native") else f"+{kind}"
+    return memory and f"{_engine.ABI}{other}/{memory}"
 
 
 def memory_host() -> str:
