@@ -21,7 +21,7 @@ ENDS = [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit]
 @pytest.fixture
 def no_log(monkeypatch):
     """Keep pytest from keeping the log, whose tracebacks would keep the groups alive."""
-    monkeypatch.setattr(logging.getLogger("unisono.core.groups.work"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("unisono.groups.work"), "disabled", True)
 
 
 @pytest.mark.ranks(2, kind="both")
