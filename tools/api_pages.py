@@ -243,7 +243,8 @@ def _path(tier: str, name: str) -> str:
     It leads to a module if that has the same name, and to several signatures if the stub has some.
     """
     home = source_of(_home(tier, name), name)
-    is_module = home.endswith(f".{name}") or (ROOT / "src" / tier / name).exists()
+    place = ROOT / "src" / tier / name
+    is_module = home.endswith(f".{name}") or place.exists() or place.with_suffix(".py").exists()
     stub = (ROOT / "src" / tier / "__init__.pyi") if tier == "unisono" else None
     if is_module or (stub and name not in _imported(stub)):
         return f"{home}.{name}"

@@ -68,6 +68,7 @@ def test_docstrings_are_found_where_a_name_comes_from(api_pages):
 
 def test_a_name_that_is_also_a_module_is_shown_from_there(api_pages):
     assert "\n::: unisono.core.schedules.choice.select.select\n" in api_pages.pages()["lowlevel.md"]
+    assert "\n::: unisono.core.rendezvous.registry.rendezvous\n" in api_pages.pages()["stores.md"]
     assert "\n::: unisono.lowlevel.build\n" in api_pages.pages()["lowlevel.md"]
 
 
