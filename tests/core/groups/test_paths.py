@@ -14,6 +14,7 @@ from unisono.elastic.multiprocessing.errors import ChildFailedError, record
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
+    CollectiveMismatchError,
     InvalidArgumentError,
     RefusedModuleError,
     UnsupportedError,
@@ -143,6 +144,34 @@ def test_functional_forms_return_what_numpy_does_and_change_nothing(rank):
     for name, (found, value) in expected.items():
         np.testing.assert_array_equal(found, value, err_msg=name)
     np.testing.assert_array_equal(x, all_x[rank])
+
+
+@pytest.mark.ranks(2)
+def test_functional_forms_refuse_what_they_cannot_return(rank):
+    f, x = dist.functional, np.ones(4)
+    for name in f.__all__:
+        expected = UnsupportedError if rank == 0 else CollectiveMismatchError
+        how = {"async_op": True} if rank == 0 else {}
+        with pytest.raises(expected, match="returns its result, so it takes no async_op"):
+            getattr(f, name)(x, **how)
+        getattr(f, name)(x, async_op=False)
+    cases = [
+        (f.reduce_scatter, (np.ones(()),), "functional.reduce_scatter takes an array with rows"),
+        (f.gather, (x, 7), "7"),
+        (f.reduce, (x, 7), "7"),
+    ]
+    for function, wrong, text in cases:
+        expected = InvalidArgumentError if rank == 0 else CollectiveMismatchError
+        with pytest.raises(expected, match=text):
+            function(*(wrong if rank == 0 else (x,)))
+    group = dist.new_group([1])
+    if rank == 0:
+        with (
+            pytest.warns(UserWarning, match="does not belong"),
+            pytest.raises(InvalidArgumentError, match="does not belong to the given group"),
+        ):
+            f.all_reduce(x, group=group)
+    assert f.all_reduce(x).tolist() == [2.0] * 4
 
 
 @pytest.mark.ranks(2)
