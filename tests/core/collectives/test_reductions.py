@@ -185,5 +185,5 @@ def test_leaves_that_require_gradients_are_written_as_by_a_kernel(rank):
     x = torch.ones(3, dtype=torch.float16, requires_grad=True)
     dist.all_reduce(x, accumulate="float32")
     assert x.tolist() == [2.0] * 3
-    with pytest.raises(InvalidArgumentError, match="returned torch.float32 for torch.int64"):
+    with pytest.raises(InvalidArgumentError, match=r"returned torch\.float32 for torch\.int64"):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), lambda a, b: (a + b) / 2)
