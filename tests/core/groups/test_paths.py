@@ -1,6 +1,8 @@
 """torch.distributed's import paths without torch; value-returning collectives; uneven loops."""
 
+import dataclasses
 import json
+import os
 import pkgutil
 from importlib import import_module
 
@@ -20,6 +22,7 @@ from unisono.errors import (
     UnsupportedError,
 )
 from unisono.launcher.api import LaunchConfig, elastic_launch
+from unisono.launcher.spawn import SpawnContext
 from unisono.refused import REFUSED_MODULES
 
 
@@ -97,6 +100,26 @@ with expires(after=60):
 
     with pytest.raises(InvalidArgumentError, match="expires takes a positive number of seconds"):
         expires(0).__enter__()
+    with pytest.raises(InvalidArgumentError, match=r"expires takes at most \d+ seconds, got 1"):
+        expires(1e12).__enter__()
+    with expires(60):  # the one before has left nothing
+        pass
+
+
+def test_expires_needs_no_file_as_standard_error():
+    program = """
+import io, sys
+from time import sleep
+from unisono.elastic.timer import expires
+sys.stderr = io.StringIO()
+with expires(after=60), expires(after=60):
+    pass
+with expires(after=0.2):
+    sleep(60)
+"""
+    done = python("-c", program)
+    assert done.returncode == 1
+    assert "line 9 in <module>" in done.stderr
 
 
 def summed(x, path):
@@ -119,6 +142,37 @@ def test_elastic_launch_calls_a_function_and_starts_again(tmp_path):
         elastic_launch(config, "train.py")()
     with pytest.raises(UnsupportedError, match="starts processes on one host only, got max_nodes"):
         LaunchConfig(1, 4, 2)
+
+
+def on_one_gpu():
+    return os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"], os.environ["RANK"]
+
+
+def test_launch_config_has_the_fields_of_torch(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    config = LaunchConfig(1, 1, 2, max_restarts=0, virtual_local_rank=True, shutdown_timeout=60)
+    join, seen = SpawnContext.join, []
+
+    def recorded(self, *args, **how):
+        seen.append(how)
+        return join(self, *args, **how)
+
+    monkeypatch.setattr(SpawnContext, "join", recorded)
+    found = elastic_launch(config, on_one_gpu)()
+    assert seen == [{"grace_period": 60}]
+    assert found == {0: ("0", "5", "0"), 1: ("0", "3", "1")}
+    for name, value in (
+        ("event_log_handler", "console"),
+        ("numa_options", object()),
+        ("signals_to_handle", "SIGTERM"),
+        ("duplicate_stdout_filters", ["x"]),
+        ("duplicate_stderr_filters", ["x"]),
+    ):
+        with pytest.warns(UserWarning, match=f"LaunchConfig: {name} has no effect"):
+            LaunchConfig(1, 1, 2, **{name: value})
+    theirs = pytest.importorskip("torch.distributed.launcher.api").LaunchConfig
+    names = [[each.name for each in dataclasses.fields(kind)] for kind in (LaunchConfig, theirs)]
+    assert names[0] == names[1]
 
 
 # ---- value-returning collectives ---------------------------------------------------------------
