@@ -3,7 +3,7 @@
     y = unisono.functional.all_reduce(x)
 
 For NumPy arrays and tensors of torch. Errors and keywords are those of the functions of the same
-name in `unisono`, which write to their arguments; but there is no `async_op`, and a rank that is
+name in `unisono`, which write to their arguments. But there is no `async_op`, and a rank that is
 no member gets an error. `unisono.nn.functional` has gradients.
 """
 
