@@ -3,18 +3,24 @@
     y = unisono.functional.all_reduce(x)
 
 For NumPy arrays and tensors of torch. Errors and keywords are those of the functions of the same
-name in `unisono`, which write to their arguments. `unisono.nn.functional` has gradients.
+name in `unisono`, which write to their arguments. But there is no `async_op`, and a rank that is
+no member gets an error. `unisono.nn.functional` has gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 from unisono.core.base.types import Function, ReduceOp
 from unisono.core.c10d import collectives
-from unisono.core.groups.world import Group, require_group
+from unisono.core.c10d.arguments import reporting_bad_arguments
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import Group, member_group, require_group
 from unisono.core.operations.keywords import CallKeywords
 from unisono.core.operations.reductions import copied, empty
+from unisono.errors import InvalidArgumentError, UnsupportedError
 
 __all__ = [
     "all_gather",
@@ -29,17 +35,34 @@ __all__ = [
 ]
 
 
+@contextlib.contextmanager
+def _preparing(call: str, group: Group, how: Mapping[str, Any]) -> Iterator[ProcessGroup]:
+    """Yield the group; the other ranks get an error of the block, which makes the arrays."""
+    pg = member_group(group, call, stacklevel=5) or require_group(group)
+    with reporting_bad_arguments(pg, call):
+        if how.get("async_op"):
+            raise UnsupportedError(
+                f"functional.{call} returns its result, so it takes no async_op",
+                hint=f"unisono.{call} returns a work, and writes to its arguments",
+            )
+        yield pg
+
+
 def all_reduce(
     x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return the reduction of the arrays [...] of all ranks."""
-    collectives.all_reduce(y := copied(x), op, group, **how)
+    with _preparing("all_reduce", group, how):
+        y = copied(x)
+    collectives.all_reduce(y, op, group, **how)
     return y
 
 
 def broadcast(x: Any, src: int = 0, group: Group = None, **how: Unpack[CallKeywords]) -> Any:
     """Return the array [...] of global rank `src`; `x` has its shape and dtype on all ranks."""
-    collectives.broadcast(y := copied(x), src, group, **how)
+    with _preparing("broadcast", group, how):
+        y = copied(x)
+    collectives.broadcast(y, src, group, **how)
     return y
 
 
@@ -51,22 +74,26 @@ def reduce(
     **how: Unpack[CallKeywords],
 ) -> Any:
     """Return the reduction of all arrays [...] on global rank `dst`, None elsewhere."""
-    collectives.reduce(y := copied(x), dst, op, group, **how)
-    return y if require_group(group).group_rank(dst) == require_group(group).rank() else None
+    with _preparing("reduce", group, how) as pg:
+        y, is_root = copied(x), pg.group_rank(dst) == pg.rank()
+    collectives.reduce(y, dst, op, group, **how)
+    return y if is_root else None
 
 
 def all_gather(x: Any, group: Group = None, **how: Unpack[CallKeywords]) -> Any:
     """Return the arrays [...] of all ranks as one array [ranks, ...]."""
-    x = copied(x)
-    y = empty(x, require_group(group).size(), *x.shape)
+    with _preparing("all_gather_into_tensor", group, how) as pg:
+        x = copied(x)
+        y = empty(x, pg.size(), *x.shape)
     collectives.all_gather_into_tensor(y, x, group, **how)
     return y
 
 
 def gather(x: Any, dst: int = 0, group: Group = None, **how: Unpack[CallKeywords]) -> Any:
     """Return the arrays [...] of all ranks as [ranks, ...] on global rank `dst`, None elsewhere."""
-    pg, x = require_group(group), copied(x)
-    y = empty(x, pg.size(), *x.shape) if pg.group_rank(dst) == pg.rank() else None
+    with _preparing("gather_into_tensor", group, how) as pg:
+        x = copied(x)
+        y = empty(x, pg.size(), *x.shape) if pg.group_rank(dst) == pg.rank() else None
     collectives.gather_into_tensor(y, x, dst, group, **how)
     return y
 
@@ -75,16 +102,21 @@ def reduce_scatter(
     x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return this rank's part [rows, ...] of the reduction of all arrays [ranks * rows, ...]."""
-    x = copied(x)
-    y = empty(x, x.shape[0] // require_group(group).size(), *x.shape[1:])
+    with _preparing("reduce_scatter_tensor", group, how) as pg:
+        x = copied(x)
+        if not x.shape:
+            raise InvalidArgumentError("functional.reduce_scatter takes an array with rows")
+        y = empty(x, x.shape[0] // pg.size(), *x.shape[1:])
     collectives.reduce_scatter_tensor(y, x, op, group, **how)
     return y
 
 
 def all_to_all(x: Any, group: Group = None, **how: Unpack[CallKeywords]) -> Any:
     """Return the parts for this rank; part j of `x` [ranks * rows, ...] is for rank j."""
-    x = copied(x)
-    collectives.all_to_all_single(y := empty(x, *x.shape), x, group=group, **how)
+    with _preparing("all_to_all_single", group, how):
+        x = copied(x)
+        y = empty(x, *x.shape)
+    collectives.all_to_all_single(y, x, group=group, **how)
     return y
 
 
@@ -92,7 +124,9 @@ def scan(
     x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return the reduction of the arrays [...] of ranks 0 to this rank."""
-    collectives.scan(y := copied(x), op, group, **how)
+    with _preparing("scan", group, how):
+        y = copied(x)
+    collectives.scan(y, op, group, **how)
     return y
 
 
@@ -100,5 +134,7 @@ def exscan(
     x: Any, op: ReduceOp | Function = ReduceOp.SUM, group: Group = None, **how: Unpack[CallKeywords]
 ) -> Any:
     """Return the reduction of the ranks before this rank; on rank 0 a copy of `x`."""
-    collectives.exscan(y := copied(x), op, group, **how)
+    with _preparing("exscan", group, how):
+        y = copied(x)
+    collectives.exscan(y, op, group, **how)
     return y

@@ -74,6 +74,8 @@ def test_wrong_members_are_errors(rank, tmp_path):
         others = [each for each in handles if each != dist._get_reconfigure_handle()]
         with pytest.raises(InvalidArgumentError, match="this process must be once among the 2"):
             dist._reconfigure(8, others)
+        with pytest.raises(InvalidArgumentError, match="each handle must be there once, got"):
+            dist._reconfigure(8, [handles[rank], *others, *others])
         with pytest.raises(ArgumentTypeError, match=r"handles must be texts, got \[5\]"):
             dist._reconfigure(9, [5])
         dist.barrier()

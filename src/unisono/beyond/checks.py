@@ -30,13 +30,25 @@ _ids = itertools.count(1 << 32)
 # Elements that are searched at once, so that the marks stay in the cache.
 _SEARCHED = 1 << 16
 
+# Types that are stored as integers: the bits that tell NaN, the first code, how many follow it.
+_NAN_CODES = {
+    "bfloat16": (0x7FFF, 0x7F81, 0x7E),
+    "float8_e4m3fn": (0x7F, 0x7F, 0),
+    "float8_e5m2": (0x7F, 0x7D, 2),
+    "float8_e4m3fnuz": (0xFF, 0x80, 0),
+    "float8_e5m2fnuz": (0xFF, 0x80, 0),
+}
+
 
 class NanCheckHook:
     """Raises an error before a call if this rank's contribution has a NaN: `attach(group)`.
 
-    The error names the rank, the array and the index of the first NaN. The other ranks raise
-    CollectiveMismatchError with its text, no array is changed, and the group stays usable. Arrays
-    of integers, and buffers that only receive, are not searched.
+    The error names the rank, the array and the index of the first NaN. In a collective the other
+    ranks raise CollectiveMismatchError with its text, no array is changed, and the group stays
+    usable. A message is not sent: its receiver waits until its time-out.
+
+    All floats and complex numbers are searched, long doubles and float8 too. Not searched are
+    records, complex32, float8_e8m0fnu, dates, arrays on GPUs, and arrays that only receive.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -93,13 +105,18 @@ def _find_nan(rank: int, call: PreHookArgs) -> None:
 
 def _first_nan(data: BufferView) -> int:
     """Return the flat index of the first NaN, or -1."""
-    if data.dtype.kind not in "fc":
+    array, codes = data.array, _NAN_CODES.get(data.dtype.name)
+    if (opaque := data.dtype.opaque) is not None and opaque.kind in "fc":
+        array = array.view(opaque)  # long doubles
+    elif data.dtype.kind not in "fc" and codes is None:
         return -1
     for start in range(0, data.count, _SEARCHED):
-        part = data.array[start : start + _SEARCHED]
-        # bfloat16 is stored as integers.
-        is_brain = data.dtype.name == "bfloat16"
-        found = (part & 0x7FFF) > 0x7F80 if is_brain else np.isnan(part)
+        part = array[start : start + _SEARCHED]
+        if codes is None:
+            found = np.isnan(part)
+        else:
+            mask, first, more = codes
+            found = (part & mask) - first <= more  # unsigned: less than `first` is a large number
         if found.any():
             return start + int(found.argmax())
     return -1

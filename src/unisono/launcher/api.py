@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.errors import UnsupportedError, WorkerFailedError
-from unisono.launcher.launch import launch
+from unisono.launcher.environment import one_gpu
+from unisono.launcher.launch import launched
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
+
+_WITHOUT_EFFECT = (
+    "event_log_handler",
+    "numa_options",
+    "signals_to_handle",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+)
 
 
 @dataclass
@@ -19,7 +30,11 @@ class LaunchConfig:
     Raises:
         UnsupportedError: More than one node, for which there is `unisono run`.
 
-    Source: torch.distributed.launcher.api (2.13). Fields of its agent have no effect.
+    `virtual_local_rank` lets each process see one GPU. `shutdown_timeout` are the seconds between
+    SIGTERM and SIGKILL, 5 if None. The fields in `_WITHOUT_EFFECT` warn; others of torch's agent
+    have no effect.
+
+    Source: torch.distributed.launcher.api (2.13).
     """
 
     min_nodes: int
@@ -38,6 +53,13 @@ class LaunchConfig:
     log_line_prefix_template: str | None = None
     metrics_cfg: dict[str, str] = field(default_factory=dict)
     local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_nodes != 1:
@@ -45,6 +67,9 @@ class LaunchConfig:
                 f"elastic_launch starts processes on one host only, got max_nodes={self.max_nodes}",
                 hint="unisono run --nnodes",
             )
+        for name in _WITHOUT_EFFECT:
+            if getattr(self, name) != getattr(type(self), name):
+                warnings.warn(f"LaunchConfig: {name} has no effect", stacklevel=3)
 
 
 class elastic_launch:
@@ -79,9 +104,9 @@ def launch_agent(
     left = config.max_restarts
     while True:
         try:
-            call = (entrypoint, *args)
-            how = config.start_method
-            results = launch(_without_rank, config.nproc_per_node, call, start_method=how)
+            call = (config.virtual_local_rank, entrypoint, *args)
+            how = config.start_method, config.shutdown_timeout
+            results = launched(_without_rank, config.nproc_per_node, call, *how)
             return dict(enumerate(results))
         except Exception as error:
             failure = error if isinstance(error, WorkerFailedError) else error.__cause__
@@ -92,5 +117,7 @@ def launch_agent(
             left -= 1
 
 
-def _without_rank(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+def _without_rank(rank: int, one_gpu_each: bool, fn: Callable[..., Any], *args: Any) -> Any:
+    if one_gpu_each:
+        os.environ.update(one_gpu(rank, os.environ))
     return fn(*args)

@@ -129,19 +129,21 @@ def worker_environment(
         # With a thread per core in each of N workers there would be N threads per core.
         defaults["OMP_NUM_THREADS"] = "1"
     if place.one_gpu_each:
-        variables["LOCAL_RANK"] = "0"
-        variables["CUDA_VISIBLE_DEVICES"] = _gpu(local_rank, inherited)
+        variables |= one_gpu(local_rank, inherited)
     return variables | {k: v for k, v in defaults.items() if not inherited.get(k)}
 
 
-def _gpu(local_rank: int, inherited: Mapping[str, str]) -> str:
+def one_gpu(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which a worker sees one GPU only.
+
+    Raises:
+        LaunchError: There are fewer GPUs than workers.
+    """
     visible = inherited.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return str(local_rank)
-    names = visible.split(",")
+    names = [str(n) for n in range(local_rank + 1)] if visible is None else visible.split(",")
     if local_rank >= len(names):
         raise LaunchError(
             f"local rank {local_rank} needs a GPU of its own (--virtual-local-rank), but "
             f"CUDA_VISIBLE_DEVICES={visible} names {len(names)}"
         )
-    return names[local_rank].strip()
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": names[local_rank].strip()}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, TypeVarTuple, overload
 
+from unisono.core.base.deadline import Timeout
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 from unisono.launcher.payload import CallArguments, Payload
 from unisono.launcher.spawn import SpawnContext, Untyped, check_start
@@ -66,6 +67,17 @@ def launch(
         Exception: The exception of the rank that failed first. Its cause is a WorkerFailedError
             that names the rank and ends with its traceback. The other ranks have been stopped.
     """
+    return launched(fn, nprocs, args, start_method)
+
+
+def launched(
+    fn: Callable[..., R],
+    nprocs: int,
+    args: Sequence[object],
+    start_method: str,
+    grace_period: Timeout | None = None,
+) -> list[R]:
+    """As `launch`; `grace_period` as in `SpawnContext.join`."""
     nprocs = check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
     call = fn, tuple(args)
     payload: CallArguments | Payload = CallArguments(*call)
@@ -81,7 +93,7 @@ def launch(
     )
     del payload  # The children have opened it.
     try:
-        context.join()
+        context.join(grace_period=grace_period)
     except WorkerFailedError as failure:
         rank = failure.context.rank
         original = None if rank is None else context.error_of(rank)

@@ -138,3 +138,52 @@ def test_wrong_calls_by_a_function_are_errors_on_all_ranks(rank):
         dist.all_reduce(x, lambda a, b: 1 / 0)
     dist.all_reduce(x)
     assert x.tolist() == [2.0] * 3
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_result_that_cannot_be_written_is_an_error_before_any_array_is_changed(rank):
+    def mean(a, b):
+        return (a + b) / 2
+
+    def read_only(x):
+        x.setflags(write=rank == 1)
+        return x
+
+    refused = (InvalidArgumentError, CollectiveMismatchError)[rank]
+    whole, half = np.arange(3) + rank, {"accumulate": "float32"}
+    cases = [
+        (read_only(np.ones(3)), np.fmin, {}, refused, "tensor is read-only"),
+        (read_only(np.ones(3, np.float16)), dist.ReduceOp.SUM, half, refused, "is read-only"),
+        (whole, mean, {}, InvalidArgumentError, "float64 for int64, which is of another kind"),
+        (np.ones(3), lambda a, b: a * 1j + b, {}, InvalidArgumentError, "returned complex128 for"),
+        (np.ones(3), np.fmin if rank else lambda a, b: 1 / 0, {}, Exception, "ZeroDivisionError"),
+    ]
+    for x, function, how, error, text in cases:
+        before = x.copy()
+        for call in (dist.all_reduce, dist.scan) if not how else (dist.all_reduce,):
+            with pytest.raises(error) as caught:
+                call(x, op=function, **how)
+            assert text in f"{caught.type.__name__}: {caught.value}"
+            np.testing.assert_array_equal(x, before)
+    y, halves = np.zeros(2), [1, 3]
+    with pytest.raises(UnsupportedError, match="by a function takes no input_split_sizes"):
+        dist.reduce_scatter_tensor(y, np.arange(4.0), np.fmin, input_split_sizes=halves)
+    with pytest.raises(InvalidArgumentError, match="returned float64 for int64"):
+        dist.reduce_scatter_tensor(np.zeros(2, int), np.arange(4.0), np.fmin)
+    with pytest.raises((ArgumentTypeError, CollectiveMismatchError)[rank]):
+        dist.reduce_scatter_tensor(y if rank else bytearray(16), np.arange(4.0), np.fmin)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_leaves_that_require_gradients_are_written_as_by_a_kernel(rank):
+    torch = pytest.importorskip("torch")
+    x = torch.ones(3, requires_grad=True)
+    dist.all_reduce(x, torch.add)
+    assert x.tolist() == [2.0] * 3
+    assert x.is_leaf
+    x = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    dist.all_reduce(x, accumulate="float32")
+    assert x.tolist() == [2.0] * 3
+    with pytest.raises(InvalidArgumentError, match=r"returned torch\.float32 for torch\.int64"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int64), lambda a, b: (a + b) / 2)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.beyond.checks import _first_nan
+from unisono.core.base.buffers import view
 from unisono.core.operations.hooks import Hooks
 from unisono.errors import (
     ArgumentTypeError,
@@ -179,6 +181,39 @@ def test_nan_in_bfloat16(rank):
     kind = InvalidArgumentError if rank else CollectiveMismatchError
     with pytest.raises(kind, match=r"bfloat16.2, 3.. has the first one at index .1, 2."):
         dist.all_reduce(x, group=pg)
+    hook.remove()
+
+
+@pytest.mark.parametrize("bits", ["4m3fn", "5m2", "4m3fnuz", "5m2fnuz"])
+def test_nan_of_each_float8_is_the_one_of_torch(bits):
+    torch = pytest.importorskip("torch")
+    every = torch.arange(256).to(torch.uint8).view(getattr(torch, f"float8_e{bits}"))
+    found = [_first_nan(view(one, write=False)) == 0 for one in every.split(1)]
+    assert found == every.float().isnan().tolist()
+    assert any(found)
+
+
+@pytest.mark.parametrize("dtype", ["g", "G", ">f8", "e"])
+def test_nan_in_other_dtypes(dtype):
+    assert _first_nan(view(np.array([1, np.inf, NAN, 1], dtype), write=False)) == 2
+    assert _first_nan(view(np.array([1, np.inf, -np.inf], dtype), write=False)) == -1
+
+
+@pytest.mark.ranks(2)
+def test_an_array_that_only_receives_may_have_nan(rank):
+    pg = dist.new_group([0, 1])
+    hook, x = dist.NanCheckHook.attach(pg), np.full(2, NAN if rank else 3.0)
+    for source in (0, None):
+        dist.send(x, 1, group=pg) if rank == 0 else dist.recv(x, source, group=pg)
+        assert x.tolist() == [3.0] * 2
+        x[:] = NAN if rank else 3.0
+    # A hook that raises keeps the message; nothing reaches the other rank.
+    if rank == 0:
+        with pytest.raises(InvalidArgumentError, match="rank 0 gives NaN to send"):
+            dist.send(x * NAN, 1, group=pg)
+    dist.barrier()
+    dist.send(x, 1, group=pg) if rank == 0 else dist.recv(x, 0, group=pg)
+    assert x.tolist() == [3.0] * 2
     hook.remove()
 
 

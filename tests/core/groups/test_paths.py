@@ -1,6 +1,8 @@
 """torch.distributed's import paths without torch; value-returning collectives; uneven loops."""
 
+import dataclasses
 import json
+import os
 import pkgutil
 from importlib import import_module
 
@@ -14,11 +16,13 @@ from unisono.elastic.multiprocessing.errors import ChildFailedError, record
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
+    CollectiveMismatchError,
     InvalidArgumentError,
     RefusedModuleError,
     UnsupportedError,
 )
 from unisono.launcher.api import LaunchConfig, elastic_launch
+from unisono.launcher.spawn import SpawnContext
 from unisono.refused import REFUSED_MODULES
 
 
@@ -96,6 +100,26 @@ with expires(after=60):
 
     with pytest.raises(InvalidArgumentError, match="expires takes a positive number of seconds"):
         expires(0).__enter__()
+    with pytest.raises(InvalidArgumentError, match=r"expires takes at most \d+ seconds, got 1"):
+        expires(1e12).__enter__()
+    with expires(60):  # the one before has left nothing
+        pass
+
+
+def test_expires_needs_no_file_as_standard_error():
+    program = """
+import io, sys
+from time import sleep
+from unisono.elastic.timer import expires
+sys.stderr = io.StringIO()
+with expires(after=60), expires(after=60):
+    pass
+with expires(after=0.2):
+    sleep(60)
+"""
+    done = python("-c", program)
+    assert done.returncode == 1
+    assert "line 9 in <module>" in done.stderr
 
 
 def summed(x, path):
@@ -118,6 +142,37 @@ def test_elastic_launch_calls_a_function_and_starts_again(tmp_path):
         elastic_launch(config, "train.py")()
     with pytest.raises(UnsupportedError, match="starts processes on one host only, got max_nodes"):
         LaunchConfig(1, 4, 2)
+
+
+def on_one_gpu():
+    return os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"], os.environ["RANK"]
+
+
+def test_launch_config_has_the_fields_of_torch(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    config = LaunchConfig(1, 1, 2, max_restarts=0, virtual_local_rank=True, shutdown_timeout=60)
+    join, seen = SpawnContext.join, []
+
+    def recorded(self, *args, **how):
+        seen.append(how)
+        return join(self, *args, **how)
+
+    monkeypatch.setattr(SpawnContext, "join", recorded)
+    found = elastic_launch(config, on_one_gpu)()
+    assert seen == [{"grace_period": 60}]
+    assert found == {0: ("0", "5", "0"), 1: ("0", "3", "1")}
+    for name, value in (
+        ("event_log_handler", "console"),
+        ("numa_options", object()),
+        ("signals_to_handle", "SIGTERM"),
+        ("duplicate_stdout_filters", ["x"]),
+        ("duplicate_stderr_filters", ["x"]),
+    ):
+        with pytest.warns(UserWarning, match=f"LaunchConfig: {name} has no effect"):
+            LaunchConfig(1, 1, 2, **{name: value})
+    theirs = pytest.importorskip("torch.distributed.launcher.api").LaunchConfig
+    names = [[each.name for each in dataclasses.fields(kind)] for kind in (LaunchConfig, theirs)]
+    assert names[0] == names[1]
 
 
 # ---- value-returning collectives ---------------------------------------------------------------
@@ -143,6 +198,34 @@ def test_functional_forms_return_what_numpy_does_and_change_nothing(rank):
     for name, (found, value) in expected.items():
         np.testing.assert_array_equal(found, value, err_msg=name)
     np.testing.assert_array_equal(x, all_x[rank])
+
+
+@pytest.mark.ranks(2)
+def test_functional_forms_refuse_what_they_cannot_return(rank):
+    f, x = dist.functional, np.ones(4)
+    for name in f.__all__:
+        expected = UnsupportedError if rank == 0 else CollectiveMismatchError
+        how = {"async_op": True} if rank == 0 else {}
+        with pytest.raises(expected, match="returns its result, so it takes no async_op"):
+            getattr(f, name)(x, **how)
+        getattr(f, name)(x, async_op=False)
+    cases = [
+        (f.reduce_scatter, (np.ones(()),), "functional.reduce_scatter takes an array with rows"),
+        (f.gather, (x, 7), "7"),
+        (f.reduce, (x, 7), "7"),
+    ]
+    for function, wrong, text in cases:
+        expected = InvalidArgumentError if rank == 0 else CollectiveMismatchError
+        with pytest.raises(expected, match=text):
+            function(*(wrong if rank == 0 else (x,)))
+    group = dist.new_group([1])
+    if rank == 0:
+        with (
+            pytest.warns(UserWarning, match="does not belong"),
+            pytest.raises(InvalidArgumentError, match="does not belong to the given group"),
+        ):
+            f.all_reduce(x, group=group)
+    assert f.all_reduce(x).tolist() == [2.0] * 4
 
 
 @pytest.mark.ranks(2)

@@ -1,8 +1,8 @@
 """The plug-in for torch.distributed: `torch.distributed.init_process_group("unisono")`.
 
 Importing this package registers the backend. If unisono is installed, `import torch` imports it
-through the entry point group "torch.backends". Only this package and `unisono.parallel` import
-torch.
+through the entry point group "torch.backends". Only this package, `unisono.parallel` and
+`unisono.nn.functional` import torch.
 """
 
 from __future__ import annotations

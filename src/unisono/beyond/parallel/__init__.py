@@ -1,6 +1,7 @@
 """Data-parallel training over unisono groups: torch modules without torch.distributed, NumPy jobs.
 
-Only this package and `unisono.torch` import torch. `ElasticJob` and `ElasticSampler` do without it.
+Only this package, `unisono.torch` and `unisono.nn.functional` import torch. `ElasticJob` and
+`ElasticSampler` do without it.
 Programs that use torch.distributed have torch's own DistributedDataParallel, which runs on the
 plug-in.
 """

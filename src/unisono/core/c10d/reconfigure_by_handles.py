@@ -60,7 +60,8 @@ def _reconfigure(
     Raises:
         UnsupportedError: See `_supports_reconfigure`.
         ArgumentTypeError: Handles that are no texts.
-        InvalidArgumentError: This process is not among the members, or the uuid was used before.
+        InvalidArgumentError: This process is not among the members, a handle is there twice, or
+            the uuid was used before. The old group can still be used.
         RendezvousError: Some members did not come in time; names them.
     """
     known, world, old = _wishes(group), current(), require_group(group)
@@ -69,6 +70,8 @@ def _reconfigure(
     members = sorted(handles) if isinstance(handles, (set, frozenset)) else list(handles)
     if members.count(known.handle) != 1:
         raise InvalidArgumentError(f"this process must be once among the {len(members)} handles")
+    if len(set(members)) < len(members):
+        raise InvalidArgumentError(f"each handle must be there once, got {members}")
     store, key = known.store, f"reconfigure/{uuid}"
     if store.add(f"{key}/used/{known.handle}", 1) > 1:
         raise InvalidArgumentError(f"uuid {uuid} was already used by this process")

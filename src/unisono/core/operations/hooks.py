@@ -28,7 +28,10 @@ HookOpName = Enum(
     "ALLTOALL_BASE UNKNOWN",
     start=0,
 )
-"""c10d's names of the operations that hooks see; UNKNOWN: c10d has no such one."""
+"""c10d's names of operations; UNKNOWN: c10d has no such one.
+
+SPLIT and NEW_WINDOW never occur: of these, hooks see the calls that they consist of.
+"""
 
 
 class PreHookArgs(NamedTuple):
@@ -78,7 +81,7 @@ class Hooks:
     def begin(
         self, group: Any, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]
     ) -> PreHookArgs:
-        """Call the hooks before a call. An error of one is an error of the call, on all ranks."""
+        """Call the hooks before a call. An error of one is an error of the call."""
         values = dict(zip(schema.parameters, arguments, strict=False)) | how
         root = values.get("root", values.get("peer"))
         if root is None:
@@ -88,7 +91,7 @@ class Hooks:
         is_message = name in ("SEND", "RECV") or not schema.c10d_op
         outputs = list(_arrays(values, kinds, "wv"))
         inputs = list(_arrays(values, kinds, "rs"))
-        in_place = not {"r", "s", "v"} & {*kinds.values()}
+        in_place = not {"r", "s"} & {*kinds.values()} and name != "RECV"
         if in_place and (name != "BROADCAST" or root == group.rank()):
             inputs = outputs
         call = PreHookArgs(
@@ -154,7 +157,10 @@ class Hooked:
     _part: Any
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], object]) -> None:
-        """Call `hook(args)` before each call; an error that it raises is raised on all ranks.
+        """Call `hook(args)` before each call.
+
+        An error that it raises is an error of a collective on all ranks. A message is not sent or
+        not received then: the other rank waits for it, until its time-out.
 
         Raises:
             InvalidArgumentError: The group has such a hook with this id.
@@ -167,6 +173,9 @@ class Hooked:
 
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], object]) -> None:
         """Call `hook(args)` after each call that raised no error.
+
+        An error that it raises is raised on this rank only. If more parts of a larger call are to
+        come, as in calls of objects, the group breaks.
 
         Raises:
             InvalidArgumentError: The group has such a hook with this id.

@@ -285,7 +285,10 @@ class Operations(Hooked):
 
         `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
         """
-        if work := reduce_otherwise(self, "reduce_scatter_tensor", op, output, tensor, how):
+        given = {} if input_split_sizes is None else {"input_split_sizes": input_split_sizes}
+        if work := reduce_otherwise(
+            self, "reduce_scatter_tensor", op, output, tensor, {**how, **given}
+        ):
             return work
         op = as_reduce_op(op)
         options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))

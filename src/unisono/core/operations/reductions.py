@@ -6,11 +6,13 @@ function is evaluated on equal data, so that all ranks have one result, or one e
 
 from __future__ import annotations
 
+import sys
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from unisono.core.base.buffers import device_of, view
 from unisono.core.base.types import Function, RedOpType, ReduceOp
 from unisono.core.operations.work import Work
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
@@ -98,28 +100,58 @@ def reduce_by(
     """Reduce by a function; see `unisono.all_reduce` for what it must be.
 
     Raises:
-        UnsupportedError: The call is asynchronous, or names an algorithm.
+        UnsupportedError: The call is asynchronous, or names an algorithm or sizes of parts.
         ArgumentTypeError: An array that is neither a NumPy array nor a tensor.
-        InvalidArgumentError: The function returns another shape.
+        InvalidArgumentError: The function returns another shape, or a dtype of another kind.
     """
     if how.get("async_op") or how.get("algorithm"):
         raise UnsupportedError(f"{name} by a function takes neither async_op nor algorithm")
-    if not hasattr(tensor, "shape"):
-        raise ArgumentTypeError(f"{name} by a function takes arrays, got {type(tensor).__name__}")
+    if "input_split_sizes" in how:
+        raise UnsupportedError(f"{name} by a function takes no input_split_sizes")
+    for each in (tensor, output):
+        if not hasattr(each, "shape"):
+            raise ArgumentTypeError(f"{name} by a function takes arrays, got {type(each).__name__}")
     label = f"{name} by {getattr(function, '__name__', 'a function')}"
     mine, rank = copied(tensor), group.rank()
+    if root in (-1, rank):
+        output = _writable(output)
+    # After the exchange some ranks may have written already.
+    part = mine[: (*output.shape, 0)[0]] if name.startswith("reduce_sc") else mine
+    if part.shape == output.shape:
+        with np.errstate(all="ignore"):
+            _check(label, function(copied(part), copied(part)), output)
     parts = empty(mine, group.size(), *output.shape)
     move = group.all_to_all_single if name.startswith("reduce_sc") else group.all_gather_into_tensor
     work: Work = move(parts, mine, timeout=how.get("timeout"), _label=label)
     last = {"scan": rank + 1, "exscan": rank}.get(name, group.size())
     if last and root in (-1, rank):
         result = reduce(function, list(parts[1:last]), parts[0])
-        if np.shape(result) != tuple(output.shape):
-            raise InvalidArgumentError(
-                f"{label} returned the shape {list(np.shape(result))} for {list(output.shape)}"
-            )
+        _check(label, result, output)
         output[...] = result
     return work
+
+
+def _writable(array: Any) -> Any:
+    """Return the array, or the tensor without its history; raise an error if it is read-only."""
+    if device_of(array) == "cpu":
+        view(array, write=True, pack=False)
+    return array.detach() if hasattr(array, "new_empty") else array
+
+
+def _check(label: str, result: Any, output: Any) -> None:
+    """Check that the result of a function has the shape, and the kind of dtype, of the output."""
+    if np.shape(result) != tuple(output.shape):
+        raise InvalidArgumentError(
+            f"{label} returned the shape {list(np.shape(result))} for {list(output.shape)}"
+        )
+    if hasattr(output, "new_empty"):
+        fits = sys.modules["torch"].can_cast(result.dtype, output.dtype)
+    else:
+        fits = np.can_cast(np.asarray(result).dtype, output.dtype, "same_kind")
+    if not fits:
+        raise InvalidArgumentError(
+            f"{label} returned {result.dtype} for {output.dtype}, which is of another kind"
+        )
 
 
 def reduce_wide(
@@ -139,10 +171,12 @@ def reduce_wide(
         )
     if how.get("async_op"):
         raise UnsupportedError(f"{name} with accumulate takes no async_op")
+    is_written = name == "all_reduce" or settings[0] == group.rank()
+    tensor = _writable(tensor) if is_written else tensor
     wide = tensor.float() if hasattr(tensor, "new_empty") else tensor.astype(np.float32)
     how = {**how, "_label": f"{name} in float32"}
     how.pop("_learn", None)
     work: Work = getattr(group, name)(wide, *settings, **how)
-    if name == "all_reduce" or settings[0] == group.rank():
+    if is_written:
         tensor[...] = wide
     return work
