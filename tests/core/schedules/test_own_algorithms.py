@@ -1,6 +1,7 @@
 """Algorithms of a user: the families of `register_algorithm`, and those of files."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,21 @@ def test_what_cannot_be_registered():
     )
     with pytest.raises(ScheduleError):
         build("all_reduce", "lazy", 4)
+
+
+def test_a_condition_that_raises_breaks_no_other_call(caplog):
+    def odd(p):
+        return 8 // (p - 4) > 0
+
+    ring = partial(build, "all_reduce", "ring")
+    with pytest.raises(InvalidArgumentError, match=r"'x': `applies` raised ZeroDivisionError.* 4 "):
+        register_algorithm("all_reduce", "x", lambda p: ring(p), odd)
+    assert "x" not in available("all_reduce", 4)
+    register_algorithm("all_reduce", "x", lambda p: ring(p), lambda p: odd(p - 8))
+    assert "ring" in available("all_reduce", 12)
+    assert "x" not in available("all_reduce", 12)
+    ((_, _, text),) = caplog.record_tuples
+    assert text.startswith("'x' does not serve 12 ranks: `applies` raised ZeroDivisionError")
 
 
 def test_the_algorithm_of_the_how_to_in_all_commands(mine, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,6 +34,8 @@ from unisono.core.schedules.algorithms.shared_memory import (
 )
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
 from unisono.errors import InvalidArgumentError
+
+_log = logging.getLogger("unisono.schedules")
 
 # A proof takes seconds for hundreds of ranks. Simulated worlds have thousands.
 _PROVED_RANKS = 512
@@ -176,7 +179,10 @@ _TABLE: dict[str, dict[str, AlgorithmEntry]] = {
     },
 }
 
-ALGORITHMS = tuple(sorted({name for table in _TABLE.values() for name in table}))
+
+def known_algorithms() -> list[str]:
+    """Return the names of all algorithms, and of those that are registered."""
+    return sorted({name for table in _TABLE.values() for name in table})
 
 
 def entry(collective: str, algorithm: str) -> AlgorithmEntry:
@@ -193,6 +199,9 @@ def entry(collective: str, algorithm: str) -> AlgorithmEntry:
         known = ", ".join(_TABLE[collective])
         raise InvalidArgumentError(f"{collective} has no algorithm {algorithm!r} (it has: {known})")
     return _TABLE[collective][algorithm]
+
+
+ALGORITHMS = tuple(known_algorithms())
 
 
 def register_schedule(schedule: Schedule) -> None:
@@ -255,8 +264,8 @@ def register_algorithm(
         applies: Function that returns whether the family has a world size; None: it has each.
 
     Raises:
-        InvalidArgumentError: The collective is unknown, another algorithm has the name, or the
-            builder takes no root for a collective that has one.
+        InvalidArgumentError: The collective is unknown, another algorithm has the name, the
+            builder takes no root for a collective that has one, or `applies` raises for a size.
     """
     from inspect import signature
 
@@ -265,6 +274,23 @@ def register_algorithm(
     if ("root" in takes) != (collective in ROOTED):
         needs = "a parameter" if collective in ROOTED else "no parameter"
         raise InvalidArgumentError(f"register {name!r}: {collective} needs {needs} `root`")
+    asked = applies or (lambda size: True)
+    for size in range(1, 9):
+        try:
+            asked(size)
+        except Exception as error:
+            raise InvalidArgumentError(
+                f"register {name!r}: `applies` raised {error!r} for {size} ranks"
+            ) from error
+
+    def serves(size: int) -> bool:
+        try:
+            return bool(asked(size))
+        except Exception as error:
+            # Calls of other algorithms ask, too.
+            _log.warning("%r does not serve %d ranks: `applies` raised %r", name, size, error)
+            return False
+
     names = [key for key in ("local", "root", "pipeline") if key in takes]
 
     def proved(size: int, *values: int) -> Schedule:
@@ -285,7 +311,7 @@ def register_algorithm(
         raise InvalidArgumentError(f"register {name!r}: {collective} has another such algorithm")
     proved.__wrapped__ = builder  # type: ignore[attr-defined]
     _TABLE[collective][name] = AlgorithmEntry(
-        proved, applies, "what its family has", "pipeline" in takes,
+        proved, serves, "what its family has", "pipeline" in takes,
         two_level="local" in takes, registered=True,
     )  # fmt: skip
 
