@@ -33,7 +33,7 @@ from unisono.core.schedules.algorithms.shared_memory import (
     two_shot,
 )
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, UnisonoError
 
 _log = logging.getLogger("unisono.schedules")
 
@@ -255,7 +255,8 @@ def register_algorithm(
 
     The builder takes the world size, and by their names what it needs of `local` (ranks per host;
     it then serves several hosts with equally many), `root` and `pipeline`. Every rank must
-    register the family. The schedule of a call is proved when it is built, up to 512 ranks.
+    register the family. The schedule of a call is proved when it is built, up to 512 ranks. A
+    function that is defined again may be registered again; what groups have prepared stays.
 
     Args:
         collective: "all_reduce", "broadcast", ...
@@ -294,26 +295,48 @@ def register_algorithm(
     names = [key for key in ("local", "root", "pipeline") if key in takes]
 
     def proved(size: int, *values: int) -> Schedule:
-        built = builder(size, **dict(zip(names, values, strict=True)))
+        try:
+            built = builder(size, **dict(zip(names, values, strict=True)))
+            if isinstance(built, Schedule) and size <= _PROVED_RANKS:
+                from unisono.core.schedules.verify import verify
+
+                verify(built)
+        except UnisonoError:
+            raise
+        except Exception as error:
+            raise InvalidArgumentError(
+                f"register {name!r}: the builder raised {error!r} for {size} ranks"
+            ) from error
+        if not isinstance(built, Schedule):
+            raise InvalidArgumentError(
+                f"register {name!r}: the builder returned {built!r}, expected a Schedule"
+            )
         if (built.collective, built.world_size) != (collective, size):
             raise InvalidArgumentError(
                 f"register {name!r}: the builder returned {built.collective} on "
                 f"{built.world_size} ranks, expected {collective} on {size}"
             )
-        if size <= _PROVED_RANKS:
-            from unisono.core.schedules.verify import verify
-
-            verify(built)
         return replace(built, algorithm=name)
 
     found = _TABLE[collective].get(name)
-    if found is not None and getattr(found.builder, "__wrapped__", None) != builder:
-        raise InvalidArgumentError(f"register {name!r}: {collective} has another such algorithm")
+    known = None if found is None else getattr(found.builder, "__wrapped__", None)
+    if found is not None and known != builder:
+        if known is None or not _redefines(builder, known):
+            raise InvalidArgumentError(
+                f"register {name!r}: {collective} has another such algorithm"
+            )
+        build.cache_clear()
     proved.__wrapped__ = builder  # type: ignore[attr-defined]
     _TABLE[collective][name] = AlgorithmEntry(
         proved, serves, "what its family has", "pipeline" in takes,
         two_level="local" in takes, registered=True,
     )  # fmt: skip
+
+
+def _redefines(new: Callable[..., Schedule], old: Callable[..., Schedule]) -> bool:
+    """Return whether a function has the place of another, as a cell that runs again makes it."""
+    places = [(getattr(f, "__module__", ""), getattr(f, "__qualname__", "<")) for f in (new, old)]
+    return places[0] == places[1] and "<" not in places[0][1]
 
 
 def _same(first: Schedule, second: Schedule) -> bool:
