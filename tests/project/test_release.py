@@ -96,7 +96,9 @@ def test_tool_finds_this_python_once_and_no_older_ones(wheels, tmp_path):
 
 def test_tool_refuses_a_wheel_without_engine_or_with_tests(wheels, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    files = [name.removeprefix("src/") for name in wheels.run("git", "ls-files", "src/unisono").split()]
+    files = [
+        name.removeprefix("src/") for name in wheels.run("git", "ls-files", "src/unisono").split()
+    ]
     folder = "unisono-1.dist-info"
     files += [f"{folder}/licenses/LICENSE", f"{folder}/entry_points.txt"]
     metadata = "Name: unisono\nRequires-Python: >=3.11\nLicense-Expression: BSD-3-Clause\n"

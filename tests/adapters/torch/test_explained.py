@@ -115,7 +115,9 @@ def test_a_late_rank_of_a_unisono_group_is_explained(launches, capsys):
     code, _, err = launch.finish()
     assert code == 1
     # The time-out names the place and the last call of the late rank.
-    line, place = re.search(r"\n\[rank0\]: (unisono\.adapters\.torch.*)\n\[rank0\]: +(.*)", err).groups()
+    line, place = re.search(
+        r"\n\[rank0\]: (unisono\.adapters\.torch.*)\n\[rank0\]: +(.*)", err
+    ).groups()
     # On a busy machine the last answer of rank 1 may be late.
     late = "rank 1 (never entered|had not entered)"
     assert re.search(rf"CollectiveTimeoutError: all_reduce #3 in group .* {late}", line)

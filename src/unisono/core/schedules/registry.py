@@ -275,23 +275,7 @@ def register_algorithm(
     if ("root" in takes) != (collective in ROOTED):
         needs = "a parameter" if collective in ROOTED else "no parameter"
         raise InvalidArgumentError(f"register {name!r}: {collective} needs {needs} `root`")
-    asked = applies or (lambda size: True)
-    for size in range(1, 9):
-        try:
-            asked(size)
-        except Exception as error:
-            raise InvalidArgumentError(
-                f"register {name!r}: `applies` raised {error!r} for {size} ranks"
-            ) from error
-
-    def serves(size: int) -> bool:
-        try:
-            return bool(asked(size))
-        except Exception as error:
-            # Calls of other algorithms ask, too.
-            _log.warning("%r does not serve %d ranks: `applies` raised %r", name, size, error)
-            return False
-
+    serves = _never_raising(name, applies or (lambda size: True))
     names = [key for key in ("local", "root", "pipeline") if key in takes]
 
     def proved(size: int, *values: int) -> Schedule:
@@ -331,6 +315,27 @@ def register_algorithm(
         proved, serves, "what its family has", "pipeline" in takes,
         two_level="local" in takes, registered=True,
     )  # fmt: skip
+
+
+def _never_raising(name: str, applies: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Return a condition that is False where `applies` raises; it must not for 1 to 8 ranks."""
+    for size in range(1, 9):
+        try:
+            applies(size)
+        except Exception as error:
+            raise InvalidArgumentError(
+                f"register {name!r}: `applies` raised {error!r} for {size} ranks"
+            ) from error
+
+    def serves(size: int) -> bool:
+        try:
+            return bool(applies(size))
+        except Exception as error:
+            # Calls of other algorithms ask, too.
+            _log.warning("%r does not serve %d ranks: `applies` raised %r", name, size, error)
+            return False
+
+    return serves
 
 
 def _redefines(new: Callable[..., Schedule], old: Callable[..., Schedule]) -> bool:
