@@ -256,7 +256,7 @@ def register_algorithm(
     The builder takes the world size, and by their names what it needs of `local` (ranks per host;
     it then serves several hosts with equally many), `root` and `pipeline`. Every rank must
     register the family. The schedule of a call is proved when it is built, up to 512 ranks. A
-    function that is defined again may be registered again; what groups have prepared stays.
+    function that is defined again may be registered again. What groups have prepared stays.
 
     Args:
         collective: "all_reduce", "broadcast", ...
