@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kLookNs = 5'000'000;
 constexpr int64_t kMovingLookNs = 20'000'000;
 
-// A rank that gives up a call keeps its arrays this long; see `_SETTLED_S` in mpi_engine.py.
+// A rank that gives up a call keeps its arrays this long; see `_SETTLED_S` in adapters/mpi/engine.py.
 constexpr int64_t kSettledNs = 50'000'000;
 
 // Tests between two looks at the clock. A test takes 0.05 to 0.2 us, and moves data.

@@ -1,5 +1,5 @@
 // The reduction loops of every instruction set against references. A reference computes one element
-// at a time and shares no code with the loops. tests/engines/test_native_kernels.py compares with
+// at a time and shares no code with the loops. tests/core/engines/test_native_kernels.py compares with
 // NumPy.
 #include "kernels/kernels.hpp"
 

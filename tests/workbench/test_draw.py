@@ -51,7 +51,7 @@ def test_png(tmp_path):
         (["-o", "x.pdf"], "-o x.pdf: expected .svg, .png or .html"),
         (["-o", "/no/such/x.svg"], "cannot write /no/such/x.svg"),
         (["-o", "x.svg", "-p", "129"], "-p 129: a picture has at most 128 ranks"),
-        (["-o", "x.svg", "-p", "9", "--hosts", "2"], "-p 9 does not fill 2 hosts"),
+        (["-o", "x.svg", "-p", "9", "--hosts", "4"], "-p 9 does not fill 4 hosts"),
         (["-o", "x.svg", "--net", "nowhere"], "no network 'nowhere'"),
     ],
 )

@@ -105,6 +105,16 @@ def test_ranks_per_host_of_the_environment(capsys, monkeypatch, per_host, words,
     assert f"# table for {shape}: none" in lines
 
 
+@pytest.mark.native
+def test_the_last_host_may_have_fewer_ranks(capsys):
+    words = ("all_reduce", "1M", "-p", "7", "--hosts", "2", "--net", "fat-tree")
+    assert main(["explain", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "all_reduce of 1 MiB on 7 ranks of 2 hosts over tcp"
+    assert "# table for native-tcp-7-1-250us: none" in lines
+    assert "# predicted: net fat-tree, 4 per host, model links" in lines
+
+
 def test_an_empty_call(capsys, monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
     (what, why), rows = explain(capsys, "all_reduce", "0", "-p", "4")

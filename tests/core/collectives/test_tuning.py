@@ -9,7 +9,7 @@ import unisono as dist
 from tests.support.programs import python
 from unisono.core.backends import tuning
 from unisono.core.schedules import build, select
-from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape, Rule
+from unisono.core.schedules.choice.tables import VIRTUAL, ChoiceTable, GroupShape, Rule
 from unisono.core.schedules.choice.tuning import topology_of
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.cli.main import main
@@ -218,3 +218,55 @@ def test_the_machine_of_a_world_that_is_none_differs(monkeypatch):
     before = tuning.machine()
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
     assert tuning.machine() == f"{before}, UNISONO_SHARED_MEMORY=0"
+
+
+def test_a_virtual_table_stands_behind_a_measured_one(cache, monkeypatch):
+    """It does not overwrite it, and is read on another machine, too."""
+    virtual = table(algorithm="tree", machine=VIRTUAL)
+    tuning.save(table())
+    file = tuning.save(virtual)
+    assert file.name == f"tuning-virtual-{MINE}.json"
+    assert tuning.read_tables() == {MINE: table()}
+    monkeypatch.setattr(tuning, "machine", lambda: "another machine")
+    assert tuning.read_tables() == {MINE: virtual}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--net", "p5", "-p", "7"],
+            "tune: -p 7 is not 2 or more full hosts of net p5, which have ",
+        ),
+        (["--net", "p5", "-p", "8"], "tune: -p 8 is not 2 or more full hosts"),
+        (["--net", "p5", "-p", "12"], "tune: -p 12 is not 2 or more full hosts"),
+        (
+            ["--net", "p5", "-p", "16", "--nproc-per-node", "2"],
+            "tune: --net starts no ranks, so it",
+        ),
+        (["-p", "16"], "tune: -p is for --net; --nproc-per-node starts ranks"),
+    ],
+)
+def test_a_tune_that_would_ignore_words_is_refused(cache, capsys, words, expected):
+    assert main(["tune", *words]) == 1
+    assert expected in capsys.readouterr().err
+    assert not cache.exists()
+
+
+def test_a_virtual_table_has_the_round_trip_of_its_net(cache, tmp_path, capsys):
+    """And it names what the network cannot run; `explain` says that its times are simulated."""
+    net = tmp_path / "far.toml"
+    net.write_text("ranks_per_host = 2\nchannels = 2\nlatency_us = 2000.0\ngbps = 1\n")
+    words = ["all_gather", "-b", "4K", "-e", "4K", "--net", str(net)]
+    assert main(["tune", *words, "-p", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert "unisono tune: left out: all_gather (one_shot): 2 channels of all_gather" in err
+    assert "1 cells were simulated" in out
+    assert [*tuning.read_tables()] == [GroupShape("native", "tcp", 4, 2, 4000)]
+    asked = ["explain", "all_gather", "4K", "-p", "4", "--hosts", "2", "--net", str(net)]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert "# table for native-tcp-4-2-4000us: " in out
+    assert ", simulated 20" in out
+    assert "simulated us\n" in out
+    assert "measured us" not in out

@@ -1,6 +1,7 @@
 """Algorithms of a user: the families of `register_algorithm`, and those of files."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,77 @@ def test_what_cannot_be_registered():
     )
     with pytest.raises(ScheduleError):
         build("all_reduce", "lazy", 4)
+
+
+def test_a_condition_that_raises_breaks_no_other_call(caplog):
+    def odd(p):
+        return 8 // (p - 4) > 0
+
+    ring = partial(build, "all_reduce", "ring")
+    with pytest.raises(InvalidArgumentError, match=r"'x': `applies` raised ZeroDivisionError.* 4 "):
+        register_algorithm("all_reduce", "x", lambda p: ring(p), odd)
+    assert "x" not in available("all_reduce", 4)
+    register_algorithm("all_reduce", "x", lambda p: ring(p), lambda p: odd(p - 8))
+    assert "ring" in available("all_reduce", 12)
+    assert "x" not in available("all_reduce", 12)
+    ((_, _, text),) = caplog.record_tuples
+    assert text.startswith("'x' does not serve 12 ranks: `applies` raised ZeroDivisionError")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return None", "'{name}': the builder returned None, expected a Schedule"),
+        ("raise LookupError('mine')", r"'{name}': the builder raised LookupError\('mine'\) for 4 "),
+        (
+            "return Schedule('all_reduce', '', p, 1, lambda k, r: 1 / 0)",
+            r"'{name}': the builder raised ZeroDivisionError\(.*\) for 4 ranks",
+        ),
+    ],
+)
+def test_a_builder_that_fails_is_named(body, expected):
+    exec(f"def fails(p):\n    {body}", scope := {"Schedule": Schedule})
+    register_algorithm("all_reduce", "fails", scope["fails"])
+    with pytest.raises(InvalidArgumentError, match=expected.format(name="fails")):
+        build("all_reduce", "fails", 4)
+
+
+def test_a_function_that_is_defined_again_replaces_the_first():
+    """As a cell of a notebook does; another function of this name is still refused."""
+    code = "def cell(p):\n    return build('all_reduce', '{}', p)"
+    for name in ("ring", "tree"):
+        exec(code.format(name), scope := {"__name__": "__main__", "build": build})
+        register_algorithm("all_reduce", "cell", scope["cell"])
+        rounds = build("all_reduce", name, 8).rounds
+        assert build("all_reduce", "cell", 8).rounds == rounds
+    with pytest.raises(InvalidArgumentError, match="'cell': all_reduce has another such algor"):
+        register_algorithm("all_reduce", "cell", lambda p: build("all_reduce", "ring", p))
+
+
+def test_a_file_is_a_module(tmp_path):
+    """Dataclasses find its names, it imports its neighbours, and partials are algorithms."""
+    (tmp_path / "neighbour_of_mine.py").write_text("KIND = 'ring'\n")
+    (tmp_path / "bad.py").write_text("import neighbour_that_is_missing\n")
+    (tmp_path / "a.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\nfrom functools import partial\n"
+        "from neighbour_of_mine import KIND\nfrom unisono.lowlevel import build\n"
+        "@dataclass\nclass Maker:\n    kind: str\n"
+        "    def __call__(self, p):\n        return build('all_reduce', self.kind, p)\n"
+        "def maker(kind, p):\n    return build('all_reduce', kind, p)\n"
+        "made, part = Maker(KIND), partial(maker, KIND)\n"
+    )
+    for _ in range(2):
+        for name in ("made", "part"):
+            assert named("all_reduce", f"{tmp_path}/a.py:{name}") == name
+            assert build("all_reduce", name, 4).algorithm == name
+    with pytest.raises(
+        InvalidArgumentError, match=r"bad\.py cannot be imported: ModuleNotFoundErr"
+    ):
+        named("all_reduce", f"{tmp_path}/bad.py:f")
+    (tmp_path / "x.xml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgumentError, match=r"x\.xml is no text: 'utf-8' codec"):
+        named("all_reduce", f"{tmp_path}/x.xml")
 
 
 def test_the_algorithm_of_the_how_to_in_all_commands(mine, tmp_path, capsys):

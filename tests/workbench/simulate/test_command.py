@@ -115,7 +115,7 @@ def test_plot(capsys, tmp_path):
         (["all_reduce", "--net", "nowhere"], "; or a file that ends in .toml)"),
         (["all_reduce", "--net", "no/file.toml"], "no network 'no/file.toml'"),
         (["all_reduce", "--algorithm", "rings"], "all_reduce has no algorithm 'rings'"),
-        (["all_reduce", "-p", "6", "--hosts", "4"], "-p [6] do not fill 4 hosts"),
+        (["all_reduce", "-p", "6", "--hosts", "4"], "-p 6 does not fill 4 hosts"),
         (["all_to_all", "--net", "nvlink"], "no algorithm of all_to_all runs on net nvlink"),
         (
             ["all_reduce", "--net", "nvlink", "--algorithm", "two_shot", "-b", "64M"],
@@ -151,6 +151,23 @@ def test_bad_words_are_refused(capsys, words, expected):
         ("[algorithms.ring]\nrecv_us = -1", "recv_us is -1, expected a number 0 or more"),
         ("algorithms = 3", "bad.toml: algorithms has no table of keys per algorithm"),
         ("published = 3", "bad.toml: published has no microseconds by size, algorithm and ranks"),
+        ("gbps = 1e-300", "gbps is 1e-300, expected a number above 0 (at least 1e-6)"),
+        (
+            "interfaces = 1000000000",
+            "interfaces is 1000000000, expected a number 1 or more, and at ",
+        ),
+        (
+            "channels = 1000000000",
+            "channels is 1000000000, expected a number 1 or more, and at most",
+        ),
+        (
+            "efficiency = 5",
+            "efficiency is 5, expected a number above 0 (at least 1e-6), and at most 1",
+        ),
+        ("[algorithms.rnig]\ngbps = 1", "bad.toml: no algorithm 'rnig' (known: bine, "),
+        ("[published.8.ring]\n16 = 0", "bad.toml: [published.8.ring] has 0.0 us on 16 ranks"),
+        ("[published.8.ring]\n16 = nan", "[published.8.ring] has nan us on 16 ranks"),
+        ("[published.-8.ring]\n16 = 3", "[published.-8.ring] has 3.0 us on 16 ranks"),
         ('routing = "best"', "routing is 'best', not adaptive or hashed"),
     ],
 )
@@ -159,6 +176,16 @@ def test_bad_files_are_refused(capsys, tmp_path, text, expected):
     file.write_text(text)
     assert main(["simulate", "all_reduce", "--net", str(file)]) == 1
     assert expected in capsys.readouterr().err
+
+
+def test_the_text_of_a_file_is_text(capsys, tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_bytes(b'about = "\xe9"')
+    assert main(["simulate", "all_reduce", "--net", str(file)]) == 1
+    assert "bad.toml is no text: 'utf-8' codec" in capsys.readouterr().err
+    file.write_text('about = "a\\u001b[31mred"')
+    assert main(["simulate", "all_reduce", "-p", "2", "--net", str(file)]) == 0
+    assert "bad.toml: a?[31mred\n" in capsys.readouterr().out
 
 
 def test_unwritable_files_are_refused(capsys):
@@ -279,6 +306,32 @@ def test_against_the_output_of_nccl_tests(capsys, tmp_path):
     assert "out.txt has no line of nccl-tests: size, count, ..., time" in capsys.readouterr().err
     assert main(["simulate", "all_reduce", "--against", str(tmp_path / "none")]) == 1
     assert re.search(r"cannot read .*none: No such file", capsys.readouterr().err)
+
+
+def test_against_refuses_what_it_would_ignore(capsys, tmp_path):
+    file, own = tmp_path / "out.txt", tmp_path / "mine.py"
+    file.write_text(NCCL_TESTS.format(first=9000.0, last=18000.0))
+    words = ["all_reduce", "--against", str(file)]
+    given = ["-p", "4", "--hosts", "2", "-b", "8", "-e", "64", "--json", "a", "--plot", "b"]
+    assert main(["simulate", *words, *given]) == 1
+    expected = "out.txt makes no use of --json, --plot, -b, -e, -p, --hosts"
+    assert expected in capsys.readouterr().err
+    for op in ("barrier", "scan"):
+        assert main(["simulate", op, *words[1:]]) == 1
+        assert f"--against: nccl-tests has no {op}" in capsys.readouterr().err
+    # An algorithm of a file, a size of 0, and the ranks of the command.
+    own.write_text(
+        "from unisono.lowlevel import build\n"
+        "def mine_against(p):\n    return build('all_reduce', 'ring', p)\n"
+    )
+    zero = "           0             0     float     sum      -1    5.0   0.00   0.00      0    5.0"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([zero, *(line for line in lines if "Rank" not in line)]))
+    words += ["--algorithm", f"{own}:mine_against"]
+    assert main(["simulate", *words, "-p", "4"]) == 0
+    assert [row[-1] for row in table(capsys.readouterr().out)] == ["mine_against"] * 2
+    assert main(["simulate", *words, "-p", "4,8"]) == 1
+    assert "out.txt makes no use of a second -p" in capsys.readouterr().err
 
 
 GIB = 1 << 30

@@ -1,7 +1,7 @@
 """Make every operation that torch calls on a process group a call of a unisono process group.
 
 Most methods have a short way: torch's arguments become those of unisono's function, which C++ runs
-or learns (`groups.operations.in_cpp`). C++ reads plain tensors as it reads NumPy's arrays. The
+or learns (`operations.methods.in_cpp`). C++ reads plain tensors as it reads NumPy's arrays. The
 general way takes every form of the arguments and every kind of tensor. A synchronous call returns
 None, which torch allows if the operation is done. Calls from C++ (DDP, functional collectives) are
 asynchronous and get a work.

@@ -99,7 +99,7 @@ class DeviceBackend(ABC):
     world_number = 1
     """Number of this world among the worlds over the same store, if it is known."""
     calls: Any = None
-    """Object that runs calls on NumPy arrays in C++, or None; see `groups.operations.in_cpp`."""
+    """Object that runs calls on NumPy arrays in C++, or None; see `operations.methods.in_cpp`."""
     trace: GroupTrace | None = None
     """The records of the group's calls, or None if the backend keeps none."""
     port: Any = None

@@ -240,7 +240,7 @@ class Port:
     """Makes what C++ needs of Python for the plain messages of one group.
 
     A plain message is that of a NumPy array of a common dtype, or of a contiguous tensor. A send to
-    this rank itself or to another host is not plain. See `groups.operations.in_cpp`.
+    this rank itself or to another host is not plain. See `operations.methods.in_cpp`.
     """
 
     def __init__(self, comm: Communicator, messenger: Any) -> None:

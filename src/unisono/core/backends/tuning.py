@@ -26,6 +26,8 @@ from unisono.errors import InvalidArgumentError
 
 _log = get_logger("tuning")
 
+_VIRTUAL_PREFIX = "tuning-virtual-"
+
 NONE = "-"
 """What a rank without tables publishes."""
 
@@ -48,12 +50,13 @@ def folder() -> Path:
     return Path(cache) / "unisono"
 
 
-def file_of(shape: GroupShape) -> Path:
-    """Return the file of this machine's table for a shape."""
+def file_of(table: ChoiceTable) -> Path:
+    """Return the file of a table; one of virtual time has its own, for every machine."""
     named = config.get("UNISONO_TUNING")
     if named not in ("", "0"):
         return Path(named)
-    return folder() / f"{_prefix()}-{shape}.json"
+    prefix = _VIRTUAL_PREFIX if table.machine == VIRTUAL else f"{_prefix()}-"
+    return folder() / f"{prefix}{table.shape}.json"
 
 
 def _prefix() -> str:
@@ -66,7 +69,7 @@ def save(table: ChoiceTable) -> Path:
     Raises:
         InvalidArgumentError: The file cannot be written.
     """
-    file = file_of(table.shape)
+    file = file_of(table)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # A rank that starts now reads the whole old table or the whole new table. The name of the
@@ -86,7 +89,7 @@ def save(table: ChoiceTable) -> Path:
 
 
 def files() -> list[Path]:
-    """Return the files from which this machine's ranks read tables."""
+    """Return the files from which this machine's ranks read tables, the measured ones first."""
     named = config.get("UNISONO_TUNING")
     if named == "0":
         return []
@@ -99,13 +102,18 @@ def files() -> list[Path]:
     if not any(name.startswith("tuning-") for name in names):
         # Most users have no table, and the properties of the machine take a file to read.
         return []
-    prefix = f"{_prefix()}-"
-    return [folder() / name for name in sorted(names) if name.startswith(prefix)
-            and name.endswith(".json")]  # fmt: skip
+    return [
+        folder() / name
+        for prefix in (f"{_prefix()}-", _VIRTUAL_PREFIX)
+        for name in sorted(names)
+        if name.startswith(prefix) and name.endswith(".json")
+    ]
 
 
 def read_tables(size: int | None = None) -> dict[GroupShape, ChoiceTable]:
     """Return the tables of this machine, for groups of at most `size` ranks.
+
+    A measured table takes precedence over one of virtual time.
 
     Tables of other machines and versions, and broken files of the cache, are left out and logged.
 
@@ -114,7 +122,7 @@ def read_tables(size: int | None = None) -> dict[GroupShape, ChoiceTable]:
     """
     from unisono import __version__
 
-    tables = {}
+    tables: dict[GroupShape, ChoiceTable] = {}
     for file in files():
         try:
             if file.exists() and not file.is_file():
@@ -130,7 +138,7 @@ def read_tables(size: int | None = None) -> dict[GroupShape, ChoiceTable]:
             found = f"{table.machine}, unisono {table.version}"
             log_once(_log, logging.WARNING, "table left out: %s was measured on %s", file, found)
         elif size is None or table.shape.ranks <= size:
-            tables[table.shape] = table
+            tables.setdefault(table.shape, table)
     return tables
 
 

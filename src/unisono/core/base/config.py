@@ -29,7 +29,7 @@ VARIABLES: dict[str, Variable] = {
         "auto", "auto, inproc, tcp, or a name that the program or a package registers"
     ),
     "UNISONO_RANKS_PER_HOST": Variable(
-        "0", "number of ranks to treat as one host, to try out several hosts; 0: the real hosts"
+        "0", "C++ engine: ranks to treat as one host, to try out several hosts; 0: the real hosts"
     ),
     "UNISONO_SHARED_MEMORY": Variable("1", "0: this rank sends and receives only over sockets"),
     "UNISONO_TOKEN": Variable(

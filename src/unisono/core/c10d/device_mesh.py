@@ -104,7 +104,7 @@ class DeviceMesh:
         self._lines = [_lines_along(grid[None], dim) for dim in range(grid.ndim)]
         self._root: DeviceMesh = self
         self._flattened: dict[str, DeviceMesh] = {}
-        # Links to neighbours, kept by `c10d.neighbors`.
+        # Links to neighbours, kept by `beyond.neighbors`.
         self._topologies: dict[Any, Any] = {}
         self._rank = get_rank()
         none = ((None, None),) * grid.ndim

@@ -308,7 +308,7 @@ class Engine(ABC):
     """Whether the engine divides results by `Prepared.divisor`; if not, `Task.finish` does."""
 
     calls: Any = None
-    """Runs calls without Python code, if the engine can; see `groups.operations.in_cpp`."""
+    """Runs calls without Python code, if the engine can; see `operations.methods.in_cpp`."""
 
     pending_type: Any = Completion
     """Type of the completion of a call that C++ makes; made from (outputs, deadline, runs_here)."""

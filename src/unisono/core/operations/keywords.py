@@ -37,7 +37,7 @@ class How(CallKeywords, total=False):
         async_op: See `ProcessGroup`.
         _label: Name of the call in errors.
         _partial: Receive shorter messages, too.
-        _learn: C++ gets what `Engine.prepare` returns for the call; see `groups.operations.in_cpp`.
+        _learn: C++ gets what `Engine.prepare` returns for the call; see `methods.in_cpp`.
     """
 
     async_op: bool

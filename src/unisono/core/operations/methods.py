@@ -111,7 +111,7 @@ class Operations(Hooked):
     Attributes:
         backends: By device type; empty when the group is closed.
         stream_queue: Made by the first call in a stream.
-        calls: Read by the C++ engine, see `groups.operations.in_cpp`.
+        calls: Read by the C++ engine, see `operations.methods.in_cpp`.
         port: Takes plain messages of CPU arrays; see `backends.p2p.Port`.
         _block: Records calls instead of making them; see core/c10d/coalescing.py.
     """

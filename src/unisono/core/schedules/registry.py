@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,7 +33,9 @@ from unisono.core.schedules.algorithms.shared_memory import (
     two_shot,
 )
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, UnisonoError
+
+_log = logging.getLogger("unisono.schedules")
 
 # A proof takes seconds for hundreds of ranks. Simulated worlds have thousands.
 _PROVED_RANKS = 512
@@ -176,7 +179,10 @@ _TABLE: dict[str, dict[str, AlgorithmEntry]] = {
     },
 }
 
-ALGORITHMS = tuple(sorted({name for table in _TABLE.values() for name in table}))
+
+def known_algorithms() -> list[str]:
+    """Return the names of all algorithms, and of those that are registered."""
+    return sorted({name for table in _TABLE.values() for name in table})
 
 
 def entry(collective: str, algorithm: str) -> AlgorithmEntry:
@@ -193,6 +199,9 @@ def entry(collective: str, algorithm: str) -> AlgorithmEntry:
         known = ", ".join(_TABLE[collective])
         raise InvalidArgumentError(f"{collective} has no algorithm {algorithm!r} (it has: {known})")
     return _TABLE[collective][algorithm]
+
+
+ALGORITHMS = tuple(known_algorithms())
 
 
 def register_schedule(schedule: Schedule) -> None:
@@ -246,7 +255,8 @@ def register_algorithm(
 
     The builder takes the world size, and by their names what it needs of `local` (ranks per host;
     it then serves several hosts with equally many), `root` and `pipeline`. Every rank must
-    register the family. The schedule of a call is proved when it is built, up to 512 ranks.
+    register the family. The schedule of a call is proved when it is built, up to 512 ranks. A
+    function that is defined again may be registered again. What groups have prepared stays.
 
     Args:
         collective: "all_reduce", "broadcast", ...
@@ -255,8 +265,8 @@ def register_algorithm(
         applies: Function that returns whether the family has a world size; None: it has each.
 
     Raises:
-        InvalidArgumentError: The collective is unknown, another algorithm has the name, or the
-            builder takes no root for a collective that has one.
+        InvalidArgumentError: The collective is unknown, another algorithm has the name, the
+            builder takes no root for a collective that has one, or `applies` raises for a size.
     """
     from inspect import signature
 
@@ -265,29 +275,73 @@ def register_algorithm(
     if ("root" in takes) != (collective in ROOTED):
         needs = "a parameter" if collective in ROOTED else "no parameter"
         raise InvalidArgumentError(f"register {name!r}: {collective} needs {needs} `root`")
+    serves = _never_raising(name, applies or (lambda size: True))
     names = [key for key in ("local", "root", "pipeline") if key in takes]
 
     def proved(size: int, *values: int) -> Schedule:
-        built = builder(size, **dict(zip(names, values, strict=True)))
+        try:
+            built = builder(size, **dict(zip(names, values, strict=True)))
+            if isinstance(built, Schedule) and size <= _PROVED_RANKS:
+                from unisono.core.schedules.verify import verify
+
+                verify(built)
+        except UnisonoError:
+            raise
+        except Exception as error:
+            raise InvalidArgumentError(
+                f"register {name!r}: the builder raised {error!r} for {size} ranks"
+            ) from error
+        if not isinstance(built, Schedule):
+            raise InvalidArgumentError(
+                f"register {name!r}: the builder returned {built!r}, expected a Schedule"
+            )
         if (built.collective, built.world_size) != (collective, size):
             raise InvalidArgumentError(
                 f"register {name!r}: the builder returned {built.collective} on "
                 f"{built.world_size} ranks, expected {collective} on {size}"
             )
-        if size <= _PROVED_RANKS:
-            from unisono.core.schedules.verify import verify
-
-            verify(built)
         return replace(built, algorithm=name)
 
     found = _TABLE[collective].get(name)
-    if found is not None and getattr(found.builder, "__wrapped__", None) != builder:
-        raise InvalidArgumentError(f"register {name!r}: {collective} has another such algorithm")
+    known = None if found is None else getattr(found.builder, "__wrapped__", None)
+    if found is not None and known != builder:
+        if known is None or not _redefines(builder, known):
+            raise InvalidArgumentError(
+                f"register {name!r}: {collective} has another such algorithm"
+            )
+        build.cache_clear()
     proved.__wrapped__ = builder  # type: ignore[attr-defined]
     _TABLE[collective][name] = AlgorithmEntry(
-        proved, applies, "what its family has", "pipeline" in takes,
+        proved, serves, "what its family has", "pipeline" in takes,
         two_level="local" in takes, registered=True,
     )  # fmt: skip
+
+
+def _never_raising(name: str, applies: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Return a condition that is False where `applies` raises; it must not for 1 to 8 ranks."""
+    for size in range(1, 9):
+        try:
+            applies(size)
+        except Exception as error:
+            raise InvalidArgumentError(
+                f"register {name!r}: `applies` raised {error!r} for {size} ranks"
+            ) from error
+
+    def serves(size: int) -> bool:
+        try:
+            return bool(applies(size))
+        except Exception as error:
+            # Calls of other algorithms ask, too.
+            _log.warning("%r does not serve %d ranks: `applies` raised %r", name, size, error)
+            return False
+
+    return serves
+
+
+def _redefines(new: Callable[..., Schedule], old: Callable[..., Schedule]) -> bool:
+    """Return whether a function has the place of another, as a cell that runs again makes it."""
+    places = [(getattr(f, "__module__", ""), getattr(f, "__qualname__", "<")) for f in (new, old)]
+    return places[0] == places[1] and "<" not in places[0][1]
 
 
 def _same(first: Schedule, second: Schedule) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import sys
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from unisono.core.base.host import reason_of
 from unisono.errors import InvalidArgumentError
@@ -21,7 +22,7 @@ def named(op: str, text: str) -> str:
         ScheduleError: The algorithm of an XML file is wrong.
     """
     from unisono.core.schedules.msccl import from_msccl
-    from unisono.core.schedules.registry import entry, register_algorithm, register_schedule
+    from unisono.core.schedules.registry import register_algorithm, register_schedule
 
     file, colon, function = text.rpartition(":")
     try:
@@ -33,20 +34,37 @@ def named(op: str, text: str) -> str:
             return schedule.algorithm
         if not (colon and file.endswith(".py")):
             return text
-        with contextlib.suppress(InvalidArgumentError):
-            # A second look at the file would make another function.
-            known: Any = getattr(entry(op, function).builder, "__wrapped__", None)
-            if known is not None and known.__code__.co_filename == file:
-                return function
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _module(file)
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {file or text}: {reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"{text} is no text: {error}") from None
     builder = getattr(module, function, None)
     if not callable(builder):
         raise InvalidArgumentError(f"{file} has no function {function!r}")
     register_algorithm(op, function, builder)
     return function
+
+
+def _module(file: str) -> ModuleType:
+    """Return the module of a file, imported once, as Python runs a script."""
+    path = Path(file).resolve()
+    # Dataclasses and pickle look for the module by its name.
+    name = f"unisono_algorithms.{path.stem}_{blake2b(bytes(path), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except OSError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise InvalidArgumentError(f"{file} cannot be imported: {error!r}") from error
+    return module

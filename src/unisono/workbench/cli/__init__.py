@@ -1,4 +1,4 @@
-"""The command line: one module or folder for each command of `unisono`."""
+"""The command line: a module or folder per command of `unisono`, and what they share."""
 
 from unisono.workbench.cli.main import main
 

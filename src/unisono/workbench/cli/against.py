@@ -47,7 +47,7 @@ def read(name: str) -> MeasuredRun:
             continue
         # Size, count, type, perhaps the operation, perhaps the root, time, algbw, busbw.
         numbers = [word for word in words[2:] if _NUMBER.fullmatch(word)][has_root:]
-        if len(numbers) >= 3 and float(numbers[0]) > 0:
+        if len(numbers) >= 3 and float(numbers[0]) > 0 < int(words[0]):
             times[int(words[0])] = float(numbers[0])
     if not times:
         raise InvalidArgumentError(f"{name} has no line of nccl-tests: size, count, ..., time")
@@ -80,5 +80,5 @@ def causes(
     variants["100 us more per message between hosts"] = {"latency_us": values["latency_us"] + 100}
     for text, changed in variants.items():
         us = predicted_us(Machine(net.name, values | changed, net.algorithms, {}))
-        if abs(measured_us / us - 1) < 0.15:
+        if us and abs(measured_us / us - 1) < 0.15:
             yield f"{text}: {us:,.0f} us"

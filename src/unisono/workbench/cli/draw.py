@@ -19,7 +19,7 @@ from unisono.workbench.cli.flags import (
     positive,
     write_text,
 )
-from unisono.workbench.cli.simulate import machine_of
+from unisono.workbench.cli.simulate import local_of, machine_of, per_host_of
 
 if TYPE_CHECKING:
     from unisono.workbench.simulate.pictures.drawing import Picture
@@ -92,17 +92,16 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     from unisono.core.schedules.ir import ROOTED
     from unisono.workbench.simulate.pictures.timeline import in_rounds, in_time
 
+    name = named(options.op, options.algorithm)
     net = None if options.net is None else machine_of(options.net)
     p, hosts = options.ranks, options.hosts
-    if hosts and p % hosts:
-        raise InvalidArgumentError(f"-p {p} does not fill {hosts} hosts")
-    local = p // hosts if hosts else 1
+    per_host = per_host_of(p, hosts) if hosts else 1
+    local = 1 if p % per_host else per_host
     if net is not None:
         if hosts:
-            net.values["ranks_per_host"] = local
-        local = net.values["ranks_per_host"] if p % net.values["ranks_per_host"] == 0 else 1
+            net.values["ranks_per_host"] = per_host
+        local = local_of(net, p)
     root = options.root if options.op in ROOTED else -1
-    name = named(options.op, options.algorithm)
     schedule = build(options.op, name, p, root, options.pipeline, local)
     if net is None:
         return in_rounds(schedule)

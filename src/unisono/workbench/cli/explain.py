@@ -13,7 +13,7 @@ from unisono.errors import InvalidArgumentError
 from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, parse_nbytes
 from unisono.workbench.cli.flags import add_parser, checked, non_negative, positive
-from unisono.workbench.cli.simulate import MANY, machine_of, row_of, us_text
+from unisono.workbench.cli.simulate import MANY, machine_of, per_host_of, row_of, us_text
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST and UNISONO_DETERMINISTIC count as
 
 predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
 is measured and not modelled: without --net they have no prediction. measured is the mean of the
-table's passes at the nearest size."""
+table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table."""
 
 OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
 
@@ -43,7 +43,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1M")
     add("-p", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
-    add("--round-trip", type=positive, default=250, metavar="US", help="between the hosts (250)")
+    add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--algorithm", metavar="NAME", help=f"what the call asks for: {HELP}")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
@@ -86,7 +86,7 @@ def _explain(options: argparse.Namespace) -> int:
         f"{options.op} of {nbytes_text(options.size)} on {options.ranks} ranks{hosts} over {over}"
     )
     print(f"takes {choice.algorithm}{depth}: {why}")
-    shown = f"{table.digest}, measured {table.about.get('date', '')}" if table else "none"
+    shown = f"{table.digest}, {_how(table)} {table.about.get('date', '')}" if table else "none"
     print(plain(f"# table for {shape}: {shown}"))
     _print(options, topology, table, choice.algorithm)
     return 0
@@ -98,21 +98,39 @@ def _shape(options: argparse.Namespace) -> GroupShape:
     from unisono.core.schedules.choice.far import round_trip_class
     from unisono.core.schedules.choice.tables import GroupShape
 
-    if options.ranks % options.hosts:
-        raise InvalidArgumentError(f"-p {options.ranks} does not fill {options.hosts} hosts")
+    most = per_host_of(options.ranks, options.hosts)
     engine = engine_info().engine
     near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
     transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
     # As in `transports.connect`: the reference engine does not know the hosts.
     apart = options.hosts > 1 and engine != "reference"
-    trip_us = round_trip_class(options.round_trip) if apart else 0
-    most = options.ranks // options.hosts
     least = int(config.get_float("UNISONO_RANKS_PER_HOST")) or most
     sizes = Counter((rank // most, rank // least) for rank in range(options.ranks))
     options.hosts = len(sizes)
     local = max(sizes.values()) if len(set(sizes.values())) == 1 else 1
+    fullest = max(sizes.values())
+    same = -(-options.ranks // fullest) == options.hosts
+    # Of the predictions: the last host may have fewer ranks.
+    options.per_host = fullest if near and same else 1
+    trip_us = round_trip_class(_round_trip_us(options)) if apart else 0
     over = "shared-memory" if near and options.hosts == 1 else transport
     return GroupShape(engine, over, options.ranks, local if near else 1, trip_us)
+
+
+def _round_trip_us(options: argparse.Namespace) -> float:
+    from unisono.core.schedules.choice.far import NEAR_US
+
+    if options.round_trip or not options.net:
+        return float(options.round_trip or NEAR_US)
+    net = machine_of(options.net)
+    net.values["ranks_per_host"] = options.per_host
+    return 2 * net.delay_us(options.ranks)
+
+
+def _how(table: ChoiceTable | None) -> str:
+    from unisono.core.schedules.choice.tables import VIRTUAL
+
+    return "simulated" if table and table.machine == VIRTUAL else "measured"
 
 
 def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
@@ -124,9 +142,9 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
 
     # Where links are shared, thousands of ranks take minutes for all algorithms.
     model = options.model or ("alpha-beta" if options.ranks > MANY else None)
-    net = machine_of(options.net or ("fat-tree" if topology.local > 1 else "switch"), model)
+    net = machine_of(options.net or ("fat-tree" if options.per_host > 1 else "switch"), model)
     if options.hosts > 1:
-        net.values["ranks_per_host"] = topology.local
+        net.values["ranks_per_host"] = options.per_host
     if options.net is None and far_apart(options.ranks, topology.round_trip_us):
         # A switch has two links.
         links = 2 if net.values["topology"] == "switch" else 1
@@ -148,7 +166,9 @@ def _print(
     net, measured = _net(options, topology), _measured(table, op, options.size)
     root = options.root if op in ROOTED else -1
     lines: list[tuple[float, str]] = []
-    head = f"{'algorithm':<22}{'rounds':>8}{'pieces':>8}{'predicted us':>16}{'measured us':>16}"
+    head = (
+        f"{'algorithm':<22}{'rounds':>8}{'pieces':>8}{'predicted us':>16}{_how(table) + ' us':>16}"
+    )
     # Many ranks take time: each row comes when it is known, the choice first.
     if many := p > MANY:
         print(head, flush=True)
@@ -183,5 +203,5 @@ def _measured(table: ChoiceTable | None, op: str, nbytes: int) -> Mapping[str, t
     if table is None or not nbytes / 4 <= near <= nbytes * 4:
         return {}
     if near != nbytes:
-        print(f"# measured: at {near:,} B")
+        print(f"# {_how(table)}: at {near:,} B")
     return table.measured[op, near]

@@ -14,9 +14,10 @@ from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, SizeRange
 from unisono.workbench.cli.flags import add_parser, add_sizes, non_negative, positive, write_text
-from unisono.workbench.cli.terminal import working
+from unisono.workbench.cli.terminal import plain, working
 
 if TYPE_CHECKING:
+    from unisono.core.schedules import Topology
     from unisono.workbench.simulate import Machine
 
 SimulatedRow = dict[str, Any]
@@ -42,6 +43,8 @@ was approximated, or chunks were padded to one size."""
 # Above this number of ranks all algorithms take minutes where links are shared. So `explain` and
 # `tune` leave contention out.
 MANY = 1024
+
+_RANKS, _SIZE, _FACTOR = [16], 8, 8
 
 # More messages are not run in other orders.
 _TIED_MESSAGES = 20_000
@@ -81,7 +84,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--json", metavar="FILE", help="write all results to a file, as JSON")
     add("--plot", metavar="FILE.png", help="draw time over size, or over ranks")
     add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
-    parser.set_defaults(orders=_ORDERS)
+    # Without a value it is known that a flag was not given, see `_against`.
+    parser.set_defaults(orders=_ORDERS, ranks=None, minbytes=None, stepfactor=None)
 
 
 def _against(options: argparse.Namespace) -> int:
@@ -89,11 +93,23 @@ def _against(options: argparse.Namespace) -> int:
     from unisono.core.schedules import available
     from unisono.workbench.cli import against
 
+    if options.op not in OPS or options.op == "barrier":
+        raise InvalidArgumentError(f"--against: nccl-tests has no {options.op}")
     run = against.read(options.against)
+    ranks = options.ranks or []
+    given = {
+        "--json": options.json, "--plot": options.plot, "--goal": options.goal,
+        "-b": options.minbytes, "-e": options.maxbytes, "-f": options.stepfactor,
+        "-p": run.ranks and ranks, "--hosts": run.ranks and options.hosts,
+        "a second -p": ranks[1:],
+    }  # fmt: skip
+    if unused := ", ".join(flag for flag, value in given.items() if value):
+        raise InvalidArgumentError(f"--against {options.against} makes no use of {unused}")
     if run.ranks:
         options.ranks, options.hosts = [run.ranks], run.hosts
+    options.ranks = options.ranks or _RANKS
+    names = [named(options.op, name) for name in options.algorithm.split(",")]
     net, (p, *_), factor = _machine(options), options.ranks, OPS[options.op].bus_factor
-    names = options.algorithm.split(",")
     if options.algorithm == "all":
         # What NCCL has.
         has = available(options.op, p, local=local_of(net, p))
@@ -108,7 +124,7 @@ def _against(options: argparse.Namespace) -> int:
     print(f"#{'size':>13}{'measured us':>14}{'busbw':>9}{'predicted':>12}{'busbw':>9}{'ratio':>7}")
     for nbytes, us in run.times_us.items():
         row = best(net, nbytes)
-        busbw, ratio = nbytes / us / 1000 * factor(p), us / row["time_us"]
+        busbw, ratio = nbytes / us / 1000 * factor(p), us / (row["time_us"] or us)
         print(
             f"{nbytes:>14}{us:>14,.1f}{busbw:>9.2f}{row['time_us']:>12,.1f}{row['busbw']:>9.2f}"
             f"{ratio:>7.2f}  {row['algorithm']}", flush=True,
@@ -123,9 +139,14 @@ def _against(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     if options.against:
         return _against(options)
-    net = _machine(options)
-    sizes = SizeRange(options.minbytes, options.maxbytes or options.minbytes, options.stepfactor)
-    print(f"# {options.op}; net {net.name}: {net.values['about']}")
+    options.ranks = options.ranks or _RANKS
+    if options.algorithm != "all":
+        # A network may have values for an algorithm of a file.
+        names = [named(options.op, name) for name in options.algorithm.split(",")]
+        options.algorithm = ",".join(names)
+    net, least = _machine(options), options.minbytes or _SIZE
+    sizes = SizeRange(least, options.maxbytes or least, options.stepfactor or _FACTOR)
+    print(f"# {options.op}; net {net.name}: {plain(net.values['about'])}")
     if net.values["model"] == "loggops":
         model = net.loggops(max(options.ranks))
         ns = [ps / 1000 for ps in list(vars(model).values())[:5]]
@@ -151,13 +172,9 @@ def _machine(options: argparse.Namespace) -> Machine:
     net = machine_of(options.net, options.model)
     own = net.values["ranks_per_host"]
     if options.hosts:
-        # The last host may have fewer ranks.
-        per_host = -(-options.ranks[0] // options.hosts)
         if len(options.ranks) > 1:
             raise InvalidArgumentError("--hosts needs one number of ranks")
-        if -(-options.ranks[0] // per_host) != options.hosts:
-            raise InvalidArgumentError(f"-p {options.ranks} do not fill {options.hosts} hosts")
-        net.values["ranks_per_host"] = per_host
+        net.values["ranks_per_host"] = per_host_of(options.ranks[0], options.hosts)
     # What others measured is an all_reduce on the hosts of the file, in its model.
     same = options.op == "all_reduce" and net.values["ranks_per_host"] == own
     if not same or options.model or options.pipeline > 1:
@@ -181,6 +198,8 @@ def machine_of(name: str, model: str | None = None) -> Machine:
             text = Path(name).read_text(encoding="utf-8")
         else:
             text = (shipped / f"{name}.toml").read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"{name} is no text: {error}") from None
     except OSError:
         files = [file.name for file in shipped.iterdir() if file.name.endswith(".toml")]
         known = ", ".join(sorted(name[:-5] for name in files))
@@ -199,7 +218,7 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
     if every:
         names: Sequence[str] = available(options.op, p, local=local)
     else:
-        names = [named(options.op, name) for name in options.algorithm.split(",")]
+        names = options.algorithm.split(",")
     for name in names:
         try:
             row = row_of(options, net, name, (p, local, nbytes))
@@ -211,11 +230,8 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
         row["published_us"] = net.published.get(nbytes, {}).get(name, {}).get(p)
         parts = [us_text(row[part]) if part in row else "-" for part in _PARTS]
         parts += [str(row["pipeline"]), f"{row['algbw']:.2f}", f"{row['busbw']:.2f}"]
-        least, most = row.get("range_us", (0.0, 0.0))
-        parts += [
-            us_text(row["bound_us"]),
-            f"{us_text(least)}-{us_text(most)}" if least < most else "-",
-        ]
+        least, most = map(us_text, row.get("range_us", (0.0, 0.0)))
+        parts += [us_text(row["bound_us"]), f"{least}-{most}" if least != most else "-"]
         measured = row["published_us"]
         error_percent = f"{100 * row['time_us'] / measured - 100:+.1f} %" if measured else ""
         time = ("" if row["exact"] else "~") + us_text(row["time_us"])
@@ -228,7 +244,7 @@ def row_of(
     options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
 ) -> SimulatedRow:
     """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
-    from unisono.core.schedules import Topology, build, select
+    from unisono.core.schedules import build, select
     from unisono.core.schedules.ir import ROOTED
     from unisono.core.schedules.registry import entry
     from unisono.workbench.simulate import Traffic, program_of, simulate, to_goal
@@ -240,7 +256,7 @@ def row_of(
     depth = 1
     if entry(options.op, name).pipelined:
         # Without a depth, that of a group.
-        topology = Topology(p, False, local)
+        topology = topology_on(net, p)
         depth = options.pipeline or select(options.op, nbytes, topology, name).pipeline
     schedule = build(options.op, name, p, root, depth, local)
     row: SimulatedRow = {
@@ -281,10 +297,33 @@ def row_of(
     }  # fmt: skip
 
 
+def per_host_of(p: int, hosts: int) -> int:
+    """Return the ranks per host; the last host may have fewer.
+
+    Raises:
+        InvalidArgumentError: A host has no rank.
+    """
+    per_host = -(-p // hosts)
+    if -(-p // per_host) != hosts:
+        raise InvalidArgumentError(f"-p {p} does not fill {hosts} hosts")
+    return per_host
+
+
 def local_of(net: Machine, p: int) -> int:
     """Return the ranks per host, or 1 if the last host has fewer."""
     local: int = net.values["ranks_per_host"]
     return local if p % local == 0 else 1
+
+
+def topology_on(net: Machine, p: int) -> Topology:
+    """Return the world of `p` ranks on a network, as a group finds it."""
+    from unisono.core.schedules import Topology
+    from unisono.core.schedules.choice.far import round_trip_class
+
+    apart = p > net.values["ranks_per_host"]
+    return Topology(
+        p, False, local_of(net, p), round_trip_class(2 * net.delay_us(p)) if apart else 0
+    )
 
 
 def us_text(us: float) -> str:

@@ -86,8 +86,12 @@ def _tune(options: argparse.Namespace) -> int:
     limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
     plan = measuring.TuningPlan(ops, sizes, limit_s)
     if options.net:
+        if options.nproc_per_node:
+            raise InvalidArgumentError("tune: --net starts no ranks, so it has no --nproc-per-node")
         _tune_in_virtual_time(options, ops, sizes)
         return 0
+    if options.ranks:
+        raise InvalidArgumentError("tune: -p is for --net; --nproc-per-node starts ranks")
     if not is_alone(config.environ()):
         if options.nproc_per_node:
             raise InvalidArgumentError("tune: this process is a rank already, so it starts none")
@@ -106,21 +110,24 @@ def _tune_in_virtual_time(
     import unisono
     from unisono.core.backends import tuning
     from unisono.core.schedules import available, select
-    from unisono.core.schedules.choice.far import NEAR_US
     from unisono.core.schedules.choice.tables import VIRTUAL, ChoiceTable, GroupShape
-    from unisono.core.schedules.choice.tuning import LEAST_PASSES, rules_of, topology_of
-    from unisono.workbench.cli.simulate import MANY, local_of, machine_of, row_of
+    from unisono.core.schedules.choice.tuning import LEAST_PASSES, rules_of
+    from unisono.workbench.cli.simulate import MANY, machine_of, row_of, topology_on
 
     if not options.ranks:
         raise InvalidArgumentError("tune: --net needs -p, the number of ranks")
     p, begun_s = options.ranks, time.perf_counter()
     net = machine_of(options.net, "alpha-beta" if p > MANY else None)
-    local = local_of(net, p)
-    shape = GroupShape("native", "tcp", p, local, NEAR_US if local < p else 0)
-    topology = topology_of(shape)
+    topology, local = topology_on(net, p), net.values["ranks_per_host"]
+    if p % local or p <= local:
+        raise InvalidArgumentError(
+            f"tune: -p {p} is not 2 or more full hosts of net {net.name}, which have {local} ranks"
+        )
+    shape = GroupShape("native", "tcp", p, local, topology.round_trip_us)
     settings = argparse.Namespace(root=0, itemsize=4, goal=None, pipeline=0, orders=0)
     cells = [(op, nbytes) for nbytes in sizes for op in ops]
     measured: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
+    left_out: dict[str, str] = {}
     with _progress(shown=True) as progress:
         for done, (settings.op, nbytes) in enumerate(cells):
             progress(done, len(cells), f"{settings.op} of {nbytes:,} B")
@@ -131,11 +138,15 @@ def _tune_in_virtual_time(
             for name in sorted(names, key=lambda name: name != built_in):
                 if time.perf_counter() - begun_s > options.seconds:
                     break
-                with contextlib.suppress(InvalidArgumentError):
+                try:
                     us = row_of(settings, net, name, (p, local, nbytes))["time_us"]
                     times[name] = (us,) * LEAST_PASSES
+                except InvalidArgumentError as error:
+                    left_out[f"{settings.op} ({name})"] = error.what
             if times:
                 measured[settings.op, nbytes] = times
+    for name, why in left_out.items():
+        print(f"{_PREFIX}left out: {name}: {why}", file=sys.stderr)
     about = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "net": net.name,
         "model": net.values["model"], "cells": f"{len(measured)} of {len(cells)}",
@@ -208,6 +219,7 @@ def _show(table: ChoiceTable) -> None:
     """Print the rules of a table, and what each gains."""
     from unisono.core.schedules.choice.explain import nbytes_text
     from unisono.core.schedules.choice.select import select
+    from unisono.core.schedules.choice.tables import VIRTUAL
     from unisono.core.schedules.choice.tuning import LEAST_PASSES, mean_us, topology_of
 
     about, topology = table.about, topology_of(table.shape)
@@ -226,7 +238,8 @@ def _show(table: ChoiceTable) -> None:
                 gains.append(f"{nbytes_text(nbytes)}: {gain:.2f} x faster than {built_in}")
         print(f"{op:<15}{least:>12,} .. {most:<12,} {name:<22}{'; '.join(gains)}")
     passes = [max(map(len, times.values())) for times in table.measured.values()]
-    cells = f"{len(passes)} cells were measured"
+    how = "simulated" if table.machine == VIRTUAL else "measured"
+    cells = f"{len(passes)} cells were {how}"
     if few := sum(count < LEAST_PASSES for count in passes):
         cells += f"; {few} of them once, which makes no rule: the time was too short"
     print(f"# the built-in rule stays for all other sizes ({cells})", flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from unisono.core.schedules.ir import Schedule
+from unisono.core.schedules.registry import known_algorithms
 from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.workbench.simulate.channels import Channels, in_channels
 from unisono.workbench.simulate.evaluators.costs import Costs
@@ -51,9 +52,15 @@ _KEYS: dict[str, Any] = {
     "S_bytes": 65535,
 }  # fmt: skip
 
-# The least of the keys that count something; see `_check`.
-_MOST = 1e9
+# The limits of numbers; see `_check`. Times of larger numbers do not fit into picoseconds, and
+# links of more into memory.
+_MOST = {
+    "ranks_per_host": 1e6, "interfaces": 4096, "channels": 4096, "efficiency": 1,
+    "inside_efficiency": 1,
+}  # fmt: skip
 _LEAST = {"ranks_per_host": 1, "interfaces": 1, "channels": 1}
+# Of what is above 0.
+_LEAST_ABOVE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,12 @@ class Machine:
             _ps(v["wake_us"]),
         )  # fmt: skip
 
+    def delay_us(self, size: int) -> float:
+        """Return the time of an empty message from rank 0 to the farthest of `size` ranks."""
+        others = np.arange(size)
+        latency, _ = self.network("", size).alone(others * 0, others, others * 0)
+        return float(latency.max()) / 1e6
+
     def loggops(self, size: int = 2) -> LogGOPS:
         """Return the parameters of the LogGOPS model for `size` ranks.
 
@@ -160,6 +173,10 @@ def machine(name: str, text: str) -> Machine:
         raise InvalidArgumentError(f"{name}: algorithms has no table of keys per algorithm")
     for table in (values, *tables):
         _check(name, table)
+    if unknown := [key for key in algorithms if key not in known_algorithms()]:
+        raise UnknownNameError(
+            f"{name}: no algorithm {unknown[0]!r} (known: {', '.join(known_algorithms())})"
+        )
     try:
         measured = {
             int(size): {a: {int(p): float(us) for p, us in row.items()} for a, row in rows.items()}
@@ -169,6 +186,13 @@ def machine(name: str, text: str) -> Machine:
         raise InvalidArgumentError(
             f"{name}: published has no microseconds by size, algorithm and ranks"
         ) from None
+    for size, rows in measured.items():
+        for algorithm, row in rows.items():
+            for p, us in row.items():
+                if not (size >= 0 < p and 0 < us < float("inf")):
+                    raise InvalidArgumentError(
+                        f"{name}: [published.{size}.{algorithm}] has {us} us on {p} ranks"
+                    )
     return Machine(name, _KEYS | values, algorithms, measured)
 
 
@@ -189,16 +213,17 @@ def _check(name: str, table: dict[str, Any]) -> None:
 
 
 def _check_number(name: str, key: str, value: float) -> None:
-    """Raise an error if a number is not possible; larger times do not fit into picoseconds."""
+    """Raise an error if a number is not possible."""
     bandwidth = key.endswith("gbps")
     above = bandwidth or key in ("oversubscription", "efficiency", "inside_efficiency")
-    least = _LEAST.get(key, 0)
-    fits = least < value if above else least <= value
+    least, most = _LEAST.get(key, 0), _MOST.get(key, 1e9)
+    fits = (least < value if above else least <= value) and not (above and value < _LEAST_ABOVE)
     # NaN fits nowhere.
-    if not fits or not (value <= _MOST or (bandwidth and value == float("inf"))):
-        low = f"above {least}" if above else f"{least} or more"
+    if not fits or not (value <= most or (bandwidth and value == float("inf"))):
+        low = "above 0 (at least 1e-6)" if above else f"{least} or more"
+        limit = f"{most:g}".replace("e+0", "e")
         raise InvalidArgumentError(
-            f"{name}: {key} is {value!r}, expected a number {low}, and at most 1e9"
+            f"{name}: {key} is {value!r}, expected a number {low}, and at most {limit}"
         )
 
 

@@ -1,1 +1,1 @@
-"""Waiting and threads: deadlines, completions, streams, threads of this library."""
+"""Waiting and threads: completions, streams, threads of this library."""
