@@ -101,6 +101,14 @@ def _whole(memory: ArrayOrList) -> ArrayOrList:
     return memory if are_even(memory) else concatenated(memory)
 
 
+def _factor(op: ReduceOp, dtype: DType) -> float:
+    """Return the factor before the reduction; for float16 rounded once, as NumPy does."""
+    if op.factor is None or dtype.name != "float16":
+        return 1.0 if op.factor is None else op.factor
+    with np.errstate(over="ignore"):
+        return float(np.float16(op.factor))
+
+
 def _ask_others(engine: NativeEngine | None) -> None:
     """Ask the other ranks for their last calls; C++ calls this when a deadline comes near."""
     if engine is None:
@@ -250,7 +258,7 @@ class NativeEngine(QueueEngine):
                 count=prepared.count,
                 members=prepared.members,
                 copies=prepared.members == 0 and prepared.writes_output,
-                factor=1.0 if (by := prepared.op.factor) is None else by,
+                factor=_factor(prepared.op, prepared.dtype),
             )
         return prepared.native
 
