@@ -39,7 +39,7 @@ from unisono.core.engines import Call, Communicator, Exchange, Prepared
 from unisono.core.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
 from unisono.core.schedules.choice.tables import ChoiceTable
-from unisono.core.schedules.registry import available
+from unisono.core.schedules.registry import available, digest, entry
 
 # Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
@@ -247,7 +247,8 @@ class PreparedCalls:
         )  # fmt: skip
         what = None
         too_many = op is not None and whole > _MOST_REDUCED * itemsize
-        if splits is None or blocks is not None:
+        is_listed = splits is None or blocks is not None
+        if is_listed:
             too_many = too_many or whole > self._engine.most_moved
         by_program = ordered or wish or self._override or too_many
         if self._engine.has_collectives and size > 1 and not by_program:
@@ -256,26 +257,37 @@ class PreparedCalls:
             sent, received = splits if isinstance(splits, Splits) else (None, None)
             reduces = op is not None
             what = Collective(collective, whole, root, reduces, known, sent, received)
-        if splits is None or blocks is not None:
+        own = ""
+        if what is None and entry(collective, algorithm).registered:
+            # The name of a user's algorithm says nothing of its schedule on other ranks.
+            own = digest(self._schedule(collective, algorithm, root, pipeline if is_listed else 1))
+            text = f"{text[:-1]}, schedule={own})"
+        if is_listed:
             given = {} if blocks is None else {_SPLITS[collective]: blocks}
             program = NO_STEPS
             if what is None:
                 program = self._lower(collective, algorithm, count, itemsize, root, pipeline, given)
             same = shown if collective in _ELEMENTWISE else ""
             agreed = (
-                collective, dtype.name, count, root, op, algorithm, pipeline, ordered, blocks,
-                same, *agreed,
+                collective, dtype.name, count, root, op, algorithm, own, pipeline, ordered,
+                blocks, same, *agreed,
             )  # fmt: skip
             call = Call.of(called, text, agreed, nbytes)
             exchange = None
         else:
-            exchange, program = self._exchange(spec, splits, algorithm, itemsize, what, wish)
-            call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
+            even = fingerprint_of(count, algorithm, own) if splits.even else 0
+            exchange, program = self._exchange(spec, splits, algorithm, even, itemsize, what, wish)
+            agreed = (collective, dtype.name, wish, wish and own, root, *agreed)
+            call = Call.of(called, text, agreed, nbytes)
         prepared = Prepared(
             call, program, dtype, reduce_op, exchange, algorithm, spec.elements, what=what
         )
         prepared.members = size if members is None else members
         return prepared
+
+    def _schedule(self, collective: str, algorithm: str, root: int, pipeline: int) -> Schedule:
+        local = self._topology.local
+        return build(collective, algorithm, self._comm.size, root, pipeline, local)
 
     def _lower(
         self,
@@ -288,8 +300,7 @@ class PreparedCalls:
         splits: dict[str, tuple[int, ...]] | None = None,
     ) -> Program:
         """Return this rank's program of an algorithm."""
-        local = self._topology.local
-        schedule = build(collective, algorithm, self._comm.size, root, pipeline, local)
+        schedule = self._schedule(collective, algorithm, root, pipeline)
         return self._engine.lower(schedule, layout_for(schedule, count, **(splits or {})), itemsize)
 
     def _words(self, spec: CallSpec, subject: str, wish: str | None, ordered: bool) -> list[str]:
@@ -319,6 +330,7 @@ class PreparedCalls:
         spec: CallSpec,
         splits: Splits | Blocks,
         algorithm: str,
+        even: int,
         itemsize: int,
         what: Collective | None,
         wish: str | None,
@@ -341,10 +353,10 @@ class PreparedCalls:
             mine = np.array(splits.sizes, np.int64)
             check = partial(check_blocks, self._comm, root=root, collective=collective)
             counts = partial(sent_blocks, root=root, collective=collective)
-        program, word = NO_STEPS, fingerprint_of(count, algorithm) if splits.even else 0
+        program = NO_STEPS
         if what is not None:
-            return Exchange(word, mine, check, NO_STEPS, counts), program
-        if splits.even:
+            return Exchange(even, mine, check, NO_STEPS, counts), program
+        if even:
             program = self._lower(collective, algorithm, count, itemsize, root)
         make = cache(
             partial(self._lower, collective, count=0, itemsize=itemsize, root=root, splits=given)
@@ -357,4 +369,4 @@ class PreparedCalls:
             return make(select(collective, most, self._topology, name, uneven=True).algorithm)
 
         by_size = choose if self._topology.round_trip_us else None
-        return Exchange(word, mine, check, make(linear), counts, by_size), program
+        return Exchange(even, mine, check, make(linear), counts, by_size), program

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import blake2b
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class AlgorithmEntry:
         ordered: Whether the algorithm reduces in the order of ranks; see `rank_order`.
         two_level: Whether the algorithm needs several hosts with equally many ranks, numbered
             host by host.
-        registered: Whether `register_schedule` added the algorithm.
+        registered: Whether a user added the algorithm, so that it may differ on the ranks.
     """
 
     builder: Callable[..., Schedule]
@@ -199,7 +200,7 @@ def register_schedule(schedule: Schedule) -> None:
     """Prove a schedule, and let calls choose it by its name with `algorithm=`.
 
     It serves groups of its world size. Every rank must register it. A call in which a rank has
-    not done so, or has another name for it, raises an error on all ranks.
+    not done so, or has another name for it or another schedule, raises an error on all ranks.
 
     Args:
         schedule: A schedule of a collective without a root, for instance of `from_msccl`.
@@ -217,7 +218,7 @@ def register_schedule(schedule: Schedule) -> None:
         if not (
             found.registered
             and name in available(collective, size)
-            and _same(found.builder(size), schedule)
+            and digest(found.builder(size)) == digest(schedule)
         ):
             raise InvalidArgumentError(
                 f"register {name!r}: {collective} has another such algorithm"
@@ -290,12 +291,15 @@ def register_algorithm(
     )  # fmt: skip
 
 
-def _same(first: Schedule, second: Schedule) -> bool:
-    """Return whether two schedules of the same ranks have the same rows."""
-    ranks = np.arange(first.world_size)
-    return first.stages == second.stages and all(
-        np.array_equal(first.steps(k, ranks), second.steps(k, ranks)) for k in range(first.stages)
-    )
+def digest(schedule: Schedule) -> str:
+    """Return a text that is equal for two schedules with the same chunks and rows of all ranks."""
+    ranks = np.arange(schedule.world_size)
+    chunks = (schedule.input_chunks, schedule.output_chunks, schedule.scratch_chunks)
+    found = blake2b(repr((schedule.stages, *chunks)).encode(), digest_size=8)
+    for k in range(schedule.stages):
+        rows = schedule.steps(k, ranks)
+        found.update(len(rows).to_bytes(8, "little") + rows.tobytes())
+    return found.hexdigest()
 
 
 def available(
