@@ -247,9 +247,10 @@ class PreparedCalls:
         )  # fmt: skip
         what = None
         too_many = op is not None and whole > _MOST_REDUCED * itemsize
-        is_listed = splits is None or blocks is not None
-        if is_listed:
+        if splits is None or blocks is not None:
             too_many = too_many or whole > self._engine.most_moved
+        else:
+            pipeline = 1
         by_program = ordered or wish or self._override or too_many
         if self._engine.has_collectives and size > 1 and not by_program:
             algorithm, pipeline = self._engine.name, 1
@@ -257,12 +258,9 @@ class PreparedCalls:
             sent, received = splits if isinstance(splits, Splits) else (None, None)
             reduces = op is not None
             what = Collective(collective, whole, root, reduces, known, sent, received)
-        own = ""
-        if what is None and entry(collective, algorithm).registered:
-            # The name of a user's algorithm says nothing of its schedule on other ranks.
-            own = digest(self._schedule(collective, algorithm, root, pipeline if is_listed else 1))
-            text = f"{text[:-1]}, schedule={own})"
-        if is_listed:
+        own = "" if what is not None else self._digest(collective, algorithm, root, pipeline)
+        text = f"{text[:-1]}, schedule={own})" if own else text
+        if splits is None or blocks is not None:
             given = {} if blocks is None else {_SPLITS[collective]: blocks}
             program = NO_STEPS
             if what is None:
@@ -288,6 +286,12 @@ class PreparedCalls:
     def _schedule(self, collective: str, algorithm: str, root: int, pipeline: int) -> Schedule:
         local = self._topology.local
         return build(collective, algorithm, self._comm.size, root, pipeline, local)
+
+    def _digest(self, collective: str, algorithm: str, root: int, pipeline: int) -> str:
+        """Return the digest of a user's schedule, as its name says nothing of it; else ""."""
+        if not entry(collective, algorithm).registered:
+            return ""
+        return digest(self._schedule(collective, algorithm, root, pipeline))
 
     def _lower(
         self,
