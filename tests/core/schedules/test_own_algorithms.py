@@ -35,6 +35,7 @@ def own_table(monkeypatch):
     monkeypatch.setattr(registry, "_TABLE", table)
     yield
     build.cache_clear()
+    registry.own_digest.cache_clear()
 
 
 @pytest.fixture

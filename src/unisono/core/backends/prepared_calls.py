@@ -39,7 +39,7 @@ from unisono.core.engines import Call, Communicator, Exchange, Prepared
 from unisono.core.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
 from unisono.core.schedules.choice.tables import ChoiceTable
-from unisono.core.schedules.registry import available, digest, entry
+from unisono.core.schedules.registry import available, own_digest
 
 # Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
@@ -258,7 +258,8 @@ class PreparedCalls:
             sent, received = splits if isinstance(splits, Splits) else (None, None)
             reduces = op is not None
             what = Collective(collective, whole, root, reduces, known, sent, received)
-        own = "" if what is not None else self._digest(collective, algorithm, root, pipeline)
+        by_steps = (collective, algorithm, size, root, pipeline, self._topology.local)
+        own = own_digest(*by_steps) if what is None else ""
         text = f"{text[:-1]}, schedule={own})" if own else text
         if splits is None or blocks is not None:
             given = {} if blocks is None else {_SPLITS[collective]: blocks}
@@ -273,8 +274,7 @@ class PreparedCalls:
             call = Call.of(called, text, agreed, nbytes)
             exchange = None
         else:
-            even = fingerprint_of(count, algorithm, own) if splits.even else 0
-            exchange, program = self._exchange(spec, splits, algorithm, even, itemsize, what, wish)
+            exchange, program = self._exchange(spec, splits, algorithm, own, itemsize, what, wish)
             agreed = (collective, dtype.name, wish, wish and own, root, *agreed)
             call = Call.of(called, text, agreed, nbytes)
         prepared = Prepared(
@@ -282,16 +282,6 @@ class PreparedCalls:
         )
         prepared.members = size if members is None else members
         return prepared
-
-    def _schedule(self, collective: str, algorithm: str, root: int, pipeline: int) -> Schedule:
-        local = self._topology.local
-        return build(collective, algorithm, self._comm.size, root, pipeline, local)
-
-    def _digest(self, collective: str, algorithm: str, root: int, pipeline: int) -> str:
-        """Return the digest of a user's schedule, as its name says nothing of it; else ""."""
-        if not entry(collective, algorithm).registered:
-            return ""
-        return digest(self._schedule(collective, algorithm, root, pipeline))
 
     def _lower(
         self,
@@ -304,7 +294,8 @@ class PreparedCalls:
         splits: dict[str, tuple[int, ...]] | None = None,
     ) -> Program:
         """Return this rank's program of an algorithm."""
-        schedule = self._schedule(collective, algorithm, root, pipeline)
+        local = self._topology.local
+        schedule = build(collective, algorithm, self._comm.size, root, pipeline, local)
         return self._engine.lower(schedule, layout_for(schedule, count, **(splits or {})), itemsize)
 
     def _words(self, spec: CallSpec, subject: str, wish: str | None, ordered: bool) -> list[str]:
@@ -334,7 +325,7 @@ class PreparedCalls:
         spec: CallSpec,
         splits: Splits | Blocks,
         algorithm: str,
-        even: int,
+        own: str,
         itemsize: int,
         what: Collective | None,
         wish: str | None,
@@ -357,10 +348,10 @@ class PreparedCalls:
             mine = np.array(splits.sizes, np.int64)
             check = partial(check_blocks, self._comm, root=root, collective=collective)
             counts = partial(sent_blocks, root=root, collective=collective)
-        program = NO_STEPS
+        program, word = NO_STEPS, fingerprint_of(count, algorithm, own) if splits.even else 0
         if what is not None:
-            return Exchange(even, mine, check, NO_STEPS, counts), program
-        if even:
+            return Exchange(word, mine, check, NO_STEPS, counts), program
+        if splits.even:
             program = self._lower(collective, algorithm, count, itemsize, root)
         make = cache(
             partial(self._lower, collective, count=0, itemsize=itemsize, root=root, splits=given)
@@ -373,4 +364,4 @@ class PreparedCalls:
             return make(select(collective, most, self._topology, name, uneven=True).algorithm)
 
         by_size = choose if self._topology.round_trip_us else None
-        return Exchange(even, mine, check, make(linear), counts, by_size), program
+        return Exchange(word, mine, check, make(linear), counts, by_size), program

@@ -101,12 +101,12 @@ def _whole(memory: ArrayOrList) -> ArrayOrList:
     return memory if are_even(memory) else concatenated(memory)
 
 
-def _factor(op: ReduceOp, dtype: DType) -> float:
-    """Return the factor before the reduction; for float16 rounded once, as NumPy does."""
-    if op.factor is None or dtype.name != "float16":
-        return 1.0 if op.factor is None else op.factor
+def _rounded(factor: float, dtype: DType) -> float:
+    """Return a factor as C++ needs it: for float16 rounded once, as NumPy does."""
+    if dtype.name != "float16":
+        return factor
     with np.errstate(over="ignore"):
-        return float(np.float16(op.factor))
+        return float(np.float16(factor))
 
 
 def _ask_others(engine: NativeEngine | None) -> None:
@@ -258,7 +258,7 @@ class NativeEngine(QueueEngine):
                 count=prepared.count,
                 members=prepared.members,
                 copies=prepared.members == 0 and prepared.writes_output,
-                factor=_factor(prepared.op, prepared.dtype),
+                factor=1.0 if (by := prepared.op.factor) is None else _rounded(by, prepared.dtype),
             )
         return prepared.native
 
