@@ -71,7 +71,7 @@ def connect(
         kind: "inproc", "tcp", "auto" (inproc if the store cannot leave the process), or a name of
             `register_transport`; None: the value of UNISONO_TRANSPORT.
         host_of: Returns this rank's host id, equal on ranks that may share memory; see `host_id`.
-            `Transport.hosts` holds the host ids of all ranks; "" for a rank without C++. The
+            `Transport.hosts` holds the host ids of all ranks, "" for a rank without C++. The
             other ranks learn of its error.
         word: Text without spaces to publish; `Transport.words` holds those of all ranks.
 
