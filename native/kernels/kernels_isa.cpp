@@ -270,9 +270,8 @@ Complex<T> product(Complex<T> value, double factor) {
   return {value.re * scale - value.im * T(0), value.re * T(0) + value.im * scale};
 }
 
-template <class Element, bool kNarrows = false>
+template <class Element>
 void scale_loop(void* values, std::size_t count, double factor) {
-  if constexpr (kNarrows) factor = Element::load(Element::store(static_cast<float>(factor)));
   auto* out = static_cast<Stored<typename Element::Memory>*>(values);
   for (std::size_t i = 0; i < count; i++) {
     out[i].value = Element::store(product(Element::load(out[i].value), factor));
@@ -387,7 +386,7 @@ DivideFn divide_fn(DType dtype) {
 
 ScaleFn scale_fn(DType dtype) {
   switch (dtype) {
-    case DType::f16: return scale_loop<Float16, true>;
+    case DType::f16: return scale_loop<Float16>;
     case DType::bf16: return scale_loop<BFloat16>;
     case DType::f32: return scale_loop<Plain<float>>;
     case DType::f64: return scale_loop<Plain<double>>;

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from importlib import import_module
+from types import ModuleType
 
 from tests.support.tools import ROOT
 
@@ -52,6 +53,8 @@ def _described(value):
         return f"{type(value).__name__} {_described(value.__func__)}"
     if isinstance(value, property):
         return f"property {_described(value.fget)}"
+    if isinstance(value, ModuleType):  # torch's path of a function, if a test has imported it
+        value = value.rendezvous
     if not callable(value):
         return f"{type(value).__name__}"
     try:

@@ -63,6 +63,18 @@ def test_two_packages_with_an_entry_of_the_same_name(install, registry):
     assert registry.known() == ("one", "own", "two")
 
 
+def test_entries_of_the_library_win_and_without_any_there_is_a_hint(registry, monkeypatch):
+    own, other = (EntryPoint("same", f"{each}:add", GROUP) for each in ("unisono.x", "unisono_x"))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [other, own])
+    monkeypatch.setattr(EntryPoint, "load", lambda each: lambda: registry.add("same", each.value))
+    assert registry.get("same") == own.value
+    for found, hint in ([own], None), ([other], "unisono is not installed here: pip install -e ."):
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group, found=found: found)
+        with pytest.raises(InvalidArgumentError, match="unknown thing 'none'") as caught:
+            registry.get("none")
+        assert caught.value.hint == hint
+
+
 def test_entry_is_called_once_and_may_ask_for_names(install, registry):
     body = "def register():\n    shared['registry'].known()\n    shared['registry'].add('new', 1)"
     install("reg_asks", "new", body)

@@ -13,9 +13,10 @@ from tests.support.operations import Operations
 from unisono.core.backends import CPUOptions
 from unisono.core.base import log, seam
 from unisono.core.engines import shared_memory
+from unisono.core.engines.reference import ReferenceEngine
 from unisono.core.groups.world import World, use
 from unisono.core.transports import native_messages
-from unisono.errors import CollectiveMismatchError, UnsupportedError
+from unisono.errors import CollectiveMismatchError, UnisonoError, UnsupportedError
 from unisono.testing import run
 
 BOTH = pytest.mark.parametrize("engine", ["native", "reference"])
@@ -101,8 +102,9 @@ MPI = {"UNISONO_ENGINE": "mpi"}
         ([{}, OTHER], "on rank 0, C++ (version 1) on rank 1", ()),
         ([{}, MPI, {}], "+mpi) on rank 1", ()),
         ([{}, "no descriptors"], "on rank 0, Python (EMFILE) on rank 1", (1,)),
+        ([REFERENCE, MPI | HIDDEN], "Python on rank 0, Python (mpi) on rank 1", (0, 1)),
     ],
-    ids=["unwanted", "absent", "another", "mpi", "descriptors"],
+    ids=["unwanted", "absent", "another", "mpi", "descriptors", "in Python"],
 )
 def test_a_world_of_two_kinds_of_ranks_is_refused_by_all(tmp_path, settings, told, peers):
     args = (str(tmp_path / "store"), settings)
@@ -131,6 +133,27 @@ def meet_as_threads(rank, store, engines):
 def test_threads_of_two_engines_are_refused(monkeypatch):
     (line,) = set(run(meet_as_threads, 2, args=(dist.HashStore(), ["reference", "native"])))
     assert line.startswith("the ranks of a world must have one engine, but they have Python on ")
+
+
+def meet_with_unknown(rank, store):
+    mine = CPUOptions(engine="steam" if rank == 1 else None)
+    with use(World()), pytest.raises(UnisonoError) as caught:
+        dist.init_process_group(store=store, rank=rank, world_size=2, pg_options=mine)
+    return caught.value.what
+
+
+def test_an_unknown_engine_is_told_to_all():
+    told, mine = run(meet_with_unknown, 2, args=(dist.HashStore(),))
+    assert mine == "unknown engine 'steam' (known: auto, native, reference, mpi)"
+    assert told == f"rank 0 of 2 cannot meet rank 1: {mine}"
+
+
+@pytest.mark.ranks(2, kind="processes", engine="reference")
+def test_engines_whose_names_end_differently(rank):
+    ReferenceEngine.name = "engine_of_a_name" + "ab"[rank]
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    with pytest.raises(UnsupportedError, match="must have one engine, but they have engine_of_a"):
+        dist.barrier(group=group)
 
 
 @pytest.mark.native
@@ -192,6 +215,8 @@ def test_a_group_that_its_ranks_did_not_agree_on_is_refused_by_all(rank, make):
         told = f"all_reduce #{number} in group '{group.name}' cannot run on rank {rank} of 3: "
         assert caught.value.what.startswith(told + "its ranks must have one engine, but they have ")
         assert "reference on rank 1" in caught.value.what
+        others = {*dist.get_process_group_ranks(group)} - {1} if rank == 1 else {1}
+        assert {*caught.value.context.peers} == others
         assert caught.value.context.usable
     x = np.ones(3)
     dist.all_reduce(x)

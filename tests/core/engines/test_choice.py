@@ -7,10 +7,16 @@ from contextlib import closing
 import pytest
 
 import unisono
-from unisono.core.base import seam
-from unisono.core.engines import Communicator, host_id, is_native_built, make_engine
+from unisono.core.base import log, seam
+from unisono.core.engines import (
+    Communicator,
+    host_id,
+    is_native_built,
+    make_engine,
+    register_engine,
+)
 from unisono.core.transports import InprocTransport
-from unisono.errors import UnsupportedError
+from unisono.errors import InvalidArgumentError, UnsupportedError
 
 needs_native = pytest.mark.skipif(not is_native_built(), reason="no native engine")
 
@@ -53,6 +59,27 @@ def test_ranks_that_do_not_want_it_use_the_reference_engine(choose):
 def test_one_rank_that_wants_the_reference_engine_decides_for_all(monkeypatch):
     monkeypatch.setenv("UNISONO_ENGINE", "reference")
     assert host_id() == ""
+
+
+@needs_native
+def test_the_engine_of_the_options_takes_precedence(monkeypatch, choose, caplog):
+    word = host_id()
+    monkeypatch.setenv("UNISONO_ENGINE", "reference")
+    assert host_id("native") == word
+    monkeypatch.setenv("UNISONO_ENGINE", "steam")
+    monkeypatch.setattr(log, "_logged", set())
+    with caplog.at_level("INFO", "unisono"):
+        assert choose((word, word), "native") == "native"
+    assert "collectives run on the native engine (it is built); shared memory: " in caplog.text
+    info = unisono.engine_info()
+    assert info.engine == "?"
+    assert info.why.startswith("unknown engine 'steam' (known: auto, native, reference")
+
+
+@pytest.mark.parametrize("name", ["auto", "native", "reference"])
+def test_names_of_built_in_engines_are_taken(name):
+    with pytest.raises(InvalidArgumentError, match=f"engine '{name}' is registered already"):
+        register_engine(name, None)
 
 
 @needs_native

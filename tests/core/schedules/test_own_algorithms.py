@@ -7,16 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import unisono as dist
 from tests.support.programs import python
 from unisono.core.schedules import registry
 from unisono.core.schedules.registry import available
-from unisono.errors import InvalidArgumentError, ScheduleError
+from unisono.errors import CollectiveMismatchError, InvalidArgumentError, ScheduleError
 from unisono.lowlevel import (
     Buf,
     Schedule,
     build,
     recv,
+    recv_reduce,
     register_algorithm,
+    register_schedule,
     send,
     to_msccl,
     verify,
@@ -33,6 +36,7 @@ def own_table(monkeypatch):
     monkeypatch.setattr(registry, "_TABLE", table)
     yield
     build.cache_clear()
+    registry.own_digest.cache_clear()
 
 
 @pytest.fixture
@@ -167,6 +171,37 @@ def test_a_file_is_a_module(tmp_path):
     (tmp_path / "x.xml").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidArgumentError, match=r"x\.xml is no text: 'utf-8' codec"):
         named("all_reduce", f"{tmp_path}/x.xml")
+
+
+def ring(p, shift):
+    """A right all_reduce for each shift; two ranks with different ones exchange wrong chunks."""
+
+    def exchange(k, r):
+        take = recv_reduce if k < p - 1 else recv
+        sent, taken = (r - k + shift) % p, (r - k - 1 + shift) % p
+        return [
+            send(r, (r + 1) % p, Buf.OUTPUT, sent, 1),
+            take(r, (r - 1) % p, Buf.OUTPUT, taken, 1),
+        ]
+
+    return Schedule("all_reduce", "own", p, 2 * (p - 1), exchange, output_chunks=p)
+
+
+@pytest.mark.parametrize("how", ["family", "schedule"])
+@pytest.mark.ranks(3, kind="processes", engine="both")
+def test_ranks_with_other_schedules_of_one_name_are_told(rank, how):
+    p, shift = dist.get_world_size(), int(rank == 1)
+    if how == "family":
+        register_algorithm("all_reduce", "own", lambda p: ring(p, shift))
+    else:
+        register_schedule(ring(p, shift))
+    x = np.arange(6.0)
+    with pytest.raises(CollectiveMismatchError, match=r"algorithm=own, schedule=\w+\); rank"):
+        dist.all_reduce(x, algorithm="own")
+    assert x.tolist() == list(range(6))
+    register_algorithm("all_reduce", "one", lambda p: ring(p, 2))
+    dist.all_reduce(x, algorithm="one")
+    assert x.tolist() == [3.0 * each for each in range(6)]
 
 
 def test_the_algorithm_of_the_how_to_in_all_commands(mine, tmp_path, capsys):

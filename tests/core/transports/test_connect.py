@@ -22,7 +22,7 @@ from unisono.core.transports.connect import round_trip_us
 from unisono.core.transports.messages import Purpose
 from unisono.core.transports.tcp import address
 from unisono.core.transports.tcp.address import TCPAddress, listen
-from unisono.errors import RendezvousError, TransportError, UnisonoError
+from unisono.errors import RendezvousError, TransportError, UnisonoError, UnsupportedError
 
 KEY = Key(1, Purpose.P2P, 0)
 
@@ -116,6 +116,20 @@ def test_rank_that_cannot_listen_is_told_to_all(caplog):
     assert other.context.peers == (0,)
     # It logs the reason before it waits for the others.
     assert caplog.messages == [f"rank 0 cannot meet the other ranks: {mine.what}"]
+
+
+@pytest.mark.parametrize("text", ["2 - 0 inproc", "2 host - - 0 inproc", "2 host - - 0 7 in\tp q"])
+def test_rank_of_another_version_is_named(text):
+    with HashStore() as store:
+        store.set("1/address/1", text)
+
+        def join():
+            line = "rank 0 of 2 does not understand rank 1, whose version of unisono is another"
+            with pytest.raises(UnsupportedError, match=line) as caught:
+                connect(store, 0, 2, Deadline(20), "tcp")
+            assert caught.value.context.peers == (1,)
+
+        on_threads(join, lambda: store.barrier("1/connected", 2, 20))
 
 
 def test_rank_that_hosts_the_store_gives_up_first(monkeypatch):

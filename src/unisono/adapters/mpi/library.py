@@ -17,7 +17,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ _LOAD = "install an MPI library (pip install mpich), or set MPI4PY_LIBMPI=/path/
 
 # How long MPI_Finalize may wait for the other ranks: after a group broke, and without a launcher.
 # Then they may go on for hours, and need only the data that this rank has sent. In all other cases
-# it may wait as long as a call, and the first value is the time before a warning.
+# there is no limit, and the first value is the time before a warning.
 _FINALIZE_S, _OTHERS_S = 10.0, 2.0
 
 # How long a call of MPI that was given up may take to return. The first value is for the death of a
@@ -187,7 +187,7 @@ class MPIEnds:
         store: Shared by exactly these ranks.
         rank: This rank.
         size: Number of ranks.
-        timeout_s: How long MPI_Finalize may wait for the others.
+        timeout_s: How long MPI_Finalize may take once all ranks are in it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -205,8 +205,34 @@ class MPIEnds:
         with contextlib.suppress(UnisonoError):
             self._store.set(str(self.rank), way)
 
-    def missing(self) -> tuple[str, bool]:
-        """Return which ranks do not call MPI_Finalize, and whether one of them never will."""
+    def wait_for_all(self, limit_s: float, broken: Sequence[object]) -> None:
+        """Wait until all ranks have told, which costs no core, unlike MPI_Finalize.
+
+        A rank that is late may work for hours. Only if a group broke, the wait has a limit.
+        """
+        began_s, keys = time.monotonic(), [str(rank) for rank in range(self._size)]
+        with contextlib.suppress(UnisonoError):
+            while not self._store.check(keys):
+                waited_s = time.monotonic() - began_s
+                if waited_s >= limit_s:
+                    if broken:
+                        return
+                    self.warn(limit_s, self.missing()[0])
+                    limit_s *= 2
+                time.sleep(min(0.01 + waited_s / 10, 1.0))
+
+    def warn(self, waited_s: float, what: str) -> None:
+        """Log for what this rank waits."""
+        _log.warning(
+            "rank %d has waited %g s in MPI_Finalize for %s; find it with `unisono stacks`",
+            self.rank, waited_s, what,
+        )  # fmt: skip
+
+    def missing(self) -> tuple[str, bool | None]:
+        """Return which ranks do not call MPI_Finalize, and whether one of them never will.
+
+        None instead: all of them call it.
+        """
         ranks = range(self._size)
         try:
             here = [rank for rank in ranks if self._store.check([str(rank)])]
@@ -216,7 +242,11 @@ class MPIEnds:
         if gone:
             return f"{name_ranks(gone)}, which ended without MPI_Finalize", True
         late = sorted({*ranks} - {*here})
-        return f"{name_ranks(late)}, which did not end yet" if late else "the MPI library", False
+        return (
+            (f"{name_ranks(late)}, which did not end yet", False)
+            if late
+            else ("the MPI library", None)
+        )
 
     def close(self) -> None:
         """Close the connection to the store."""
@@ -314,35 +344,37 @@ class _MPIUse:
         if not leaves and not found.MPI.Is_finalized():
             if self.pmi is not None:
                 self.pmi.expect_end(_OTHERS_S / 2)
-            self._finalize(self._helper.begin(ctypes.CDLL(found.MPI.__file__).MPI_Finalize))
+            self._finalize()
         if self.ends is not None:
             self.ends.close()
         if self.pmi is not None:
             self.pmi.stop()
 
-    def _finalize(self, done: Completion) -> None:
-        """Wait for MPI_Finalize, with a name for each rank that it waits for."""
+    def _finalize(self) -> None:
+        """Call MPI_Finalize, and name each rank that it waits for."""
         ends = self.ends
         limit_s = _OTHERS_S if self.pmi is not None else _FINALIZE_S
+        if ends is not None:
+            ends.wait_for_all(limit_s, self.broken)
+        done = self._helper.begin(ctypes.CDLL(library().MPI.__file__).MPI_Finalize)
         if done.wait_until(Deadline(limit_s)):
             return
         if ends is None:
             _log.info("MPI_Finalize did not return within %g s", limit_s)
             return
         what, is_over = ends.missing()
-        if not (is_over or self.broken):
-            _log.warning(
-                "rank %d has waited %g s in MPI_Finalize for %s; find it with `unisono stacks`",
-                ends.rank, limit_s, what,
-            )  # fmt: skip
-            if done.wait_until(Deadline(max(0.0, ends.timeout_s - limit_s))):
+        while not (is_over or self.broken or (is_over is None and limit_s >= ends.timeout_s)):
+            ends.warn(limit_s, what)
+            if done.wait_until(Deadline(limit_s)):
                 return
-            limit_s, what = ends.timeout_s, ends.missing()[0]
+            limit_s *= 2
+            what, is_over = ends.missing()
         _log.error(
-            "rank %d ends without MPI_Finalize: it waited %g s for %s; end the script on all "
-            "ranks, or raise the timeout of init_process_group",
+            "rank %d ends without MPI_Finalize: it waited %g s for %s; end the script on all ranks",
             ends.rank, limit_s, what,
         )  # fmt: skip
+        # A launcher ends the other ranks now, and must not call that a success.
+        _end_at_once()
 
 
 def _end_at_once() -> None:

@@ -55,13 +55,17 @@ def _fill(copies: list[FlatMemory], dtype: DType, op: ReduceOp | None) -> None:
 
 def _connect(spec: GroupSpec, options: CPUOptions, word: str) -> Communicator:
     """Return the communicator of a group with links of its own; publish a word in them."""
-    deadline = Deadline(spec.timeout_s)
-    host, kind = host_id(options.engine), options.transport
-    transport = connect(spec.store, spec.rank, spec.size, deadline, kind, host, word)
+    deadline, name = Deadline(spec.timeout_s), options.engine or config.get("UNISONO_ENGINE")
+
+    def host_of() -> str:
+        other_engine(name)
+        return host_id(name)
+
+    kind = options.transport
+    transport = connect(spec.store, spec.rank, spec.size, deadline, kind, host_of, word)
     comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
     comm.engine_is_agreed = True
-    name, other = other_engine(options.engine)
-    if other is not None:
+    if (other := other_engine(name)) is not None:
         try:
             store = PrefixStore(f"{name}/{transport.world_number}", spec.store)
             comm.library_ranks = other.join(store, spec.rank, spec.size, deadline)

@@ -39,7 +39,7 @@ from unisono.core.engines import Call, Communicator, Exchange, Prepared
 from unisono.core.engines.api import NO_STEPS, Collective, fingerprint_of
 from unisono.core.schedules import Layout, Program, Schedule, Topology, build, layout_for, select
 from unisono.core.schedules.choice.tables import ChoiceTable
-from unisono.core.schedules.registry import available
+from unisono.core.schedules.registry import available, own_digest
 
 # Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
@@ -249,6 +249,8 @@ class PreparedCalls:
         too_many = op is not None and whole > _MOST_REDUCED * itemsize
         if splits is None or blocks is not None:
             too_many = too_many or whole > self._engine.most_moved
+        else:
+            pipeline = 1
         by_program = ordered or wish or self._override or too_many
         if self._engine.has_collectives and size > 1 and not by_program:
             algorithm, pipeline = self._engine.name, 1
@@ -256,6 +258,9 @@ class PreparedCalls:
             sent, received = splits if isinstance(splits, Splits) else (None, None)
             reduces = op is not None
             what = Collective(collective, whole, root, reduces, known, sent, received)
+        by_steps = (collective, algorithm, size, root, pipeline, self._topology.local)
+        own = own_digest(*by_steps) if what is None else ""
+        text = f"{text[:-1]}, schedule={own})" if own else text
         if splits is None or blocks is not None:
             given = {} if blocks is None else {_SPLITS[collective]: blocks}
             program = NO_STEPS
@@ -263,14 +268,15 @@ class PreparedCalls:
                 program = self._lower(collective, algorithm, count, itemsize, root, pipeline, given)
             same = shown if collective in _ELEMENTWISE else ""
             agreed = (
-                collective, dtype.name, count, root, op, algorithm, pipeline, ordered, blocks,
-                same, *agreed,
+                collective, dtype.name, count, root, op, algorithm, own, pipeline, ordered,
+                blocks, same, *agreed,
             )  # fmt: skip
             call = Call.of(called, text, agreed, nbytes)
             exchange = None
         else:
-            exchange, program = self._exchange(spec, splits, algorithm, itemsize, what, wish)
-            call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
+            exchange, program = self._exchange(spec, splits, algorithm, own, itemsize, what, wish)
+            agreed = (collective, dtype.name, wish, wish and own, root, *agreed)
+            call = Call.of(called, text, agreed, nbytes)
         prepared = Prepared(
             call, program, dtype, reduce_op, exchange, algorithm, spec.elements, what=what
         )
@@ -319,6 +325,7 @@ class PreparedCalls:
         spec: CallSpec,
         splits: Splits | Blocks,
         algorithm: str,
+        own: str,
         itemsize: int,
         what: Collective | None,
         wish: str | None,
@@ -341,7 +348,7 @@ class PreparedCalls:
             mine = np.array(splits.sizes, np.int64)
             check = partial(check_blocks, self._comm, root=root, collective=collective)
             counts = partial(sent_blocks, root=root, collective=collective)
-        program, word = NO_STEPS, fingerprint_of(count, algorithm) if splits.even else 0
+        program, word = NO_STEPS, fingerprint_of(count, algorithm, own) if splits.even else 0
         if what is not None:
             return Exchange(word, mine, check, NO_STEPS, counts), program
         if splits.even:

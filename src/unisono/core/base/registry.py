@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from unisono.core.base.log import get_logger, log_once
 from unisono.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -16,6 +19,17 @@ _LOG = get_logger("base")
 # How long a thread waits for another one that adds the names of a package. Without a limit, each
 # could wait for a module that the other one imports.
 _ADD_S = 10.0
+
+
+def _is_foreign(point: EntryPoint) -> bool:
+    return not point.value.startswith("unisono.")
+
+
+def _is_installed() -> bool:
+    """Whether there are entries of unisono's own; a folder of its source alone has none."""
+    from importlib.metadata import entry_points
+
+    return not all(map(_is_foreign, entry_points(group="unisono.backends")))
 
 
 class Registry(Generic[T]):
@@ -65,19 +79,20 @@ class Registry(Generic[T]):
         if name not in self._values and name not in (known := self.known()):
             failed = "".join(f"; {key[0]} failed: {why!r}" for key, why in [*self._errors.items()])
             raise InvalidArgumentError(
-                f"unknown {self._what} {name!r} (known: {', '.join(known)}{failed})"
+                f"unknown {self._what} {name!r} (known: {', '.join(known)}{failed})",
+                hint=None if _is_installed() else "unisono is not installed here: pip install -e .",
             )
         return self._values[name]
 
     def known(self) -> tuple[str, ...]:
-        """Return the names in alphabetical order, those of entry points included.
+        """Return the names in alphabetical order, those without a value (None) first.
 
-        An entry that fails is logged.
+        Those of entry points are included. An entry that fails is logged.
         """
         self._load()
         for (name, _), error in [*self._errors.items()]:
             log_once(_LOG, logging.WARNING, "%s %r failed: %s", self._what, name, repr(error))
-        return tuple(sorted(self._values))
+        return tuple(sorted(self._values, key=lambda name: (self._values[name] is not None, name)))
 
     def added(self) -> tuple[str, ...]:
         """Return the names that are known so far, in the order in which they were added."""
@@ -88,7 +103,8 @@ class Registry(Generic[T]):
         # Imported here, because it loads the zip and e-mail modules. Few programs need it.
         from importlib.metadata import entry_points
 
-        for point in entry_points(group=self._group):
+        # Those of the library first, so that no other package takes their names.
+        for point in sorted(entry_points(group=self._group), key=_is_foreign):
             key = point.name, point.value
             if name not in (None, point.name) or (key in self._called and key in self._errors):
                 continue

@@ -125,7 +125,7 @@ def is_gloo_available() -> bool:
 def is_mpi_available() -> bool:
     """Whether MPI can be used: mpi4py and an MPI library are installed. Initialises nothing."""
     try:
-        _, mpi = other_engine("mpi")
+        mpi = other_engine("mpi")
     except InvalidArgumentError:
         return False
     return mpi is not None and not mpi.why_absent()

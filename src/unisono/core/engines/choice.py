@@ -19,15 +19,13 @@ from unisono.core.base.seam import cpp, why_absent
 from unisono.core.engines.api import Communicator, Engine
 from unisono.core.engines.native_engine import NativeEngine
 from unisono.core.engines.reference import ReferenceEngine
-from unisono.core.engines.shared_memory import host_id
+from unisono.core.engines.shared_memory import BUILT_IN, host_id
 from unisono.core.platform.machine import usable_cores
 from unisono.core.platform.memory import memory_kind
 from unisono.core.stores import Store
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 _log = get_logger("engines")
-
-_BUILT_IN = ("auto", "native", "reference")
 
 
 class EngineKind(NamedTuple):
@@ -47,7 +45,7 @@ class EngineKind(NamedTuple):
     title: Callable[[], str]
 
 
-_kinds: Registry[EngineKind] = Registry("engine", "unisono.engines", {})
+_kinds: Registry[EngineKind | None] = Registry("engine", "unisono.engines", dict.fromkeys(BUILT_IN))
 
 
 def register_engine(name: str, kind: EngineKind) -> None:
@@ -55,22 +53,16 @@ def register_engine(name: str, kind: EngineKind) -> None:
     _kinds.add(name, kind)
 
 
-def other_engine(kind: str | None) -> tuple[str, EngineKind | None]:
-    """Return the name of a wanted engine, and its kind if another package registers it.
+def other_engine(name: str | None) -> EngineKind | None:
+    """Return the kind of a wanted engine if another package registers it, else None.
 
     Args:
-        kind: UNISONO_ENGINE if None.
+        name: UNISONO_ENGINE if None.
 
     Raises:
         InvalidArgumentError: The name is unknown.
     """
-    kind = kind or config.get("UNISONO_ENGINE")
-    if kind in _BUILT_IN:
-        return kind, None
-    if kind not in _kinds.added() and kind not in (known := _kinds.known()):
-        names = ", ".join((*_BUILT_IN, *known))
-        raise InvalidArgumentError(f"unknown engine {kind!r} (known: {names})")
-    return kind, _kinds.get(kind)
+    return _kinds.get(name or config.get("UNISONO_ENGINE"))
 
 
 _SLOW = "collectives run on the reference engine, in Python, which is slow: %s"
@@ -86,15 +78,14 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     Raises:
         UnsupportedError: The requested engine cannot be used; the text gives the reason.
     """
-    kind, other = other_engine(kind)
-    if other is not None:
+    if (other := other_engine(kind)) is not None:
         return other.make(comm)
-    if kind == "reference":
+    if (kind or config.get("UNISONO_ENGINE")) == "reference":
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
     if all(hosts):
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
-        log_once(_log, logging.INFO, "collectives run on the %s", str(engine_info()))
+        log_once(_log, logging.INFO, "collectives run on the %s", _info("native", "it is built"))
         return NativeEngine(comm, crowded=neighbours > usable_cores())
     if why_absent:
         why = why_absent
@@ -115,7 +106,7 @@ class EngineInfo(NamedTuple):
     """The engine that executes collectives in the groups of this process.
 
     Attributes:
-        engine: "native" (C++), "reference" (Python) or "mpi".
+        engine: "native" (C++), "reference" (Python), "mpi", or "?" if UNISONO_ENGINE is unknown.
         why: The reason for this engine.
         isa: Instruction set of the native reductions; "" without them.
         isas: Instruction sets of this machine, slowest first.
@@ -159,24 +150,31 @@ def engine_info() -> EngineInfo:
     All ranks of a world must have the native engine, or none of them. `repr(group)` and the log
     show the engine of a group.
     """
-    memory = memory_kind()
-    wish, other = other_engine(None)
+    wish = config.get("UNISONO_ENGINE")
+    try:
+        other = other_engine(wish)
+    except InvalidArgumentError as error:
+        return _info("?", error.what)
     if other is not None:
         engine, why = wish, other.why_absent() or other.title()
     elif why_absent:
         engine, why = "reference", why_absent
     elif wish == "reference":
         engine, why = wish, "UNISONO_ENGINE=reference"
-    elif not host_id() or memory != "memfd":
+    elif not host_id() or memory_kind() != "memfd":
         engine, why = "reference", "ranks cannot share memory here"
     else:
         engine, why = "native", "UNISONO_ENGINE=native" if wish == "native" else "it is built"
+    return _info(engine, why)
+
+
+def _info(engine: str, why: str) -> EngineInfo:
     return EngineInfo(
         engine,
         why,
         cpp.isa() and (config.get("UNISONO_CPU") or cpp.isa()),
         tuple(cpp.isas()),
-        memory,
+        memory_kind(),
         usable_cores(),
         cpp.BUILD,
         why_no_nccl() or "experimental: run on a single GPU only",

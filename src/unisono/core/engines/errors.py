@@ -361,11 +361,13 @@ def mismatch_error(
 
 def engines_error(comm: Communicator, call: Call, engines: Sequence[str]) -> UnsupportedError:
     """Return the error of a group whose ranks have several engines; `engines` has each rank's."""
-    shown = by_rank(zip(comm.ranks, engines, strict=True))
+    named = list(zip(comm.ranks, engines, strict=True))
+    shown = by_rank(named)
+    peers = tuple(rank for rank, engine in named if engine != engines[comm.rank]) or comm.others
     return UnsupportedError(
         f"{call.op} #{call.seq} in group '{comm.name}' cannot run on {comm.here}: its ranks must "
         f"have one engine, but they have {shown}",
-        context=comm.where(op=call.op, seq=call.seq, peers=comm.others, usable=True),
+        context=comm.where(op=call.op, seq=call.seq, peers=peers, usable=True),
         hint="give all its ranks the same engine in pg_options",
     )
 

@@ -101,6 +101,14 @@ def _whole(memory: ArrayOrList) -> ArrayOrList:
     return memory if are_even(memory) else concatenated(memory)
 
 
+def _rounded(factor: float, dtype: DType) -> float:
+    """Return a factor as C++ needs it: for float16 rounded once, as NumPy does."""
+    if dtype.name != "float16":
+        return factor
+    with np.errstate(over="ignore"):
+        return float(np.float16(factor))
+
+
 def _ask_others(engine: NativeEngine | None) -> None:
     """Ask the other ranks for their last calls; C++ calls this when a deadline comes near."""
     if engine is None:
@@ -250,7 +258,7 @@ class NativeEngine(QueueEngine):
                 count=prepared.count,
                 members=prepared.members,
                 copies=prepared.members == 0 and prepared.writes_output,
-                factor=1.0 if (by := prepared.op.factor) is None else by,
+                factor=1.0 if (by := prepared.op.factor) is None else _rounded(by, prepared.dtype),
             )
         return prepared.native
 

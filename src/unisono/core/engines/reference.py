@@ -39,7 +39,7 @@ from unisono.core.transports.messages import Failure, Purpose
 from unisono.errors import CollectiveMismatchError
 
 _AGREEMENT = struct.Struct("<QQ")
-# Bytes of the name of an engine, as ranks exchange it.
+# Bytes of the name of an engine, as an error shows it.
 _ENGINE_NAME = 16
 # How long ranks that disagree wait for each other's texts. All of them are in this call.
 _EXPLAIN_S = 1.0
@@ -99,8 +99,9 @@ class TaskRun:
         """
         if self._comm.engine_is_agreed:
             return
-        text = name.encode()[:_ENGINE_NAME]
-        if self._merge(zlib.crc32(text), 1)[0] == 0:
+        whole = name.encode()
+        if self._merge(zlib.crc32(whole), 1)[0] == 0:
+            text = whole[:_ENGINE_NAME]
             rows = self._gather(np.frombuffer(text.ljust(_ENGINE_NAME, b"\0"), np.int64).copy())
             names = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
             raise engines_error(self._comm, self._task.call, names)

@@ -20,12 +20,15 @@ from unisono.core.base import config
 from unisono.core.base.buffers import as_bytes
 from unisono.core.base.log import get_logger, log_once
 from unisono.core.base.seam import cpp as _engine
-from unisono.core.base.seam import is_wanted
+from unisono.core.base.seam import is_native_built, is_wanted
 from unisono.core.engines.api import Communicator
 from unisono.core.engines.reference import TaskRun
 from unisono.core.platform.machine import boot_and_processes
 
 _log = get_logger("engines.native")
+
+BUILT_IN = ("auto", "native", "reference")
+"""The names of engines that no package adds."""
 
 SLOT_BYTES = 512 * 1024
 """What a rank can post per piece. There are two slots per rank: 8 ranks take 8 MiB."""
@@ -42,19 +45,18 @@ _INVITATION = struct.Struct("<iii16s")
 def host_id(kind: str | None = None) -> str:
     """Return a text that is equal on ranks that can share memory; "" if this rank cannot.
 
-    The part before the first "/" is equal on ranks whose C++ engines understand each other. The
-    text is "" on a rank that must use the reference engine, and unique on a rank that must not
-    share memory. So the other ranks learn of both.
+    The part before the first "/" is equal on ranks whose C++ engines understand each other. There
+    is no "/" on a rank without C++: the text is "", or "+" and the name of another package's
+    engine. It is unique on a rank that must not share memory. So the other ranks learn of all.
 
     Args:
         kind: The engine that was asked for; UNISONO_ENGINE if None.
     """
     kind = kind or config.get("UNISONO_ENGINE")
-    if kind == "reference" or not is_wanted():
-        return ""
-    memory = memory_host()
-    other = "" if kind in ("auto", "native") else f"+{kind}"
-    return memory and f"{_engine.ABI}{other}/{memory}"
+    other = "" if kind in BUILT_IN else f"+{kind}"
+    is_there = is_wanted() if other else is_native_built() and kind != "reference"
+    memory = memory_host() if is_there else ""
+    return f"{_engine.ABI}{other}/{memory}" if memory else other
 
 
 def memory_host() -> str:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import blake2b
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class AlgorithmEntry:
         ordered: Whether the algorithm reduces in the order of ranks; see `rank_order`.
         two_level: Whether the algorithm needs several hosts with equally many ranks, numbered
             host by host.
-        registered: Whether `register_schedule` added the algorithm.
+        registered: Whether a user added the algorithm, so that it may differ on the ranks.
     """
 
     builder: Callable[..., Schedule]
@@ -208,7 +209,7 @@ def register_schedule(schedule: Schedule) -> None:
     """Prove a schedule, and let calls choose it by its name with `algorithm=`.
 
     It serves groups of its world size. Every rank must register it. A call in which a rank has
-    not done so, or has another name for it, raises an error on all ranks.
+    not done so, or has another name for it or another schedule, raises an error on all ranks.
 
     Args:
         schedule: A schedule of a collective without a root, for instance of `from_msccl`.
@@ -226,7 +227,7 @@ def register_schedule(schedule: Schedule) -> None:
         if not (
             found.registered
             and name in available(collective, size)
-            and _same(found.builder(size), schedule)
+            and digest(found.builder(size)) == digest(schedule)
         ):
             raise InvalidArgumentError(
                 f"register {name!r}: {collective} has another such algorithm"
@@ -352,6 +353,17 @@ def _same(first: Schedule, second: Schedule) -> bool:
     )
 
 
+def digest(schedule: Schedule) -> str:
+    """Return a text that is equal for two schedules with the same chunks and rows of all ranks."""
+    ranks = np.arange(schedule.world_size)
+    chunks = (schedule.input_chunks, schedule.output_chunks, schedule.scratch_chunks)
+    found = blake2b(repr((schedule.stages, *chunks)).encode(), digest_size=8)
+    for k in range(schedule.stages):
+        rows = schedule.steps(k, ranks)
+        found.update(len(rows).to_bytes(8, "little") + rows.tobytes())
+    return found.hexdigest()
+
+
 def available(
     collective: str,
     world_size: int,
@@ -439,3 +451,13 @@ def build(
     extra += [root] if collective in ROOTED else []
     extra += [pipeline] if found.pipelined else []
     return found.builder(world_size, *extra)
+
+
+@lru_cache(maxsize=4096)
+def own_digest(
+    collective: str, algorithm: str, world_size: int, root: int, pipeline: int, local: int
+) -> str:
+    """Return the digest of a user's schedule, of which the name says nothing; else ""."""
+    if not entry(collective, algorithm).registered:
+        return ""
+    return digest(build(collective, algorithm, world_size, root, pipeline, local))

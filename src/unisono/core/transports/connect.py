@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from unisono.core.base import config
@@ -58,7 +58,7 @@ def connect(
     world_size: int,
     deadline: Deadline,
     kind: str | None = None,
-    host: str = "",
+    host_of: Callable[[], str] = str,
     word: str = "",
 ) -> Transport:
     """Return this rank's transport once every rank has published its address.
@@ -70,8 +70,9 @@ def connect(
         deadline: For the slowest rank to come.
         kind: "inproc", "tcp", "auto" (inproc if the store cannot leave the process), or a name of
             `register_transport`; None: the value of UNISONO_TRANSPORT.
-        host: This rank's host id, equal on ranks that may share memory; "" if this rank must not.
-            `Transport.hosts` holds the host ids of all ranks.
+        host_of: Returns this rank's host id, equal on ranks that may share memory; see `host_id`.
+            `Transport.hosts` holds the host ids of all ranks, "" for a rank without C++. The
+            other ranks learn of its error.
         word: Text without spaces to publish; `Transport.words` holds those of all ranks.
 
     Raises:
@@ -81,7 +82,7 @@ def connect(
     """
     addresses: list[str] = []
     try:
-        kind = kind or config.get("UNISONO_TRANSPORT")
+        host, kind = host_of(), kind or config.get("UNISONO_TRANSPORT")
         transport = make_transport(kind, store, rank, world_size, addresses.__getitem__)
     except Exception as error:
         # The other ranks need not wait for this rank, which waits until they know.
@@ -94,12 +95,14 @@ def connect(
     try:
         # Without wires C++ reaches the memory of ranks, and of no process that hides it.
         is_reached = transport.wires is not None or config.get_flag("UNISONO_SHARED_MEMORY")
-        is_native = bool(host) and world_size > 1 and transport.allows_cpp and is_reached
+        is_native = "/" in host and world_size > 1 and transport.allows_cpp and is_reached
         messages, endpoint = NativeMessages.make(transport) if is_native else (None, "")
         if messages is not None:
             # Before the addresses are published: a faster rank may send before this rank returns.
             transport.messages = messages
-        elif world_size > 1:
+        elif world_size > 1 or "/" not in host:
+            # The others compare also the engine of another package, which may not need C++.
+            endpoint += "".join(host.partition("/")[0].partition("+")[1:])
             host = ""
         trip = getattr(innermost(store), "round_trip_us", None)
         mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} "
@@ -148,8 +151,16 @@ def _publish(
             context=Context(rank=rank, world_size=world_size, peers=blamed),
             hint="look at the output of those ranks",
         )
-    columns = [] if failed else zip(*(text.split(" ", 4) for text in texts), strict=True)
-    return number, [list(column) for column in columns]
+    rows = [text.split(" ", 4) for text in texts]
+    foreign = tuple(at for at, row in enumerate(rows) if "\t" not in "".join(row[4:]).split(" ")[0])
+    if foreign and not failed:
+        raise UnsupportedError(
+            f"rank {rank} of {world_size} does not understand {name_ranks(foreign)}, whose version "
+            "of unisono is another",
+            context=Context(rank=rank, world_size=world_size, peers=foreign),
+            hint="install the same unisono for all ranks",
+        )
+    return number, [] if failed else [list(column) for column in zip(*rows, strict=True)]
 
 
 def _check_transports(names: Sequence[str], rank: int) -> None:
@@ -165,11 +176,14 @@ def _check_transports(names: Sequence[str], rank: int) -> None:
 
 def _check_engines(hosts: Sequence[str], endpoints: Sequence[str], rank: int) -> None:
     """Check that all ranks move their data in C++, in one version, or all in Python."""
-    versions = [host.partition("/")[0] for host in hosts]
-    if len(set(versions)) > 1:
+    # The version in C++, "12+mpi", and the name in Python, where the reference engine has none.
+    names = [end.partition("+")[2] for end in endpoints]
+    kinds = [host.partition("/")[0] for host in hosts]
+    if len(set(zip(kinds, names, strict=True))) > 1:
+        reasons = [end.lstrip("+") for end in endpoints]
         engines = [
-            f"C++ (version {version})" if version else f"Python{endpoint and f' ({endpoint})'}"
-            for version, endpoint in zip(versions, endpoints, strict=True)
+            f"C++ (version {kind})" if kind else f"Python{reason and f' ({reason})'}"
+            for kind, reason in zip(kinds, reasons, strict=True)
         ]
         shown = by_rank(enumerate(engines))
         raise UnsupportedError(
@@ -177,7 +191,7 @@ def _check_engines(hosts: Sequence[str], endpoints: Sequence[str], rank: int) ->
             context=Context(
                 rank=rank,
                 world_size=len(hosts),
-                peers=tuple(at for at, version in enumerate(versions) if not version),
+                peers=tuple(at for at, kind in enumerate(kinds) if not kind),
             ),
             hint="unisono.engine_info() gives on each rank the reason for its engine; install the "
             "same unisono for all ranks, or give all of them UNISONO_ENGINE=reference",

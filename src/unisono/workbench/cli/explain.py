@@ -94,11 +94,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _shape(options: argparse.Namespace) -> GroupShape:
     """Return the shape of the group that the flags describe, as `backends.tuning` does."""
-    from unisono.core.engines.choice import engine_info
+    from unisono.core.engines.choice import engine_info, other_engine
     from unisono.core.schedules.choice.far import round_trip_class
     from unisono.core.schedules.choice.tables import GroupShape
 
     most = per_host_of(options.ranks, options.hosts)
+    other_engine(None)
     engine = engine_info().engine
     near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
     transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
