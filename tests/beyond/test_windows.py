@@ -418,6 +418,36 @@ def test_ranks_that_disagree(rank):
     dist.barrier()
 
 
+def flushes_what_is_late(rank, is_held, is_checked):
+    """Rank 1 handles nothing for a while. A question that it does not answer is no flush."""
+    window = dist.new_window(np.zeros(4))
+    window.fence()
+    if rank == 1:
+        with window.memory.parts[1]._changed:
+            is_held.set()
+            assert is_checked.wait(20)
+    else:
+        assert is_held.wait(20)
+        window.put(np.ones(4), 1)
+        for call in (
+            lambda: window.get(np.zeros(4), 1, timeout=0.05),
+            lambda: window.flush(1, timeout=0.05),
+            lambda: window.flush(timeout=0.05),
+            lambda: window.fence(timeout=0.05),
+        ):
+            assert isinstance(raised(call), CollectiveTimeoutError)
+        is_checked.set()
+        window.flush()
+        assert window.requests.late() == set()
+    window.fence()
+    assert window.local.tolist() == [rank] * 4
+
+
+def test_a_flush_waits_after_a_question_without_an_answer(monkeypatch):
+    args = (threading.Event(), threading.Event())
+    on_ranks(monkeypatch, flushes_what_is_late, 2, "reference", 1, args=args)
+
+
 # ---- the end ----------------------------------------------------------------------------------
 
 

@@ -97,7 +97,8 @@ class Window:
         self._near: dict[int, Any] = {}
         self._lock = threading.RLock()
         self._taken = [0] * group.size()  # signals of each rank that were waited for
-        self._touched: set[int] = set()  # ranks with requests since the last flush
+        # The ranks whose memory this rank has changed since it last saw that they live.
+        self._touched: set[int] = set()
         self._close: Callable[[], object] = int
 
     # ---- life -----------------------------------------------------------------------------
@@ -378,7 +379,8 @@ class Window:
             PeerLostError: A target has ended, or has closed its part.
             CollectiveTimeoutError: It did not answer in time.
         """
-        for each in sorted(self._touched) if rank is None else [rank]:
+        late = set() if self.requests is None or rank is not None else self.requests.late()
+        for each in sorted(self._touched | late) if rank is None else [rank]:
             with Access(self, "flush", each, timeout) as call:
                 if call.part is None:
                     call.flush()
