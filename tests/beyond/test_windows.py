@@ -267,6 +267,33 @@ def test_signals_are_counted(monkeypatch, engine, per_host):
 # ---- arrays of each kind ----------------------------------------------------------------------
 
 
+def waits_by_two_threads(rank):
+    """A work that a future and a thread wait for takes one signal, or has one error."""
+    window = dist.new_window(np.zeros(1))
+    for _ in range(20):
+        dist.barrier()
+        if rank == 0:
+            window.signal(1)
+            window.signal(1)
+            continue
+        work = window.wait_signal(0, True)
+        work.get_future()  # starts a thread
+        assert work.wait()
+        window.wait_signal(0, timeout=20)
+    if rank == 1:
+        work = window.wait_signal(0, True, timeout=0.05)
+        work.get_future()
+        with pytest.raises(CollectiveTimeoutError):
+            work.wait()
+    dist.barrier()
+
+
+@on_each_medium
+@pytest.mark.sweep(2)
+def test_a_work_takes_one_signal(monkeypatch, engine, per_host):
+    on_ranks(monkeypatch, waits_by_two_threads, 2, engine, per_host)
+
+
 def tensors(rank, share_memory):
     torch = pytest.importorskip("torch")
     own = torch.full((2, 3), float(rank), dtype=torch.bfloat16)

@@ -95,7 +95,7 @@ class Window:
         self._me = group.rank()
         # The parts whose calls C++ checks and records.
         self._near: dict[int, Any] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._taken = [0] * group.size()  # signals of each rank that were waited for
         # The ranks whose memory this rank has changed since it last saw that they live.
         self._touched: set[int] = set()
@@ -400,17 +400,29 @@ class Window:
         self.flush(timeout=deadline.remaining())
         self.group.barrier(timeout=deadline.remaining(), _label="Window.fence")
 
-    def take_signal(self, rank: int, limit_s: float, records: bool = False) -> bool:
-        """Take a signal of a rank that nobody has waited for; wait for one, but not for long."""
+    def take_signal(
+        self, rank: int, limit_s: float, records: bool = False, awaited: _Awaited | None = None
+    ) -> bool:
+        """Take a signal of a rank that nobody has waited for; wait for one, but not for long.
+
+        Args:
+            rank: The rank in the group.
+            limit_s: How long it waits.
+            records: Whether C++ records the call.
+            awaited: Takes one signal, by whichever thread; True also if another thread ended it.
+        """
         assert self.memory is not None
         part = self.memory.parts[self._me]
         taken, wait = self._taken[rank], part.wait_now if records else part.wait_signal
-        if wait(rank, taken, limit_s, self.memory.is_crowded) <= taken:
+        if wait(rank, taken, limit_s, self.memory.is_crowded) <= taken and awaited is None:
             return False
-        with self._lock:
-            if part.signals(rank) <= self._taken[rank]:
-                return False  # another thread has taken it
-            self._taken[rank] += 1
+        with self.lock:
+            if awaited is None or not awaited.is_over:
+                if part.signals(rank) <= self._taken[rank]:
+                    return False  # another thread has taken it
+                self._taken[rank] += 1
+                if awaited is not None:
+                    awaited.is_over = True
             return True
 
     def _near_part(self, rank: Any) -> Any:
@@ -426,18 +438,22 @@ class Window:
 
 
 class _Awaited(Pending):
-    """The end of a wait for a signal."""
+    """The end of a wait for a signal.
 
-    __slots__ = ("_access", "_window")
+    Several threads may wait for it. The first of them that takes a signal or has an error sets
+    `is_over` under the lock of the window, and all finish it with that result.
+    """
+
+    __slots__ = ("_access", "_window", "is_over")
 
     def __init__(self, window: Window, call: Access) -> None:
         super().__init__()
-        self._window, self._access = window, call
+        self._window, self._access, self.is_over = window, call, False
 
     def done(self) -> bool:
         window, rank = self._window, self._access.rank
-        if not self._done and window.take_signal(rank, 0.0):
-            self.finish()
+        if not self._done and window.take_signal(rank, 0.0, awaited=self):
+            self.finish(self.error)
         elif not self._done and end_of(window, rank) is not None:
             self.wait_until(None)
         return self._done
@@ -447,18 +463,21 @@ class _Awaited(Pending):
         own, rank = call.deadline, call.rank
         try:
             with call:
-                while not self._done and not window.take_signal(rank, _slice_s(own)):
+                while not window.take_signal(rank, _slice_s(own), awaited=self):
                     window.comm.transport.notice_end(call.call.peer)
                     # Again: the rank may have signalled just before it ended.
-                    if (end := end_of(window, rank)) and not window.take_signal(rank, 0.0):
+                    end = end_of(window, rank)
+                    if end and not window.take_signal(rank, 0.0, awaited=self):
                         raise end
                     if end is None and own.expired():
                         raise Cancelled
                     if deadline is not None and deadline.expired():
                         return False
         except Exception as error:
-            self.finish(error)
-        self.finish()
+            with window.lock:
+                if not self.is_over:
+                    self.is_over, self.error = True, error
+        self.finish(self.error)
         return True
 
     def add_callback(self, callback: Callable[[Self], object]) -> None:
