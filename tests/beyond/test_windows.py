@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import re
 import threading
+import traceback
 from types import SimpleNamespace
 
 import numpy as np
@@ -514,6 +516,44 @@ def closes(rank):
 @pytest.mark.sweep(2)
 def test_a_rank_that_closes_its_window(monkeypatch, engine, per_host):
     on_ranks(monkeypatch, closes, 2, engine, per_host)
+
+
+def forks(rank):
+    window = dist.new_window(np.zeros(2, np.int64))
+    other, one = 1 - rank, np.ones(1, np.int64)
+    window.fence()
+    if (pid := os.fork()) == 0:
+        try:
+            for call in (
+                lambda: window.put(one, other),
+                lambda: window.get(one, other),
+                lambda: window.fetch_add(1, other),
+                lambda: window.signal(other),
+                lambda: window.wait_signal(other, timeout=0.05),
+                lambda: window.fence(timeout=1),
+            ):
+                error = raised(call)
+                assert type(error) is ClosedError, error
+                assert "which belongs to the parent of this fork" in str(error)
+            window.close()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    window.fence()
+    assert window.local.tolist() == [0, 0]
+    assert isinstance(
+        raised(lambda: window.wait_signal(other, timeout=0.05)), CollectiveTimeoutError
+    )
+    window.fence()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@on_each_medium
+@pytest.mark.sweep(2)
+def test_the_child_of_a_fork_does_not_act_as_its_parent(monkeypatch, engine, per_host):
+    on_ranks(monkeypatch, forks, 2, engine, per_host, "processes")
 
 
 @pytest.mark.ranks(2, kind="both")

@@ -49,6 +49,18 @@ _SLICE_S = 0.02
 
 _DONE = Work(Pending(done=True), "put")
 
+_with_near: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In the child of a fork: take all calls from C++, which does not know that it is a child."""
+    for window in list(_with_near):
+        window._near = {}
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
 
 class Window:
     """Memory of each rank that the other ranks of a group reach without its help.
@@ -149,6 +161,7 @@ class Window:
             group.ends_with(self)
             if not isinstance(part, WindowPart):
                 self._near = memory.parts
+                _with_near.add(self)
             # No rank may put before all have copied their values.
             group.barrier(timeout=call.remaining_s, _label=call.label)
 
