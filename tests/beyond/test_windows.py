@@ -16,6 +16,7 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import outcome, started
 from tests.support import netns
+from unisono.beyond.windows import memory as window_memory
 from unisono.beyond.windows.access import end_of
 from unisono.errors import (
     ArgumentTypeError,
@@ -554,6 +555,34 @@ def forks(rank):
 @pytest.mark.sweep(2)
 def test_the_child_of_a_fork_does_not_act_as_its_parent(monkeypatch, engine, per_host):
     on_ranks(monkeypatch, forks, 2, engine, per_host, "processes")
+
+
+def maps_one_way(rank):
+    """Rank 1 cannot open the part of rank 0. Its last signal comes before its end."""
+
+    def refused(made, stack):
+        raise PermissionError(13, "Permission denied")
+
+    if rank == 1:
+        window_memory.opened_memory = refused
+    for _ in range(10):
+        window = dist.new_window(np.zeros(100_000))
+        if rank == 1:
+            for _ in range(10):
+                window.put(np.ones(100_000), 0)
+            window.signal(0)
+            window.close()
+        else:
+            error = raised(lambda window=window: window.map_remote_tensor(1))
+            assert "rank 1: that rank cannot open the window of this one" in str(error)
+            window.wait_signal(1, timeout=20)
+            assert window.local.all()
+        dist.barrier()
+
+
+@pytest.mark.native
+def test_ranks_share_memory_in_both_directions_or_in_none(monkeypatch):
+    on_ranks(monkeypatch, maps_one_way, 2, "native", 0, "processes")
 
 
 @pytest.mark.ranks(2, kind="both")

@@ -151,8 +151,8 @@ class Window:
             group.counts["windows"] += 1
             memory.data[me][:] = data.array
             part = memory.parts[me]
-            if memory.messengers:
-                words = number, part, memory.data[me], memory.messengers
+            if memory.apart:
+                words = number, part, memory.data[me], sorted(memory.apart)
                 self.requests = Requests(self.comm, *words)
             self.memory, self.local = memory, _shaped(memory.data[me], data, data.shape)
             if is_torch(tensor):
