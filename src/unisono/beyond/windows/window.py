@@ -206,7 +206,7 @@ class Window:
             CollectiveTimeoutError: The target is far behind, and does not go on.
         """
         at = offset if target_offset_nelems is None else target_offset_nelems
-        part = self._near_part(dst_rank)
+        part = self._near_part(dst_rank, timeout, opts)
         if part is not None and part.put_now(tensor, at):
             self._touched.add(dst_rank)
             return _DONE
@@ -220,7 +220,7 @@ class Window:
         self, tensor: Any, src_rank: int, offset: int = 0, *, timeout: Timeout | None = None
     ) -> None:
         """Read elements of the part of a rank into an array; errors as of `put`."""
-        part = self._near_part(src_rank)
+        part = self._near_part(src_rank, timeout)
         if part is not None and part.get_now(tensor, offset):
             return
         with Access(self, "get", src_rank, timeout, offset, tensor, writes=True) as call:
@@ -267,7 +267,7 @@ class Window:
 
         The result wraps around at the limits of the dtype. Errors are those of `put`.
         """
-        part = self._near_part(dst_rank)
+        part = self._near_part(dst_rank, timeout)
         if part is not None and (before := part.fetch_add_now(value, offset)) is not None:
             return int(before)
         memory = require_open(self, "fetch_add")
@@ -336,7 +336,7 @@ class Window:
 
         Args and errors are those of `put`.
         """
-        part = self._near_part(peer_rank)
+        part = self._near_part(peer_rank, timeout, opts)
         if part is not None and part.signal_now(self._me):
             return _DONE
         with Access(self, "signal", peer_rank, _limit(opts, timeout)) as call:
@@ -438,10 +438,12 @@ class Window:
                     awaited.is_over = True
             return True
 
-    def _near_part(self, rank: Any) -> Any:
+    def _near_part(self, rank: Any, timeout: Timeout | None, opts: Any = None) -> Any:
         """Return the part of a rank if C++ can make a call on it, or None."""
         part = self._near.get(rank) if type(rank) is int else None
-        if part is None or self.comm.transport.down(self.comm.ranks[rank]) is not None:
+        if part is None or timeout is not None or opts is not None:
+            return None  # Python checks the time-out
+        if self.comm.transport.down(self.comm.ranks[rank]) is not None:
             return None
         return part if self.comm.transport.failure(self.comm.context) is None else None
 
