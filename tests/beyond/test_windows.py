@@ -410,8 +410,10 @@ WRONG = [
     ("accumulate(np.zeros(1), 0, dist.ReduceOp.AVG)", UnsupportedError,
      "accumulate: AVG of float64 is not atomic"),
     ("wait_signal(0, 5.0)", ArgumentTypeError, "wait_signal: async_op must be a bool, got 5.0"),
-    ("put(np.zeros(1), 1, timeout=-1)", InvalidArgumentError, "timeout must not be negative, got -1"),
-    ("get(np.ones(1), 1, timeout=-1)", InvalidArgumentError, "timeout must not be negative, got -1"),
+    ("put(np.zeros(1), 1, timeout=-1)", InvalidArgumentError,
+     "timeout must not be negative, got -1"),
+    ("get(np.ones(1), 1, timeout=-1)", InvalidArgumentError,
+     "timeout must not be negative, got -1"),
     ("signal(1, timeout=-1)", InvalidArgumentError, "timeout must not be negative, got -1"),
 ]  # fmt: skip
 

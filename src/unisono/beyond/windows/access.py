@@ -212,9 +212,9 @@ def end_of(window: State, rank: int) -> BaseException | None:
     return None if window.requests is None else window.requests.ended.get(rank)
 
 
-def require_atomic(op: str, kinds: str, memory: WindowMemory) -> None:
-    """Check that the elements are of these kinds, for an atomic operation on one of them."""
-    if memory.dtype.kind not in kinds:
+def require_atomic(op: str, memory: WindowMemory) -> None:
+    """Check that the elements are integers, for an atomic operation on one of them."""
+    if memory.dtype.kind not in "iu":
         raise ArgumentTypeError(f"{op} needs a window of integers, got {memory.dtype}")
 
 

@@ -271,7 +271,7 @@ class Window:
         if part is not None and (before := part.fetch_add_now(value, offset)) is not None:
             return int(before)
         memory = require_open(self, "fetch_add")
-        require_atomic("fetch_add", "iu", memory)
+        require_atomic("fetch_add", memory)
         added, code = scalar("fetch_add", value, memory), int(RedOpType.SUM)
         old = np.empty_like(added)
         with Access(self, "fetch_add", dst_rank, timeout, offset, added) as call:
@@ -294,7 +294,7 @@ class Window:
             What it was: `expected` if it was set. Errors are those of `put`.
         """
         memory = require_open(self, "compare_and_swap")
-        require_atomic("compare_and_swap", "iu", memory)
+        require_atomic("compare_and_swap", memory)
         old, new = (scalar("compare_and_swap", each, memory) for each in (expected, desired))
         with Access(self, "compare_and_swap", dst_rank, timeout, offset, old) as call:
             if call.part is None or not call.part.compare_and_swap(old, new, call.offset):
