@@ -579,7 +579,7 @@ def maps_one_way(rank):
             window.close()
         else:
             error = raised(lambda window=window: window.map_remote_tensor(1))
-            assert "rank 1: that rank cannot open the window of this one" in str(error)
+            assert "rank 1: that rank cannot open the window of this rank" in str(error)
             window.wait_signal(1, timeout=20)
             assert window.local.all()
         dist.barrier()

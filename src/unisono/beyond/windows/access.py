@@ -178,8 +178,10 @@ class Access:
 
 def require_open(window: State, op: str) -> WindowMemory:
     """Return the parts of a window; raise an error if it cannot be used."""
-    if why := window.comm.closed() if window.is_open else "is closed":
-        raise ClosedError(f"{op} of {window!r}, which {why}")
+    if not window.is_open:
+        raise ClosedError(f"{op} of {window!r}, which is closed")
+    if closed := window.comm.closed():
+        raise ClosedError(f"{op} of {window!r}, which {closed}")
     if window.memory is None:
         raise UsageError(
             f"{op} of {window!r}, which has no array", hint="call tensor_register on all ranks"

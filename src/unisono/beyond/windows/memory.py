@@ -35,7 +35,7 @@ _APART = (
 _KINDS = [("put", 1), ("signal", 0), ("wait_signal", 0), ("get", 1), ("fetch_add", 1)]
 
 _ELSEWHERE = "it is on another host, or UNISONO_SHARED_MEMORY is 0"
-_ONE_WAY = "that rank cannot open the window of this one"
+_ONE_WAY = "that rank cannot open the window of this rank"
 _PYTHON = "ranks without the C++ engine share none"
 
 
