@@ -55,6 +55,12 @@ void put_word(char* place, const void* from) {
   word.store(value, std::memory_order_relaxed);  // a signal publishes it
 }
 
+template <class Word>
+void get_word(char* place, void* to) {
+  const Word value = word_at<Word>(place).load(std::memory_order_relaxed);  // as put_word()
+  memcpy(to, &value, sizeof(Word));
+}
+
 }  // namespace
 
 void WindowPart::signal(int from) {
@@ -102,7 +108,10 @@ void WindowPart::put(size_t offset, const void* from, size_t count) {
 }
 
 void WindowPart::get(size_t offset, void* to, size_t count) const {
-  memmove(to, data_ + offset * itemsize_, count * itemsize_);
+  char* place = data_ + offset * itemsize_;
+  if (count == 1 && itemsize_ == 8) return get_word<uint64_t>(place, to);
+  if (count == 1 && itemsize_ == 4) return get_word<uint32_t>(place, to);
+  memmove(to, place, count * itemsize_);
 }
 
 bool WindowPart::apply(size_t offset, const void* source, void* old, size_t count, RedOp op) {

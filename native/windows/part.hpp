@@ -50,7 +50,8 @@ class WindowPart {
     return offset >= 0 && static_cast<uint64_t>(offset) <= count_ && count <= count_ - offset;
   }
 
-  // Copy elements in. One element is written at once, so that no rank sees a half of it.
+  // Copy elements in, or out. One element of 4 or 8 bytes moves at once, so that no rank sees a
+  // half of it.
   void put(size_t offset, const void* from, size_t count);
   void get(size_t offset, void* to, size_t count) const;
   // Set each element to element (op) source, atomically; `old`, if any, gets the elements before.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import re
 import threading
+import traceback
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import outcome, started
 from tests.support import netns
+from unisono.beyond.windows import memory as window_memory
 from unisono.beyond.windows.access import end_of
 from unisono.errors import (
     ArgumentTypeError,
@@ -267,6 +270,33 @@ def test_signals_are_counted(monkeypatch, engine, per_host):
 # ---- arrays of each kind ----------------------------------------------------------------------
 
 
+def waits_by_two_threads(rank):
+    """A work that a future and a thread wait for takes one signal, or has one error."""
+    window = dist.new_window(np.zeros(1))
+    for _ in range(20):
+        dist.barrier()
+        if rank == 0:
+            window.signal(1)
+            window.signal(1)
+            continue
+        work = window.wait_signal(0, True)
+        work.get_future()  # starts a thread
+        assert work.wait()
+        window.wait_signal(0, timeout=20)
+    if rank == 1:
+        work = window.wait_signal(0, True, timeout=0.05)
+        work.get_future()
+        with pytest.raises(CollectiveTimeoutError):
+            work.wait()
+    dist.barrier()
+
+
+@on_each_medium
+@pytest.mark.sweep(2)
+def test_a_work_takes_one_signal(monkeypatch, engine, per_host):
+    on_ranks(monkeypatch, waits_by_two_threads, 2, engine, per_host)
+
+
 def tensors(rank, share_memory):
     torch = pytest.importorskip("torch")
     own = torch.full((2, 3), float(rank), dtype=torch.bfloat16)
@@ -380,6 +410,11 @@ WRONG = [
     ("accumulate(np.zeros(1), 0, dist.ReduceOp.AVG)", UnsupportedError,
      "accumulate: AVG of float64 is not atomic"),
     ("wait_signal(0, 5.0)", ArgumentTypeError, "wait_signal: async_op must be a bool, got 5.0"),
+    ("put(np.zeros(1), 1, timeout=-1)", InvalidArgumentError,
+     "timeout must not be negative, got -1"),
+    ("get(np.ones(1), 1, timeout=-1)", InvalidArgumentError,
+     "timeout must not be negative, got -1"),
+    ("signal(1, timeout=-1)", InvalidArgumentError, "timeout must not be negative, got -1"),
 ]  # fmt: skip
 
 
@@ -416,6 +451,36 @@ def test_ranks_that_disagree(rank):
         assert isinstance(error, (CollectiveMismatchError, ArgumentTypeError)), error
         assert text in str(error)
     dist.barrier()
+
+
+def flushes_what_is_late(rank, is_held, is_checked):
+    """Rank 1 handles nothing for a while. A question that it does not answer is no flush."""
+    window = dist.new_window(np.zeros(4))
+    window.fence()
+    if rank == 1:
+        with window.memory.parts[1]._changed:
+            is_held.set()
+            assert is_checked.wait(20)
+    else:
+        assert is_held.wait(20)
+        window.put(np.ones(4), 1)
+        for call in (
+            lambda: window.get(np.zeros(4), 1, timeout=0.05),
+            lambda: window.flush(1, timeout=0.05),
+            lambda: window.flush(timeout=0.05),
+            lambda: window.fence(timeout=0.05),
+        ):
+            assert isinstance(raised(call), CollectiveTimeoutError)
+        is_checked.set()
+        window.flush()
+        assert window.requests.late() == set()
+    window.fence()
+    assert window.local.tolist() == [rank] * 4
+
+
+def test_a_flush_waits_after_a_question_without_an_answer(monkeypatch):
+    args = (threading.Event(), threading.Event())
+    on_ranks(monkeypatch, flushes_what_is_late, 2, "reference", 1, args=args)
 
 
 # ---- the end ----------------------------------------------------------------------------------
@@ -457,6 +522,72 @@ def closes(rank):
 @pytest.mark.sweep(2)
 def test_a_rank_that_closes_its_window(monkeypatch, engine, per_host):
     on_ranks(monkeypatch, closes, 2, engine, per_host)
+
+
+def forks(rank):
+    window = dist.new_window(np.zeros(2, np.int64))
+    other, one = 1 - rank, np.ones(1, np.int64)
+    window.fence()
+    if (pid := os.fork()) == 0:
+        try:
+            for call in (
+                lambda: window.put(one, other),
+                lambda: window.get(one, other),
+                lambda: window.fetch_add(1, other),
+                lambda: window.signal(other),
+                lambda: window.wait_signal(other, timeout=0.05),
+                lambda: window.fence(timeout=1),
+            ):
+                error = raised(call)
+                assert type(error) is ClosedError, error
+                assert "which belongs to the parent of this fork" in str(error)
+            window.close()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    window.fence()
+    assert window.local.tolist() == [0, 0]
+    assert isinstance(
+        raised(lambda: window.wait_signal(other, timeout=0.05)), CollectiveTimeoutError
+    )
+    window.fence()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@on_each_medium
+@pytest.mark.sweep(2)
+def test_the_child_of_a_fork_does_not_act_as_its_parent(monkeypatch, engine, per_host):
+    on_ranks(monkeypatch, forks, 2, engine, per_host, "processes")
+
+
+def maps_one_way(rank):
+    """Rank 1 cannot open the part of rank 0. Its last signal comes before its end."""
+
+    def refused(made, stack):
+        raise PermissionError(13, "Permission denied")
+
+    if rank == 1:
+        window_memory.opened_memory = refused
+    for _ in range(10):
+        window = dist.new_window(np.zeros(100_000))
+        if rank == 1:
+            for _ in range(10):
+                window.put(np.ones(100_000), 0)
+            window.signal(0)
+            window.close()
+        else:
+            error = raised(lambda window=window: window.map_remote_tensor(1))
+            assert "rank 1: that rank cannot open the window of this rank" in str(error)
+            window.wait_signal(1, timeout=20)
+            assert window.local.all()
+        dist.barrier()
+
+
+@pytest.mark.native
+def test_ranks_share_memory_in_both_directions_or_in_none(monkeypatch):
+    on_ranks(monkeypatch, maps_one_way, 2, "native", 0, "processes")
 
 
 @pytest.mark.ranks(2, kind="both")

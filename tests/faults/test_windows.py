@@ -81,3 +81,27 @@ def test_a_wait_for_a_late_rank_says_where_it_is(monkeypatch, medium):
     engine, shares = window_chaos.MEDIA[medium]
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", shares)
     run(waits_for_the_late, 2, ranks="processes", engine=engine)
+
+
+def closes_and_another_rank_dies(rank):
+    window = dist.new_window(np.zeros(4))
+    window.fence()
+    if rank == 1:
+        window.close()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(PeerLostError, match="rank 1 was lost: it closed the window"):
+            window.put(np.ones(1), 1)
+    dist.barrier()
+    if rank == 2:
+        os._exit(3)
+    with pytest.raises(PeerLostError) as caught:
+        dist.barrier()
+    assert caught.value.context.peers == (2,), caught.value.what
+
+
+@pytest.mark.parametrize("medium", list(window_chaos.MEDIA))
+def test_a_rank_that_closed_its_window_is_not_blamed_later(monkeypatch, medium):
+    engine, shares = window_chaos.MEDIA[medium]
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", shares)
+    run(closes_and_another_rank_dies, 3, ranks="processes", engine=engine, dead={2})

@@ -180,6 +180,8 @@ def require_open(window: State, op: str) -> WindowMemory:
     """Return the parts of a window; raise an error if it cannot be used."""
     if not window.is_open:
         raise ClosedError(f"{op} of {window!r}, which is closed")
+    if closed := window.comm.closed():
+        raise ClosedError(f"{op} of {window!r}, which {closed}")
     if window.memory is None:
         raise UsageError(
             f"{op} of {window!r}, which has no array", hint="call tensor_register on all ranks"
@@ -212,9 +214,9 @@ def end_of(window: State, rank: int) -> BaseException | None:
     return None if window.requests is None else window.requests.ended.get(rank)
 
 
-def require_atomic(op: str, kinds: str, memory: WindowMemory) -> None:
-    """Check that the elements are of these kinds, for an atomic operation on one of them."""
-    if memory.dtype.kind not in kinds:
+def require_atomic(op: str, memory: WindowMemory) -> None:
+    """Check that the elements are integers, for an atomic operation on one of them."""
+    if memory.dtype.kind not in "iu":
         raise ArgumentTypeError(f"{op} needs a window of integers, got {memory.dtype}")
 
 

@@ -35,6 +35,7 @@ _APART = (
 _KINDS = [("put", 1), ("signal", 0), ("wait_signal", 0), ("get", 1), ("fetch_add", 1)]
 
 _ELSEWHERE = "it is on another host, or UNISONO_SHARED_MEMORY is 0"
+_ONE_WAY = "that rank cannot open the window of this rank"
 _PYTHON = "ranks without the C++ engine share none"
 
 
@@ -45,16 +46,14 @@ class WindowMemory(NamedTuple):
         parts: By rank, the parts that this rank can reach in memory; its own is one of them.
         data: By rank, [count] the elements of these parts.
         shapes: Of each rank's part.
-        messengers: The ranks that cannot reach this rank's part in memory, or the other way.
         dtype: Of the elements.
         is_crowded: Whether this host has more ranks than cores.
-        apart: By rank, why this rank does not reach a part in memory.
+        apart: By rank, why this rank exchanges messages with it.
     """
 
     parts: dict[int, Any]
     data: dict[int, Elements]
     shapes: list[tuple[int, ...]]
-    messengers: list[int]
     dtype: DType
     is_crowded: bool
     apart: dict[int, str]
@@ -110,9 +109,12 @@ def share(
 
         # The files stay open until all ranks have opened them.
         mapped = call.on_all(attach, failed)
-    others = [rank for rank in range(size) if rank in apart or me not in mapped[rank]]
+    # In both directions or in none: what a rank sends last must not come after its end.
+    for rank in [rank for rank in parts if me not in mapped[rank]]:
+        del parts[rank], data[rank]
+        apart[rank] = _ONE_WAY
     shapes = [row[1] for row in rows]
-    return WindowMemory(parts, data, shapes, others, dtype, len(parts) > usable_cores(), apart)
+    return WindowMemory(parts, data, shapes, dtype, len(parts) > usable_cores(), apart)
 
 
 def _start(size: int) -> int:

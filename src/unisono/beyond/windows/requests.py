@@ -75,7 +75,10 @@ class Requests:
         self.ended: dict[int, BaseException] = {}
         self._comm, self._part, self._data, self._peers = comm, part, data, peers
         self._tag = _FIRST_TAG + number * _TAGS
-        self._numbers = itertools.count(1)
+        # By rank: the next number of a request, the last number up to which all are handled, and
+        # the bytes since. C calls count, so that threads and signal handlers share no number.
+        self._numbers = {peer: itertools.count(1) for peer in peers}
+        self._handled: Counter[int] = Counter()
         self._unanswered: Counter[int] = Counter()
         self._receives: dict[int, Transfer] = {}
         self._answers: dict[int, set[Transfer]] = {peer: set() for peer in peers}
@@ -104,14 +107,27 @@ class Requests:
         for at in range(0, max(data.size, 1), step):
             part = data[at : at + step]
             self._post(rank, kind, op, 0, offset + at, part.size, part)
+            next(self._numbers[rank])  # afterwards: an answer to a lower number says nothing of it
             self._unanswered[rank] += _HEAD.size + part.nbytes
             if self._unanswered[rank] > _MOST_BYTES:
                 self.flush(rank, deadline)
 
     def flush(self, rank: int, deadline: Deadline) -> None:
         """Wait until a rank has handled all requests of this rank; see `ask`."""
-        if self._unanswered[rank]:
+        if not self.has_handled(rank):
             self.ask(rank, Kind.FLUSH, deadline, self._data[:0].copy())
+
+    def late(self) -> set[int]:
+        """Return the ranks that may not have handled all requests of this rank."""
+        return {peer for peer in self._peers if not self.has_handled(peer)}
+
+    def has_handled(self, rank: int) -> bool:
+        """Return whether an answer has told that a rank has handled all requests of this rank."""
+        number = next(self._numbers[rank])
+        if number != self._handled[rank] + 1:
+            return False
+        self._handled[rank] = number
+        return True
 
     def ask(
         self,
@@ -129,19 +145,20 @@ class Requests:
             Cancelled: It did not come in time.
             LinkDown, Failure, ClosedError: It cannot come any more.
         """
-        transport, number = self._comm.transport, next(self._numbers) % _TAGS or 1
+        transport = self._comm.transport
         if not transport.may_wait():
             raise UsageError(
                 f"{kind.name.lower()} of a window waits for the thread it runs on",
                 hint="in a callback of a future, use a thread of your own",
             )
+        sent = next(self._numbers[rank])
+        number = sent % _TAGS or 1
         key = Key(self._comm.context, Purpose.P2P, self._tag + number)
         transfer = transport.recv(self._comm.ranks[rank], key, as_bytes(answer))
         self._answers[rank].add(transfer)
         try:
             data = np.asarray(data, self._data.dtype)
             self._post(rank, kind, op, number, offset, answer.size, data)
-            self._unanswered[rank] = 0
             arrived = transfer.wait_until(deadline)
         except BaseException:
             transport.cancel(transfer)
@@ -152,6 +169,7 @@ class Requests:
             transport.cancel(transfer)
         if transfer.error is not None:
             raise self.ended.get(rank, transfer.error)
+        self._handled[rank], self._unanswered[rank] = sent, 0
 
     def _post(
         self,

@@ -49,6 +49,18 @@ _SLICE_S = 0.02
 
 _DONE = Work(Pending(done=True), "put")
 
+_with_near: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In the child of a fork: take all calls from C++, which does not know that it is a child."""
+    for window in list(_with_near):
+        window._near = {}
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
 
 class Window:
     """Memory of each rank that the other ranks of a group reach without its help.
@@ -95,9 +107,10 @@ class Window:
         self._me = group.rank()
         # The parts whose calls C++ checks and records.
         self._near: dict[int, Any] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._taken = [0] * group.size()  # signals of each rank that were waited for
-        self._touched: set[int] = set()  # ranks with requests since the last flush
+        # The ranks whose memory this rank has changed since it last saw that they live.
+        self._touched: set[int] = set()
         self._close: Callable[[], object] = int
 
     # ---- life -----------------------------------------------------------------------------
@@ -138,8 +151,8 @@ class Window:
             group.counts["windows"] += 1
             memory.data[me][:] = data.array
             part = memory.parts[me]
-            if memory.messengers:
-                words = number, part, memory.data[me], memory.messengers
+            if memory.apart:
+                words = number, part, memory.data[me], sorted(memory.apart)
                 self.requests = Requests(self.comm, *words)
             self.memory, self.local = memory, _shaped(memory.data[me], data, data.shape)
             if is_torch(tensor):
@@ -148,6 +161,7 @@ class Window:
             group.ends_with(self)
             if not isinstance(part, WindowPart):
                 self._near = memory.parts
+                _with_near.add(self)
             # No rank may put before all have copied their values.
             group.barrier(timeout=call.remaining_s, _label=call.label)
 
@@ -192,7 +206,7 @@ class Window:
             CollectiveTimeoutError: The target is far behind, and does not go on.
         """
         at = offset if target_offset_nelems is None else target_offset_nelems
-        part = self._near_part(dst_rank)
+        part = self._near_part(dst_rank, timeout, opts)
         if part is not None and part.put_now(tensor, at):
             self._touched.add(dst_rank)
             return _DONE
@@ -206,7 +220,7 @@ class Window:
         self, tensor: Any, src_rank: int, offset: int = 0, *, timeout: Timeout | None = None
     ) -> None:
         """Read elements of the part of a rank into an array; errors as of `put`."""
-        part = self._near_part(src_rank)
+        part = self._near_part(src_rank, timeout)
         if part is not None and part.get_now(tensor, offset):
             return
         with Access(self, "get", src_rank, timeout, offset, tensor, writes=True) as call:
@@ -253,11 +267,11 @@ class Window:
 
         The result wraps around at the limits of the dtype. Errors are those of `put`.
         """
-        part = self._near_part(dst_rank)
+        part = self._near_part(dst_rank, timeout)
         if part is not None and (before := part.fetch_add_now(value, offset)) is not None:
             return int(before)
         memory = require_open(self, "fetch_add")
-        require_atomic("fetch_add", "iu", memory)
+        require_atomic("fetch_add", memory)
         added, code = scalar("fetch_add", value, memory), int(RedOpType.SUM)
         old = np.empty_like(added)
         with Access(self, "fetch_add", dst_rank, timeout, offset, added) as call:
@@ -280,7 +294,7 @@ class Window:
             What it was: `expected` if it was set. Errors are those of `put`.
         """
         memory = require_open(self, "compare_and_swap")
-        require_atomic("compare_and_swap", "iu", memory)
+        require_atomic("compare_and_swap", memory)
         old, new = (scalar("compare_and_swap", each, memory) for each in (expected, desired))
         with Access(self, "compare_and_swap", dst_rank, timeout, offset, old) as call:
             if call.part is None or not call.part.compare_and_swap(old, new, call.offset):
@@ -322,7 +336,7 @@ class Window:
 
         Args and errors are those of `put`.
         """
-        part = self._near_part(peer_rank)
+        part = self._near_part(peer_rank, timeout, opts)
         if part is not None and part.signal_now(self._me):
             return _DONE
         with Access(self, "signal", peer_rank, _limit(opts, timeout)) as call:
@@ -378,7 +392,8 @@ class Window:
             PeerLostError: A target has ended, or has closed its part.
             CollectiveTimeoutError: It did not answer in time.
         """
-        for each in sorted(self._touched) if rank is None else [rank]:
+        late = set() if self.requests is None or rank is not None else self.requests.late()
+        for each in sorted(self._touched | late) if rank is None else [rank]:
             with Access(self, "flush", each, timeout) as call:
                 if call.part is None:
                     call.flush()
@@ -398,23 +413,37 @@ class Window:
         self.flush(timeout=deadline.remaining())
         self.group.barrier(timeout=deadline.remaining(), _label="Window.fence")
 
-    def take_signal(self, rank: int, limit_s: float, records: bool = False) -> bool:
-        """Take a signal of a rank that nobody has waited for; wait for one, but not for long."""
+    def take_signal(
+        self, rank: int, limit_s: float, records: bool = False, awaited: _Awaited | None = None
+    ) -> bool:
+        """Take a signal of a rank that nobody has waited for; wait for one, but not for long.
+
+        Args:
+            rank: The rank in the group.
+            limit_s: How long it waits.
+            records: Whether C++ records the call.
+            awaited: Takes one signal, by whichever thread; True also if another thread ended it.
+        """
         assert self.memory is not None
         part = self.memory.parts[self._me]
         taken, wait = self._taken[rank], part.wait_now if records else part.wait_signal
-        if wait(rank, taken, limit_s, self.memory.is_crowded) <= taken:
+        if wait(rank, taken, limit_s, self.memory.is_crowded) <= taken and awaited is None:
             return False
-        with self._lock:
-            if part.signals(rank) <= self._taken[rank]:
-                return False  # another thread has taken it
-            self._taken[rank] += 1
+        with self.lock:
+            if awaited is None or not awaited.is_over:
+                if part.signals(rank) <= self._taken[rank]:
+                    return False  # another thread has taken it
+                self._taken[rank] += 1
+                if awaited is not None:
+                    awaited.is_over = True
             return True
 
-    def _near_part(self, rank: Any) -> Any:
+    def _near_part(self, rank: Any, timeout: Timeout | None, opts: Any = None) -> Any:
         """Return the part of a rank if C++ can make a call on it, or None."""
         part = self._near.get(rank) if type(rank) is int else None
-        if part is None or self.comm.transport.down(self.comm.ranks[rank]) is not None:
+        if part is None or timeout is not None or opts is not None:
+            return None  # Python checks the time-out
+        if self.comm.transport.down(self.comm.ranks[rank]) is not None:
             return None
         return part if self.comm.transport.failure(self.comm.context) is None else None
 
@@ -424,18 +453,22 @@ class Window:
 
 
 class _Awaited(Pending):
-    """The end of a wait for a signal."""
+    """The end of a wait for a signal.
 
-    __slots__ = ("_access", "_window")
+    Several threads may wait for it. The first of them that takes a signal or has an error sets
+    `is_over` under the lock of the window, and all finish it with that result.
+    """
+
+    __slots__ = ("_access", "_window", "is_over")
 
     def __init__(self, window: Window, call: Access) -> None:
         super().__init__()
-        self._window, self._access = window, call
+        self._window, self._access, self.is_over = window, call, False
 
     def done(self) -> bool:
         window, rank = self._window, self._access.rank
-        if not self._done and window.take_signal(rank, 0.0):
-            self.finish()
+        if not self._done and window.take_signal(rank, 0.0, awaited=self):
+            self.finish(self.error)
         elif not self._done and end_of(window, rank) is not None:
             self.wait_until(None)
         return self._done
@@ -445,18 +478,21 @@ class _Awaited(Pending):
         own, rank = call.deadline, call.rank
         try:
             with call:
-                while not self._done and not window.take_signal(rank, _slice_s(own)):
+                while not window.take_signal(rank, _slice_s(own), awaited=self):
                     window.comm.transport.notice_end(call.call.peer)
                     # Again: the rank may have signalled just before it ended.
-                    if (end := end_of(window, rank)) and not window.take_signal(rank, 0.0):
+                    end = end_of(window, rank)
+                    if end and not window.take_signal(rank, 0.0, awaited=self):
                         raise end
                     if end is None and own.expired():
                         raise Cancelled
                     if deadline is not None and deadline.expired():
                         return False
         except Exception as error:
-            self.finish(error)
-        self.finish()
+            with window.lock:
+                if not self.is_over:
+                    self.is_over, self.error = True, error
+        self.finish(self.error)
         return True
 
     def add_callback(self, callback: Callable[[Self], object]) -> None:

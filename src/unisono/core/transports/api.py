@@ -325,7 +325,9 @@ class Transport(Carrier):
             # The report of the failure for which it left may still be on its way here.
             asked = {*members} - {self.rank, error.peer}
             self.ask(0, 0, self._failures.to_ask(asked, self.linked()), Deadline(_INFORM_S))
-        if self._failures.report(own):
+        # A rank that has only closed a group or a window lives on, and is no cause of other ends.
+        has_ended = not error.left or self.down(error.peer) is not None
+        if has_ended and self._failures.report(own):
             for peer in self.linked():
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Purpose.CAUSE, {"first": causes.words})
