@@ -111,8 +111,9 @@ bool is_number(nb::handle object, int64_t* number) {
 template <bool (*move)(Part&, nb::handle, int64_t), int kind>
 bool move_now(Part& part, nb::handle array, nb::handle place) {
   int64_t offset = 0;
-  if (!PyArray_CheckExact(array.ptr()) || !part.is_plain || !is_number(place, &offset))
+  if (!PyArray_CheckExact(array.ptr()) || !part.is_plain || !is_number(place, &offset)) {
     return false;
+  }
   const auto count = static_cast<int64_t>(count_of(array));
   return part.record(kind, offset, count, part.owner, [&] { return move(part, array, offset); });
 }

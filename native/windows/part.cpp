@@ -77,7 +77,8 @@ uint64_t WindowPart::wait_signal(int from, uint64_t taken, int64_t timeout_ns, b
   uint64_t seen = 0;
   for (int round = 1; round <= patience.busy_rounds + patience.yield_rounds; ++round) {
     for (int i = 0; i < patience.spins; ++i) {
-      if ((seen = signals(from)) > taken) return seen;
+      seen = signals(from);
+      if (seen > taken) return seen;
       cpu_pause();
     }
     if (round > patience.busy_rounds) sched_yield();
@@ -88,7 +89,8 @@ uint64_t WindowPart::wait_signal(int from, uint64_t taken, int64_t timeout_ns, b
     seen = line.signals.load(std::memory_order_seq_cst);
     if (seen <= taken) futex_wait(line.signals, seen, left_ns);
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    if ((seen = signals(from)) > taken) break;
+    seen = signals(from);
+    if (seen > taken) break;
   }
   return seen;
 }
