@@ -10,10 +10,12 @@ from unisono.core.engines import (
     Call,
     Communicator,
     Engine,
+    EngineKind,
     Exchange,
     Prepared,
     ReferenceEngine,
     Task,
+    register_engine,
 )
 from unisono.core.operations.dispatch import Dispatcher, dispatcher
 from unisono.core.operations.methods import OPS, OpSchema, schema_of
@@ -49,6 +51,7 @@ __all__ = [
     "DeviceBackend",
     "Dispatcher",
     "Engine",
+    "EngineKind",
     "EtcdStore",
     "Exchange",
     "GroupSpec",
@@ -79,6 +82,7 @@ __all__ = [
     "recv_reduce",
     "reduce",
     "register_algorithm",
+    "register_engine",
     "register_schedule",
     "register_transport",
     "schema_of",
