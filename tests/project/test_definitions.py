@@ -98,6 +98,7 @@ def test_a_function_leads_to_the_code_that_prepares_its_call(server):
     collectives = (SOURCE / "core/c10d/collectives.py").read_text("utf-8")
     names = re.findall(r"^def ([a-z]\w+)\(", collectives, re.MULTILINE)
     assert len(names) >= 16
+    names.remove("gather_into_tensor")  # it calls the method `gather`
     text = "import unisono as dist\n" + "".join(f"dist.{name}\n" for name in names)
     script, ends = ROOT / "tests/project/not_there.py", {}
     for name in names:

@@ -47,7 +47,7 @@ REST = (
     "test_cycles", "test_debug", "test_deterministic", "test_device_mesh", "test_devices",
     "test_dispatch", "test_engines", "test_files", "test_huge", "test_matrix", "test_neighbors",
     "test_objects", "test_opaque", "test_p2p", "test_partial", "test_process_group",
-    "test_progress", "test_refusal", "test_streams", "test_subgroups", "test_threads",
+    "test_progress", "test_refusal", "test_calls_in_streams", "test_subgroups", "test_threads",
     "test_records",
     "test_uneven", "test_waiting", "test_work",
 )  # fmt: skip

@@ -26,7 +26,8 @@ def check(rank, algorithm=None, root=0):
 def test_every_algorithm_by_name(rank):
     p = dist.get_world_size()
     made = sum(check(rank, algorithm, root) for algorithm in ALGORITHMS for root in {0, p - 1})
-    known = [len(available(collective, p)) for collective in COLLECTIVES.values()]
+    # Other tests of this process may have registered more.
+    known = [len({*available(c, p)} & {*ALGORITHMS}) for c in COLLECTIVES.values()]
     assert made == sum(known) * len({0, p - 1})
     assert min(known) >= (1 if p == 1 else 2)
 

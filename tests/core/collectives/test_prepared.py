@@ -43,7 +43,7 @@ def test_a_function_in_cpp_still_looks_like_one():
     assert pickle.loads(pickle.dumps(dist.all_reduce)) is dist.all_reduce
     shown = pydoc.render_doc(dist.all_reduce, renderer=pydoc.plaintext)
     assert "tensor: 'Array'," in shown
-    assert "op: 'ReduceOp' = ReduceOp.SUM," in shown
+    assert "op: 'ReduceOp | Function' = ReduceOp.SUM," in shown
     assert type("Holder", (), {"call": dist.barrier})().call.__func__ is dist.barrier
 
 
