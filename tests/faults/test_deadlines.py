@@ -63,6 +63,11 @@ BEYOND = {
     ),
     "Neighbors": lambda g, t: dist.Neighbors([], [], g, timeout=t),
     "open_file": lambda g, t: dist.open_file("/dev/null", "r", g, timeout=t),
+    "gather_into_tensor": lambda g, t: dist.gather_into_tensor(
+        np.ones(6) if g.rank() == 0 else None, np.ones(2), 0, group=g, timeout=t
+    ),
+    "new_window": lambda g, t: dist.new_window(np.ones(2), g, timeout=t),
+    "assert_equal": lambda g, t: dist.assert_equal(np.ones(2), g, timeout=t),
 }
 
 # What every rank can make alone: nobody takes part but the one that does not come.
@@ -318,6 +323,7 @@ NAMED = {
 # Other names for what is made.
 SAME = {
     "_all_gather_base": "all_gather_into_tensor",
+    "gather_single": "gather_into_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "all_gather_single": "all_gather_into_tensor",
     "new_subgroups_by_enumeration": "new_group",
@@ -328,8 +334,8 @@ SAME = {
 }
 
 
-# They need a world of their own: tests/beyond/test_membership.py.
-ELSEWHERE = {"reconfigure", "sync_state"}
+# They need a world of their own: tests/beyond/test_membership.py, test_reconfigure_by_handles.py.
+ELSEWHERE = {"reconfigure", "sync_state", "_reconfigure"}
 
 
 def functions_with_a_time_out():
