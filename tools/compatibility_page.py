@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -47,8 +47,8 @@ error.
 BEYOND = """
 ## Names that only unisono has
 
-| name | description |
-| --- | --- |
+The [API](api/index.md) describes them:
+
 """
 
 OMITTED = "This page omits names that torch imports for its own use:"
@@ -59,14 +59,15 @@ PACKAGES_HEAD = """
 
 An import of a refused module raises an ImportError with the reason.
 
-| module below `torch.distributed` | below `unisono` |
+| modules below `torch.distributed` | below `unisono` |
 | --- | --- |
 """
 
 NEWER_HEAD = """
 ## Names of torch's main line
 
-The page's author read them from torch's source in 2026; a test cannot compare them with 2.13.
+They were read from torch's source in 2026; a test cannot compare them with 2.13. The same here:
+{same}.
 
 | name | here |
 | --- | --- |
@@ -78,8 +79,8 @@ LAUNCHER_HEAD = """
 `unisono run` takes torchrun's command line ([running scripts](../howto/run.md)). torch's other
 classes for launches have no counterpart: a launch is configured by flags.
 
-| module of `torch.distributed` | names | here |
-| --- | --- | --- |
+| module of `torch.distributed` | here |
+| --- | --- |
 """
 
 # Private names that other libraries use.
@@ -244,29 +245,42 @@ def main() -> None:
 def page() -> str:
     """Return the page's text."""
     rows = [("name", "status", "additions, or reason"), ("---", "---", "---")]
-    rows += [(f"`{name}`", status, text) for name, status, text in entries()]
+    first: dict[str, str] = {}  # the name that gives a reason at length
+    for name, status, text in entries():
+        known = first.setdefault(text, name) if status == "refused" else name
+        rows.append((f"`{name}`", status, text if known == name else f"as `{known}`"))
     table = "".join(f"| {' | '.join(row).strip()} |\n" for row in rows)
-    beyond = "".join(f"| `{name}` | {text} |\n" for name, text in names_beyond_torch())
-    modules = {**MODULES, **{name: f"refused: {why}" for name, why in REFUSED_MODULES.items()}}
-    packages = "".join(f"| `{name}` | {text} |\n" for name, text in sorted(modules.items()))
-    newer = "".join(f"| `{name}` | {text or 'the same'} |\n" for name, text in NEWER.items())
-    launcher = "".join(
-        f"| `{module}` | {', '.join(names.split())} | {text} |\n"
-        for module, (names, text) in LAUNCHER.items()
-    )
+    modules: dict[str, list[str]] = {}
+    for name, text in sorted({**MODULES, **REFUSED_MODULES}.items()):
+        modules.setdefault(text if name in MODULES else f"refused: {text}", []).append(name)
+    packages = "".join(f"| {quoted(names)} | {text} |\n" for text, names in modules.items())
+    newer = "".join(f"| `{name}` | {text} |\n" for name, text in NEWER.items() if text)
+    newer_head = NEWER_HEAD.format(same=quoted(name for name, text in NEWER.items() if not text))
+    launcher = "".join(f"| `{name}` | {text} |\n" for name, (_, text) in LAUNCHER.items())
     return (
-        f"{HEAD}{table.replace('|  |', '| |')}{NEWER_HEAD}{newer}{BEYOND}{beyond}"
+        f"{HEAD}{table.replace('|  |', '| |')}{filled(newer_head)}{newer}"
+        f"{BEYOND}{textwrap.indent(textwrap.fill(' '.join(names_beyond_torch()), 96), '    ')}\n"
         f"{PACKAGES_HEAD}{packages}{LAUNCHER_HEAD}{launcher}{TAIL}"
     )
 
 
-def names_beyond_torch() -> Iterator[tuple[str, str]]:
-    """Yield the names that only unisono has, with the first line of their documentation."""
+def quoted(names: Iterable[str]) -> str:
+    """Return names as code, separated by commas."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def filled(text: str) -> str:
+    """Return text with its long lines broken."""
+    return "\n".join(textwrap.fill(line, 100) for line in text.splitlines()) + "\n"
+
+
+def names_beyond_torch() -> Iterator[str]:
+    """Yield the names that only unisono has."""
     theirs = names_of_torch()
     for name in unisono.__all__:
         value = getattr(unisono, name)
         if name not in theirs and (inspect.isclass(value) or inspect.isroutine(value)):
-            yield name, (inspect.getdoc(value) or "").partition("\n")[0].replace("|", "\\|")
+            yield name
 
 
 def entries() -> Iterator[Entry]:

@@ -1,4 +1,4 @@
-"""Write docs/reference/errors.md: the first line of every error, read from the source.
+"""Write docs/reference/errors.md: the classes of errors and their first lines, from the source.
 
 Run from the repository root: `make docs`. Tests fail when the page is out of date, and when the
 first line of an error is asserted by no test.
@@ -40,6 +40,9 @@ then (`new_group`, or destroy and init).
 Below, variable parts of the messages are in braces. `{call}` is "{op} #{seq} in group '{group}'",
 and `{here}` is "rank {rank} of {size}". The section of a class states the effect on the group; a
 sub-class has the effect of its base class. All other errors do not affect groups.
+
+A `UsageError` and its sub-classes concern the line that makes the call. Their first lines name the
+argument, its value and the values that are allowed, so this page does not repeat them.
 """
 
 # The state of the group after an error of a class and its sub-classes, and the advice. Classes
@@ -172,8 +175,9 @@ def section(name: str, found: list[Message]) -> list[str]:
         lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
     # One text may be raised in several places.
     texts = dict.fromkeys([*COMPOSED.get(name, []), *(message.text for message in found)])
-    if name == "InternalError":
-        texts = {}  # faults of unisono itself: their hint asks for a report
+    if name == "InternalError" or issubclass(cls, errors.UsageError):
+        # Faults of unisono itself ask for a report; the texts about a call explain themselves.
+        texts = {}
     return [*lines, *(f"- {quoted(short(text))}" for text in texts), *([""] if texts else [])]
 
 

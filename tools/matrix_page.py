@@ -80,11 +80,9 @@ def page(found: Counter[Cell]) -> str:
         parts += [f"{', '.join(f'`{name}`' for name in group)}:\n", *table("dtype", "op", cells)]
     parts += [
         "## Sizes that do not fit\n",
-        "Each rank has 2 elements; the array of all ranks has one element more or less:\n",
-        *(
-            f"- `{name}`, {extra}: `{end}` on every rank; the group stays usable"
-            for name, _, extra, end in sorted(refused)
-        ),
+        "Each rank has 2 elements; the array of all ranks has one element more or less. Every rank",
+        "raises the error, and the group stays usable:\n",
+        *(f"- `{name}`: `{end}`" for name, end in sorted({(name, end) for name, _, _, end in refused})),
     ]
     return "\n".join(parts) + "\n"
 
