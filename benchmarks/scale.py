@@ -1,4 +1,4 @@
-"""Compute the figures of docs/explanation/scale.md: how far off the models are.
+"""Compute the figures of docs/lab/0011-simulator.md: how far off the models are.
 
 Run from the repository root: `python benchmarks/scale.py [--cases N]`. It needs no second process
 and no measurement; the times of Summit are published. Nothing here is a test.
