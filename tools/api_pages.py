@@ -148,7 +148,7 @@ PAGES = (
     Page(
         "errors", "Error classes",
         "Every error class of `unisono.errors`.",
-        "[Errors](../errors.md) lists the messages and their causes.",
+        "[Errors](../errors.md) lists their effects on a group.",
         tier="unisono.errors",
     ),
     Page(

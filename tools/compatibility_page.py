@@ -30,11 +30,12 @@ A script with `import torch.distributed as dist` runs if that line is changed to
 name of `torch.distributed` and `torch.distributed.distributed_c10d`, and the private names that
 libraries use.
 
-| status | meaning |
-|---|---|
-| same | takes the same arguments, in the same order, with the same defaults |
-| extended | the same, with the listed additions |
-| refused | `unisono.NAME` raises `UnsupportedError` with this reason; `hasattr` is False |
+These names take the same arguments, in the same order, with the same defaults:
+
+{same}
+
+These take more arguments, or differ as listed, or are *refused*: `unisono.NAME` raises
+`UnsupportedError` with the reason, and `hasattr` is False.
 
 **how** stands for the keywords `timeout` (seconds or timedelta), `algorithm` and `deterministic`
 (reduce in the order of ranks, see [reductions](reductions.md)). The methods of a ProcessGroup also
@@ -42,6 +43,8 @@ take c10d's keywords (`tensors`, `opts`, `srcRank`, ...). Errors are those of `u
 Each is a RuntimeError, and also a ValueError, TypeError, TimeoutError, ... if torch raises such an
 error.
 
+| names | status | additions, or reason |
+| --- | --- | --- |
 """
 
 BEYOND = """
@@ -244,12 +247,13 @@ def main() -> None:
 
 def page() -> str:
     """Return the page's text."""
-    rows = [("name", "status", "additions, or reason"), ("---", "---", "---")]
-    first: dict[str, str] = {}  # the name that gives a reason at length
+    rows: dict[tuple[str, str], list[str]] = {}
     for name, status, text in entries():
-        known = first.setdefault(text, name) if status == "refused" else name
-        rows.append((f"`{name}`", status, text if known == name else f"as `{known}`"))
-    table = "".join(f"| {' | '.join(row).strip()} |\n" for row in rows)
+        rows.setdefault((status, text), []).append(name)
+    head = HEAD.replace("{same}", block(rows.pop(("same", ""))))
+    table = "".join(
+        f"| {quoted(names)} | {status} | {text} |\n" for (status, text), names in rows.items()
+    )
     modules: dict[str, list[str]] = {}
     for name, text in sorted({**MODULES, **REFUSED_MODULES}.items()):
         modules.setdefault(text if name in MODULES else f"refused: {text}", []).append(name)
@@ -258,8 +262,7 @@ def page() -> str:
     newer_head = NEWER_HEAD.format(same=quoted(name for name, text in NEWER.items() if not text))
     launcher = "".join(f"| `{name}` | {text} |\n" for name, (_, text) in LAUNCHER.items())
     return (
-        f"{HEAD}{table.replace('|  |', '| |')}{filled(newer_head)}{newer}"
-        f"{BEYOND}{textwrap.indent(textwrap.fill(' '.join(names_beyond_torch()), 96), '    ')}\n"
+        f"{head}{table}{filled(newer_head)}{newer}{BEYOND}{block(names_beyond_torch())}\n"
         f"{PACKAGES_HEAD}{packages}{LAUNCHER_HEAD}{launcher}{TAIL}"
     )
 
@@ -267,6 +270,11 @@ def page() -> str:
 def quoted(names: Iterable[str]) -> str:
     """Return names as code, separated by commas."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+def block(names: Iterable[str]) -> str:
+    """Return names as an indented block."""
+    return textwrap.indent(textwrap.fill(" ".join(names), 96), "    ")
 
 
 def filled(text: str) -> str:

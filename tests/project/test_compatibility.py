@@ -17,7 +17,12 @@ from unisono.errors import UnsupportedError
 from unisono.refused import INCIDENTAL, REFUSED, REFUSED_MODULES
 
 PAGE = (tools.ROOT / "docs/reference/compatibility.md").read_text(encoding="utf-8")
-ROWS = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
+SAME = re.search(r"defaults:\n\n((?: {4}.*\n)+)", PAGE)[1].split()
+ROWS = dict.fromkeys(SAME, "same") | {
+    name: status
+    for names, status in re.findall(r"^\| ([`\w, ]+) \| (\w+) \|", PAGE, re.MULTILINE)
+    for name in re.findall(r"`(\w+)`", names)
+}
 
 
 # ---- tests ----
