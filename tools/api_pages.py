@@ -223,9 +223,7 @@ def pages() -> dict[str, str]:
         "Written by `tools/api_pages.py` from the source; do not edit. `make site` fills in the",
         "docstrings. In Python, `help(unisono.all_reduce)` shows them.",
         "",
-        "| page | content |",
-        "|---|---|",
-        *(f"| [{page.title}]({page.name}.md) | {page.intro} |" for page in PAGES),
+        *(f"- [{page.title}]({page.name}.md)" for page in PAGES),
         "",
     ]
     texts = {"index.md": "\n".join(index)}

@@ -41,8 +41,11 @@ Below, variable parts of the messages are in braces. `{call}` is "{op} #{seq} in
 and `{here}` is "rank {rank} of {size}". The section of a class states the effect on the group; a
 sub-class has the effect of its base class. All other errors do not affect groups.
 
-A `UsageError` and its sub-classes concern the line that makes the call. Their first lines name the
-argument, its value and the values that are allowed, so this page does not repeat them.
+The page has the first lines of errors that another rank or a store causes. A `UsageError` concerns
+the line that makes the call, a `RendezvousError` or `LaunchError` the flags and addresses of the
+start. Their first lines name the argument or the host, its value and the values that are allowed.
+[Rendezvous errors](../howto/rendezvous.md#rendezvous-errors) and
+[troubleshooting](../howto/troubleshooting.md#error-messages) have the usual causes.
 """
 
 # The state of the group after an error of a class and its sub-classes, and the advice. Classes
@@ -131,6 +134,15 @@ usable.
 """
 
 
+# Errors whose first lines explain themselves; those of InternalError ask for a report.
+SELF_EXPLAINED = (
+    errors.UsageError,
+    errors.RendezvousError,
+    errors.LaunchError,
+    errors.InternalError,
+)
+
+
 class Message(NamedTuple):
     """A call in the source that makes an error."""
 
@@ -175,8 +187,7 @@ def section(name: str, found: list[Message]) -> list[str]:
         lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
     # One text may be raised in several places.
     texts = dict.fromkeys([*COMPOSED.get(name, []), *(message.text for message in found)])
-    if name == "InternalError" or issubclass(cls, errors.UsageError):
-        # Faults of unisono itself ask for a report; the texts about a call explain themselves.
+    if issubclass(cls, SELF_EXPLAINED):
         texts = {}
     return [*lines, *(f"- {quoted(short(text))}" for text in texts), *([""] if texts else [])]
 
