@@ -29,21 +29,18 @@ TAIL = """
 SLURM_PROCID counts only if a variable that begins with SLURM_STEP is set, because a batch script
 outside of srun also has SLURM_PROCID. If Slurm's variables have the same values as PMI's
 (`srun --mpi=pmi2`), Slurm's are used, because they also describe the hosts. A pod of an Indexed Job
-cannot read the number of pods, so set WORLD_SIZE to the job's `completions`. `VC_*_NUM` means the
-only variable of that form: the job has one task. In a job of several tasks use Volcano's plug-in
-`pytorch`, which sets the variables of the first row.
+cannot read the number of pods, so set WORLD_SIZE to the job's `completions`. In a Volcano job of
+several tasks use the plug-in `pytorch`, which sets the variables of the first row.
 
 ## Where the ranks meet
 
 1. If MASTER_ADDR and MASTER_PORT are set: at that address. Rank 0 runs the store there; under
    `unisono run` and torchrun the launcher does.
-2. On one host: in a file in `unisono-<user id>` in the temporary folder. The name of the file comes
-   from the job's id (PMIX_NAMESPACE, SLURM_JOB_ID and SLURM_STEP_ID). Under Hydra it comes from the
-   process that started the ranks. No port is needed; any number of jobs can run at the same time.
+2. On one host: in a file in `unisono-<user id>` in the temporary folder, whose name comes from the
+   job's id. No port is needed; any number of jobs can run at the same time.
 3. On several hosts under srun: on the first host of SLURM_STEP_NODELIST, at a port from 16384 to
-   32767. The port is derived from the numbers of job and step, and changes with each
-   `init_process_group()` of a process. If another program has it, rank 0 takes one of the next 7.
-   With `srun -m arbitrary` rank 0 may be on any host of the list, and the others look on all.
+   32767 that is derived from the numbers of job and step. If another program has it, rank 0 takes
+   one of the next 7. With `srun -m arbitrary` the others look on all hosts of the list.
 4. On several hosts under mpiexec of MPICH or Intel MPI: rank 0 chooses a port, and mpiexec carries
    its addresses to the other ranks (PMI-1). UNISONO_HOST and MASTER_PORT of rank 0 replace them.
    Under mpiexec of Open MPI: on the host of mpiexec (PMIX_NAMESPACE, OMPI_MCA_orte_hnp_uri), at a

@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 SENTENCE_WORDS = 30
 HEADING_WORDS = 8
-# Words in all documents together. Generated pages count, but not the tables of figures.
-ALL_WORDS = 60_500
-FIGURES = "benchmarks/results/"
+# Words in all documents together, also of generated pages. Records of measurements do not count,
+# because nobody reads them to use or to change the library: docs/decisions/0044.
+ALL_WORDS = 45_000
+FIGURES = ("benchmarks/results/", "docs/lab/")
 
 # pattern -> what to write instead.
 FORBIDDEN = {
