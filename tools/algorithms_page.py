@@ -52,7 +52,12 @@ def page() -> str:
 def section(collective: str) -> str:
     """Return the table of one collective."""
     head = " | ".join(f"p = {p}" for p in WORLD_SIZES)
-    lines = [f"## {collective}", "", f"| algorithm | {head} |", "|---" * (len(WORLD_SIZES) + 1) + "|"]
+    lines = [
+        f"## {collective}",
+        "",
+        f"| algorithm | {head} |",
+        "|---" * (len(WORLD_SIZES) + 1) + "|",
+    ]
     served = {name for p in WORLD_SIZES for name in available(collective, p)}
     for name in [name for name in ALGORITHMS if name in served]:
         cells = " | ".join(cell(collective, name, p) for p in WORLD_SIZES)

@@ -82,7 +82,10 @@ def page(found: Counter[Cell]) -> str:
         "## Sizes that do not fit\n",
         "Each rank has 2 elements; the array of all ranks has one element more or less. Every rank",
         "raises the error, and the group stays usable:\n",
-        *(f"- `{name}`: `{end}`" for name, end in sorted({(name, end) for name, _, _, end in refused})),
+        *(
+            f"- `{name}`: `{end}`"
+            for name, end in sorted({(name, end) for name, _, _, end in refused})
+        ),
     ]
     return "\n".join(parts) + "\n"
 
