@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from unisono.beyond.pool.memory import dumps_with
 from unisono.beyond.pool.pool import Pool
-from unisono.beyond.pool.rank import Answer, error_of, run_each
+from unisono.beyond.pool.rank import CallAnswer, error_of, run_each
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
 from unisono.core.platform.machine import allowed_cpus
@@ -34,7 +34,7 @@ _POLL_S = 0.5
 
 
 @dataclass
-class _Task:
+class _QueuedTask:
     """A call and its future; `attempts` is how many workers have died in it."""
 
     future: futures.Future[Any]
@@ -56,7 +56,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # the garbage collector may close an executor at any place
-        self.tasks: deque[_Task] = deque()
+        self.tasks: deque[_QueuedTask] = deque()
         self.is_closing = False
         self.broken: BaseException | None = None
         self.started = threading.Event()
@@ -96,7 +96,7 @@ class _Queue:
                 task.future.set_exception(error)
 
 
-class _Dispatcher:
+class _TaskDispatcher:
     """Gives the tasks of a queue to the ranks of a pool, on a thread."""
 
     def __init__(
@@ -107,7 +107,7 @@ class _Dispatcher:
         self._start_method = start_method
         self._retries = retries
         self._initial = initial
-        self._busy: dict[int, _Task | None] = {}  # None is the initializer
+        self._busy: dict[int, _QueuedTask | None] = {}  # None is the initializer
 
     def run(self) -> None:
         queue = self._queue
@@ -149,7 +149,7 @@ class _Dispatcher:
                 return True
             return False
 
-    def _next(self) -> _Task | None:
+    def _next(self) -> _QueuedTask | None:
         queue = self._queue
         with queue.lock:
             while queue.tasks:
@@ -163,7 +163,7 @@ class _Dispatcher:
             pool.post(rank, self._initial)
             self._busy[rank] = None
 
-    def _send(self, pool: Pool, rank: int, task: _Task) -> None:
+    def _send(self, pool: Pool, rank: int, task: _QueuedTask) -> None:
         try:
             payload = _payload(task.fn, task.args, task.keywords)
         except InvalidArgumentError as error:
@@ -172,7 +172,7 @@ class _Dispatcher:
         pool.post(rank, payload)
         self._busy[rank] = task
 
-    def _take(self, pool: Pool, rank: int, answer: Answer | str) -> None:
+    def _take(self, pool: Pool, rank: int, answer: CallAnswer | str) -> None:
         task = self._busy.pop(rank, None)
         if isinstance(answer, str):
             self._lose(rank, answer, task)
@@ -205,7 +205,7 @@ class _Dispatcher:
         raised.__cause__ = cause
         task.future.set_exception(raised)
 
-    def _lose(self, rank: int, end: str, task: _Task | None) -> None:
+    def _lose(self, rank: int, end: str, task: _QueuedTask | None) -> None:
         """Run the task of a worker that ended elsewhere, or let it fail."""
         context = Context(rank=rank, world_size=self._size)
         if task is None:
@@ -273,7 +273,7 @@ class Executor(futures.Executor):
             raise InvalidArgumentError(f"retries must be at least 0, got {retries}")
         initial = None if initializer is None else _payload(initializer, tuple(initargs), {})
         self._queue = _Queue()
-        dispatcher = _Dispatcher(self._queue, self._size, start_method, retries, initial)
+        dispatcher = _TaskDispatcher(self._queue, self._size, start_method, retries, initial)
         self._thread = threading.Thread(target=dispatcher.run, name="unisono-executor")
         self._thread.start()
         self._close = weakref.finalize(self, self._queue.close)
@@ -299,7 +299,7 @@ class Executor(futures.Executor):
             UsageError: The executor is closed.
             WorkerFailedError: No worker can be started any more.
         """
-        task = _Task(futures.Future(), fn, args, keywords)
+        task = _QueuedTask(futures.Future(), fn, args, keywords)
         queue = self._queue
         with queue.lock:
             if queue.is_closing:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from unisono.beyond.pool.memory import Region, dumps_with, new_array
-from unisono.beyond.pool.rank import Answer, error_of, run_cell, run_each, serve
+from unisono.beyond.pool.rank import CallAnswer, error_of, run_cell, run_each, serve
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.integers import as_integer
 from unisono.core.platform.posix import SIGKILL, require_posix
@@ -45,12 +45,12 @@ _SETTLE_S = 0.5
 _INTERRUPT_S = 5.0
 """How long an interrupted rank may take before it is killed."""
 
-Task = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
+RankCall = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
 
 _newest: weakref.ref[Pool] | None = None
 
 
-class _Stdout:
+class _CurrentStdout:
     """The standard output of the moment: a notebook replaces it for each cell."""
 
     def write(self, data: bytes, /) -> None:
@@ -113,7 +113,7 @@ class Pool:
         self._dropped: list[str] = []
         self._lock = threading.Lock()
         self._console = Console(
-            _Stdout(), prefix="[rank {rank}] ", fold=False, clock=time.monotonic
+            _CurrentStdout(), prefix="[rank {rank}] ", fold=False, clock=time.monotonic
         )
         self._streams: dict[int, WorkerStream] = {}
         self._context: SpawnContext | None = SpawnContext(
@@ -202,7 +202,7 @@ class Pool:
         """
         size = max(as_integer(chunksize, "chunksize"), 1)
         chunks = _chunks(zip(*tasks, strict=False), size)
-        numbered: Iterator[tuple[int, Task]] = (
+        numbered: Iterator[tuple[int, RankCall]] = (
             (i * size, (run_each, (fn, chunk), {})) for i, chunk in enumerate(chunks)
         )
         total = min((len(each) for each in tasks if isinstance(each, Sized)), default=None)
@@ -240,7 +240,7 @@ class Pool:
         Raises:
             WorkerFailedError, Exception: See `run`.
         """
-        task: Task = run_cell, (source, next(self._numbers)), {}
+        task: RankCall = run_cell, (source, next(self._numbers)), {}
         self._run(dict.fromkeys(range(self._size), task))
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ class Pool:
             self._lost = "its group could not be made"
             flight.raise_first()
 
-    def _run(self, tasks: dict[int, Task]) -> dict[int, Any]:
+    def _run(self, tasks: dict[int, RankCall]) -> dict[int, Any]:
         results: dict[int, Any] = {}
         wanted = list(tasks)
         self._work(lambda rank: (rank, tasks.pop(rank)) if rank in tasks else None, results, "")
@@ -312,7 +312,7 @@ class Pool:
 
     def _work(
         self,
-        next_task: Callable[[int], tuple[int, Task] | None],
+        next_task: Callable[[int], tuple[int, RankCall] | None],
         results: dict[int, Any],
         name: str,
     ) -> None:
@@ -378,7 +378,7 @@ class Pool:
 
     def answers(
         self, ranks: Iterable[int], limit_s: float | None, others: Sequence[Any] = ()
-    ) -> list[tuple[int, Answer | str]]:
+    ) -> list[tuple[int, CallAnswer | str]]:
         """Return the answers that came, or how a rank ended; pass output on meanwhile.
 
         Args:
@@ -391,13 +391,13 @@ class Pool:
         ends = [context.processes[rank].sentinel for rank in ranks]
         waits = [*(links[rank] for rank in ranks), *ends, *self._sources(), *others]
         self._pump(connection.wait(waits, limit_s))
-        found: list[tuple[int, Answer | str]] = []
+        found: list[tuple[int, CallAnswer | str]] = []
         for rank in ranks:
             try:
                 if links[rank].poll(0):
                     answer = links[rank].recv()
                     # Otherwise it is the report of an error outside of all calls.
-                    found.append((rank, answer if isinstance(answer, Answer) else answer.text))
+                    found.append((rank, answer if isinstance(answer, CallAnswer) else answer.text))
                 elif (end := context.end_of(rank)) is not None:
                     found.append((rank, end))
             except (EOFError, OSError):
@@ -424,7 +424,7 @@ class Pool:
         self._console.close()
 
 
-class _Failure(NamedTuple):
+class _FailedCall(NamedTuple):
     """How a call failed.
 
     Attributes:
@@ -455,19 +455,19 @@ class _Flight:
         results: dict[int, Any] | None = None,
         name: str = "",
     ) -> None:
-        self.failures: dict[int, _Failure] = {}
+        self.failures: dict[int, _FailedCall] = {}
         self.is_broken = False
         self._pool = pool
         self._busy = busy
         self._results = {} if results is None else results
         self._name = name
-        self._sent: tuple[Task, Payload] | None = None
+        self._sent: tuple[RankCall, Payload] | None = None
         self._reporting: set[int] = set()
         self._settled: Deadline | None = None
         self._interrupted = 0
         self._kill_at: Deadline | None = None
 
-    def wait(self, next_task: Callable[[int], tuple[int, Task] | None] | None = None) -> None:
+    def wait(self, next_task: Callable[[int], tuple[int, RankCall] | None] | None = None) -> None:
         """Send calls to free ranks, and wait until all have ended or one has failed."""
         pool = self._pool
         while True:
@@ -489,32 +489,32 @@ class _Flight:
                 self._kill_at = None
                 self._signal(SIGKILL)
 
-    def _send(self, rank: int, number: int, task: Task) -> None:
+    def _send(self, rank: int, number: int, task: RankCall) -> None:
         if self._sent is None or self._sent[0] is not task:  # All ranks often get the same one.
             try:
                 with pickling(task, "the function or its arguments", dumps_with) as dumps:
                     self._sent = task, Payload(task, dumps)
             except InvalidArgumentError as error:
-                self.failures[rank] = _Failure(number, error, "")
+                self.failures[rank] = _FailedCall(number, error, "")
                 return
         self._busy[rank] = number
         self._pool.post(rank, self._sent[1])
 
-    def _take(self, rank: int, answer: Answer | str) -> None:
+    def _take(self, rank: int, answer: CallAnswer | str) -> None:
         number = self._busy.pop(rank, -1)
         if isinstance(answer, str):
             self._reporting.discard(rank)
-            self.failures[rank] = _Failure(number, None, "", answer)
+            self.failures[rank] = _FailedCall(number, None, "", answer)
             return
         self.is_broken = self.is_broken or answer.is_broken
         if answer.raised is not None:
-            self.failures[rank] = _Failure(number, error_of(answer.raised), answer.raised.text)
+            self.failures[rank] = _FailedCall(number, error_of(answer.raised), answer.raised.text)
             self._settled = self._settled or Deadline(_SETTLE_S)
             return
         try:
             result = self._pool.result(rank)
         except InvalidArgumentError as error:
-            self.failures[rank] = _Failure(number, error, "")
+            self.failures[rank] = _FailedCall(number, error, "")
             return
         if rank in self._reporting:
             self._reporting.discard(rank)
@@ -570,7 +570,7 @@ class _Flight:
             raise WorkerFailedError(
                 f"a rank of the pool ended{where}: {first.end}",
                 context=context,
-                hint="its standard error may say why; replace=True starts another process",
+                hint="its standard error may have the reason; replace=True starts another process",
             )
         cause = WorkerFailedError(
             f"rank {rank} of the pool raised an exception{where}\n{first.text}".rstrip(),

@@ -22,7 +22,7 @@ from unisono.launcher.payload import Payload
 from unisono.launcher.spawn import pickled_error
 
 
-class Raised(NamedTuple):
+class RaisedError(NamedTuple):
     """What a call raised.
 
     Attributes:
@@ -34,7 +34,7 @@ class Raised(NamedTuple):
     text: str
 
 
-class Answer(NamedTuple):
+class CallAnswer(NamedTuple):
     """The answer of a rank to a call, before its result.
 
     Attributes:
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
         is_broken: Whether a group of the rank makes no calls any more.
     """
 
-    raised: Raised | None
+    raised: RaisedError | None
     is_broken: bool
 
 
@@ -141,7 +141,7 @@ class _Rank:
             while below is not None and below.tb_frame.f_code.co_filename == __file__:
                 below = below.tb_next
             lines = traceback.format_exception(type(error), error, below or error.__traceback__)
-            raised = Raised(pickled_error(error), "".join(lines).rstrip())
+            raised = RaisedError(pickled_error(error), "".join(lines).rstrip())
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -150,7 +150,7 @@ class _Rank:
             for group in current().groups.values()
             for backend in group.backends.values()
         )
-        self._link.send(Answer(raised, is_broken))
+        self._link.send(CallAnswer(raised, is_broken))
         if result is not None:
             result.send(self._link, os.getppid())
 
@@ -174,7 +174,7 @@ def run_cell(source: str, number: int) -> None:
             print(repr(value))
 
 
-def error_of(raised: Raised) -> BaseException | None:
+def error_of(raised: RaisedError) -> BaseException | None:
     """Return the exception of a rank, or None if it cannot be loaded."""
     try:
         error = pickle.loads(raised.error)
