@@ -124,6 +124,12 @@ PAGES = (
         homes="launcher beyond.preemption",
     ),
     Page(
+        "pool", "Ranks that stay, and tasks",
+        "Processes that stay as the ranks of one group, and an executor for tasks.",
+        "[Notebooks and tasks](../../howto/notebooks.md) shows both.",
+        homes="beyond.pool",
+    ),
+    Page(
         "streams", "Streams and events",
         "CUDA's streams and events for CPU arrays.",
         "[Streams and events](../../explanation/streams.md) has the rules.",

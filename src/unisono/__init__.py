@@ -28,6 +28,7 @@ _HOMES = {
     "core.base.threads.streams": "Event Stream current_stream default_stream stream",
     "core.base.types": "Array RedOpType ReduceOp",
     "launcher": "launch spawn",
+    "beyond.pool": "Executor Pool PoolRank pool",
     "core.engines.choice": "EngineInfo engine_info",
     "core.operations.c10d_methods": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "

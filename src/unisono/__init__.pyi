@@ -19,6 +19,10 @@ from unisono.beyond.membership import reconfigure as reconfigure
 from unisono.beyond.neighbors import Neighbors as Neighbors
 from unisono.beyond.neighbors import neighbor_all_gather as neighbor_all_gather
 from unisono.beyond.neighbors import neighbor_all_to_all as neighbor_all_to_all
+from unisono.beyond.pool import Executor as Executor
+from unisono.beyond.pool import Pool as Pool
+from unisono.beyond.pool import PoolRank as PoolRank
+from unisono.beyond.pool import pool as pool
 from unisono.beyond.preemption import should_stop as should_stop
 from unisono.beyond.shared_arrays import SharedArray as SharedArray
 from unisono.beyond.shared_arrays import shared_array as shared_array
@@ -190,6 +194,7 @@ __all__ = [
     "DistStoreError",
     "EngineInfo",
     "Event",
+    "Executor",
     "FileStore",
     "FlightRecorderHook",
     "Future",
@@ -207,6 +212,8 @@ __all__ = [
     "P2POp",
     "PROC_NULL",
     "PickleSerializer",
+    "Pool",
+    "PoolRank",
     "PostHookArgs",
     "PreHookArgs",
     "PrefixStore",
@@ -301,6 +308,7 @@ __all__ = [
     "new_subgroups_by_enumeration",
     "new_window",
     "open_file",
+    "pool",
     "probe",
     "reconfigure",
     "record_comm",

@@ -415,7 +415,7 @@ def hello_of_version(number):
 
 def pickled_lock():
     lock = threading.Lock()
-    with LAUNCH._pickling(lock, "the function") as dumps:
+    with LAUNCH.pickling(lock, "the function") as dumps:
         dumps(lock)
 
 

@@ -22,7 +22,7 @@ OPTIONAL = {
     "pyspark": {"adapters/clusters/spark.py"},
     "pytest": {"testing/plugin.py"},
     "ray": {"adapters/clusters/ray.py", "adapters/clusters/ray_collective.py"},
-    "rich": {"workbench"},
+    "rich": {"beyond/pool", "workbench"},
     "shtab": {"workbench/cli/completion.py"},
     "torch": {"adapters/torch", "beyond/parallel", "nn/functional.py"},
 }

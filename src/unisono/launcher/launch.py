@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.core.base.deadline import Timeout
@@ -82,14 +83,14 @@ def launched(
     call = fn, tuple(args)
     payload: CallArguments | Payload = CallArguments(*call)
     if start_method != "fork":  # A forked child inherits the call, so that nothing is copied.
-        with _pickling(call, "the function or its arguments") as dumps:
+        with pickling(call, "the function or its arguments") as dumps:
             payload = Payload(call, dumps)
     context = SpawnContext(
         _call,
         (payload,),
         nprocs,
         start_method=start_method,
-        return_results=True,
+        returns="result",
     )
     del payload  # The children have opened it.
     try:
@@ -117,13 +118,21 @@ def _call(rank: int, payload: CallArguments | Payload) -> bytes:
     # know the copies.
     with contextlib.suppress(Exception):
         return pickle.dumps(result)
-    with _pickling(result, f"the result of rank {rank}") as dumps:
-        return dumps(result)
+    with pickling(result, f"the result of rank {rank}") as dumps:
+        return bytes(dumps(result))
 
 
 @contextlib.contextmanager
-def _pickling(value: object, what: str) -> Iterator[Callable[..., bytes]]:
-    """Yield a function like `pickle.dumps` for a value; an error of it names the value."""
+def pickling(
+    value: object, what: str, dumps_of: Callable[[Any], Callable[..., Any]] = attrgetter("dumps")
+) -> Iterator[Callable[..., Any]]:
+    """Yield a function like `pickle.dumps` for a value; an error of it names the value.
+
+    Args:
+        value: The value.
+        what: Its name in the error.
+        dumps_of: Gives the function for cloudpickle, or for pickle if that is not installed.
+    """
     pickler = _cloudpickle()
     if pickler is None and _is_not_importable(value):
         raise InvalidArgumentError(
@@ -131,7 +140,7 @@ def _pickling(value: object, what: str) -> Iterator[Callable[..., bytes]]:
             hint="pip install cloudpickle, or define it in a module and import it",
         )
     try:
-        yield (pickler or pickle).dumps
+        yield dumps_of(pickler or pickle)
     except Exception as error:
         hint = None if pickler else "pip install cloudpickle: it pickles lambdas and closures too"
         raise InvalidArgumentError(

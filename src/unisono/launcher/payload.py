@@ -48,7 +48,20 @@ class Payload:
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
 
-    def load(self) -> Any:
+    def send(self, link: Any, pid: int) -> None:
+        """Send the file over a link to a process, for `received`."""
+        link.send(self._parts_at)
+        reduction.send_handle(link, self._fd, pid)
+
+    @classmethod
+    def received(cls, link: Any) -> Payload:
+        """Return the objects that the other end of a link sends."""
+        payload = cls.__new__(cls)
+        payload._parts_at = link.recv()
+        payload._own(reduction.recv_handle(link))
+        return payload
+
+    def load(self, loads: Callable[..., Any] = pickle.loads) -> Any:
         """Return the objects; they are new objects at each call."""
         view = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
         views = view, view.toreadonly()
@@ -56,12 +69,12 @@ class Payload:
             views[readonly][start : start + nbytes]
             for start, nbytes, readonly in pickle.loads(view[self._parts_at :])
         )
-        return pickle.loads(stream, buffers=buffers)
+        return loads(stream, buffers=buffers)
 
-    def load_once(self) -> Any:
+    def load_once(self, loads: Callable[..., Any] = pickle.loads) -> Any:
         """Return the objects, and close the file, so that its memory ends with their arrays."""
         try:
-            return self.load()
+            return self.load(loads)
         finally:
             self._close()
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTuple, cast, overload
@@ -49,6 +49,8 @@ from unisono.launcher.workers.worker_group import WorkerGroup
 
 R = TypeVar("R", covariant=True)
 Ts = TypeVarTuple("Ts")
+
+Returns = Literal["nothing", "result", "messages"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _PARENT_POLL_S = 0.5
@@ -96,7 +98,7 @@ def _child(
     link: Any,
     parent_pid: int,
     use_death_signal: bool,
-    return_results: bool,
+    returns: Returns,
 ) -> None:
     _watch_parent(parent_pid, use_death_signal)
     # The parent shows the traceback, so this hook prints nothing. Hooks that wrap it must run: a
@@ -114,8 +116,11 @@ def _child(
         hint = None
         link.send(_ChildReport())
         os.environ.update(link.recv())
+        if returns == "messages":
+            fn(rank, link, *args)
+            return
         result = fn(rank, *args)
-        if return_results:
+        if returns == "result":
             link.send(_ChildReport(result=result))
     except KeyboardInterrupt:
         # Ctrl-C reaches the parent too, and the parent reports it.
@@ -130,7 +135,7 @@ def _child(
                 below = below.tb_next
             trace = traceback.format_exception(type(error), error, below or error.__traceback__)
         text = "".join(trace).rstrip()
-        pickled = _pickled(error) if hint is None else b""
+        pickled = pickled_error(error) if hint is None else b""
         link.send(_ChildReport(text=text, error=pickled, hint=hint))
         sys.excepthook(type(error), error, below)
         sys.exit((isinstance(error, SystemExit) and error.code) or 1)
@@ -154,7 +159,7 @@ class _ChildReport(NamedTuple):
     missing: str = "it left no traceback; see its standard error"
 
 
-def _pickled(error: BaseException) -> bytes:
+def pickled_error(error: BaseException) -> bytes:
     """Return a pickled exception for the parent to raise; empty if it cannot be pickled."""
     # Only cloudpickle can pickle an exception whose class is defined in a notebook. It makes a copy
     # of such a class, which the parent of a forked child does not know.
@@ -194,10 +199,19 @@ class _Child(Worker):
     """A child that calls the function, and what it has reported.
 
     It stays in the process group of its parent, so that Ctrl-C reaches it, too.
+
+    Attributes:
+        has_loaded: Whether it has imported the main module and loaded the function.
     """
 
     def __init__(
-        self, rank: int, process: Any, link: Any, report: _ChildReport, is_own: bool
+        self,
+        rank: int,
+        process: Any,
+        link: Any,
+        report: _ChildReport,
+        is_own: bool,
+        returns: Returns,
     ) -> None:
         # The fork server writes the exit code into the pipe behind `sentinel`. Without the server
         # it is no sure sign, because a forked grandchild keeps the pipe open.
@@ -210,12 +224,20 @@ class _Child(Worker):
         self.process: BaseProcess = process
         self.link = link
         self.report = report
+        self.has_loaded = False
+        self._once = returns == "messages"
+
+    @property
+    def reports(self) -> bool:
+        """Whether reports come by the link; after the first one it may have messages instead."""
+        return not self.link.closed and not (self._once and self.has_loaded)
 
     def read(self) -> None:
         """Read the reports that have come."""
         with contextlib.suppress(EOFError, OSError):
-            while self.link.poll(0):
+            while self.reports and self.link.poll(0):
                 self.report = self.link.recv()
+                self.has_loaded = self.has_loaded or not self.report.text
             return
         self.link.close()
 
@@ -246,7 +268,8 @@ class SpawnContext:
         daemon: See `spawn`.
         start_method: See `spawn`.
         joins: Whether the calling thread lives until the children have ended.
-        return_results: Whether `results` is needed.
+        returns: What a child sends: the "result" of `fn`, for `results`, or "messages": `fn` gets
+            its Connection to this process after the rank, and `links` has the other ends.
     """
 
     def __init__(
@@ -258,58 +281,90 @@ class SpawnContext:
         daemon: bool = False,
         start_method: str,
         joins: bool = True,
-        return_results: bool = False,
+        returns: Returns = "nothing",
     ) -> None:
         self._group: WorkerGroup[_Child] = WorkerGroup(GRACE_S)
         self._exits = ExitLog(lambda rank: self._group.workers[rank].report.text)
         self._store: TCPStore | None = None
-        call = CallArguments(fn, tuple(args))
+        self._call = CallArguments(fn, tuple(args))
+        self._daemon, self._returns, self._method = daemon, returns, start_method
+        # The fork server lives as long as its children, so its end is not a usable sign.
+        self._parent_pid = 0 if start_method == "forkserver" else os.getpid()
+        # The kernel sends the signal when the *thread* that forked ends. A thread that does not
+        # wait for the children may end before them.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._use_death_signal = self._parent_pid > 0 and (joins or is_main)
         try:
-            context: Any = multiprocessing.get_context(start_method)
-            # The fork server lives as long as its children, so its end is not a usable sign.
-            parent_pid = 0 if start_method == "forkserver" else os.getpid()
-            # The kernel sends the signal when the *thread* that forked ends. A thread that does not
-            # wait for the children may end before them.
-            is_main = threading.current_thread() is threading.main_thread()
-            use_death_signal = parent_pid > 0 and (joins or is_main)
-            with _hidden_main(start_method) as main:
-                starting = _ChildReport()
-                for name in main.values():
-                    text = f"it ended while it imported {name}; see its standard error"
-                    starting = _ChildReport(hint=GUARD_HINT, missing=text)
-                for rank in range(nprocs):
-                    ours, link = multiprocessing.Pipe(duplex=True)
-                    with link, deferred():
-                        process = context.Process(
-                            target=_child,
-                            args=(
-                                *(call, main, rank, link),
-                                *(parent_pid, use_death_signal, return_results),
-                            ),
-                            name=f"unisono-rank-{rank}",
-                            daemon=daemon,
-                        )
-                        process.start()
-                        self._group.add(_Child(rank, process, ours, starting, parent_pid > 0))
+            self._start(range(nprocs))
             token = get("UNISONO_TOKEN") or new_launch_id()
             with deferred():
                 self._store = TCPStore(
                     LOOPBACK, 0, is_master=True, wait_for_workers=False, token=token
                 )
-            self._send_environment(self._store.port, token)
+            self._place = NodePlace.alone(
+                nprocs, master_port=self._store.port, run_id=new_launch_id(), token=token
+            )
+            self._send_environment(self._group.workers)
         except BaseException:
             self._stop(grace_s=0.0)
             raise
 
-    def _send_environment(self, port: int, token: str) -> None:
-        children = self._group.workers
-        place = NodePlace.alone(
-            len(children), master_port=port, run_id=new_launch_id(), token=token
-        )
+    def _start(self, ranks: Iterable[int]) -> None:
+        context: Any = multiprocessing.get_context(self._method)
+        with _hidden_main(self._method) as main:
+            starting = _ChildReport()
+            for name in main.values():
+                text = f"it ended while it imported {name}; see its standard error"
+                starting = _ChildReport(hint=GUARD_HINT, missing=text)
+            for rank in ranks:
+                ours, link = multiprocessing.Pipe(duplex=True)
+                with link, deferred():
+                    process = context.Process(
+                        target=_child,
+                        args=(
+                            *(self._call, main, rank, link),
+                            *(self._parent_pid, self._use_death_signal, self._returns),
+                        ),
+                        name=f"unisono-rank-{rank}",
+                        daemon=self._daemon,
+                    )
+                    process.start()
+                    is_own, returns = self._parent_pid > 0, self._returns
+                    self._group.add(_Child(rank, process, ours, starting, is_own, returns))
+
+    def _send_environment(self, children: Iterable[_Child]) -> None:
         for child in children:
-            env = worker_environment(child.rank, place, inherited=environ())
+            env = worker_environment(child.rank, self._place, inherited=environ())
             with contextlib.suppress(OSError):  # the child has died, which join() will report
                 child.link.send(env)
+
+    def wait_loaded(self) -> None:
+        """Wait until each child has loaded the function.
+
+        Raises:
+            WorkerFailedError: A child ended before. The others have been stopped.
+        """
+        while not all(child.has_loaded for child in self._group.workers):
+            self._wait(self._exits.known_in_s())
+            if self._exits.known_in_s() == 0.0:
+                self._stop(grace_s=0.0)
+                self._raise_failure()
+
+    def end_of(self, rank: int) -> str | None:
+        """Return how the process of a rank ended; None while it runs."""
+        child = self._group.workers[rank]
+        if (code := child.poll()) is None:
+            return None
+        return self._exits.failure(rank, child.pid, code).line()
+
+    def restart(self, ranks: Collection[int]) -> None:
+        """Kill what is left of children, and start others for their ranks."""
+        for child in [self._group.workers[rank] for rank in ranks]:
+            self._group.replace(child, None)
+            child.process.close()
+        self._start(ranks)
+        self._group.workers.sort(key=lambda child: child.rank)
+        self._send_environment([self._group.workers[rank] for rank in ranks])
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -317,8 +372,13 @@ class SpawnContext:
         return [child.process for child in self._group.workers]
 
     @property
+    def links(self) -> list[Any]:
+        """The Connection to each rank, with `returns="messages"`."""
+        return [child.link for child in self._group.workers]
+
+    @property
     def results(self) -> dict[int, Any]:
-        """Results of `fn`, by rank that ended without an exception (with `return_results`)."""
+        """Results of `fn`, by rank that ended without an exception (`returns="result"`)."""
         found = {child.rank: child.report.result for child in self._group.workers}
         return {rank: result for rank, result in found.items() if result is not None}
 
@@ -374,7 +434,7 @@ class SpawnContext:
 
     def _wait(self, limit_s: float) -> None:
         """Wait for a report or the end of a child, and handle all that came."""
-        links = {child.link: child for child in self._group.running if not child.link.closed}
+        links = {child.link: child for child in self._group.running if child.reports}
         for link in self._group.wait(limit_s, links):
             links[link].read()
         for child in self._group.ended():

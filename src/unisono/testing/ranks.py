@@ -176,7 +176,7 @@ def _run_processes(call: _RankedCall, world_size: int, dead: Collection[int]) ->
         (Modules(call.fn, *call.args), call, _settings()),
         world_size,
         start_method="forkserver",
-        return_results=True,
+        returns="result",
     )
     end: UnisonoError | None = None
     try:

@@ -1,0 +1,401 @@
+"""`Executor`: tasks on processes, with the interface of concurrent.futures."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from unisono.beyond.pool.memory import dumps_with
+from unisono.beyond.pool.pool import Pool
+from unisono.beyond.pool.rank import CallAnswer, error_of, run_each
+from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.integers import as_integer
+from unisono.core.platform.machine import allowed_cpus
+from unisono.core.platform.posix import set_blocking
+from unisono.errors import (
+    Context,
+    InvalidArgumentError,
+    UsageError,
+    WorkerFailedError,
+)
+from unisono.launcher.launch import pickling
+from unisono.launcher.payload import Payload
+from unisono.launcher.spawn import check_start
+
+_POLL_S = 0.5
+
+
+@dataclass
+class _QueuedTask:
+    """A call and its future; `attempts` is how many workers have died in it."""
+
+    future: futures.Future[Any]
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    keywords: dict[str, Any]
+    attempts: int = 0
+
+
+class _Queue:
+    """What the executor and its thread share.
+
+    Attributes:
+        tasks: Tasks without a worker, oldest first.
+        is_closing: Whether no more tasks come.
+        broken: Why no task can be run, or None.
+        fd: Descriptor that is readable when something has changed.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # the garbage collector may close an executor at any place
+        self.tasks: deque[_QueuedTask] = deque()
+        self.is_closing = False
+        self.broken: BaseException | None = None
+        self.started = threading.Event()
+        self.fd, self._sender = os.pipe()
+        for fd in (self.fd, self._sender):
+            set_blocking(fd, False)
+
+    def wake(self) -> None:
+        with self.lock, suppress(BlockingIOError):  # if the pipe is full, it is readable already
+            if self._sender >= 0:
+                os.write(self._sender, b"+")
+
+    def woken(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self.fd, 4096)
+
+    def close(self) -> None:
+        self.is_closing = True
+        self.wake()
+
+    def release(self) -> None:
+        """Close the descriptors, when no task can be run any more."""
+        with self.lock:
+            self.broken = self.broken or UsageError("the executor is closed")
+            os.close(self.fd)
+            os.close(self._sender)
+            self._sender = -1
+
+    def fail(self, error: BaseException) -> None:
+        """Let all tasks fail, those that come later, too."""
+        with self.lock:
+            self.broken = error
+            tasks = list(self.tasks)
+            self.tasks.clear()
+        for task in tasks:
+            if task.future.set_running_or_notify_cancel():
+                task.future.set_exception(error)
+
+
+class _TaskDispatcher:
+    """Gives the tasks of a queue to the ranks of a pool, on a thread."""
+
+    def __init__(
+        self, queue: _Queue, size: int, start_method: str, retries: int, initial: Any
+    ) -> None:
+        self._queue = queue
+        self._size = size
+        self._start_method = start_method
+        self._retries = retries
+        self._initial = initial
+        self._busy: dict[int, _QueuedTask | None] = {}  # None is the initializer
+
+    def run(self) -> None:
+        queue = self._queue
+        try:
+            with Pool(
+                self._size, start_method=self._start_method, replace=True, with_group=False
+            ) as pool:
+                self._serve(pool)
+        except BaseException as error:
+            for task in self._busy.values():
+                if task is not None:
+                    task.future.set_exception(error)
+            queue.fail(error)
+        finally:
+            queue.started.set()
+            queue.release()
+
+    def _serve(self, pool: Pool) -> None:
+        for rank in range(self._size):
+            self._begin(pool, rank)
+        self._queue.started.set()
+        while True:
+            for rank in range(self._size):
+                while rank not in self._busy and (task := self._next()) is not None:
+                    self._send(pool, rank, task)
+            if not self._busy and self._is_over():
+                return
+            for rank, answer in pool.answers(self._busy, _POLL_S, [self._queue.fd]):
+                self._take(pool, rank, answer)
+            self._queue.woken()
+
+    def _is_over(self) -> bool:
+        queue = self._queue
+        with queue.lock:
+            # A script that ends without `shutdown` waits for its tasks, as for threads.
+            is_over = queue.is_closing or not threading.main_thread().is_alive()
+            if is_over and not queue.tasks:
+                queue.is_closing = True
+                return True
+            return False
+
+    def _next(self) -> _QueuedTask | None:
+        queue = self._queue
+        with queue.lock:
+            while queue.tasks:
+                task = queue.tasks.popleft()
+                if task.attempts or task.future.set_running_or_notify_cancel():
+                    return task
+        return None
+
+    def _begin(self, pool: Pool, rank: int) -> None:
+        if self._initial is not None:
+            pool.post(rank, self._initial)
+            self._busy[rank] = None
+
+    def _send(self, pool: Pool, rank: int, task: _QueuedTask) -> None:
+        try:
+            payload = _payload(task.fn, task.args, task.keywords)
+        except InvalidArgumentError as error:
+            task.future.set_exception(error)
+            return
+        pool.post(rank, payload)
+        self._busy[rank] = task
+
+    def _take(self, pool: Pool, rank: int, answer: CallAnswer | str) -> None:
+        task = self._busy.pop(rank, None)
+        if isinstance(answer, str):
+            self._lose(rank, answer, task)
+            pool.restart([rank])
+            self._begin(pool, rank)
+            return
+        if answer.raised is None:
+            try:
+                result = pool.result(rank)
+            except InvalidArgumentError as error:
+                if task is not None:
+                    task.future.set_exception(error)
+                return
+            if task is not None:
+                task.future.set_result(result)
+            return
+        context = Context(rank=rank, world_size=self._size)
+        if task is None:
+            raise WorkerFailedError(
+                f"the initializer failed on worker {rank}\n{answer.raised.text}", context=context
+            )
+        cause = WorkerFailedError(
+            f"worker {rank} raised an exception\n{answer.raised.text}", context=context
+        )
+        raised = error_of(answer.raised)
+        if not isinstance(raised, Exception):
+            task.future.set_exception(cause)
+            return
+        raised.add_note(f"raised on worker {rank} of {self._size}")
+        raised.__cause__ = cause
+        task.future.set_exception(raised)
+
+    def _lose(self, rank: int, end: str, task: _QueuedTask | None) -> None:
+        """Run the task of a worker that ended elsewhere, or let it fail."""
+        context = Context(rank=rank, world_size=self._size)
+        if task is None:
+            raise WorkerFailedError(
+                f"a worker of the executor ended in the initializer: {end}", context=context
+            )
+        task.attempts += 1
+        if task.attempts <= self._retries:
+            with self._queue.lock:
+                self._queue.tasks.appendleft(task)
+            return
+        again = f" (attempt {task.attempts})" if self._retries else ""
+        task.future.set_exception(
+            WorkerFailedError(
+                f"a worker of the executor ended in the task{again}: {end}",
+                context=context,
+                hint="the other tasks go on; retries=1 runs such a task on another worker",
+            )
+        )
+
+
+def _payload(fn: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Payload:
+    task = fn, args, keywords
+    with pickling(task, "the function or its arguments", dumps_with) as dumps:
+        return Payload(task, dumps)
+
+
+class Executor(futures.Executor):
+    """Run tasks on processes that stay, as `concurrent.futures.ProcessPoolExecutor` does.
+
+    It differs in that a worker that dies takes only its own task with it, which names the worker
+    and how it ended. Another process takes its place, and the other tasks go on. With cloudpickle
+    installed, tasks may be lambdas and functions of a notebook. The methods that
+    `concurrent.futures` lacks are those of mpi4py.futures.
+
+        with unisono.Executor(4, retries=1) as executor:
+            squares = list(executor.map(square, range(100), chunksize=10))
+
+    Args:
+        max_workers: Number of processes; by default one for each CPU that this process may use.
+        initializer: Function that each new worker calls first.
+        initargs: Its arguments.
+        retries: How often a task is run again whose worker died in it. Such a task should be
+            harmless to repeat.
+        start_method: As for `unisono.launch`.
+
+    Raises:
+        ArgumentTypeError, InvalidArgumentError: A wrong argument.
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        *,
+        initializer: Callable[..., object] | None = None,
+        initargs: Sequence[Any] = (),
+        retries: int = 0,
+        start_method: str = "spawn",
+    ) -> None:
+        wanted = len(allowed_cpus()) if max_workers is None else max_workers
+        fn = print if initializer is None else initializer
+        call = "Executor(max_workers, initializer=fn, initargs=(x,))"
+        self._size = check_start(call, fn, initargs, wanted, start_method)
+        if as_integer(retries, "retries") < 0:
+            raise InvalidArgumentError(f"retries must be at least 0, got {retries}")
+        initial = None if initializer is None else _payload(initializer, tuple(initargs), {})
+        self._queue = _Queue()
+        dispatcher = _TaskDispatcher(self._queue, self._size, start_method, retries, initial)
+        self._thread = threading.Thread(target=dispatcher.run, name="unisono-executor")
+        self._thread.start()
+        self._close = weakref.finalize(self, self._queue.close)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes."""
+        return self._size
+
+    def bootup(self, wait: bool = True) -> Self:
+        """Wait until the workers have started, unless `wait` is False; return the executor."""
+        if wait:
+            self._queue.started.wait()
+        return self
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> futures.Future[Any]:
+        """Add the task `fn(*args, **keywords)`; return its Future.
+
+        The Future raises what the task raised, with the worker in a note. If the worker died, it
+        raises WorkerFailedError.
+
+        Raises:
+            UsageError: The executor is closed.
+            WorkerFailedError: No worker can be started any more.
+        """
+        task = _QueuedTask(futures.Future(), fn, args, keywords)
+        queue = self._queue
+        with queue.lock:
+            if queue.is_closing:
+                raise UsageError("the executor is closed")
+            if queue.broken is not None:
+                raise queue.broken
+            queue.tasks.append(task)
+            queue.wake()
+        return task.future
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: Timeout | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        unordered: bool = False,
+    ) -> Iterator[Any]:
+        """Return an iterator over the results of `fn` for each group of arguments.
+
+        Args:
+            fn: The function.
+            iterables: Its arguments, as for the built-in `map`.
+            timeout: Until the last result; None waits without a limit.
+            chunksize: Tasks that a worker gets at once.
+            buffersize: How many chunks are under way at most. The rest of the iterables is read as
+                results are taken. None reads them at once.
+            unordered: Whether results come as they are ready.
+
+        Raises:
+            InvalidArgumentError: `chunksize` or `buffersize` is below 1.
+            TimeoutError: From the iterator: `timeout` has passed.
+        """
+        return self.starmap(
+            *(fn, zip(*iterables, strict=False)),
+            timeout=timeout,
+            chunksize=chunksize,
+            buffersize=buffersize,
+            unordered=unordered,
+        )
+
+    def starmap(
+        self,
+        fn: Callable[..., Any],
+        iterable: Iterable[Sequence[Any]],
+        timeout: Timeout | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        unordered: bool = False,
+    ) -> Iterator[Any]:
+        """Do as `map` does for arguments that are in tuples already."""
+        for name, value in (("chunksize", chunksize), ("buffersize", buffersize)):
+            if value is not None and as_integer(value, name) < 1:
+                raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
+        tasks = iter(iterable)
+        chunks = iter(lambda: list(itertools.islice(tasks, chunksize)), [])
+        deadline = Deadline(float("inf") if timeout is None else timeout)
+        flying = [self.submit(run_each, fn, c) for c in itertools.islice(chunks, buffersize)]
+        return self._results(fn, flying, chunks, deadline, unordered)
+
+    def _results(
+        self,
+        fn: Callable[..., Any],
+        flying: list[futures.Future[Any]],
+        chunks: Iterator[list[Any]],
+        deadline: Deadline,
+        unordered: bool,
+    ) -> Iterator[Any]:
+        try:
+            while flying:
+                left_s = deadline.remaining()
+                wait_s = None if left_s == float("inf") else left_s
+                watched = flying if unordered else flying[:1]
+                done, _ = futures.wait(watched, wait_s, futures.FIRST_COMPLETED)
+                if not done:
+                    raise TimeoutError(f"a task did not end within {deadline.timeout_s:g} s")
+                for future in done:
+                    flying.remove(future)
+                    flying += [self.submit(run_each, fn, c) for c in itertools.islice(chunks, 1)]
+                    yield from future.result()
+        finally:
+            for future in flying:
+                future.cancel()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more tasks, and end the workers when all tasks have ended.
+
+        Args:
+            wait: Whether to wait for that.
+            cancel_futures: Whether to cancel the tasks that have not begun.
+        """
+        with self._queue.lock:
+            waiting = list(self._queue.tasks) if cancel_futures else []
+        for task in waiting:
+            task.future.cancel()
+        self._close()
+        if wait:
+            self._thread.join()

@@ -1,0 +1,176 @@
+"""Memory that a notebook shares with its ranks, and the pickles that refer to it.
+
+The memory is a file without a name. The ranks get its descriptor once. A pickle has only a
+reference to an array, or a part of one, that lies in such memory.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from unisono.core.platform.memory import new_memory_file
+from unisono.errors import InvalidArgumentError
+
+
+@dataclass
+class Region:
+    """Memory that a process has mapped.
+
+    Attributes:
+        key: Its name in all processes.
+        fd: Its file, in the process that made it.
+        nbytes: Size.
+        address: Where this process has mapped it.
+        base: [nbytes] bytes; the base of all arrays in it. A rank keeps it until it is dropped.
+    """
+
+    key: str
+    fd: int
+    nbytes: int
+    address: int
+    base: Callable[[], np.ndarray[Any, Any] | None]
+
+
+_regions: dict[str, Region] = {}
+
+# NumPy 2 has moved it.
+_byte_bounds: Any = getattr(np.lib, "array_utils", np).byte_bounds
+
+
+def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+
+def new_array(shape: Any, dtype: Any) -> tuple[Region, np.ndarray[Any, Any]]:
+    """Return new memory, and an array of zeros in it; the last array in it frees the memory."""
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise InvalidArgumentError(f"a shared array cannot have the dtype {kind}: it holds objects")
+    empty = np.broadcast_to(np.empty((), kind), shape)
+    nbytes = max(empty.nbytes, 1)
+    fd = new_memory_file("unisono-pool")
+    try:
+        os.ftruncate(fd, nbytes)
+        base = _map(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    region = Region(uuid.uuid4().hex, fd, nbytes, base.ctypes.data, weakref.ref(base))
+    _regions[region.key] = region
+    weakref.finalize(base, _forget, region)
+    return region, base[: empty.nbytes].view(kind).reshape(empty.shape)
+
+
+def _forget(region: Region) -> None:
+    _regions.pop(region.key, None)
+    os.close(region.fd)
+
+
+def attach(key: str, fd: int, nbytes: int) -> None:
+    """Map memory of another process, and close the descriptor."""
+    base = _map(fd, nbytes)
+    os.close(fd)
+    _regions[key] = Region(key, -1, nbytes, base.ctypes.data, lambda: base)
+
+
+def drop(key: str) -> None:
+    """Let memory of another process go with the last array in it."""
+    _regions.pop(key, None)
+
+
+def _array(
+    key: str, offset: int, shape: Any, strides: Any, dtype: Any, writeable: bool
+) -> np.ndarray[Any, Any]:
+    base = None if (region := _regions.get(key)) is None else region.base()
+    if base is None:
+        raise InvalidArgumentError("a shared array belongs to the pool that made it")
+    # A view of `base`, not of its buffer, so that `base` lives as long as the array.
+    array = np.ndarray(shape, dtype, base, offset, strides)
+    array.flags.writeable = writeable
+    return array
+
+
+def _reference(array: np.ndarray[Any, Any]) -> Any:
+    """Return how another process finds an array, or NotImplemented if it is not shared."""
+    if _regions and array.size:
+        first, last = _byte_bounds(array)
+        for region in _regions.values():
+            if region.address <= first and last <= region.address + region.nbytes:
+                offset = array.ctypes.data - region.address
+                how = array.shape, array.strides, array.dtype, array.flags.writeable
+                return _array, (region.key, offset, *how)
+    return NotImplemented
+
+
+def dumps_with(module: Any) -> Callable[..., Any]:
+    """Return a function like `pickle.dumps` that refers to shared memory.
+
+    Args:
+        module: pickle or cloudpickle.
+    """
+
+    class Pickler(module.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if type(value) is np.ndarray and (how := _reference(value)) is not NotImplemented:
+                return how
+            above = getattr(super(), "reducer_override", None)
+            return NotImplemented if above is None else above(value)
+
+    def dumps(
+        value: object, protocol: int = 5, buffer_callback: Any = None
+    ) -> memoryview[int] | bytes:
+        file = io.BytesIO()
+        Pickler(file, protocol=protocol, buffer_callback=buffer_callback).dump(value)
+        return file.getbuffer()
+
+    return dumps
+
+
+def loads_in_main(data: Any, *, buffers: Any = ()) -> Any:
+    """Load a pickle of a notebook so that its functions run in this process's main module.
+
+    cloudpickle would give them a new namespace for each call, so that a `global` name would not
+    stay. A name that such a function assigns, and that the rank has, keeps the rank's value.
+    """
+    return _MainUnpickler(io.BytesIO(data), buffers=buffers).load()
+
+
+class _MainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "cloudpickle.cloudpickle":
+            if name == "_make_function":
+                return lambda code, names, *rest: found(code, _in_main(names), *rest)
+            if name == "_function_setstate":
+                return lambda function, state: found(function, _without_own(function, state))
+        return found
+
+
+def _in_main(names: dict[str, Any]) -> dict[str, Any]:
+    return vars(sys.modules["__main__"]) if names.get("__name__") == "__main__" else names
+
+
+def _without_own(function: FunctionType, state: tuple[Any, dict[str, Any]]) -> Any:
+    import dis
+
+    space = function.__globals__
+    own = {
+        each.argval
+        for each in dis.get_instructions(function.__code__)
+        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") and each.argval in space
+    }
+    attributes, slots = state
+    names = {k: v for k, v in slots["__globals__"].items() if k not in own}
+    return attributes, slots | {"__globals__": names}

@@ -1,0 +1,183 @@
+"""A rank of a pool: it waits for calls, makes them, and sends back what they return or raise."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing import reduction
+from typing import Any, NamedTuple
+
+from unisono.beyond.pool.memory import attach, drop, dumps_with, loads_in_main
+from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
+from unisono.core.groups.world import current
+from unisono.core.stores import PrefixStore, TCPStore
+from unisono.launcher.launch import pickling
+from unisono.launcher.payload import Payload
+from unisono.launcher.spawn import pickled_error
+
+
+class RaisedError(NamedTuple):
+    """What a call raised.
+
+    Attributes:
+        error: The exception, pickled; empty if it cannot be.
+        text: Its traceback, from the frame of the called function on.
+    """
+
+    error: bytes
+    text: str
+
+
+class CallAnswer(NamedTuple):
+    """The answer of a rank to a call, before its result.
+
+    Attributes:
+        raised: What the call raised, or None if a result follows.
+        is_broken: Whether a group of the rank makes no calls any more.
+    """
+
+    raised: RaisedError | None
+    is_broken: bool
+
+
+def serve(rank: int, link: Any, world_size: int, with_group: bool) -> None:
+    """Make the calls that come over a link, until it closes."""
+    _Rank(rank, link, world_size, with_group).serve()
+
+
+class _Rank:
+    def __init__(self, rank: int, link: Any, world_size: int, with_group: bool) -> None:
+        self._rank, self._link, self._world_size = rank, link, world_size
+        self._in_call = False
+        self._store = None
+        if with_group:
+            port = int(os.environ["MASTER_PORT"])
+            self._store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, signum: int, frame: object) -> None:
+        # Ctrl-C on a terminal comes twice: from the terminal, and from the pool.
+        if self._in_call:
+            self._in_call = False
+            raise KeyboardInterrupt
+
+    def serve(self) -> None:
+        while True:
+            try:
+                name, *args = self._link.recv()
+            except (EOFError, OSError):
+                return
+            if name == "end":
+                if current().default is not None:
+                    destroy_process_group()
+                return
+            getattr(self, name)(*args)
+
+    def output(self) -> None:
+        """Take the pipe that replaces the standard output and the standard error."""
+        fd = reduction.recv_handle(self._link)
+        for target in (1, 2):
+            os.dup2(fd, target)
+        os.close(fd)
+        # A line is shown when it ends, also if the parent's output is no terminal.
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+    def attach(self, key: str, nbytes: int) -> None:
+        """Take memory of the parent."""
+        attach(key, reduction.recv_handle(self._link), nbytes)
+
+    def drop(self, key: str) -> None:
+        """Let memory of the parent go."""
+        drop(key)
+
+    def group(self, generation: int) -> None:
+        """Replace the group; all ranks do."""
+        with contextlib.suppress(Exception):  # a broken group, which has its reason
+            if current().default is not None:
+                destroy_process_group()
+        assert self._store is not None
+        store = PrefixStore(f"pool/{generation}", self._store)
+        self._answer(
+            lambda: init_process_group(store=store, rank=self._rank, world_size=self._world_size)
+        )
+
+    def report(self, text: str) -> None:
+        """Report to the other ranks that this one has raised an exception."""
+        for group in current().groups.values():
+            group.report_failure(text)
+        self._answer(lambda: None)
+
+    def call(self) -> None:
+        """Make a call."""
+        payload = Payload.received(self._link)
+
+        def made() -> Any:
+            fn, args, keywords = payload.load_once(loads_in_main)
+            return fn(*args, **keywords)
+
+        self._answer(made)
+
+    def _answer(self, fn: Any) -> None:
+        result: Payload | None = None
+        raised = None
+        try:
+            self._in_call = True
+            try:
+                value = fn()
+            finally:
+                self._in_call = False
+            with pickling(value, f"the result of rank {self._rank}", dumps_with) as dumps:
+                result = Payload(value, dumps)
+        except BaseException as error:
+            # The frames of this module are not the user's.
+            below = error.__traceback__
+            while below is not None and below.tb_frame.f_code.co_filename == __file__:
+                below = below.tb_next
+            lines = traceback.format_exception(type(error), error, below or error.__traceback__)
+            raised = RaisedError(pickled_error(error), "".join(lines).rstrip())
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        is_broken = any(
+            backend.broken() is not None
+            for group in current().groups.values()
+            for backend in group.backends.values()
+        )
+        self._link.send(CallAnswer(raised, is_broken))
+        if result is not None:
+            result.send(self._link, os.getppid())
+
+
+def run_each(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
+    """Return the results of several calls."""
+    return [fn(*args) for args in tasks]
+
+
+def run_cell(source: str, number: int) -> None:
+    """Run the source of a cell in the main module; print the value of its last expression."""
+    name = f"<ranks {number}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    tree = ast.parse(source, name)
+    space = vars(sys.modules["__main__"])
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), space)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), name, "eval"), space)
+        if value is not None:
+            print(repr(value))
+
+
+def error_of(raised: RaisedError) -> BaseException | None:
+    """Return the exception of a rank, or None if it cannot be loaded."""
+    try:
+        error = pickle.loads(raised.error)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
