@@ -32,7 +32,7 @@ adds rounds and does not change the bytes.
 `one_shot`, `two_shot` and `rank_order` are meant for shared memory, where a rank writes each post
 once. The counts here are for an engine that sends each post to every rank that reads it.
 
-`unisono explain all_reduce 1M -p 64` shows the rounds in another world, and its choice.
+`unisono explain all_reduce 1M -n 64` shows the rounds in another world, and its choice.
 
 To choose an algorithm, pass `algorithm="ring"` in a call or set `UNISONO_ALGO`; see
 [environment variables](environment.md). Otherwise `unisono.lowlevel.select` chooses.

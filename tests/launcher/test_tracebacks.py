@@ -80,6 +80,21 @@ def test_errors_of_other_libraries_stay_whole():
         assert caught.value.__traceback__ is before
 
 
+def test_frames_within_the_text_of_a_runtime_error_are_cut(monkeypatch):
+    """C++ of torch appends them to the error of a callback, and DDP raises that text."""
+    monkeypatch.delenv("UNISONO_FULL_TRACEBACK", raising=False)
+    text = f"callback: PeerFailedError: rank 1\n\nAt:\n  {OWN_FOLDER}unisono/a.py(126): _outcome\n"
+    foreign = "callback: x\n\nAt:\n  /usr/a.py(126): f\n"
+    for whole, shown in ((text, "callback: PeerFailedError: rank 1"), (foreign, foreign)):
+        error = RuntimeError(whole)
+        with trimmed(error):
+            assert str(error) == shown
+        assert str(error) == whole
+    monkeypatch.setenv("UNISONO_FULL_TRACEBACK", "1")
+    with trimmed(error := RuntimeError(text)):
+        assert str(error) == text
+
+
 def test_the_hook_of_threads_trims_too(monkeypatch):
     from unisono.core.base.source import tracebacks
 

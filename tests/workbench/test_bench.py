@@ -77,13 +77,18 @@ def row(op="all_reduce", nbytes=1024, wrong=0, ranks=4, **times_us):
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("8", 8), ("64k", 65536), ("64M", 64 << 20), ("2G", 2 << 30)]
+    ("text", "nbytes"),
+    [
+        *(("8", 8), ("64k", 65536), ("64M", 64 << 20), ("2G", 2 << 30), ("1T", 1 << 40)),
+        *((text, 1 << 20) for text in ("1MiB", "1MB", "1 MB", "1 mib", " 1M ", "1024KiB")),
+        *(("1.5M", 3 << 19), ("8 B", 8), ("0.25 KiB", 256)),
+    ],
 )
 def test_sizes_are_powers_of_1024(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "M", "8X", "-1", "1.5M", "8 M"])
+@pytest.mark.parametrize("text", ["", "0", "M", "8X", "-1", "0.3K", "1.5", "8  M", "8iB", "1e3"])
 def test_other_sizes_are_refused(text):
     with pytest.raises(InvalidArgumentError, match="must be a size"):
         parse_nbytes(text)
@@ -318,7 +323,7 @@ def test_wrong_results_are_shown_and_fail_the_command(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "needs", "extra"),
     [
-        (["--plot", "x.png"], "matplotlib", "plot"),
+        (["-o", "x.png"], "matplotlib", "plot"),
         (["--peer", "gloo"], "torch", "torch"),
         (["--peer", "mpi"], "mpi4py", "bench"),
         (["--peer", "nccl4py", "--device", "cuda"], "torch and nccl", "nccl"),

@@ -48,7 +48,7 @@ def test_png(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["-o", "x.pdf"], "-o x.pdf: expected .svg, .png or .html"),
+        (["-o", "x.gif"], "-o x.gif: expected one of .svg, .html, .png, .pdf at its end"),
         (["-o", "/no/such/x.svg"], "cannot write /no/such/x.svg"),
         (["-o", "x.svg", "-p", "129"], "-p 129: a picture has at most 128 ranks"),
         (["-o", "x.svg", "-p", "9", "--hosts", "4"], "-p 9 does not fill 4 hosts"),

@@ -171,4 +171,4 @@ def test_picture(tmp_path, capsys):
 
 def test_output_with_another_ending(tmp_path, capsys):
     assert main(["trace", str(tmp_path), "-o", str(tmp_path / "x.txt")]) == 1
-    assert ": expected one of .json, .svg, .png, .pdf at its end" in capsys.readouterr().err
+    assert ": expected one of .json, .svg, .png, .pdf, .html at its end" in capsys.readouterr().err

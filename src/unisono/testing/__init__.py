@@ -4,9 +4,24 @@
 must pass its `check_*` suite. The suites need no pytest.
 """
 
-from unisono.testing.check_engine import check_engine
-from unisono.testing.check_store import check_store
-from unisono.testing.check_transport import check_transport, check_vanishing
-from unisono.testing.ranks import run
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.testing.check_engine import check_engine
+    from unisono.testing.check_store import check_store
+    from unisono.testing.check_transport import check_transport, check_vanishing
+    from unisono.testing.ranks import run
 
 __all__ = ["check_engine", "check_store", "check_transport", "check_vanishing", "run"]
+
+_HOMES = {"check_vanishing": "check_transport", "run": "ranks"}
+
+
+def __getattr__(name: str) -> Any:
+    # Every run of pytest loads the plug-in, and few need the ranks.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, name)}"), name)
+    globals()[name] = value
+    return value

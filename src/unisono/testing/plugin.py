@@ -1,10 +1,11 @@
 """A pytest plug-in: the marker `ranks` and the fixture `world` run tests on several ranks.
 
-Enable it with `pytest_plugins = ["unisono.testing.plugin"]` in a conftest.
+Pytest finds it where unisono is installed. It loads what runs ranks when a test needs it.
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -13,8 +14,6 @@ from typing import Any, Literal, NamedTuple, cast
 import pytest
 
 from unisono.errors import LaunchError, WorkerFailedError
-from unisono.testing.ranks import run
-from unisono.testing.report import frames_of
 
 __all__ = ["world"]
 
@@ -45,6 +44,8 @@ def world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     def test_sum(world):
         assert world(body, 4) == [...]
     """
+    from unisono.testing.ranks import run
+
     return partial(run, ranks=request.param)
 
 
@@ -82,6 +83,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     args = [pyfuncitem.funcargs[name] for name in names if name != "rank"]
     options = {name: value for name, value in mark.kwargs.items() if name not in _BOTH}
+    from unisono.testing.ranks import run
+
     run(pyfuncitem.obj, world.size, ranks=world.kind, engine=world.engine, args=args, **options)
     return True
 
@@ -105,8 +108,12 @@ def pytest_runtest_makereport(
 
 def _text(raised: pytest.ExceptionInfo[BaseException]) -> str | None:
     """Return the frames above `run` and the text about the ranks; None if `run` is absent."""
-    frames = list(traceback.walk_tb(raised.tb))
-    depth = next((i for i, (f, _) in enumerate(frames) if f.f_code is run.__code__), None)
+    if (ranks_module := sys.modules.get("unisono.testing.ranks")) is None:
+        return None
+    from unisono.testing.report import frames_of
+
+    frames, code = list(traceback.walk_tb(raised.tb)), ranks_module.run.__code__
+    depth = next((i for i, (f, _) in enumerate(frames) if f.f_code is code), None)
     own = str(raised.value) if isinstance(raised.value, LaunchError | WorkerFailedError) else ""
     ranks = str(raised.value.__cause__ or "")
     if depth is None or not (own or isinstance(raised.value.__cause__, LaunchError)):

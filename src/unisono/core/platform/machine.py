@@ -140,3 +140,9 @@ def huge_pages() -> str:
 def load_average() -> float:
     """Return how many processes ran or waited for a core in the last minute; 0 if unknown."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def busy_text() -> str:
+    """Return that more processes run than the machine has cores, or ""."""
+    load, cores = load_average(), os.cpu_count() or 1
+    return f"the machine is busy (load {load:.1f} on {cores} cores)" if load > cores else ""

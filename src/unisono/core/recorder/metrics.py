@@ -66,7 +66,7 @@ def _serve(text: str, local_rank: int) -> Any:
     except ImportError:
         raise UnsupportedError(
             "UNISONO_METRICS_PORT needs the package prometheus-client",
-            hint="pip install unisono[metrics]",
+            hint="pip install 'unisono[metrics]'",
         ) from None
     registry = prometheus_client.CollectorRegistry()
     registry.register(_Collector())

@@ -26,7 +26,6 @@ from unisono.core.transports.control import CallLog, Failures, Question, Questio
 from unisono.core.transports.mailbox import Messages, deliver_copy
 from unisono.core.transports.messages import (
     CLOSED,
-    LEFT,
     Arrival,
     CallStatus,
     Failure,
@@ -407,7 +406,7 @@ class Transport(Carrier):
         elif kind is Purpose.FAIL:
             self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
         elif kind is Purpose.GOODBYE:
-            self.mark_down(LinkDown(peer, LEFT, left=True))
+            self.mark_down(LinkDown(peer, CLOSED, left=True))
         elif kind is Purpose.KNOCK:
             self.messages.attend()
         elif kind is Purpose.LOST and words["peer"] not in self.linked():
@@ -475,7 +474,7 @@ class Transport(Carrier):
         """
         if (error := self.down(peer)) is None:
             by_memory = self.messages.has_left(peer)
-            error = LinkDown(peer, LEFT if by_memory else reason, left or by_memory)
+            error = LinkDown(peer, CLOSED if by_memory else reason, left or by_memory)
         # The other ranks answer a good-bye: they close their links, too.
         if spreads and not error.left and not self._is_parting:
             self.spread(error)
@@ -603,4 +602,4 @@ def has_ended(transport: Transport, peer: int) -> bool:
     down, here = transport.down(peer), transport.hosts[transport.rank]
     # Without a host id it is unknown which ranks are on this host.
     near = bool(here) and transport.hosts[peer] == here
-    return down is not None and (near or down.reason == LEFT)
+    return down is not None and (near or down.reason == CLOSED)

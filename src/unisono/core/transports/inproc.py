@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from unisono.core.transports.api import Transport
-from unisono.core.transports.messages import LEFT, Key, LinkDown
+from unisono.core.transports.messages import CLOSED, Key, LinkDown
 from unisono.core.transports.transfers import Transfer
 
 
@@ -80,12 +80,12 @@ class InprocTransport(Transport):
         if link is None:
             link = self._lookup(peer)
             if link is None or link.closed:
-                self.mark_down(LinkDown(peer, LEFT, left=True))
+                self.mark_down(LinkDown(peer, CLOSED, left=True))
                 return None
             self._peers[peer] = link
             # The other rank can answer at once, although it may not know any address yet.
             link._peers[self.rank] = self
         if link.closed:
-            self.mark_down(LinkDown(peer, LEFT, left=True))
+            self.mark_down(LinkDown(peer, CLOSED, left=True))
             return None
         return link

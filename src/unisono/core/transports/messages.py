@@ -13,11 +13,8 @@ from typing import NamedTuple
 
 from unisono.core.base.text import name_ranks
 
-LEFT = "it left: its transport was closed"
-"""Reason of a `LinkDown` of a rank that sent a good-bye."""
-
 CLOSED = "it left: the group was closed"
-"""Reason of a `LinkDown` of a rank that has closed a group, and may live on."""
+"""Reason of a `LinkDown` of a rank that sent a good-bye, or has closed a group and may live on."""
 
 ANY_TAG = -1
 """The tag of a receive or probe of any tag. It takes tags below 2**62; the library has the rest."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.errors import InvalidArgumentError
+from unisono.launcher.output.colours import painted_rank
 from unisono.launcher.output.reader import TRACEBACK, Sink
 from unisono.launcher.ranges import format_ranges
 
@@ -109,12 +110,22 @@ class Console:
             host, role.
         fold: Whether to join equal lines of several ranks.
         clock: Monotonic clock, in seconds.
+        colours: Whether each rank's prefix has a colour of its own.
     """
 
-    def __init__(self, sink: Sink, *, prefix: str, fold: bool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        prefix: str,
+        fold: bool,
+        clock: Callable[[], float],
+        colours: bool = False,
+    ) -> None:
         self._sink = sink
         self._prefix = prefix
         self._fold = LineFold() if fold else None
+        self._colours = colours
         self._clock = clock
         self._names: dict[int, WorkerName] = {}
         self._unfinished: int | None = None
@@ -179,6 +190,8 @@ class Console:
             host=names[0].host,
             role=names[0].role,
         )
+        if self._colours and prefix and len(ranks) == 1:
+            prefix = painted_rank(prefix, ranks[0])
         text = line.rstrip(b"\r\n")
         end = line[len(text) :]
         if len(ranks) > 1:

@@ -22,6 +22,7 @@ from typing import IO, Protocol, TextIO
 from unisono.core.base.config import environ
 from unisono.core.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.launcher.output.colours import has_colours
 from unisono.launcher.output.console import Console, WorkerName, check_prefix
 from unisono.launcher.output.reader import OutputReader, Sink, WorkerStream
 from unisono.launcher.workers.worker import CommandWorker, Stdout
@@ -288,7 +289,8 @@ class Output:
         return self._readers[std].add(source, *sinks, files=files, keep_tail=std is Std.ERR)
 
     def _console(self, std: Std, name: WorkerName) -> Sink:
-        terminal = sys.stdout.isatty() if std is Std.OUT else sys.stderr.isatty()
+        stream = sys.stdout if std is Std.OUT else sys.stderr
+        terminal = stream.isatty()
         fold = self._options.folds(self._nprocs, terminal)
         decorated = fold or bool(std & self._options.teed(name.local_rank))
         prefix = self._options.prefix
@@ -299,7 +301,11 @@ class Output:
         key = (std, bool(prefix))
         if key not in self._consoles:
             self._consoles[key] = Console(
-                self._sinks[std], prefix=prefix, fold=fold, clock=time.monotonic
+                self._sinks[std],
+                prefix=prefix,
+                fold=fold,
+                clock=time.monotonic,
+                colours=has_colours(stream),
             )
         return self._consoles[key].sink_of(name)
 

@@ -39,16 +39,17 @@ _EXTRAS = {
     **{"gloo": "torch", "mpi": "bench", "plot": "plot"},
     **{"nccl": "torch", "nccl4py": "nccl", "cuda": "nccl"},
 }
-_FLAGS = {"plot": "--plot", "cuda": "--device cuda", "bfloat16": "-d bfloat16"}
+_FLAGS = {"cuda": "--device cuda", "bfloat16": "-d bfloat16"}
 _POLL_S = 0.5
 _STOP_S = 10.0
 
 
-def check_installed(feature: str) -> None:
+def check_installed(feature: str, flag: str = "") -> None:
     """Check that the packages and programs that a flag needs are installed.
 
     Args:
         feature: "gloo", "mpi", "nccl", "nccl4py", "cuda", "plot" or "bfloat16".
+        flag: What needs it; "" if that follows from the feature.
 
     Raises:
         InvalidArgumentError: Names the missing package or program and how to install it.
@@ -57,7 +58,7 @@ def check_installed(feature: str) -> None:
     if feature == "mpi" and _mpiexec() is None:
         missing.append("the program mpiexec")
     if missing:
-        flag = _FLAGS.get(feature, f"--peer {feature}")
+        flag = flag or _FLAGS.get(feature, f"--peer {feature}")
         package = f"'unisono[{_EXTRAS[feature]}]'" if feature in _EXTRAS else missing[0]
         raise InvalidArgumentError(
             f"{flag} needs {' and '.join(missing)}, not found beside {sys.executable}",

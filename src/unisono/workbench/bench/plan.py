@@ -8,6 +8,7 @@ Source: nccl-tests 2.19, doc/PERFORMANCE.md and the GetBw functions.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -247,13 +248,16 @@ def cases(op: str, plan: BenchPlan) -> Iterator[Case]:
 
 
 def parse_nbytes(text: str) -> int:
-    """Return the number of bytes of a text as in nccl-tests: 8, 64K, 64M, 1G (powers of 1024).
+    """Return the number of bytes of 8, 64K, 1.5M, "1 MB", 1GiB: powers of 1024, as in nccl-tests.
 
     Raises:
-        InvalidArgumentError: The text has another form, or the number is 0.
+        InvalidArgumentError: The text has another form, or is no whole number, or 0.
     """
-    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    shift = {"": 0, "K": 10, "M": 20, "G": 30}.get(unit)
-    if shift is None or not digits.isdecimal() or int(digits) == 0:
-        raise InvalidArgumentError(f"must be a size such as 8, 64K, 64M or 1G, got {text!r}")
-    return int(digits) << shift
+    found = re.fullmatch(r"([0-9]+)(?:\.([0-9]+))? ?(?:([KMGT])I?)?B?", text.strip().upper())
+    if found:
+        digits, decimals, unit = found[1], found[2] or "", found[3] or " "
+        scaled = int(digits + decimals) << 10 * " KMGT".index(unit)
+        nbytes, rest = divmod(scaled, int(10 ** len(decimals)))
+        if nbytes and not rest:
+            return nbytes
+    raise InvalidArgumentError(f"must be a size such as 8, 64K, 64M or 1G, got {text!r}")

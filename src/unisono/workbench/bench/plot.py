@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from unisono.core.base.grouping import grouped
@@ -18,6 +20,18 @@ _STYLES = {
 }
 _ROW_INCHES = 2.6
 _TICKS = 6
+
+
+def save(figure: Any, path: str, **how: Any) -> None:
+    """Write a figure of matplotlib; a page (.html) has it as SVG."""
+    if not path.endswith(".html"):
+        figure.savefig(path, **{"dpi": 100, **how})
+        return
+    text = io.StringIO()
+    figure.savefig(text, format="svg", **how)
+    svg = text.getvalue()
+    page = f'<!doctype html>\n<meta charset="utf-8">\n{svg[svg.index("<svg") :]}'
+    Path(path).write_text(page, encoding="utf-8")
 
 
 def plot(result: dict[str, Any], path: str) -> None:
@@ -53,7 +67,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     figure.suptitle(_title(result), fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=100)
+    save(figure, path)
     pyplot.close(figure)
 
 

@@ -12,8 +12,9 @@ from statistics import geometric_mean
 from typing import Any
 
 from unisono.core.base.config import environ
-from unisono.core.platform.machine import cpu_model, load_average, usable_cores
+from unisono.core.platform.machine import busy_text, cpu_model, load_average, usable_cores
 from unisono.core.platform.posix import require_posix
+from unisono.launcher.output.colours import has_colours
 from unisono.workbench.bench.plan import OPS, BenchPlan
 
 ReportRow = dict[str, Any]
@@ -149,6 +150,8 @@ class ReportTable:
             f"{host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB, {host['system']}; "
             f"load {host['load_before']}"
         )
+        if busy := busy_text():
+            self._comment(f"{busy}: times are upper limits")
         self._comment(f"python {host['python']}, {versions}")
         self._comment(
             f"time: median of {rounds} rounds of {loop}, mean per call on the slowest rank"
@@ -218,7 +221,7 @@ class ReportTable:
 
 def _console() -> Any:
     """Return rich's console if rich is installed and standard output is a terminal."""
-    if not sys.stdout.isatty() or environ().get("TERM", "dumb") == "dumb":
+    if not has_colours(sys.stdout) or environ().get("TERM", "dumb") == "dumb":
         return None
     if importlib.util.find_spec("rich") is None:
         return None

@@ -22,13 +22,18 @@ from unisono.workbench.bench.plan import (
     SizeRange,
 )
 from unisono.workbench.cli.flags import (
+    add_json,
     add_parser,
+    add_picture,
+    add_ranks,
     add_sizes,
+    check_output,
     check_writable,
     non_negative,
+    operation,
     positive,
     seconds,
-    write_text,
+    write_json,
 )
 
 _DESCRIPTION = """\
@@ -43,19 +48,20 @@ With --peer another library is called in the same processes, on the same arrays,
 unisono, so that both run under the same conditions. The column after its time is unisono's time
 divided by that time (below 1: unisono is faster)."""
 
+_REDOPS = (*REDOPS, ALL)
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `bench`."""
-    parser = add_parser(
-        commands, "bench", "measure operations, beside other libraries", _DESCRIPTION, _bench
-    )
+    summary = "measure operations, beside other libraries"
+    parser = add_parser(commands, "bench", summary, _DESCRIPTION, _bench, algorithms=True)
     add = parser.add_argument
-    names = [*OPS, "all"]
-    add("ops", nargs="+", choices=[*names, "store"], metavar="OP", help=", ".join(names))
-    per_host = "ranks per host (2, or 1 with -t or -g)"
-    add("--nproc-per-node", type=positive, metavar="N", help=per_host)
+    names = [*OPS, "all", "store"]
+    meaning = ", ".join(names[:-1])
+    add("ops", nargs="+", type=operation(names), choices=names, metavar="OP", help=meaning)
+    # -n and -o are nccl-tests' flags.
+    add_ranks(parser, "ranks per host (2, or 1 with -t or -g)")
     hosts = "number of hosts, as network namespaces on this machine; needs root"
     add("--hosts", type=positive, default=0, metavar="N", help=hosts)
     _add_sizes(parser)
@@ -66,8 +72,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     peers = "gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be repeated"
     add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
-    add("--json", metavar="FILE", help="write all measurements to a file, as JSON")
-    add("--plot", metavar="FILE.png", help="draw time and busbw over size")
+    add_json(parser, text_too=True)
+    add_picture(parser, "draw time and busbw over size (also -o FILE)", short=())
     limit = "limit per size (120)"
     add("--timeout", type=seconds, default=120.0, metavar="SECONDS", help=limit)
 
@@ -84,8 +90,35 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     meaning = f"{', '.join(types)} (float32); bfloat16 needs ml_dtypes"
     names = ("-d", "--datatype", "--dtype")
     add(*names, choices=types, default="float32", metavar="TYPE", help=meaning)
-    add("-o", "--op", choices=[*REDOPS, ALL], default="sum", help="reduce op (sum)")
+    meaning = f"reduce op (sum): {', '.join(_REDOPS)}"
+    how: dict[str, Any] = {
+        "type": _redop_or_file,
+        "action": _RedopOrFile,
+        "default": "sum",
+        "metavar": "OP",
+    }
+    add("-o", "--op", help=meaning, **how)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+
+
+def _redop_or_file(text: str) -> str:
+    if text in _REDOPS or "." in text:
+        return text
+    known = ", ".join(_REDOPS)
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {known})")
+
+
+class _RedopOrFile(argparse.Action):
+    """Take nccl-tests' reduce op, or, as the flag of other commands, the file of a picture."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, "op" if values in _REDOPS else "output", values)
 
 
 def _add_loop(parser: argparse.ArgumentParser) -> None:
@@ -140,17 +173,18 @@ def _bench(options: argparse.Namespace) -> int:
     from unisono.workbench.bench.report import ReportTable, document
 
     plan = _plan(options)
-    if options.plot and ALL in (options.datatype, options.op):
+    if options.output and ALL in (options.datatype, options.op):
         raise InvalidArgumentError("--plot draws one type and one reduce op, not -d all or -o all")
     wanted = {
-        "plot": bool(options.plot),
         "cuda": plan.device == "cuda",
         "bfloat16": "bfloat16" in plan.dtype,
     }
     for feature in (*plan.peers, *(name for name, is_wanted in wanted.items() if is_wanted)):
         check_installed(feature)
-    for path in filter(None, (options.json, options.plot)):
-        check_writable(path)
+    if options.output:
+        check_output("bench", options.output)
+    if options.json not in (None, "-"):
+        check_writable(options.json)
     table = ReportTable(plan)
     for note in _notes(options, plan):
         table.take({"kind": "note", "text": note})
@@ -161,12 +195,11 @@ def _bench(options: argparse.Namespace) -> int:
         return 128 + signal.SIGINT
     table.end()
     result = document(plan, table, sys.argv[1:])
-    if options.json:
-        write_text(options.json, _as_text(result))
-    if options.plot:
+    write_json(options, _as_text(result))
+    if options.output:
         from unisono.workbench.bench.plot import plot
 
-        plot(result, options.plot)
+        plot(result, options.output)
     return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
 
 
@@ -180,7 +213,7 @@ def _as_text(result: dict[str, Any]) -> str:
 def _plan(options: argparse.Namespace) -> BenchPlan:
     ops = tuple(OPS) if "all" in options.ops else tuple(dict.fromkeys(options.ops))
     share = options.nthreads * options.ngpus
-    per_host = (options.nproc_per_node or (2 if share == 1 else 1)) * share
+    per_host = (options.ranks or (2 if share == 1 else 1)) * share
     nprocs = per_host * (options.hosts or 1)
     dtypes = _ALIASES.get(options.datatype, options.datatype)
     if dtypes == ALL:

@@ -13,9 +13,12 @@ from unisono.workbench.bench.plan import parse_nbytes
 from unisono.workbench.cli.explain import OP_NAMES
 from unisono.workbench.cli.flags import (
     add_parser,
-    check_writable,
+    add_picture,
+    add_ranks,
+    check_output,
     checked,
     non_negative,
+    operation,
     positive,
     write_text,
 )
@@ -41,32 +44,28 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(
         commands,
         "draw",
-        "draw an algorithm: SVG, PNG, or an HTML page to step through",
+        "draw an algorithm: a picture, or an HTML page to step through",
         _DESCRIPTION,
         _draw,
+        algorithms=True,
     )
     nbytes = checked(parse_nbytes)
     add = parser.add_argument
-    add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
-    add("-p", "--ranks", type=positive, default=8, metavar="N", help="ranks (8)")
+    names = ", ".join(OP_NAMES)
+    add("op", type=operation(OP_NAMES), choices=OP_NAMES, metavar="OP", help=names)
+    add_ranks(parser, "ranks (8)", "-n", "-p", default=8)
     add("--hosts", type=positive, default=0, metavar="H", help="hosts (what the network has)")
     add("--algorithm", required=True, metavar="NAME", help=HELP)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
     add("-b", "--size", type=nbytes, default="1M", metavar="SIZE", help="with --net (1M)")
     add("--net", metavar="FILE", help="a shipped network or a TOML file, see `unisono simulate`")
-    add("-o", "--output", required=True, metavar="FILE", help="FILE.svg, FILE.png or FILE.html")
+    add_picture(parser, "FILE.svg, .png, .pdf, or the page FILE.html", required=True)
 
 
 def _draw(options: argparse.Namespace) -> int:
     suffix = Path(options.output).suffix
-    if suffix not in (".svg", ".png", ".html"):
-        raise InvalidArgumentError(f"-o {options.output}: expected .svg, .png or .html")
-    if suffix == ".png":
-        from unisono.workbench.bench.launch import check_installed
-
-        check_installed("plot")
-    check_writable(options.output)
+    check_output("draw", options.output, ".svg", ".html")
     if options.ranks > _MOST_RANKS:
         raise InvalidArgumentError(f"-p {options.ranks}: a picture has at most {_MOST_RANKS} ranks")
     from unisono.workbench.simulate.pictures.diagrams import diagram
@@ -82,7 +81,7 @@ def _draw(options: argparse.Namespace) -> int:
     elif suffix == ".svg":
         write_text(options.output, diagram(timeline).svg())
     else:
-        _write_png(options.output, diagram(timeline))
+        _write(options.output, diagram(timeline))
     return 0
 
 
@@ -113,7 +112,7 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     )  # fmt: skip
 
 
-def _write_png(path: str, picture: Picture) -> None:
+def _write(path: str, picture: Picture) -> None:
     """Draw the shapes with matplotlib, 2 pixels per unit."""
     from unisono.workbench.simulate.pictures.drawing import Label, Line
 

@@ -6,13 +6,22 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, parse_nbytes
-from unisono.workbench.cli.flags import add_parser, checked, non_negative, positive
+from unisono.workbench.cli.flags import (
+    add_json,
+    add_parser,
+    add_ranks,
+    checked,
+    non_negative,
+    operation,
+    positive,
+    write_json,
+)
 from unisono.workbench.cli.simulate import MANY, machine_of, per_host_of, row_of, us_text
 from unisono.workbench.cli.terminal import plain
 
@@ -35,19 +44,20 @@ OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `explain`."""
-    parser = add_parser(
-        commands, "explain", "show which algorithm a group takes, and why", _DESCRIPTION, _explain
-    )
+    summary = "show which algorithm a group takes, and why"
+    parser = add_parser(commands, "explain", summary, _DESCRIPTION, _explain, algorithms=True)
     add = parser.add_argument
-    add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
-    add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1M")
-    add("-p", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
+    names = ", ".join(OP_NAMES)
+    add("op", type=operation(OP_NAMES), choices=OP_NAMES, metavar="OP", help=names)
+    add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1 MiB")
+    add_ranks(parser, "ranks (2)", "-n", "-p", default=2)
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--algorithm", metavar="NAME", help=f"what the call asks for: {HELP}")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
+    add_json(parser)
     parser.set_defaults(itemsize=4, goal=None, orders=0)
 
 
@@ -88,7 +98,13 @@ def _explain(options: argparse.Namespace) -> int:
     print(f"takes {choice.algorithm}{depth}: {why}")
     shown = f"{table.digest}, {_how(table)} {table.about.get('date', '')}" if table else "none"
     print(plain(f"# table for {shape}: {shown}"))
-    _print(options, topology, table, choice.algorithm)
+    rows = _print(options, topology, table, choice.algorithm)
+    document = {
+        "op": options.op, "size_bytes": options.size, "ranks": options.ranks,
+        "hosts": options.hosts, "over": shape.over, "algorithm": choice.algorithm,
+        "pipeline": choice.pipeline, "reason": why, "table": table and table.digest, "rows": rows,
+    }  # fmt: skip
+    write_json(options, document)
     return 0
 
 
@@ -157,8 +173,8 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
 
 def _print(
     options: argparse.Namespace, topology: Topology, table: ChoiceTable | None, chosen: str
-) -> None:
-    """Print a line per algorithm that serves the call, the fastest first."""
+) -> list[dict[str, Any]]:
+    """Print a line per algorithm that serves the call, the fastest first, and return them."""
     from unisono.core.schedules import available, build, select
     from unisono.core.schedules.choice.tuning import mean_us
     from unisono.core.schedules.ir import ROOTED
@@ -166,35 +182,40 @@ def _print(
     op, p, local = options.op, options.ranks, topology.local
     net, measured = _net(options, topology), _measured(table, op, options.size)
     root = options.root if op in ROOTED else -1
-    lines: list[tuple[float, str]] = []
-    head = (
-        f"{'algorithm':<22}{'rounds':>8}{'pieces':>8}{'predicted us':>16}{_how(table) + ' us':>16}"
-    )
+    lines: list[tuple[float, str, dict[str, Any]]] = []
+    shown = [name for name, has in (("predicted", net), (_how(table), measured)) if has]
+    head = f"{'algorithm':<22}{'rounds':>8}{'pieces':>8}"
+    head += "".join(f"{name + ' us':>16}" for name in shown)
     # Many ranks take time: each row comes when it is known, the choice first.
     if many := p > MANY:
         print(head, flush=True)
     for name in sorted(available(op, p, local=local), key=lambda name: name != chosen):
         options.pipeline = select(op, options.size, topology, name).pipeline
         rounds = build(op, name, p, root, options.pipeline, local).rounds
-        times: list[float | None] = [None, None]
+        times: dict[str, float | None] = dict.fromkeys(shown)
         if net is not None:
             try:
-                times[0] = row_of(options, net, name, (p, local, options.size))["time_us"]
+                row = row_of(options, net, name, (p, local, options.size))
+                times["predicted"] = row["time_us"]
             except InvalidArgumentError as error:
                 print(f"# {error.what}", flush=True)
         if name in measured:
-            times[1] = mean_us(measured[name])
-        cells = "".join(f"{'-' if us is None else us_text(us):>16}" for us in times)
+            times[_how(table)] = mean_us(measured[name])
+        cells = "".join(f"{'-' if us is None else us_text(us):>16}" for us in times.values())
         mark = "  <- taken" if name == chosen else ""
         line = f"{name:<22}{rounds:>8,}{options.pipeline:>8}{cells}{mark}"
-        lines.append((times[bool(measured)] or math.inf, line))
+        row = {"algorithm": name, "rounds": rounds, "pipeline": options.pipeline}
+        row |= {f"{what}_us": us for what, us in times.items()}
+        # Measured times decide, if there are any.
+        lines.append(((times[shown[-1]] if shown else 0.0) or math.inf, line, row))
         if many:
             print(line, flush=True)
     lines.sort(key=lambda pair: pair[0])
     if many:
         print(f"# fastest: {lines[0][1].split()[0]}")
     else:
-        print("\n".join([head, *(line for _, line in lines)]))
+        print("\n".join([head, *(line for _, line, _ in lines)]))
+    return [row for *_, row in lines]
 
 
 def _measured(table: ChoiceTable | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:

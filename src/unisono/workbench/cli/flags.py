@@ -1,10 +1,17 @@
-"""Flags as torchrun has them: two spellings, and a default from the environment."""
+"""The flags that several sub-commands share, and their parser.
+
+Flags of torchrun have two spellings, and a default from the environment.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
-from collections.abc import Callable
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +26,67 @@ torchrun reads PET_MAX_RESTARTS; the prefix PET_ is tried second.
 """
 
 
+_PICTURES = (".svg", ".png", ".pdf", ".html")
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help in 80 columns: paragraphs are filled, and a value stands after the last spelling."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # Examples keep their lines.
+        kinds = itertools.groupby(text.strip().split("\n"), lambda line: line[:1].strip() != "")
+        parts = ["\n".join(lines) if not fills else textwrap.fill(" ".join(lines), width)
+                 for fills, lines in kinds]  # fmt: skip
+        return "\n".join(parts) + "\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        default = self._get_default_metavar_for_optional(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, default)}"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors name what resembles a wrong word, and whose help lists algorithms.
+
+    Args:
+        algorithms: Whether the help lists the algorithms.
+        options: As for ArgumentParser.
+    """
+
+    def __init__(self, *, algorithms: bool = False, **options: Any) -> None:
+        super().__init__(**options, formatter_class=_HelpFormatter)
+        self._algorithms = algorithms
+
+    def format_help(self) -> str:
+        """Return the help; the algorithms are imported for it only."""
+        if self._algorithms:
+            from unisono.core.schedules.registry import known_algorithms
+
+            self.epilog = f"algorithms: {', '.join(known_algorithms())}"
+        return super().format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += meant(str(value), {str(each): each for each in action.choices or ()})
+            raise
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # Spellings of one flag make no abbreviation ambiguous.
+        found = super()._get_option_tuples(option_string)
+        return list({each[0].dest: each for each in reversed(found)}.values())
+
+
+def meant(word: str, known: Mapping[str, str]) -> str:
+    """Return " (is X meant?)" for the key that a word resembles, with its value as X; or ""."""
+    import difflib  # slow to import, and needed for errors only
+
+    like = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return "".join(f" (is {known[name]} meant?)" for name in like)
+
+
 def add_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
@@ -29,9 +97,8 @@ def add_parser(
 ) -> argparse.ArgumentParser:
     """Add a sub-command, by default without abbreviated flags, and return its parser."""
     options.setdefault("allow_abbrev", False)
-    raw = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=description, formatter_class=raw, **options
+        name, help=summary, description=description, **options
     )
     parser.set_defaults(handler=handler, parser=parser)
     return parser
@@ -85,6 +152,48 @@ def add_flag(target: Any, *flags: str, **options: Any) -> None:
         target.add_argument(alias, dest=names[0], **hidden)
 
 
+def add_ranks(target: Any, meaning: str, *short: str, **options: Any) -> None:
+    """Add the flag for the number of ranks: `short`, --ranks, and what mpirun and `run` call it."""
+    how = {"dest": "ranks", "type": positive, "metavar": "N", **options}
+    target.add_argument(*short, "--ranks", help=meaning, **how)
+    hidden = how | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    target.add_argument("-np", "--nproc-per-node", **hidden)
+
+
+def add_json(target: Any, *, text_too: bool = False) -> None:
+    """Add the flag for results as JSON; `write_json` writes them.
+
+    Args:
+        target: Parser.
+        text_too: Whether the text goes to standard error if there is no file.
+    """
+    meaning = "write the results as JSON: to a file, or instead of the text"
+    target.add_argument("--json", nargs="?", const="-", metavar="FILE", help=meaning)
+    target.set_defaults(text_too=text_too)
+
+
+def add_picture(
+    target: Any, meaning: str, *, short: Sequence[str] = ("-o",), **options: Any
+) -> None:
+    """Add the flag for a picture, and its old name --plot; `check_output` checks its value."""
+    how = {"dest": "output", "metavar": "FILE", **options}
+    target.add_argument(*short, "--output", help=meaning, **how)
+    if not options.get("required"):
+        hidden = how | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        target.add_argument("--plot", **hidden)
+
+
+def operation(names: Sequence[str]) -> Callable[[str], str]:
+    """Return the type of an operation, which also takes MPI's, NCCL's and nccl-tests' spelling."""
+    known = {name.replace("_", ""): name for name in names} | {"bcast": "broadcast"}
+
+    def convert(text: str) -> str:
+        name = known.get(re.sub("_perf$|^mpi_|[-_]", "", text.lower()), text)
+        return name if name in names else text
+
+    return convert
+
+
 def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Wrap a parser so that argparse prints the text of its InvalidArgumentError."""
 
@@ -131,6 +240,47 @@ def check_writable(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.access(folder, os.W_OK) or os.path.isdir(path):
         raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")
+
+
+def check_output(command: str, path: str, *more: str) -> None:
+    """Check that a picture can be written, before the measurements take minutes.
+
+    Args:
+        command: Name of the sub-command.
+        path: Of the picture.
+        more: Further endings, which need no matplotlib.
+
+    Raises:
+        InvalidArgumentError: The ending is another one, the file cannot be written, or matplotlib
+            is missing.
+    """
+    ending, endings = os.path.splitext(path)[1], list(dict.fromkeys((*more, *_PICTURES)))
+    if ending not in endings:
+        known = ", ".join(endings)
+        raise InvalidArgumentError(f"{command}: -o {path}: expected one of {known} at its end")
+    check_writable(path)
+    if ending not in more:
+        from unisono.workbench.bench.launch import check_installed
+
+        check_installed("plot", f"-o {path}")
+
+
+def write_json(options: argparse.Namespace, document: Any) -> None:
+    """Write the results if --json is given: to its file, or to standard output.
+
+    Args:
+        options: With `json`, and `stdout`, as `main` sets it.
+        document: The results, or their text.
+    """
+    if options.json is None:
+        return
+    if not isinstance(document, str):
+        # JSON has no infinity.
+        document = json.dumps(document, indent=1).replace("Infinity", "null") + "\n"
+    if options.json == "-":
+        options.stdout.write(document)
+    else:
+        write_text(options.json, document)
 
 
 def write_text(path: str, text: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from unisono import __version__
 from unisono.errors import UnisonoError
 from unisono.workbench.cli import bench, draw, explain, simulate, tune
 from unisono.workbench.cli.completion import SHELLS, PrintCompletion
 from unisono.workbench.cli.doctor import doctor as doctor
+from unisono.workbench.cli.flags import CommandParser, meant
 from unisono.workbench.cli.look import look as look
 from unisono.workbench.cli.run import run as run
 from unisono.workbench.cli.terminal import plain
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with those of its sub-commands."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="unisono",
         description="Collective communication: start, look at, measure and simulate processes.",
     )
@@ -55,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=SHELLS,
         help="print a script that completes commands and options in a shell",
     )
-    commands = parser.add_subparsers(required=True)
+    commands: Any = parser.add_subparsers(required=True)
     run.add_command(commands)
     bench.add_command(commands)
     simulate.add_command(commands)
@@ -69,25 +72,30 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    options, unknown = make_parser().parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in ([], ["help"]):
+        words = [*words[1:], "--help"]
+    options, unknown = make_parser().parse_known_args(words)
     if unknown:
         options.parser.error(_unknown(unknown[0], options.parser))
-    code: int = options.handler(options)
+    options.stdout = sys.stdout
+    with contextlib.ExitStack() as stack:
+        if getattr(options, "json", None) == "-":
+            # Of a command that takes minutes, the text shows how far it is.
+            text = sys.stderr if options.text_too else stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(text))
+        code: int = options.handler(options)
     return code
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     """Return an error text for an argument, with the flag that it resembles, if one does."""
-    import difflib  # slow to import, and needed for this error only
-
     name = word.partition("=")[0]
     # argparse has no public list of options, and the help also shows flags of example scripts.
     flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
     # Their starts are compared, so that --nprocs resembles --nproc-per-node.
     starts = {flag[: len(name)]: flag for flag in reversed(flags) if "_" not in flag}
-    like = difflib.get_close_matches(name, starts, n=1, cutoff=0.75)
-    hint = "".join(f" (is {starts[start]} meant?)" for start in like)
-    return f"unrecognized arguments: {word}{hint}"
+    return f"unrecognized arguments: {word}{meant(name, starts)}"
 
 
 def _discard_output() -> None:

@@ -52,8 +52,14 @@ def add_count_flag(
         type=_workers if may_vary else workers_per_node,
         default="1",
         metavar="N|MIN:MAX|cpu|gpu|auto" if may_vary else "N|cpu|gpu|auto",
-        help=meaning,
+        help=f"{meaning}; also -np, --ranks",
     )
+    how: dict[str, Any] = {
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS,
+        "dest": "nproc_per_node",
+    }
+    parser.add_argument("-np", "--ranks", type=_workers if may_vary else workers_per_node, **how)
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,19 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, SizeRange
-from unisono.workbench.cli.flags import add_parser, add_sizes, non_negative, positive, write_text
+from unisono.workbench.cli.flags import (
+    add_json,
+    add_parser,
+    add_picture,
+    add_ranks,
+    add_sizes,
+    check_output,
+    non_negative,
+    operation,
+    positive,
+    write_json,
+    write_text,
+)
 from unisono.workbench.cli.terminal import plain, working
 
 if TYPE_CHECKING:
@@ -24,8 +35,8 @@ SimulatedRow = dict[str, Any]
 
 # The parts of the critical path, as keys of a row.
 _COLUMNS = (
-    "ranks", "size", "algorithm", "time us", "latency", "bytes", "busy", "ends", "pieces",
-    "algbw", "busbw", "bound", "ties",
+    "ranks", "size", "algorithm", "time us", "latency", "sending", "busy", "ends", "pieces",
+    "algbw", "busbw", "bound", "ties", "published", "error",
 )  # fmt: skip
 _PARTS = ("latency_us", "bytes_us", "busy_us", "ends_us")
 
@@ -33,7 +44,7 @@ _DESCRIPTION = """\
 Run algorithms in virtual time. The ranks execute the schedules that engines execute, on a network
 that is numbers: a shipped one (an unknown name lists them) or a TOML file.
 
-time is when the last rank ends. latency, bytes, busy and ends are the parts of the critical path:
+time is when the last rank ends. latency, sending, busy and ends are the parts of the critical path:
 latencies of links, bytes on links, waiting for links, and what ranks do. pieces is the pipeline
 depth, algbw and busbw are GB/s as nccl-tests print them, bound is the least time of any algorithm.
 ties are the times in 8 other orders of messages that arrive at the same time, if they differ.
@@ -64,12 +75,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "run algorithms in virtual time, on any number of ranks",
         _DESCRIPTION,
         _simulate,
+        algorithms=True,
     )
     add = parser.add_argument
     ops = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
-    add("op", choices=ops, metavar="OP", help=", ".join(ops))
+    add("op", type=operation(ops), choices=ops, metavar="OP", help=", ".join(ops))
     counts = lambda text: [positive(number) for number in text.split(",")]  # noqa: E731
-    add("-p", "--ranks", type=counts, default="16", metavar="N,N", help="ranks (16)")
+    add_ranks(parser, "ranks (16)", "-n", "-p", type=counts, metavar="N,N")
     add("--hosts", type=positive, metavar="H", help="number of hosts (what the network has)")
     add_sizes(parser, "8", "", 8)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
@@ -81,8 +93,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--against", metavar="FILE", help="output of nccl-tests: compare, and name what explains it"
     )
-    add("--json", metavar="FILE", help="write all results to a file, as JSON")
-    add("--plot", metavar="FILE.png", help="draw time over size, or over ranks")
+    add_json(parser)
+    add_picture(parser, "draw time over size, or over ranks")
     add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
     # Without a value it is known that a flag was not given, see `_against`.
     parser.set_defaults(orders=_ORDERS, ranks=None, minbytes=None, stepfactor=None)
@@ -98,7 +110,7 @@ def _against(options: argparse.Namespace) -> int:
     run = against.read(options.against)
     ranks = options.ranks or []
     given = {
-        "--json": options.json, "--plot": options.plot, "--goal": options.goal,
+        "--json": options.json, "--plot": options.output, "--goal": options.goal,
         "-b": options.minbytes, "-e": options.maxbytes, "-f": options.stepfactor,
         "-p": run.ranks and ranks, "--hosts": run.ranks and options.hosts,
         "a second -p": ranks[1:],
@@ -140,6 +152,8 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.against:
         return _against(options)
     options.ranks = options.ranks or _RANKS
+    if options.output:
+        check_output("simulate", options.output)
     if options.algorithm != "all":
         # A network may have values for an algorithm of a file.
         names = [named(options.op, name) for name in options.algorithm.split(",")]
@@ -152,17 +166,18 @@ def _simulate(options: argparse.Namespace) -> int:
         ns = [ps / 1000 for ps in list(vars(model).values())[:5]]
         each = ", ".join(f"{key} {value:g} ns" for key, value in zip("LogGO", ns, strict=True))
         print(f"# LogGOPS, one kind of message: {each}, S {model.eager_bytes} B")
-    print("#" + _aligned([*_COLUMNS, *(("published", "error") if net.published else ())])[1:])
     rows: list[SimulatedRow] = []
-    for p in options.ranks:
-        for nbytes in sizes:
-            rows += _rows(options, net, p, nbytes)
+    try:
+        for p in options.ranks:
+            for nbytes in sizes:
+                found = _rows(options, net, p, nbytes)
+                rows += sorted(found, key=lambda row: float(row["time_us"]))
+    finally:
+        _print_table(rows)
     if not rows:
         raise InvalidArgumentError(f"no algorithm of {options.op} runs on net {net.name}")
-    if options.json:
-        document = {"op": options.op, "net": net.name, "values": net.values, "rows": rows}
-        write_text(options.json, json.dumps(document, indent=1).replace("Infinity", "null") + "\n")
-    if options.plot:
+    write_json(options, {"op": options.op, "net": net.name, "values": net.values, "rows": rows})
+    if options.output:
         _plot(rows, options)
     return 0
 
@@ -211,7 +226,7 @@ def machine_of(name: str, model: str | None = None) -> Machine:
 
 
 def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[SimulatedRow]:
-    """Yield and print a row per algorithm."""
+    """Yield a row per algorithm."""
     from unisono.core.schedules import available
 
     every, local = options.algorithm == "all", local_of(net, p)
@@ -228,16 +243,38 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
             print(f"# {error.what}", flush=True)
             continue
         row["published_us"] = net.published.get(nbytes, {}).get(name, {}).get(p)
-        parts = [us_text(row[part]) if part in row else "-" for part in _PARTS]
-        parts += [str(row["pipeline"]), f"{row['algbw']:.2f}", f"{row['busbw']:.2f}"]
-        least, most = map(us_text, row.get("range_us", (0.0, 0.0)))
-        parts += [us_text(row["bound_us"]), f"{least}-{most}" if least != most else "-"]
-        measured = row["published_us"]
-        error_percent = f"{100 * row['time_us'] / measured - 100:+.1f} %" if measured else ""
-        time = ("" if row["exact"] else "~") + us_text(row["time_us"])
-        cells = [str(p), str(nbytes), name, time, *parts, us_text(measured) if measured else ""]
-        print(_aligned([*cells, error_percent]).rstrip(), flush=True)
         yield row
+
+
+def _print_table(rows: Sequence[SimulatedRow]) -> None:
+    """Print the rows, without columns in which no row has a value."""
+    cells = [*zip(*map(_cells, rows), strict=True)]
+    columns = [
+        (head, *column) for head, column in zip(_COLUMNS, cells, strict=False) if {*column} != {"-"}
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    # The first line is a comment, the column of names is aligned to the left.
+    for number, line in enumerate(zip(*columns, strict=True)):
+        texts = [
+            text.ljust(width) if at == 2 else text.rjust(width)
+            for at, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print(("  " if number else "# ") + " ".join(texts).rstrip())
+
+
+def _cells(row: SimulatedRow) -> list[str]:
+    """Return the texts of a row, "-" for what it lacks."""
+    least, most = map(us_text, row.get("range_us", (0.0, 0.0)))
+    measured = row["published_us"]
+    return [
+        str(row["ranks"]), str(row["size_bytes"]), row["algorithm"],
+        ("" if row["exact"] else "~") + us_text(row["time_us"]),
+        *(us_text(row[part]) if part in row else "-" for part in _PARTS),
+        str(row["pipeline"]), f"{row['algbw']:.2f}", f"{row['busbw']:.2f}",
+        us_text(row["bound_us"]), f"{least}-{most}" if least != most else "-",
+        us_text(measured) if measured else "-",
+        f"{100 * row['time_us'] / measured - 100:+.1f} %" if measured else "-",
+    ]  # fmt: skip
 
 
 def row_of(
@@ -331,17 +368,10 @@ def us_text(us: float) -> str:
     return f"{us:,.1f}" if us < 10_000 else f"{us:,.0f}"
 
 
-def _aligned(cells: Sequence[str]) -> str:
-    widths = (7, 12, 22, 12, 9, 9, 9, 9, 6, 9, 9, 9, 11, 9, 8)
-    # Only some networks have the last two columns.
-    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
-
-
 def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:
     """Draw a line per algorithm, and the published times as crosses."""
-    from unisono.workbench.bench.launch import check_installed
+    from unisono.workbench.bench.plot import save
 
-    check_installed("plot")
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
@@ -361,5 +391,5 @@ def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:
     panel.set_title(f"{options.op} in virtual time, net {options.net}", loc="left")
     panel.grid(True, color="#dddddd")
     panel.legend(frameon=False)
-    figure.savefig(options.plot, dpi=100)
+    save(figure, options.output)
     pyplot.close(figure)

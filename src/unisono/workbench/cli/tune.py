@@ -16,7 +16,16 @@ from unisono.core.base import config
 from unisono.core.platform.machine import load_average, usable_cores
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.bench.plan import OPS, SizeRange
-from unisono.workbench.cli.flags import add_parser, add_sizes, checked, positive, seconds
+from unisono.workbench.cli.flags import (
+    add_json,
+    add_parser,
+    add_ranks,
+    add_sizes,
+    checked,
+    operation,
+    seconds,
+    write_json,
+)
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -52,19 +61,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = parser.add_argument
     add("ops", nargs="*", type=checked(_op), metavar="OP", help=f"(6 of {', '.join(_OPS)})")
-    add("--nproc-per-node", type=positive, metavar="N", help="ranks to start (one per core)")
+    add_ranks(parser, "ranks to start (one per core), or of --net", "-n", "-p")
     add_sizes(parser, "1K", "16M", 4)
     add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the run (60)")
     add("--net", metavar="FILE", help="measure nothing: choose in virtual time on a network")
-    add("-p", "--ranks", type=positive, metavar="N", help="with --net: number of ranks")
     add("--show", action="store_true", help="print the stored tables, and measure nothing")
     add("--clear", action="store_true", help="delete the stored tables, and measure nothing")
+    add_json(parser)
 
 
 def _op(text: str) -> str:
-    if text not in _OPS:
+    if (name := operation(_OPS)(text)) not in _OPS:
         raise InvalidArgumentError(f"unknown operation {text!r} (known: {', '.join(_OPS)})")
-    return text
+    return name
 
 
 def _tune(options: argparse.Namespace) -> int:
@@ -77,29 +86,29 @@ def _tune(options: argparse.Namespace) -> int:
             print(f"deleted {file}")
         return 0
     if options.show:
-        for table in tuning.read_tables().values():
+        tables = tuning.read_tables().values()
+        for table in tables:
             _show(table)
+        write_json(options, f"[{','.join(table.to_json() for table in tables)}]\n")
         return 0
+    if options.json:
+        raise InvalidArgumentError("tune: --json is for --show")
     sizes = SizeRange(options.minbytes, options.maxbytes, options.stepfactor)
     ops = tuple(dict.fromkeys(options.ops)) or measuring.OPS
     # The last call of a pass begins before the limit.
     limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
     plan = measuring.TuningPlan(ops, sizes, limit_s)
     if options.net:
-        if options.nproc_per_node:
-            raise InvalidArgumentError("tune: --net starts no ranks, so it has no --nproc-per-node")
         _tune_in_virtual_time(options, ops, sizes)
         return 0
-    if options.ranks:
-        raise InvalidArgumentError("tune: -p is for --net; --nproc-per-node starts ranks")
     if not is_alone(config.environ()):
-        if options.nproc_per_node:
+        if options.ranks:
             raise InvalidArgumentError("tune: this process is a rank already, so it starts none")
         measure_and_save(-1, plan)
         return 0
     from unisono.launcher.spawn import spawn
 
-    spawn(measure_and_save, (plan,), options.nproc_per_node or max(2, usable_cores()))
+    spawn(measure_and_save, (plan,), options.ranks or max(2, usable_cores()))
     return 0
 
 

@@ -7,6 +7,7 @@ of this library may be what its reader needs.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ OWN_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../..")
 
 own_folders = [OWN_FOLDER]
 """Folders of this library and of torch, if the program calls this library through torch."""
+
+_WITHIN = re.compile(r"\n*\n\nAt:\n(?:  .+\(\d+\): .+\n?)+")
+"""The frames that C++ of torch appends to the text of an error of a callback."""
 
 _lock = threading.RLock()
 _is_installed = False
@@ -66,22 +70,28 @@ def trimmed(error: BaseException | None) -> Iterator[None]:
 
     Does nothing if UNISONO_FULL_TRACEBACK is set.
     """
-    whole: dict[BaseException, TracebackType | None] = {}
-    is_shown = config.get("UNISONO_FULL_TRACEBACK") != "0"
-    if isinstance(error, (UnisonoError, KeyboardInterrupt)) and not is_shown:
-        todo: list[BaseException | None] = [error]
-        while todo:
-            each = todo.pop()
-            if each is not None and each not in whole:
-                whole[each] = each.__traceback__
-                todo += [each.__cause__, each.__context__]
+    whole: dict[BaseException, tuple[TracebackType | None, tuple[Any, ...]]] = {}
+    todo = [error] if config.get("UNISONO_FULL_TRACEBACK") == "0" else []
+    while todo:
+        each = todo.pop()
+        if each is not None and each not in whole:
+            whole[each] = each.__traceback__, each.args
+            todo += [each.__cause__, each.__context__]
+    has_own = isinstance(error, (UnisonoError, KeyboardInterrupt))
     try:
-        for each, trace in whole.items():
-            each.__traceback__ = _outside(trace)
+        for each, (trace, args) in whole.items():
+            if has_own:
+                each.__traceback__ = _outside(trace)
+            elif type(each) is RuntimeError and args and isinstance(args[0], str):
+                each.args = (_WITHIN.sub(_without_own, args[0]), *args[1:])
         yield
     finally:
-        for each, trace in whole.items():
-            each.__traceback__ = trace
+        for each, (trace, args) in whole.items():
+            each.__traceback__, each.args = trace, args
+
+
+def _without_own(found: re.Match[str]) -> str:
+    return "" if any(folder in found[0] for folder in own_folders) else found[0]
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:

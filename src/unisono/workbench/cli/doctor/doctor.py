@@ -5,17 +5,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
 
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.cli.flags import add_parser, check_writable, write_text
+from unisono.launcher.output.colours import has_colours, painted
+from unisono.workbench.cli.doctor.facts import ERROR, OK, WARNING
+from unisono.workbench.cli.flags import (
+    add_json,
+    add_parser,
+    add_picture,
+    check_output,
+    check_writable,
+    write_json,
+)
 from unisono.workbench.cli.nodes import add_count_flag, add_node_flags, unknown_conf
 
 _PREFIX = "unisono doctor: "
 _JOIN_S = "60"
+_COLOURS = {ERROR: "red", WARNING: "yellow", OK: "green"}
 
 _DESCRIPTION = """\
 Examine this host, or several hosts and the network between them, before a job starts. On several
@@ -25,8 +34,8 @@ exit code is 1 if a finding would stop a job."""
 
 _EPILOG = """\
 examples:
-  unisono doctor -n 8                             can this host run 8 ranks?
-  unisono doctor --hosts host1,host2              on both hosts: can they run a job together?
+  unisono doctor -n 8                   can this host run 8 ranks?
+  unisono doctor --hosts host1,host2    on both: can they run a job together?
   srun unisono doctor --nnodes 4 --rdzv-backend c10d --rdzv-endpoint host1 -n 8
 """
 
@@ -39,14 +48,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     hosts = "the hosts; they meet at the first, at torchrun's port 29400"
     add("--hosts", type=_names, default=(), metavar="NAME,NAME,...", help=hosts)
-    add("--json", metavar="FILE", help="write facts and findings to a file")
-    add("--plot", metavar="FILE.png", help="draw round trips and rates of all pairs")
+    add_json(parser)
+    add_picture(parser, "draw round trips and rates of all pairs")
     add_node_flags(parser)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    # `unisono run`, with the same parser, must not load these.
-    from unisono.workbench.bench.launch import check_installed
+    # `unisono run`, with the same parser, must not load this.
     from unisono.workbench.cli.doctor.session import Session
 
     if options.hosts and options.nnodes == (1, 1):
@@ -56,26 +64,28 @@ def _doctor(options: argparse.Namespace) -> int:
     if warning := unknown_conf(options):
         print(_PREFIX + warning, file=sys.stderr)
     options.rdzv_conf = {"join_timeout": _JOIN_S, **(options.rdzv_conf or {})}
-    if options.plot and options.nnodes[1] == 1:
+    if options.output and options.nnodes[1] == 1:
         raise InvalidArgumentError("--plot needs two hosts or more: give --hosts or --nnodes")
-    for path in filter(None, (options.json, options.plot)):
-        check_writable(path)
-    if options.plot:
-        check_installed("plot")
+    if options.json not in (None, "-"):
+        check_writable(options.json)
+    if options.output:
+        check_output("doctor", options.output)
     with _progress() as show:
         session = Session(options, options.nproc_per_node, show)
         try:
             session.examine()
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+    colours = _COLOURS if has_colours(sys.stdout) else {}
     for line in session.lines():
-        print(line)
-    if options.json:
-        write_text(options.json, json.dumps(session.document(), indent=1))
-    if options.plot and len(session.facts.hosts) > 1:
+        word, _, _ = line.partition(":")
+        style = colours.get(word)
+        print(line.replace(word, painted(word, "bold", style), 1) if style else line)
+    write_json(options, session.document())
+    if options.output and len(session.facts.hosts) > 1:
         from unisono.workbench.cli.doctor.picture import plot
 
-        plot(session.facts, options.plot)
+        plot(session.facts, options.output)
     return session.exit_code
 
 

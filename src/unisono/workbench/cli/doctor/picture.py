@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.plot import save
 from unisono.workbench.cli.doctor.facts import Examination, HostLink
 
 _CELL_INCHES = 0.55
@@ -34,7 +35,7 @@ def plot(facts: Examination, path: str) -> None:
     _draw(panels[0], facts, "round trip (ms)", "viridis_r", _trip_ms)
     _draw(panels[1], facts, "rate (MB/s)", "viridis", _rate_mb)
     figure.suptitle("from the host of the row to that of the column; x: no answer", fontsize=9)
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    save(figure, path, bbox_inches="tight")
     pyplot.close(figure)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from unisono.core.platform.machine import busy_text
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.errors import HandshakeError, NetworkError, RendezvousError, StoreError
 from unisono.launcher.agent import examination_store, open_shared
@@ -109,6 +110,8 @@ class Session:
         verdict = "a job would stop" if self.exit_code else "a job can start"
         counts = [sum(f.severity == kind for f in self.found) for kind in (ERROR, WARNING)]
         yield f"{verdict} (errors: {counts[0]}, warnings: {counts[1]})"
+        if busy := busy_text():
+            yield f"{busy}: calls will be slower than on a quiet one"
 
     def document(self) -> dict[str, Any]:
         """Return the content of `--json`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.core.base import config
 from unisono.errors import LaunchError
-from unisono.workbench.cli.flags import add_parser
+from unisono.launcher.output.colours import has_colours, painted
+from unisono.workbench.cli.flags import add_json, add_parser, write_json
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     top = add_parser(commands, "top", summary, _TOP, _top)
     _add_job(top)
     top.add_argument("--once", action="store_true", help="print the table once")
-    top.add_argument("--json", action="store_true", help="print all states once, as JSON")
     summary = "print the Python stacks of the ranks of a running job"
     _add_job(add_parser(commands, "stacks", summary, _STACKS, _stacks))
 
@@ -50,6 +49,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB|PID|HOST:PORT", help=_WHICH)
     add_token_flag(parser)
+    add_json(parser)
 
 
 def add_token_flag(parser: argparse.ArgumentParser) -> None:
@@ -101,24 +101,33 @@ def find_jobs(which: str | None, token: str = "") -> list[JobView]:
 def _top(options: argparse.Namespace) -> int:
     from unisono.workbench.cli.look.verdict import verdict_of
 
-    jobs = find_jobs(options.job, token := token_of(options))
+    jobs = _jobs_of(options)
     if options.json:
-        found = [
-            {
-                "job": job.name,
-                "world_size": job.world_size,
-                "verdict": verdict_of(job),
-                "ranks": [_public(state) for state in job.states.values()],
-            }
-            for job in jobs
-        ]
-        print(json.dumps({"jobs": found}))
+        found = [{**_document(job), "verdict": verdict_of(job)} for job in jobs]
+        write_json(options, {"jobs": found})
         return 0
     if options.once or not sys.stdout.isatty():
         for job in jobs:
-            print(*map(plain, _text(job)), sep="\n")
+            lines = [plain(line) for line in _text(job)]
+            if has_colours(sys.stdout):
+                count = len(lines) - job.world_size - 1
+                lines[:count] = [painted(line, "bold") for line in lines[:count]]
+            print(*lines, sep="\n")
         return 0
-    return _live(options.job, token, jobs)
+    return _live(options.job, token_of(options), jobs)
+
+
+def _jobs_of(options: argparse.Namespace) -> list[JobView]:
+    # `--json` was a switch: what follows it and is no such file is the job.
+    path = options.json or "-"
+    if options.job is None and path != "-" and not path.endswith(".json"):
+        options.job, options.json = options.json, "-"
+    return find_jobs(options.job, token_of(options))
+
+
+def _document(job: JobView) -> dict[str, Any]:
+    ranks = [_public(state) for state in job.states.values()]
+    return {"job": job.name, "world_size": job.world_size, "ranks": ranks}
 
 
 def _public(state: RankState) -> RankState:
@@ -128,6 +137,7 @@ def _public(state: RankState) -> RankState:
 
 def _live(which: str | None, token: str, jobs: list[JobView]) -> int:
     try:
+        from rich.console import Group
         from rich.live import Live
         from rich.text import Text
     except ImportError:
@@ -135,9 +145,15 @@ def _live(which: str | None, token: str, jobs: list[JobView]) -> int:
             "a live table needs rich", hint="pip install 'unisono[cli]', or use --once"
         ) from None
 
-    def render() -> Text:
-        lines = [plain(line) for job in jobs for line in _text(job)]
-        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+    def render() -> Group:
+        parts = []
+        for job in jobs:
+            lines = [plain(line) for line in _text(job)]
+            head = len(lines) - job.world_size - 1
+            # The verdict is whole, and rows of the table stay rows.
+            parts += [Text("\n".join(lines[:head]), style="bold")]
+            parts += [Text("\n".join(lines[head:]), no_wrap=True, overflow="ellipsis")]
+        return Group(*parts)
 
     seen: dict[tuple[Any, ...], float] = {}
     try:
@@ -174,8 +190,9 @@ def _text(job: JobView) -> Iterator[str]:
     yield f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer"
     yield from verdict_of(job)
     rows = [_COLUMNS, *_rows(job)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_COLUMNS))]
-    for row in rows:
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
         cells = zip(row, widths, strict=True)
         yield "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
@@ -223,7 +240,9 @@ def _name_of(group: dict[str, Any]) -> str:
 def _stacks(options: argparse.Namespace) -> int:
     from unisono.launcher.ranges import format_ranges
 
-    for job in find_jobs(options.job, token_of(options)):
+    jobs = _jobs_of(options)
+    write_json(options, {"jobs": [_document(job) for job in jobs]})
+    for job in jobs if options.json is None else ():
         print(plain(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer"))
         folded: dict[tuple[Any, ...], list[int]] = {}
         for rank, state in job.states.items():

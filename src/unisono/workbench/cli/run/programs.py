@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +14,8 @@ from unisono.core.base.config import environ
 from unisono.workbench.cli.flags import add_flag
 from unisono.workbench.cli.nodes import add_count_flag
 
-_COUNT_FLAGS = ("-n", "--nproc-per-node", "--nproc_per_node")
+_COUNT_FLAGS = ("-n", "-np", "--ranks", "--nproc-per-node", "--nproc_per_node")
+_PYTHON = re.compile(r"python[0-9.]*")
 _LOCAL_RANK = "${local_rank}"
 
 
@@ -111,5 +114,10 @@ def _command(
     if program.module and not program.run_path:
         return [*python, "-m", *command]
     if not os.path.exists(command[0]):
-        parser.error(f"script not found: {command[0]} (in {os.getcwd()})")
+        hint = ""
+        if shutil.which(command[0]):
+            word = os.path.basename(command[0])
+            hint = f"; leave out {word}, or" if _PYTHON.fullmatch(word) else "; for a program,"
+            hint += " give --no-python"
+        parser.error(f"script not found: {command[0]} (in {os.getcwd()}){hint}")
     return [*python, *command]

@@ -21,6 +21,7 @@ from unisono.errors import RendezvousError
 from unisono.launcher.agent import Agent
 from unisono.launcher.environment import ERROR_FILE_VARIABLE
 from unisono.launcher.guard import fork_launcher
+from unisono.launcher.output.colours import has_colours, painted
 from unisono.launcher.output.files import LogOptions
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.report import error_document, render, signal_name
@@ -49,10 +50,10 @@ _EPILOG = """\
 Each option can also be set in the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.
 
 examples:
-  unisono run -n 4 train.py --epochs 3            four workers on this host
-  unisono run -n 2 a.py : -n 1 b.py               one world, two programs
-  unisono run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint host1 --max-restarts 3 -n 8 train.py
-                                                  8 workers on each of two to four hosts
+  unisono run -n 4 train.py --epochs 3     four workers on this host
+  unisono run -n 2 a.py : -n 1 b.py        one world, two programs
+  unisono run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint host1 \\
+      --max-restarts 3 -n 8 train.py       8 workers on each of 2 to 4 hosts
 """
 
 
@@ -295,4 +296,7 @@ def _print_report(result: LaunchResult) -> None:
         report = render(
             result.failures, result.stopped, result.left_s, result.places, prefix=_PREFIX
         )
+        if has_colours(sys.stderr):
+            named = f"{_PREFIX}first failure: {result.failures[0].line()}"
+            report = report.replace(named, painted(named, "bold", "red"), 1)
         _show(report, prefix="")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from unisono.core.recorder.flight_recorder import RankRecords
 from unisono.core.recorder.records import TraceRecord
+from unisono.workbench.bench.plot import save
 from unisono.workbench.trace.joined import JoinedGroup, begin_of, end_of, read_ns
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish. Rarer operations are grey.
@@ -81,7 +82,7 @@ def draw(
     entries["last rank, waited for"] = line([], [], marker="v", color="black", linewidth=0)
     legend = {"loc": "outside lower center", "ncols": 6, "frameon": False, "fontsize": 8}
     figure.legend(entries.values(), entries.keys(), **legend)
-    figure.savefig(path, dpi=130)
+    save(figure, path, dpi=130)
     pyplot.close(figure)
 
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unisono.errors import InvalidArgumentError, LaunchError
-from unisono.workbench.cli.flags import add_parser, check_writable, write_text
+from unisono.launcher.output.colours import has_colours, painted
+from unisono.workbench.cli.flags import (
+    add_json,
+    add_parser,
+    add_picture,
+    check_output,
+    write_json,
+    write_text,
+)
 from unisono.workbench.cli.look.look import add_token_flag, find_jobs, token_of
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
     from unisono.core.recorder.flight_recorder import RankRecords
     from unisono.workbench.trace.clocks import Trip
-
-_PICTURES = (".svg", ".png", ".pdf")
 
 _DESCRIPTION = """\
 Analyse the recorded calls of all ranks: the first call that differs, the rank that is missing,
@@ -38,12 +45,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="files or folders of records; or process id of a rank or launcher, run id, or "
         "HOST:PORT of the job's store; the job of this user by default",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="PATH",
-        help="a timeline for Perfetto (.json), or a picture (.svg, .png, .pdf)",
-    )
+    add_json(parser)
+    add_picture(parser, "a timeline for Perfetto (.json), or a picture (.svg, .png, .pdf, .html)")
     add_token_flag(parser)
 
 
@@ -55,7 +58,7 @@ def _trace(options: argparse.Namespace) -> int:
     from unisono.workbench.trace.joined import by_rank, join, shifted
 
     if options.output:
-        _check_output(options.output)
+        check_output("trace", options.output, ".json")
     found, trips = _gather(options.job, token_of(options))
     if not found:
         raise InvalidArgumentError("trace: there are no records")
@@ -64,7 +67,10 @@ def _trace(options: argparse.Namespace) -> int:
     ranks = shifted(ranks, axis.shift_ns)
     groups = join(ranks)
     lines = [plain(line) for line in report(ranks, groups)]
+    if has_colours(sys.stdout):
+        lines[0] = painted(lines[0], "bold")
     print(*(lines[:1] if options.output else lines), plain(str(axis)), sep="\n")
+    write_json(options, {"ranks": sorted(ranks), "report": lines, "clocks": str(axis)})
     if options.output and options.output.endswith(".json"):
         document = chrome_trace(ranks, groups, axis)
         write_text(options.output, json.dumps(document, separators=(",", ":")))
@@ -73,18 +79,6 @@ def _trace(options: argparse.Namespace) -> int:
 
         draw(ranks, groups, f"{lines[0]}\n{axis}", options.output)
     return 0
-
-
-def _check_output(path: str) -> None:
-    from unisono.workbench.bench.launch import check_installed
-
-    ending = os.path.splitext(path)[1]
-    if ending not in (".json", *_PICTURES):
-        endings = ", ".join((".json", *_PICTURES))
-        raise InvalidArgumentError(f"trace: -o {path}: expected one of {endings} at its end")
-    check_writable(path)
-    if ending in _PICTURES:
-        check_installed("plot")
 
 
 def _gather(words: Sequence[str], token: str) -> tuple[list[RankRecords], list[Trip]]:
