@@ -50,7 +50,8 @@ help:
 	@echo "make clean   remove .venv, caches and build output"
 
 demo: $(DEMO)
-	@$(BIN)/unisono run --fold=never --nproc-per-node 4 examples/train_digits.py
+	@$(BIN)/unisono run --fold=never -n 4 examples/train_digits.py
+	@echo "next: source .venv/bin/activate, then the tutorial, docs/tutorial/1-two-processes.md"
 
 # The checks run beside the tests. Tests that bound a time run last, with nothing beside them.
 # A shell lets what runs beside it ignore Ctrl-C, so the trap ends the checks.
@@ -157,16 +158,20 @@ site: $(SITE)
 wheels: $(RELEASE)
 	@$(BIN)/python tools/wheels.py $(PYTHONS)
 
-# The tools of the site and of a release are not needed for anything else. Not installed by
-# `pip install .[docs]`, which would build the C++ engine first.
+# The packages of dependency groups, for any pip: `pip install --group` needs 25.1.
+GROUPS = $(BIN)/python -c "import sys, tomllib; \
+	groups = tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']; \
+	print(*(each for name in sys.argv[1:] for each in groups[name] if isinstance(each, str)), sep='\n')"
+
+# The tools of the site and of a release are not needed for anything else.
 $(SITE): | $(STAMP)
 .venv/.unisono-extra-%: pyproject.toml | $(DEMO)
-	@$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-		print(*project['optional-dependencies']['$*'], sep='\n')" >.venv/$*.txt
+	@$(GROUPS) $* >.venv/$*.txt
 	@$(PIP) -r .venv/$*.txt
 	@touch $@
 
 setup: $(STAMP)
+	@echo "next: source .venv/bin/activate, then unisono help, make test, and CONTRIBUTING.md"
 
 # What a build needs comes with the first level, because all builds run without pip's isolation.
 # Bytecode is compiled at the first import: compiling all of NumPy's takes longer.
@@ -189,7 +194,8 @@ $(DEMO): pyproject.toml $(STUB)
 # version matters: it is the one whose behaviour the tests compare with.
 $(STAMP): pyproject.toml | $(DEMO)
 	@echo "installing the tools of a developer (first time: a minute or two)"
-	@$(PIP) --no-build-isolation -e '.[test,dev]'
+	@$(GROUPS) test dev >.venv/dev.txt
+	@$(PIP) -r .venv/dev.txt
 	@$(PIP) '$(TORCH)' \
 		|| echo "$(TORCH) could not be installed: tests that compare with torch will be skipped"
 	@touch $@

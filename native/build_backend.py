@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,7 @@ __all__ = [
 # In the folder of the metadata; core/base/extension.py reads it.
 NOTE = "why_no_engine.txt"
 _LONGEST = 500
+TELL_S = 10.0
 _ERROR = re.compile(r"\berror: |No space left|Killed")
 _CMAKE = re.compile(r"^CMake Error.*\n((?:(?!CMake|Call Stack|-- |\*\*\* ).*\n)+)", re.MULTILINE)
 
@@ -60,15 +62,42 @@ def _build(
     build: Callable[..., str], folder: str, settings: dict | None, metadata: str | None
 ) -> str:
     lines: list[str] = []
-    with _copied_output(lines):
+    with _told_terminal(), _copied_output(lines):
         name = build(folder, settings, metadata)
     wheel = Path(folder) / name
     with zipfile.ZipFile(wheel) as archive:
         modules = set(archive.namelist()) - {"unisono/_engine.pyi"}
     is_built = any(name.startswith("unisono/_engine.") for name in modules)
+    _tell(f"the C++ engine is {'built' if is_built else 'not built: ' + first_error(lines)}")
     if not is_built and (why := first_error(lines)):
         _add_note(wheel, why)
     return name
+
+
+def _tell(text: str) -> None:
+    """Write a line to the terminal, if there is one: pip shows nothing of a build."""
+    # What has a bar of its own sets the variable.
+    if not os.environ.get("UNISONO_QUIET_BUILD"):
+        with contextlib.suppress(OSError), open("/dev/tty", "w", encoding="utf-8") as terminal:
+            terminal.write(f"\r\nunisono: {text}\r\n")
+
+
+@contextlib.contextmanager
+def _told_terminal() -> Iterator[None]:
+    """Tell the terminal from time to time that a compiler runs."""
+    ended, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(TELL_S):
+            _tell(f"compiling the C++ engine, {time.monotonic() - begun:.0f} s")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 @contextlib.contextmanager

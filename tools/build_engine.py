@@ -7,6 +7,7 @@ Python part alone, and a line reports it.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,12 @@ def main() -> int:
     began, lines, on_terminal = time.monotonic(), [], sys.stdout.isatty()
     command = [sys.executable, *_INSTALL.split()]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"UNISONO_QUIET_BUILD": "1"},
     ) as pip:
         for line in pip.stdout:
             lines.append(line)

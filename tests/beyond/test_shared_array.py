@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import re
 import resource
 import select
@@ -514,3 +515,10 @@ def above_the_limit(rank, folder):
 def test_limit_of_the_cgroup_is_reported_before_the_kernel_kills():
     with small_cgroup(200 << 20) as folder:
         run(above_the_limit, 2, ranks="processes", args=(str(folder),))
+
+
+@pytest.mark.ranks(1)
+def test_a_shared_array_cannot_be_sent_to_other_processes(rank):
+    shared = dist.shared_array((4,), "float32")
+    with pytest.raises(ArgumentTypeError, match="SharedArray cannot be pickled or copied: it belo"):
+        pickle.dumps(shared)

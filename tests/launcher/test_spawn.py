@@ -297,3 +297,18 @@ def test_a_child_that_starts_as_its_parent_is_killed_ends(signal_works):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                 os.close(handle)
+
+
+def test_lines_of_ranks_stay_whole_if_python_does_not_buffer(launches):
+    script = (
+        "import sys, unisono\n"
+        "def work(rank):\n"
+        "    # A write of the text, and one of its end, would mix with those of other ranks.\n"
+        "    assert sys.stdout.line_buffering and not sys.stdout.write_through\n"
+        "    print('whole', rank)\n"
+        "if __name__ == '__main__':\n"
+        "    unisono.spawn(work, nprocs=2)\n"
+    )
+    code, out, err = launches.run(script=script, program=[sys.executable, "-u"])
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["whole 0", "whole 1"]

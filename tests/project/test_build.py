@@ -1,6 +1,8 @@
 """`pip install` of a checkout: each build has a folder of its own, and a failed one says why."""
 
+import contextlib
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -45,7 +47,7 @@ def pip(*arguments, **variables):
     command = [sys.executable, "-m", "pip", *arguments, "--no-build-isolation", "--no-deps", "-q"]
     return subprocess.Popen(
         [*command, "--disable-pip-version-check"],
-        env=env | variables,
+        env=env | {"UNISONO_QUIET_BUILD": "1"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -125,6 +127,33 @@ def test_output_is_copied_and_a_child_that_stays_does_not_hold_up_the_build():
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"a: error: b\ntail", b"other\n")
+
+
+TOLD = """
+import build_backend
+build_backend.TELL_S = 0.01
+with build_backend._told_terminal():
+    input()
+build_backend._tell("the C++ engine is built")
+"""
+
+
+def test_a_terminal_shows_that_a_compiler_runs():
+    """Pip shows nothing of a build, so the lines go to the terminal itself."""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "native"), "UNISONO_QUIET_BUILD": ""}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "-c", TOLD], env)
+    shown, released = b"", False
+    with contextlib.suppress(OSError):  # the end of a terminal on Linux
+        while data := os.read(terminal, 1000):
+            shown += data
+            if b"unisono: compiling the C++ engine, 0 s" in shown and not released:
+                released = True
+                os.write(terminal, b"\n")
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0, shown
+    assert shown.rstrip().endswith(b"unisono: the C++ engine is built")
 
 
 def test_a_note_leaves_the_members_of_a_wheel_as_they_are(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STAMPS = (".venv/.unisono-demo", ".venv/.unisono-setup")
-DEMO, DEVELOPER, TORCH = "tools/build_engine.py", "[test,dev]", "torch=="
+DEMO, DEVELOPER, TORCH = "tools/build_engine.py", " test dev >", "torch=="
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -51,8 +51,9 @@ def test_levels_of_set_up(tmp_path):
     for index, stamp in enumerate(STAMPS, start=10):
         (tmp_path / stamp).touch()
         os.utime(tmp_path / stamp, (index, index))
-    assert len(commands(tmp_path, "demo").splitlines()) == 1  # training
+    assert len(commands(tmp_path, "demo").splitlines()) == 2  # training, and what to do next
     assert levels(tmp_path, "setup") == []
+    assert "next: " in commands(tmp_path, "setup")
 
     os.utime(tmp_path / "src/unisono/_engine.pyi", (20, 20))
     assert levels(tmp_path, "test") == [DEMO]  # the C++ engine is that of older sources

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import unisono
+from tests.support.programs import python
 from tests.support.tools import ROOT, tool
 
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
@@ -30,6 +32,28 @@ def wheels():
 
 def test_supported_pythons_begin_with_the_required_one():
     assert PROJECT["project"]["requires-python"] == f">={supported()[0]}"
+
+
+def test_the_citation_has_the_version_and_the_licence():
+    words = (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
+    assert f"version: {unisono.__version__}" in words
+    assert f"license: {PROJECT['project']['license']}" in words
+
+
+def test_tools_of_developers_are_no_extras():
+    extras, groups = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
+    assert set(groups) == {"test", "dev", "docs", "release"}
+    assert not set(groups) & set(extras)
+    (names,) = re.findall(r"unisono\[(.*)\]", " ".join(extras["all"]))
+    assert set(names.split(",")) < set(extras)
+
+
+def test_pytest_finds_the_plug_in_under_the_name_of_its_module():
+    """Otherwise `pytest_plugins = ["unisono.testing.plugin"]` would register it twice."""
+    found = PROJECT["project"]["entry-points"]["pytest11"]
+    assert found == {"unisono.testing.plugin": "unisono.testing.plugin"}
+    code = "import sys, unisono.testing.plugin; sys.exit('numpy' in sys.modules)"
+    assert python("-c", code).returncode == 0, "every run of pytest would load it"
 
 
 def test_workflows_use_the_supported_pythons():

@@ -22,7 +22,7 @@ def why_not(program, module):
     try:
         __import__(module)
     except ImportError as error:
-        return f"{error} (pip install -e '.[test]')"
+        return f"{error} (make setup)"
     return None
 
 

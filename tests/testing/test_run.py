@@ -1,20 +1,20 @@
 """`unisono.testing.run` in another project: modules found by file, texts of failures."""
 
 import re
+import sys
 import textwrap
 import threading
 
 import pytest
 
 from tests.support.programs import python
-from unisono.errors import LaunchError
+from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.testing import run
 
 # Each rank imports its module of tests, and hence pytest, unless the server has done that.
 CONFTEST = """
     import multiprocessing
 
-    pytest_plugins = ["unisono.testing.plugin"]
     multiprocessing.set_forkserver_preload(["pytest", "unisono.testing"])
 """
 
@@ -276,3 +276,21 @@ def test_a_rank_that_does_not_end_hides_no_failure():
         run(sleeps_or_raises, 2, args=[released], timeout=1.0)
     released.set()
     assert str(caught.value.__cause__).startswith("rank 0 of 2 (thread): ValueError: rank 0 is")
+
+
+def test_a_function_defined_in_the_test_runs_in_processes(monkeypatch):
+    seen = 3
+
+    def body(rank):
+        return seen + rank
+
+    for ranks in ("threads", "processes"):
+        assert run(body, 2, ranks=ranks) == [3, 4]
+    assert run(lambda rank: rank, 2, ranks="processes") == [0, 1]
+    # Without cloudpickle the error has the remedy.
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(
+        InvalidArgumentError, match="the function cannot be sent to other proce"
+    ) as e:
+        run(body, 2, ranks="processes")
+    assert "pip install cloudpickle" in e.value.hint

@@ -10,6 +10,7 @@ import pytest
 from unisono.launcher.output.colours import has_colours
 from unisono.launcher.output.console import Console, WorkerName
 from unisono.workbench.cli.main import main, make_parser
+from unisono.workbench.cli.run.output import log_options
 
 COMMANDS = ("run", "bench", "simulate", "draw", "explain", "tune", "doctor")
 
@@ -198,3 +199,11 @@ def test_a_program_in_place_of_a_script(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             main(["run", "-n", "2", word, "x.py"])
         assert hint in capsys.readouterr().err
+
+
+def test_workers_that_are_replaced_have_numbers_of_their_own(monkeypatch):
+    """A worker's rank changes when the group is reconfigured, and its prefix does not."""
+    monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
+    for words, prefix in (([], "[rank {rank}] "), (["--restart", "worker"], "[worker {rank}] ")):
+        options = parse("run", *words, "x.py")
+        assert log_options(options, None).default_prefix == prefix

@@ -16,7 +16,7 @@ import operator
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -74,6 +74,12 @@ class SharedArray:
             for copy in copies
         ]
         self._copies = copies
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            "SharedArray cannot be pickled or copied: it belongs to the ranks of its group",
+            hint="call shared_array() in the ranks, or share one by unisono.pool(n).shared_array()",
+        )
 
     @property
     def array(self) -> np.ndarray[Any, Any]:

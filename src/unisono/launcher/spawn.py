@@ -9,6 +9,7 @@ sockets nor a lock of its server thread. The parent's environment never changes.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -106,6 +107,9 @@ def _child(
     sys.excepthook = lambda *error: None
     process: Any = multiprocessing.current_process()
     hint: str | None = GUARD_HINT
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
+        # PYTHONUNBUFFERED would write a text and its end apart, and lines of ranks would mix.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         run_deferred()
         process._inheriting = True  # as multiprocessing does; `is_importing_main` reads it

@@ -21,6 +21,7 @@ from unisono.core.groups.world import World, current, use
 from unisono.core.stores import HashStore, Store
 from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
 from unisono.launcher import SpawnContext
+from unisono.launcher.launch import pickling
 from unisono.testing.modules import Modules
 from unisono.testing.report import RankFailure, report
 
@@ -173,7 +174,7 @@ def _run_processes(call: _RankedCall, world_size: int, dead: Collection[int]) ->
         forkserver.set_forkserver_preload(["__main__", __name__])
     context = SpawnContext(
         _process_rank,
-        (Modules(call.fn, *call.args), call, _settings()),
+        (Modules(call.fn, *call.args), _sendable(call), _settings()),
         world_size,
         start_method="forkserver",
         returns="result",
@@ -193,6 +194,24 @@ def _settings() -> dict[str, str]:
     # Without the token, which the launcher sets.
     names = VARIABLES.keys() - {"UNISONO_TOKEN"}
     return {name: value for name, value in environ().items() if name in names}
+
+
+@dataclass(frozen=True)
+class _ByValue:
+    """A function that another process cannot import: it is defined inside a test."""
+
+    pickled: bytes
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return pickle.loads(self.pickled)(*args, **keywords)
+
+
+def _sendable(call: _RankedCall) -> _RankedCall:
+    """Return a call whose function processes can load."""
+    if "<" not in getattr(call.fn, "__qualname__", ""):
+        return call
+    with pickling(call.fn, "the function") as dumps:
+        return call._replace(fn=_ByValue(dumps(call.fn)))
 
 
 def _process_rank(rank: int, _: None, call: _RankedCall, settings: dict[str, str]) -> _RankResult:

@@ -83,7 +83,10 @@ def log_options(options: argparse.Namespace, screen: Screen | None) -> LogOption
         tee=options.tee,
         local_ranks=options.local_ranks_filter,
         prefix=options.prefix,
-        default_prefix=_default_prefix(),
+        # A worker keeps its number when `reconfigure` gives it another rank.
+        default_prefix=_default_prefix().replace(
+            DEFAULT_PREFIX, "[worker {rank}] " if options.restart == "worker" else DEFAULT_PREFIX
+        ),
         fold=_FOLD[options.fold],
         stdout_filters=_texts(options.duplicate_stdout_filters),
         stderr_filters=_texts(options.duplicate_stderr_filters),
