@@ -7,7 +7,7 @@ import pytest
 
 import unisono
 from unisono.errors import StoreKeyError, StoreTimeoutError, UnsupportedError
-from unisono.testing.check_store import STORE_CHECKS, check_store
+from unisono.testing.store_suite import STORE_CHECKS, check_store
 
 torch = pytest.importorskip("torch")
 torch_dist = pytest.importorskip("torch.distributed")
@@ -50,7 +50,7 @@ def test_every_check_was_found():
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", ["hash", "prefix", "tcp"])
 def test_conforms(kind, check, monkeypatch):
-    monkeypatch.setattr(sys.modules["unisono.testing.check_store"], "STORE_CHECKS", (check,))
+    monkeypatch.setattr(sys.modules["unisono.testing.store_suite"], "STORE_CHECKS", (check,))
     check_store(lambda: make(kind))
 
 

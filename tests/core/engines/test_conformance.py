@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from unisono.testing.check_engine import ENGINE_CHECKS
+from unisono.testing.engine_suite import ENGINE_CHECKS
 
 
 @pytest.mark.sweep(36)

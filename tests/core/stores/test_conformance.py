@@ -8,7 +8,7 @@ import pytest
 import unisono as dist
 from unisono.core.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.testing.check_store import STORE_CHECKS, check_store
+from unisono.testing.store_suite import STORE_CHECKS, check_store
 
 
 @pytest.fixture(params=["hash", "file", "tcp", "tcp on the Python server"])
@@ -37,7 +37,7 @@ def make_base(request, tmp_path, monkeypatch) -> Iterator[Callable[[], Store]]:
 @pytest.mark.parametrize("prefix", [None, "p/q"])
 def test_conforms(make_base, prefix, check, monkeypatch):
     # By name, since the package exports the function under the name of its module.
-    suite = sys.modules["unisono.testing.check_store"]
+    suite = sys.modules["unisono.testing.store_suite"]
     monkeypatch.setattr(suite, "STORE_CHECKS", (check,))
     check_store(lambda: make_base() if prefix is None else PrefixStore(prefix, make_base()))
 

@@ -14,7 +14,7 @@ from unisono.core.stores.services.etcd import EtcdStore
 from unisono.core.stores.services.redis import RedisStore
 from unisono.core.stores.services.store import Unreachable
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError, UnsupportedError
-from unisono.testing.check_store import STORE_CHECKS, check_store
+from unisono.testing.store_suite import STORE_CHECKS, check_store
 
 PREFIXES = (f"test{number}" for number in itertools.count())
 
@@ -39,7 +39,7 @@ def open_store(service):
 
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 def test_conforms(service, check, monkeypatch):
-    suite = sys.modules["unisono.testing.check_store"]
+    suite = sys.modules["unisono.testing.store_suite"]
     monkeypatch.setattr(suite, "STORE_CHECKS", (check,))
     check_store(lambda: service(next(PREFIXES)))
 

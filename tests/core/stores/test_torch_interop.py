@@ -13,7 +13,7 @@ from unisono.core.base.net.sockets import listen
 from unisono.core.base.seam import is_wanted
 from unisono.core.stores import TCPStore, start_server
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
-from unisono.testing.check_store import STORE_CHECKS
+from unisono.testing.store_suite import STORE_CHECKS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"

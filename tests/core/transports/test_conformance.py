@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from unisono.testing.check_transport import TRANSPORT_CHECKS, check_vanishing
+from unisono.testing.transport_suite import TRANSPORT_CHECKS, check_vanishing
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)

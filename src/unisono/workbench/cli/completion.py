@@ -10,7 +10,7 @@ from unisono.errors import InvalidArgumentError
 
 SHELLS = ("bash", "zsh", "fish")
 
-_FILES = ("FILE", "FILE.png", "PATH")
+_FILES = ("FILE", "PATH")
 
 
 class PrintCompletion(argparse.Action):
