@@ -45,6 +45,8 @@ def pytest_configure(config):
     if why_absent:
         # The same engine as without it, but nothing about that on the standard error of children.
         os.environ.setdefault("UNISONO_ENGINE", "reference")
+    # Tests compare what commands print.
+    os.environ.pop("FORCE_COLOR", None)
     # Tables of this machine would change what tests of the built-in choices find.
     os.environ.setdefault("UNISONO_TUNING", "0")
     # A shell starts what runs in the background with SIGINT ignored, and children inherit that.

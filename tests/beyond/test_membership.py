@@ -31,7 +31,7 @@ from unisono.core.rendezvous.joining import open_for_newcomer
 from unisono.core.rendezvous.membership import Come, Member, WaitingMember
 from unisono.core.stores import FileStore, HashStore
 from unisono.core.transports import LinkDown, has_ended
-from unisono.core.transports.messages import LEFT
+from unisono.core.transports.messages import CLOSED
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -526,7 +526,7 @@ def test_a_world_reports_its_end_once(monkeypatch):
         # Rank 1 is on the host of rank 0, and rank 2 on another.
         ([None, LinkDown(1, "reset"), LinkDown(2, "reset")], [1]),
         ([None, None, LinkDown(2, "no route", left=True)], []),
-        ([None, None, LinkDown(2, LEFT, left=True)], [2]),
+        ([None, None, LinkDown(2, CLOSED, left=True)], [2]),
     ],
 )
 def test_a_broken_link_inside_a_host_and_a_good_bye_show_the_end_of_a_rank(down, ended):

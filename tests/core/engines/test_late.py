@@ -9,7 +9,7 @@ from unisono.core.engines.api import Call, Communicator
 from unisono.core.engines.errors import DeadlinePassed, to_failure
 from unisono.core.engines.places import places_of
 from unisono.core.transports import LinkDown
-from unisono.core.transports.messages import LEFT, CallStatus, LastCall
+from unisono.core.transports.messages import CLOSED, CallStatus, LastCall
 
 BEFORE, IN_IT, AFTER = (CallStatus(seq, "barrier()") for seq in (6, 7, 8))
 NOT_YET = "had not entered it 4.0 s ago and did not answer again"
@@ -49,7 +49,7 @@ def test_who_is_late(monkeypatch, heard, fresh, peers, text):
         failure=lambda context: None,
         unreached=dict,
         silence_of=lambda rank: "",
-        down=lambda rank: LinkDown(rank, LEFT) if rank == GONE else None,
+        down=lambda rank: LinkDown(rank, CLOSED) if rank == GONE else None,
     )
     monkeypatch.setattr("time.monotonic", lambda: 104.0)
     comm = Communicator(transport, ranks, "g")
