@@ -388,6 +388,13 @@ def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:
             mark = {"color": line.get_color(), "markersize": 10, "markeredgewidth": 2}
             panel.plot(x, measured, "x", label=f"{name}, published", **mark)
     panel.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel="time (us)")
+    values = sorted({row[over] for row in rows})
+    panel.set_xticks(values, [str(value) for value in values], rotation=30 * (len(values) > 6))
+    panel.minorticks_off()
+    low, high = panel.get_ylim()
+    if high < 10 * low:
+        panel.set_yticks([float(f"{low * (high / low) ** (part / 5):.2g}") for part in range(1, 5)])
+    panel.yaxis.set_major_formatter("{x:,.4g}")
     panel.set_title(f"{options.op} in virtual time, net {options.net}", loc="left")
     panel.grid(True, color="#dddddd")
     panel.legend(frameon=False)
