@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,8 +150,12 @@ class Tree:
         (module,) = self.build.glob("_engine.*.so")
         into = self.packages() / "unisono"
         shutil.rmtree(into, ignore_errors=True)
-        shutil.copytree("src/unisono", into, ignore=shutil.ignore_patterns("__pycache__"))
+        left_out = shutil.ignore_patterns("__pycache__", "_engine.*.so")
+        shutil.copytree("src/unisono", into, ignore=left_out)
         shutil.copy(module, into)
+        # Entry points are found there: without them there is no engine "mpi".
+        for about in Path(sysconfig.get_path("purelib")).glob("unisono-*.dist-info"):
+            shutil.copytree(about, self.packages() / about.name, dirs_exist_ok=True)
 
     def run_inside(self, *command: object) -> None:
         """Run a command in the tree and in the repository."""
