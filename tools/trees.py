@@ -28,7 +28,10 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 FOR_TESTS = ("numpy", "pytest", "pytest-timeout", "hypothesis", "cloudpickle", "rich", "shtab")
 # qemu-user has no process_vm_readv, so no rank reads directly there.
 NOT_UNDER_QEMU = "^test_direct$"
-SAMPLE = ("tests/core/engines/test_programs.py", "tests/core/engines/test_turn.py")
+SAMPLE = (
+    *("tests/core/engines/test_programs.py", "tests/core/engines/test_turn.py"),
+    "tests/beyond/test_reconfigure_by_handles.py",
+)
 # From the kernel's documentation: how an ELF file for aarch64 begins, and which bits count.
 MAGIC = r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
 MASK = r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff"
