@@ -53,16 +53,13 @@ def register_engine(name: str, kind: EngineKind) -> None:
     _kinds.add(name, kind)
 
 
-def other_engine(name: str | None) -> EngineKind | None:
+def other_engine(name: str) -> EngineKind | None:
     """Return the kind of a wanted engine if another package registers it, else None.
-
-    Args:
-        name: UNISONO_ENGINE if None.
 
     Raises:
         InvalidArgumentError: The name is unknown.
     """
-    return _kinds.get(name or config.get("UNISONO_ENGINE"))
+    return _kinds.get(name)
 
 
 _SLOW = "collectives run on the reference engine, in Python, which is slow: %s"
@@ -78,9 +75,10 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     Raises:
         UnsupportedError: The requested engine cannot be used; the text gives the reason.
     """
+    kind = kind or config.get("UNISONO_ENGINE")
     if (other := other_engine(kind)) is not None:
         return other.make(comm)
-    if (kind or config.get("UNISONO_ENGINE")) == "reference":
+    if kind == "reference":
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
     if all(hosts):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.core.base.buffers import device_of, view
+from unisono.core.base.buffers import device_of, is_torch, view
 from unisono.core.base.types import Function, RedOpType, ReduceOp
 from unisono.core.operations.work import Work
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
@@ -34,12 +34,12 @@ _OF_NUMPY: dict[Any, str] = {
 
 def empty(like: Any, *shape: int) -> Any:
     """Return a new array of the kind and dtype of another one."""
-    return like.new_empty(shape) if hasattr(like, "new_empty") else np.empty(shape, like.dtype)
+    return like.new_empty(shape) if is_torch(like) else np.empty(shape, like.dtype)
 
 
 def copied(array: Any) -> Any:
     """Return a contiguous copy; of a tensor without its history."""
-    if hasattr(array, "new_empty"):
+    if is_torch(array):
         return array.detach().contiguous().clone()
     return np.array(array, order="C")
 
@@ -135,7 +135,7 @@ def _writable(array: Any) -> Any:
     """Return the array, or the tensor without its history; raise an error if it is read-only."""
     if device_of(array) == "cpu":
         view(array, write=True, pack=False)
-    return array.detach() if hasattr(array, "new_empty") else array
+    return array.detach() if is_torch(array) else array
 
 
 def _check(label: str, result: Any, output: Any) -> None:
@@ -144,7 +144,7 @@ def _check(label: str, result: Any, output: Any) -> None:
         raise InvalidArgumentError(
             f"{label} returned the shape {list(np.shape(result))} for {list(output.shape)}"
         )
-    if hasattr(output, "new_empty"):
+    if is_torch(output):
         fits = sys.modules["torch"].can_cast(result.dtype, output.dtype)
     else:
         fits = np.can_cast(np.asarray(result).dtype, output.dtype, "same_kind")
@@ -173,7 +173,7 @@ def reduce_wide(
         raise UnsupportedError(f"{name} with accumulate takes no async_op")
     is_written = name == "all_reduce" or settings[0] == group.rank()
     tensor = _writable(tensor) if is_written else tensor
-    wide = tensor.float() if hasattr(tensor, "new_empty") else tensor.astype(np.float32)
+    wide = tensor.float() if is_torch(tensor) else tensor.astype(np.float32)
     how = {**how, "_label": f"{name} in float32"}
     how.pop("_learn", None)
     work: Work = getattr(group, name)(wide, *settings, **how)

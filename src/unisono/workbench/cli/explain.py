@@ -99,7 +99,7 @@ def _shape(options: argparse.Namespace) -> GroupShape:
     from unisono.core.schedules.choice.tables import GroupShape
 
     most = per_host_of(options.ranks, options.hosts)
-    other_engine(None)
+    other_engine(config.get("UNISONO_ENGINE"))
     engine = engine_info().engine
     near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
     transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
