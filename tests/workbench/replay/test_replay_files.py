@@ -89,12 +89,16 @@ def test_expert_groups_inside_blocks_of_replicas_are_copied():
 @pytest.mark.parametrize(
     ("names", "grow", "expected"),
     [
-        (("a", "b"), (), "nothing says which group has a rank of each data-parallel replica"),
-        (("dp", "data"), (), "nothing says which group has a rank of each data-parallel replica"),
+        (("a", "b"), (), "it is not known which group has a rank of each data-parallel replica"),
+        (
+            ("dp", "data"),
+            (),
+            "it is not known which group has a rank of each data-parallel replica",
+        ),
         (("a", "b"), ("c",), "--grow c: there is no group of that name with evenly spaced ranks"),
     ],
 )
-def test_what_cannot_be_told_is_refused(names, grow, expected):
+def test_what_is_not_clear_is_refused(names, grow, expected):
     with pytest.raises(InvalidArgumentError, match=expected):
         replicas_of(grid(names), grow)
     assert replicas_of(grid(names), ("b" if "b" in names else "data",)) == Replicas(2, 2)

@@ -122,7 +122,7 @@ def _replay(options: argparse.Namespace) -> int:
 
     if options.output:
         check_output("replay", options.output)
-    job = _read(options.files)
+    job = read_job(options.files)
     outcomes = []
     if any(call.ends_ps for call in job.calls):
         outcomes.append(Outcome.of("recorded", job, play(job, Recorded(job))))
@@ -152,7 +152,7 @@ def _replay(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(paths: Sequence[str]) -> Job:
+def read_job(paths: Sequence[str]) -> Job:
     """Return the job in files.
 
     Raises:

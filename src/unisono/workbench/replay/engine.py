@@ -74,11 +74,9 @@ def play(job: Job, pricing: Pricing) -> Played:
     Raises:
         InvalidArgumentError: Ranks wait for each other.
     """
-    runner = _Runner(job, pricing)
-    runner.run()
+    played = _Runner(job, pricing).run()
     calls = [job.steps[0][mark].call for mark in job.marks]
-    marks = [runner.ends[call][0] for call in calls]
-    return Played(runner.spans, runner.begins, runner.ends, runner.made, marks)
+    return replace(played, marks_ps=[played.ends[call][0] for call in calls])
 
 
 def before_of(job: Job) -> list[int]:
@@ -107,12 +105,12 @@ class _Runner:
         self._clocks: list[dict[int, int]] = [{} for _ in range(n)]
         self._waiters: list[list[int]] = [[] for _ in range(n)]
         self._ready = deque(range(len(job.steps)))
-        self.spans: list[list[Span]] = [[] for _ in job.steps]
-        self.begins: list[dict[int, int]] = [{} for _ in range(n)]
-        self.ends: list[dict[int, int]] = [{} for _ in range(n)]
-        self.made: list[dict[int, int]] = [{} for _ in range(n)]
+        # Ranks whose step goes on after its wait.
+        self._woken: set[int] = set()
+        begins, ends, made = ([dict[int, int]() for _ in range(n)] for _ in range(3))
+        self._played = Played([[] for _ in job.steps], begins, ends, made, [])
 
-    def run(self) -> None:
+    def run(self) -> Played:
         """Advance all ranks to their ends."""
         while self._ready:
             self._advance(self._ready.popleft())
@@ -124,46 +122,38 @@ class _Runner:
                     f"replay: rank {rank} waits for {call.name} of group '{group}' for ever: its "
                     "ranks wait for each other"
                 )
+        return self._played
 
     def _advance(self, rank: int) -> None:
         steps = self._job.steps[rank]
         while self._place[rank] < len(steps):
-            step = steps[self._place[rank]]
-            if step.makes or not step.waits:
-                self._compute(rank, step.gap_ps)
-            if step.makes and rank not in self._clocks[step.call]:
-                self._make(rank, step.call)
+            step, again = steps[self._place[rank]], rank in self._woken
+            if not again:
+                self._until(rank, self._clock[rank] + step.gap_ps, COMPUTE)
+                if step.makes:
+                    self._make(rank, step.call)
+            self._woken.discard(rank)
             if step.waits:
-                if rank not in self.ends[step.call]:
+                if rank not in self._played.ends[step.call]:
                     self._waiters[step.call].append(rank)
                     return
-                if not step.makes:
-                    self._compute(rank, step.gap_ps)
-                self._until(rank, self.ends[step.call][rank], step.call)
+                self._until(rank, self._played.ends[step.call][rank], step.call)
             self._place[rank] += 1
-
-    def _compute(self, rank: int, gap_ps: int) -> None:
-        place = self._place[rank]
-        # A step that makes and waits comes here again after the wait.
-        step = self._job.steps[rank][place]
-        if step.makes and rank in self._clocks[step.call]:
-            return
-        self._until(rank, self._clock[rank] + gap_ps, COMPUTE)
 
     def _until(self, rank: int, end_ps: int, call: int) -> None:
         if end_ps > self._clock[rank]:
-            self.spans[rank].append(Span(self._clock[rank], end_ps, call))
+            self._played.spans[rank].append(Span(self._clock[rank], end_ps, call))
             self._clock[rank] = end_ps
 
     def _make(self, rank: int, call: int) -> None:
         clock = self._clocks[call][rank] = self._clock[rank]
-        self.made[call][rank] = len(self.spans[rank])
+        self._played.made[call][rank] = len(self._played.spans[rank])
         each = self._job.calls[call]
         if each.op != MESSAGE:
             self._resolve(call)
             return
         source, target = each.members
-        self.begins[call][rank] = clock
+        self._played.begins[call][rank] = clock
         if rank == source:
             self._end(call, source, self._pricing.sent(call, clock))
         if len(self._clocks[call]) == 2 or source == target:
@@ -174,19 +164,20 @@ class _Runner:
         """End a collective that all members have made, and those after it."""
         while call >= 0 and len(self._clocks[call]) == len(self._job.calls[call].members):
             before = self._before[call]
-            if before >= 0 and not self.ends[before]:
+            if before >= 0 and not self._played.ends[before]:
                 return
             for rank, clock in self._clocks[call].items():
-                free = self.ends[before][rank] if before >= 0 else clock
-                self.begins[call][rank] = max(clock, free)
-            for rank, end in self._pricing.ends(call, self.begins[call]).items():
+                free = self._played.ends[before][rank] if before >= 0 else clock
+                self._played.begins[call][rank] = max(clock, free)
+            for rank, end in self._pricing.ends(call, self._played.begins[call]).items():
                 self._end(call, rank, end)
             call = self._after.get(call, -1)
 
     def _end(self, call: int, rank: int, end_ps: int) -> None:
-        self.ends[call][rank] = end_ps
+        self._played.ends[call][rank] = end_ps
         if rank in self._waiters[call]:
             self._waiters[call].remove(rank)
+            self._woken.add(rank)
             self._ready.append(rank)
 
 

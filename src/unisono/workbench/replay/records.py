@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from unisono.core.base.text import name_ranks
@@ -157,12 +158,10 @@ class _Builder:
         if not self._calls:
             raise InvalidArgumentError("replay: no call has ended on all ranks of its group")
         zero = min(min(call.begins_ps.values()) for call in self._calls)
-        # Calls of a group in the order of their numbers, groups in turn: the engine needs no more.
         calls = [
-            JobCall(
-                each.name, each.op, each.group, each.members, each.nbytes, each.itemsize,
-                each.algorithm, {r: t - zero for r, t in each.begins_ps.items()},
-                {r: t - zero for r, t in each.ends_ps.items()},
+            replace(
+                each, begins_ps={r: t - zero for r, t in each.begins_ps.items()},
+                ends_ps={r: t - zero for r, t in each.ends_ps.items()},
             )
             for each in self._calls
         ]  # fmt: skip

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup
+from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, Step
 
 # In names of groups over which gradients are reduced.
 _DATA = re.compile(r"(^|[^a-z])(dp|ddp|fsdp|hsdp|data|replicate|batch)([^a-z]|$)", re.IGNORECASE)
@@ -70,7 +70,7 @@ def replicas_of(job: Job, names: Sequence[str]) -> Replicas:
         chosen = sorted(named) or ([(n, 1)] if set(families) <= {(n, 1)} and not uneven else [])
         if len(chosen) != 1:
             raise InvalidArgumentError(
-                "replay: --ranks: nothing says which group has a rank of each data-parallel "
+                "replay: --ranks: it is not known which group has a rank of each data-parallel "
                 f"replica (groups: {_listed(job.groups)})",
                 hint="name it with --grow NAME",
             )
@@ -109,84 +109,107 @@ def resized(
             blocks together do, as shards.
 
     Raises:
-        InvalidArgumentError: It cannot be told how a group is to change.
+        InvalidArgumentError: It is not clear how a group changes.
     """
-    seen: Counter[int] = Counter()
-    copies = []
-    for data in chosen:
-        copies.append(seen[data])
-        seen[data] += 1
-    places = {(data, copy): at for at, (data, copy) in enumerate(zip(chosen, copies, strict=True))}
-    count = len(chosen)
-    groups, calls = list[JobGroup](), list[JobCall]()
-    # The new groups of an old one, by copy; 0 only: it grows.
-    new_groups: list[dict[int, int]] = []
-    for group in job.groups:
-        kept: dict[int, int] = {}
-        held = sorted({replicas.data(rank) for rank in group.ranks})
-        grows = len(held) == replicas.number or group.name in names
-        # A single copy of a growing group has the ranks of all copies.
-        for copy in [0] if grows else range(max(copies, default=0) + 1):
-            ranks = [
-                replicas.moved(rank, at, count)
-                for rank in group.ranks
-                for (of, by), at in places.items()
-                if of == replicas.data(rank) and (grows or by == copy)
-            ]
-            if not grows and ranks and len(ranks) != len(group.ranks):
-                raise _unclear(group, f"{count} replicas cut it")
-            if ranks:
-                kept[copy] = len(groups)
-                groups.append(JobGroup(group.name, tuple(sorted(ranks) if grows else ranks)))
+    resizer = _Resizer(job, chosen, replicas, names)
+    for number in range(len(job.groups)):
+        resizer.add_group(number)
+    for call in job.calls:
+        resizer.add_call(call, blocks=blocks)
+    origins = resizer.origins()
+    steps = [list(resizer.steps(rank, origin)) for rank, origin in enumerate(origins)]
+    starts = [job.start_ps[origin] for origin in origins]
+    marks = job.marks if origins[0] == 0 else []
+    return Job(resizer.groups, resizer.calls, steps, starts, marks, job.notes), origins
+
+
+class _Resizer:
+    """The new groups and calls of old ones, by copy; those of a group that grows are copy 0."""
+
+    def __init__(
+        self, job: Job, chosen: Sequence[int], replicas: Replicas, names: Sequence[str]
+    ) -> None:
+        self._job, self._replicas, self._names = job, replicas, names
+        seen: Counter[int] = Counter()
+        # The new place of each replica and copy of it.
+        self._places: dict[tuple[int, int], int] = {}
+        for at, data in enumerate(chosen):
+            self._places[data, seen[data]] = at
+            seen[data] += 1
+        self._copies = range(max(seen.values()))
+        self.groups: list[JobGroup] = []
+        self.calls: list[JobCall] = []
+        self._groups_of: list[dict[int, int]] = []
+        self._calls_of: list[dict[int, int]] = []
+
+    def _moved(self, rank: int, at: int) -> int:
+        return self._replicas.moved(rank, at, len(self._places))
+
+    def add_group(self, number: int) -> None:
+        group, data = self._job.groups[number], self._replicas.data
+        held = sorted({data(rank) for rank in group.ranks})
+        grows = len(held) == self._replicas.number or group.name in self._names
         if not grows and held != list(range(held[0], held[-1] + 1)):
             raise _unclear(group, "its replicas are not neighbours")
-        new_groups.append(kept)
-    new_calls: list[dict[int, int]] = []
-    for call in job.calls:
-        kept = {}
-        old = job.groups[call.group]
-        numbers = new_groups[call.group]
-        for copy, number in sorted(numbers.items()) if call.op != MESSAGE else ():
-            kept[copy] = len(calls)
-            calls.append(_resized(call, number, old, groups[number], blocks=blocks))
-        ends = [(replicas.data(rank), rank) for rank in call.members]
-        for copy in sorted(set(copies)) if call.op == MESSAGE else ():
-            if all((data, copy) in places for data, _ in ends):
-                moved = [replicas.moved(r, places[data, copy], count) for data, r in ends]
-                kept[copy] = len(calls)
-                number = numbers.get(copy, numbers.get(0, 0))
-                calls.append(replace(call, group=number, members=tuple(moved)))
-        new_calls.append(kept)
-    origins = _origins(job, chosen, replicas)
-    steps = []
-    for rank, origin in enumerate(origins):
-        copy = copies[Replicas(count, replicas.stride).data(rank)]
-        mine = []
-        for step in job.steps[origin]:
-            if step.call >= 0:
-                like = new_calls[step.call]
-                call = job.calls[step.call]
-                by = copy if copy in like and rank in calls[like[copy]].members else 0
-                if by not in like or rank not in calls[like[by]].members:
-                    raise InvalidArgumentError(
-                        f"replay: --ranks: {call.name} between ranks "
-                        f"{call.members[0]} and {call.members[-1]} has no like in {count} replicas"
-                    )
-                step = step._replace(call=like[by])
-            mine.append(step)
-        steps.append(mine)
-    starts = [job.start_ps[origin] for origin in origins]
-    marks = job.marks if origins and origins[0] == 0 else []
-    return Job(groups, calls, steps, starts, marks, job.notes), origins
+        kept: dict[int, int] = {}
+        for copy in [0] if grows else self._copies:
+            ranks = [
+                self._moved(rank, at)
+                for rank in group.ranks
+                for (of, by), at in self._places.items()
+                if of == data(rank) and (grows or by == copy)
+            ]
+            if not grows and ranks and len(ranks) != len(group.ranks):
+                raise _unclear(group, f"{len(self._places)} replicas cut it")
+            if ranks:
+                kept[copy] = len(self.groups)
+                self.groups.append(JobGroup(group.name, tuple(sorted(ranks) if grows else ranks)))
+        self._groups_of.append(kept)
 
+    def add_call(self, call: JobCall, *, blocks: bool) -> None:
+        kept: dict[int, int] = {}
+        groups, old = self._groups_of[call.group], self._job.groups[call.group]
+        for copy in self._copies if call.op == MESSAGE else groups:
+            number = groups.get(copy, groups.get(0, 0))
+            if call.op == MESSAGE:
+                ends = [(self._places.get((self._replicas.data(r), copy)), r) for r in call.members]
+                moved = [self._moved(rank, at) for at, rank in ends if at is not None]
+                new = replace(call, group=number, members=tuple(moved))
+            else:
+                new = _resized(call, number, old, self.groups[number], blocks=blocks)
+            if call.op != MESSAGE or len(new.members) == 2:
+                kept[copy] = len(self.calls)
+                self.calls.append(new)
+        self._calls_of.append(kept)
 
-def _origins(job: Job, chosen: Sequence[int], replicas: Replicas) -> list[int]:
-    found = {}
-    for rank in range(len(job.steps)):
-        for at, data in enumerate(chosen):
-            if replicas.data(rank) == data:
-                found[replicas.moved(rank, at, len(chosen))] = rank
-    return [found[rank] for rank in range(len(found))]
+    def origins(self) -> list[int]:
+        """Return the old rank of each new one."""
+        found = {
+            self._moved(rank, at): rank
+            for rank in range(len(self._job.steps))
+            for (data, _), at in self._places.items()
+            if data == self._replicas.data(rank)
+        }
+        return [found[rank] for rank in range(len(found))]
+
+    def steps(self, rank: int, origin: int) -> Iterator[Step]:
+        """Yield the steps of a new rank, those of an old one with the new calls."""
+        place = Replicas(len(self._places), self._replicas.stride).data(rank)
+        copy = next(by for (_, by), at in self._places.items() if at == place)
+        for step in self._job.steps[origin]:
+            if step.call < 0:
+                yield step
+                continue
+            kept = self._calls_of[step.call]
+            new = [kept[by] for by in (copy, 0) if by in kept]
+            mine = [call for call in new if rank in self.calls[call].members]
+            if not mine:
+                call = self._job.calls[step.call]
+                raise InvalidArgumentError(
+                    f"replay: --ranks: {call.name} between ranks {call.members[0]} and "
+                    f"{call.members[-1]} has no like in {len(self._places)} replicas"
+                )
+            yield step._replace(call=mine[0])
 
 
 def _resized(call: JobCall, number: int, old: JobGroup, new: JobGroup, *, blocks: bool) -> JobCall:
@@ -204,7 +227,6 @@ def _resized(call: JobCall, number: int, old: JobGroup, new: JobGroup, *, blocks
 def _unclear(group: JobGroup, why: str) -> InvalidArgumentError:
     ranks = ", ".join(map(str, group.ranks[:8]))
     return InvalidArgumentError(
-        f"replay: --ranks: it cannot be told how group '{group.name}' (ranks {ranks}) changes: "
-        f"{why}",
+        f"replay: --ranks: it is not clear how group '{group.name}' (ranks {ranks}) changes: {why}",
         hint="name the groups that grow with --grow NAME,NAME",
     )
