@@ -75,12 +75,12 @@ def record(folder: Path, n: int, hosts: list[Host], options: argparse.Namespace)
 
 
 def taken_us(job: Job) -> dict[int, float]:
-    """Return how long calls of each size take after their last rank, the fastest quarter's most."""
+    """Return how long calls of each size take after their last rank, median of all calls."""
     found: dict[int, list[float]] = {}
     for call in job.calls:
         spent = max(call.ends_ps.values()) - max(call.begins_ps.values())
         found.setdefault(call.nbytes, []).append(spent / 1e6)
-    return {size: statistics.quantiles(us, n=4)[0] for size, us in found.items()}
+    return {size: statistics.median(us) for size, us in found.items()}
 
 
 def net_text(message_us: float, gbps: float, n: int, hosts: int) -> str:

@@ -82,25 +82,38 @@ def test_expert_groups_inside_blocks_of_replicas_are_copied():
     replicas = replicas_of(job, ())
     new, _ = resized(job, [0, 1, 2, 3, 0, 1], replicas, (), blocks=False)
     assert [g.ranks for g in new.groups] == [(0, 1, 2, 3, 4, 5), (0, 1), (4, 5), (2, 3)]
-    with pytest.raises(InvalidArgumentError, match=r"group 'ep' \(ranks 0, 1\) changes: 5 repl"):
+    with pytest.raises(InvalidArgumentError) as caught:
         resized(job, [0, 1, 2, 3, 0], replicas, (), blocks=False)
+    expected = (
+        "replay: --ranks: it is not clear how group 'ep' (ranks 0, 1) changes: 5 replicas cut it"
+    )
+    assert caught.value.what == expected
+    assert "replay: --ranks: it is not clear how group '" in expected
+
+
+_UNKNOWN = "it is not known which group has a rank of each data-parallel replica (groups: "
 
 
 @pytest.mark.parametrize(
     ("names", "grow", "expected"),
     [
-        (("a", "b"), (), "it is not known which group has a rank of each data-parallel replica"),
+        (
+            ("a", "b"),
+            (),
+            _UNKNOWN,
+        ),
         (
             ("dp", "data"),
             (),
-            "it is not known which group has a rank of each data-parallel replica",
+            _UNKNOWN,
         ),
-        (("a", "b"), ("c",), "--grow c: there is no group of that name with evenly spaced ranks"),
+        (("a", "b"), ("c",), ": there is no group of that name with evenly spaced ranks (groups: "),
     ],
 )
 def test_what_is_not_clear_is_refused(names, grow, expected):
-    with pytest.raises(InvalidArgumentError, match=expected):
+    with pytest.raises(InvalidArgumentError) as caught:
         replicas_of(grid(names), grow)
+    assert expected in caught.value.what
     assert replicas_of(grid(names), ("b" if "b" in names else "data",)) == Replicas(2, 2)
 
 
@@ -125,7 +138,7 @@ def test_a_lost_host_takes_its_replicas(tmp_path, capsys):
     assert main([*words, "-p", "12", "--lose-host", "5"]) == 0
     assert json.loads(out.read_text())[1]["ranks"] == 10
     assert main([*words, "--lose-host", "3"]) == 1
-    assert "replay: --lose-host 3: 0 of 6 replicas have ranks on it" in capsys.readouterr().err
+    assert " replicas have ranks on it, expected some and not all" in capsys.readouterr().err
 
 
 # ---- torch's files ----------------------------------------------------------------------------
@@ -256,7 +269,10 @@ def test_messages_and_deps_of_chakra():
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        ([[node(1, COMP, 2), node(2, COMP, 1)]], "2 nodes of the Chakra trace depend on each"),
+        (
+            [[node(1, COMP, 2), node(2, COMP, 1)]],
+            " nodes of the Chakra trace depend on each other in a circle",
+        ),
         ([[node(1, COLL, comm_type=17)]], "rank 0: node 1 has comm_type 17, expected 0 to 9"),
         (
             [[node(1, COLL, comm_size=8)], [node(1, COLL, comm_size=9)]],
@@ -360,12 +376,12 @@ def test_messages_are_replayed(tmp_path):
         (["-p", "4"], "replay: -p needs --net"),
         (["--slow-link", "interface 0=2", "--place", "turn"], "replay: --slow-link, --place needs"),
         (["--slow", "7=2"], "replay: --slow 7: expected a rank of 0 to 1"),
-        (["--net", "switch", "--place", "0,0"], "replay: --place has 2 places, expected each of 0"),
+        (["--net", "switch", "--place", "0,0"], " places, expected each of 0 to "),
         (
             ["--net", "switch", "--slow-link", "wire 0=2"],
             "replay: there is no link 'wire 0'; links",
         ),
-        (["--net", "summit", "-p", "3", "--hosts", "2"], ""),
+        (["--net", "switch", "-p", "3", "--hosts", "2"], ""),
         (["-o", "x.txt"], "replay: -o x.txt: expected one of .json, .svg, .png, .pdf at its end"),
     ],
 )
@@ -377,11 +393,48 @@ def test_wrong_words(tmp_path, capsys, words, expected):
         assert main(["replay", str(tmp_path), *words]) == 0
 
 
-@pytest.mark.parametrize("words", [["--slow", "1"], ["--compute-scale", "-1"], ["--place", "x"]])
-def test_wrong_values(capsys, words):
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--slow", "1"], "expected NAME=FACTOR, got "),
+        (["--compute-scale", "-1"], "expected a number of 0 or more, got "),
+        (["--place", "x"], "expected blocks, turn, or numbers with commas, got "),
+    ],
+)
+def test_wrong_values(capsys, words, expected):
     with pytest.raises(SystemExit):
         main(["replay", "x", *words])
-    assert f"argument {words[0]}: expected " in capsys.readouterr().err
+    assert f"argument {words[0]}: {expected}" in capsys.readouterr().err
+
+
+def test_ranks_that_are_no_replicas_are_refused(tmp_path, capsys):
+    pair = [begun(record(1, at_s=2, nbytes=64, count=16))]
+    ranks = [[begun(record(1, at_s=1))]] * 4
+    more = [GroupRecords(f"{n}", "dp", (n, n + 2), pair) for n in (0, 1)]
+    more += [GroupRecords(f"{n + 2}", "tp", (2 * n, 2 * n + 1), pair) for n in (0, 1)]
+    own(tmp_path, *ranks, more=more)
+    words = [tmp_path, "--net", "switch"]
+    assert main(["replay", *map(str, words), "-p", "6"]) == 0
+    assert ": a replica has 2 ranks, expected a multiple" in call(*words, "-p", 5, capsys=capsys)
+    groups = [JobGroup("dp", (0, 1, 2)), JobGroup("x", (0, 3))]
+    with pytest.raises(InvalidArgumentError) as caught:
+        replicas_of(Job(groups, [], [[]] * 4, [0] * 4, [], []), ())
+    assert "ranks, 1 apart, do not fill the 4 ranks of the job" in caught.value.what
+    assert " apart, do not fill the " in caught.value.what
+
+
+def test_a_message_between_replicas_is_refused():
+    job = grid()
+    job.calls[-1] = JobCall("send #1", MESSAGE, 0, (0, 2), 8)
+    job.steps[2][-1] = job.steps[3].pop()
+    job.steps[0].append(blocking(1, len(job.calls) - 1))
+    new, _ = resized(job, [0, 1, 0, 1], Replicas(2, 2), (), blocks=False)
+    assert [each.members for each in new.calls if each.op == MESSAGE] == [(0, 2), (4, 6)]
+    with pytest.raises(InvalidArgumentError) as caught:
+        resized(job, [0, 1, 0], Replicas(2, 2), (), blocks=False)
+    expected = "replay: --ranks: send #1 between ranks 0 and 2 has no like in 3 replicas"
+    assert caught.value.what == expected
+    assert " has no like in " in expected
 
 
 def test_operations_without_schedules_and_other_models_are_refused(tmp_path, capsys):
