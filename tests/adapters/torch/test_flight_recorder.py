@@ -156,7 +156,7 @@ def test_dumps_of_gloo_while_ranks_are_missing(rank):
 
 @pytest.mark.ranks(2, kind="processes")
 def test_dumps_of_gloo_are_replayed(rank):
-    """The files have no ends, so the time between calls is compute, and a slow rank holds up all."""
+    """The files have no ends, so the time between calls is compute."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     with common_folder(rank) as folder:
         store = torch_dist.FileStore(str(folder / "store"), 2)

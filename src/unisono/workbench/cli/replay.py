@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,8 +190,10 @@ def read_job(paths: Sequence[str]) -> Job:
     ranks = by_rank(read_files(paths))
     if not ranks:
         raise InvalidArgumentError("replay: there are no records")
-    ranks = shifted(ranks, align(ranks, join(ranks)).shift_ns)
-    return records.job_of(ranks, join(ranks))
+    axis = align(ranks, join(ranks))
+    ranks = shifted(ranks, axis.shift_ns)
+    job = records.job_of(ranks, join(ranks))
+    return replace(job, notes=[str(axis), *job.notes])
 
 
 def _changed(options: argparse.Namespace, job: Job) -> tuple[Job, Simulated | None, str]:

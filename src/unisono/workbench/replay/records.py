@@ -56,9 +56,10 @@ def job_of(ranks: Mapping[int, RankRecords], groups: Sequence[JoinedGroup]) -> J
             are no calls.
     """
     world = {rank for group in groups for rank in group.ranks} | set(ranks)
-    if missing := sorted(set(range(max(world) + 1)) - set(ranks)):
+    gaps = [rank for number, rank in enumerate(sorted(ranks)) if number != rank]
+    if missing := sorted(world - set(ranks)) or gaps[:1]:
         raise InvalidArgumentError(
-            f"replay: {name_ranks(missing)} has no file; the files name {max(world) + 1} ranks",
+            f"replay: no file of {name_ranks(missing)}, or ranks are not numbered from 0",
             hint="give the files of all ranks",
         )
     builder = _Builder(ranks)

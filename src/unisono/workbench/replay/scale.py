@@ -141,9 +141,16 @@ class _Resizer:
         self.calls: list[JobCall] = []
         self._groups_of: list[dict[int, int]] = []
         self._calls_of: list[dict[int, int]] = []
+        # A set per tuple of ranks: calls have few different ones.
+        self._sets: dict[tuple[int, ...], frozenset[int]] = {}
 
     def _moved(self, rank: int, at: int) -> int:
         return self._replicas.moved(rank, at, len(self._places))
+
+    def _set(self, ranks: tuple[int, ...]) -> frozenset[int]:
+        if ranks not in self._sets:
+            self._sets[ranks] = frozenset(ranks)
+        return self._sets[ranks]
 
     def add_group(self, number: int) -> None:
         group, data = self._job.groups[number], self._replicas.data
@@ -202,7 +209,7 @@ class _Resizer:
                 continue
             kept = self._calls_of[step.call]
             new = [kept[by] for by in (copy, 0) if by in kept]
-            mine = [call for call in new if rank in self.calls[call].members]
+            mine = [each for each in new if rank in self._set(self.calls[each].members)]
             if not mine:
                 call = self._job.calls[step.call]
                 raise InvalidArgumentError(
