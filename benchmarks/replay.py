@@ -27,7 +27,7 @@ from unisono.workbench.cli.main import main as unisono
 from unisono.workbench.cli.replay import read_job
 from unisono.workbench.replay.engine import play
 from unisono.workbench.replay.job import Job
-from unisono.workbench.replay.pricing import Recorded, Simulated
+from unisono.workbench.replay.pricing import RecordedTimes, Simulated
 from unisono.workbench.simulate import machine
 
 SIZES = (2, 4, 8)
@@ -55,7 +55,7 @@ dist.destroy_process_group()
 
 def record(folder: Path, n: int, hosts: list[Host], options: argparse.Namespace) -> None:
     """Run the job on `n` ranks and keep its files."""
-    nodes = hosts or [None]
+    nodes: list[Host | None] = [*hosts] or [None]
     words = [sys.executable, "-m", "unisono", "run", "-n", str(n // len(nodes))]
     program = folder.parent / "program.py"
     program.write_text(PROGRAM)
@@ -67,7 +67,7 @@ def record(folder: Path, n: int, hosts: list[Host], options: argparse.Namespace)
             command = [*words, *job]
         else:
             where = ["--nnodes", "2", "--node-rank", str(number), "--master-port", "29571"]
-            command = host.inside(*words, *where, "--master-addr", nodes[0].v4, *job)
+            command = host.inside(*words, *where, "--master-addr", hosts[0].v4, *job)
         running.append(subprocess.Popen(command, env=env))
     for process in running:
         if process.wait(300):
@@ -111,7 +111,7 @@ def fitted(job: Job, hosts: int) -> tuple[float, float]:
 
 def step_ms(job: Job) -> float:
     """Return the median recorded step."""
-    marks = play(job, Recorded(job)).marks_ps
+    marks = play(job, RecordedTimes(job)).marks_ps
     return statistics.median(b - a for a, b in itertools.pairwise(marks)) / 1e9
 
 

@@ -10,9 +10,9 @@ from tests.workbench.trace.test_analysis import record
 from unisono.core.recorder.flight_recorder import GroupRecords, Origin, RankRecords, encode
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.cli.main import main
-from unisono.workbench.replay.engine import COMPUTE, Span, changed, critical_path, play
-from unisono.workbench.replay.job import Job, JobCall, JobGroup, Step, find_marks
-from unisono.workbench.replay.pricing import Recorded, Simulated
+from unisono.workbench.replay.engine import COMPUTE, RankSpan, changed, critical_path, play
+from unisono.workbench.replay.job import Job, JobCall, JobGroup, JobStep, find_marks
+from unisono.workbench.replay.pricing import RecordedTimes, Simulated
 from unisono.workbench.replay.records import job_of, op_of
 from unisono.workbench.simulate import machine
 from unisono.workbench.trace.joined import by_rank, join
@@ -38,15 +38,15 @@ def both(*names, ranks=2):
 
 
 def blocking(gap_us, call):
-    return Step(gap_us * US, call, makes=True, waits=True)
+    return JobStep(gap_us * US, call, makes=True, waits=True)
 
 
 def made(gap_us, call):
-    return Step(gap_us * US, call, makes=True)
+    return JobStep(gap_us * US, call, makes=True)
 
 
 def waited(gap_us, call):
-    return Step(gap_us * US, call, waits=True)
+    return JobStep(gap_us * US, call, waits=True)
 
 
 def spans(run, rank):
@@ -73,7 +73,7 @@ def test_a_call_begins_when_its_last_rank_has_come():
 @pytest.mark.parametrize(("call_us", "end"), [(15, 50), (60, 90)])
 def test_an_asynchronous_call_runs_beside_compute(call_us, end):
     job = both("a")
-    job.steps[:] = [[made(10, 0), waited(20, 0), Step(20 * US)]] * 2
+    job.steps[:] = [[made(10, 0), waited(20, 0), JobStep(20 * US)]] * 2
     run = play(job, After(call_us))
     # It blocks for what it takes longer than the 20 us of compute.
     assert run.end_ps(0) == end * US == max(50, 10 + call_us + 20) * US
@@ -100,7 +100,7 @@ def test_a_slow_rank_makes_all_wait():
 
 def test_ranks_that_wait_for_each_other_are_named():
     job = both("a")
-    job.steps[:] = [[blocking(1, 0)], [Step(US)]]
+    job.steps[:] = [[blocking(1, 0)], [JobStep(US)]]
     with pytest.raises(InvalidArgumentError) as caught:
         play(job, After(1))
     assert "' for ever: its ranks wait for each other" in caught.value.what
@@ -209,14 +209,14 @@ def steps_of(rank, count=5):
 def test_a_replay_as_recorded_is_the_recording(tmp_path):
     ranks = own(tmp_path, steps_of(0), steps_of(1))
     job = job_of(ranks, join(ranks))
-    run = play(job, Recorded(job))
+    run = play(job, RecordedTimes(job))
     assert run.ends == [call.ends_ps for call in job.calls]
     assert run.begins == [call.begins_ps for call in job.calls]
     for rank in range(2):
         waits = [s for s in run.spans[rank] if s.call != COMPUTE]
         late = rank * SECOND // 2
         assert waits[:2] == [
-            Span(3 * SECOND, 4 * SECOND, 0), Span(5 * SECOND + late, 7 * SECOND, 1),
+            RankSpan(3 * SECOND, 4 * SECOND, 0), RankSpan(5 * SECOND + late, 7 * SECOND, 1),
         ]  # fmt: skip
     assert run.marks_ps == [round((7 + 10 * step) * SECOND) for step in range(5)]
 

@@ -14,8 +14,8 @@ from unisono.workbench.cli.main import main
 from unisono.workbench.cli.trace.gather import read_files
 from unisono.workbench.replay import chakra
 from unisono.workbench.replay.engine import play
-from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, Step
-from unisono.workbench.replay.pricing import Recorded
+from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, JobStep
+from unisono.workbench.replay.pricing import RecordedTimes
 from unisono.workbench.replay.records import job_of
 from unisono.workbench.replay.scale import Replicas, replicas_of, resized
 from unisono.workbench.trace.joined import by_rank, join
@@ -157,7 +157,7 @@ def test_a_dump_of_nccl(tmp_path):
     assert [(c.op, c.nbytes, c.itemsize) for c in job.calls] == [
         ("all_reduce", 16, 4), ("all_gather", 32, 4),
     ]  # fmt: skip
-    run = play(job, Recorded(job))
+    run = play(job, RecordedTimes(job))
     assert run.begins[1] == {0: 1000 * US, 1: 1000 * US + 400_000}
     assert run.end_ps(0) == run.end_ps(1) == 1001 * US
 
@@ -262,8 +262,8 @@ def test_messages_and_deps_of_chakra():
     takes = [node(1, RECV, comm_src=0, comm_dst=1, comm_size=10), node(2, COMP, 1, us=7)]
     job = chakra.job_of({0: chakra.nodes_of(trace(*sends)), 1: chakra.nodes_of(trace(*takes))})
     assert [(c.op, c.members, c.nbytes) for c in job.calls] == [(MESSAGE, (0, 1), 10)]
-    assert job.steps[1][:2] == [Step(0, 0, makes=True), Step(0, 0, waits=True)]
-    assert job.steps[1][2] == Step(7 * US)
+    assert job.steps[1][:2] == [JobStep(0, 0, makes=True), JobStep(0, 0, waits=True)]
+    assert job.steps[1][2] == JobStep(7 * US)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_messages_are_replayed(tmp_path):
     takes = record(1, "recv", at_s=0, took_s=2, peer=0)
     ranks = own(tmp_path, [send], [takes])
     job = job_of(ranks, join(ranks))
-    run = play(job, Recorded(job))
+    run = play(job, RecordedTimes(job))
     assert run.ends == [{0: 3 * SECOND // 2, 1: 2 * SECOND}]
 
 

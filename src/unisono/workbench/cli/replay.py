@@ -26,7 +26,7 @@ from unisono.workbench.cli.terminal import plain, working
 if TYPE_CHECKING:
     from unisono.workbench.replay.job import Job
     from unisono.workbench.replay.pricing import Simulated
-    from unisono.workbench.replay.report import Outcome
+    from unisono.workbench.replay.report import ReplayOutcome
 
 _DESCRIPTION = """\
 Replay the recorded calls of a job in virtual time. The time between the calls of a rank is compute
@@ -118,21 +118,23 @@ def _places(text: str) -> str | list[int]:
 
 def _replay(options: argparse.Namespace) -> int:
     from unisono.workbench.replay.engine import changed, play
-    from unisono.workbench.replay.pricing import Recorded
-    from unisono.workbench.replay.report import Outcome, document, lines, timeline
+    from unisono.workbench.replay.pricing import RecordedTimes
+    from unisono.workbench.replay.report import ReplayOutcome, document, lines, timeline
 
     if options.output:
         check_output("replay", options.output)
     job = read_job(options.files)
     outcomes = []
     if any(call.ends_ps for call in job.calls):
-        outcomes.append(Outcome.of("recorded", job, play(job, Recorded(job))))
+        outcomes.append(ReplayOutcome.of("recorded", job, play(job, RecordedTimes(job))))
     new, pricing, net = _changed(options, job)
     slow = {_rank(name, new): factor for name, factor in options.slow.items()}
     new = changed(new, options.compute_scale, slow)
     if new != job or pricing is not None:
         with working(f"replay of {len(new.calls)} calls on {len(new.steps)} ranks"):
-            outcomes.append(Outcome.of("predicted", new, play(new, pricing or Recorded(new))))
+            outcomes.append(
+                ReplayOutcome.of("predicted", new, play(new, pricing or RecordedTimes(new)))
+            )
     if not outcomes:
         raise InvalidArgumentError("replay: the files have no times of calls: give --net")
     print(f"# {len(job.calls)} calls of {len(job.groups)} groups; {net}")
@@ -271,7 +273,7 @@ def _rank(name: str, job: Job) -> int:
     return int(name)
 
 
-def _draw(outcomes: Sequence[Outcome], path: str) -> None:
+def _draw(outcomes: Sequence[ReplayOutcome], path: str) -> None:
     """Draw the runs above each other on one axis, each with its critical path."""
     from unisono.workbench.cli.trace.picture import COLOURS, OTHER, PALE
     from unisono.workbench.replay.engine import COMPUTE

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, Step, find_marks
+from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, JobStep, find_marks
 
 _SEND, _RECV, _COLLECTIVE = 5, 6, 7
 _COLLECTIVES = (
@@ -184,7 +184,7 @@ class _Maker:
         self._makers: defaultdict[int, set[int]] = defaultdict(set)
         self._counts: defaultdict[tuple[object, ...], int] = defaultdict(int)
 
-    def steps(self, rank: int, nodes: list[ChakraNode]) -> Iterator[Step]:
+    def steps(self, rank: int, nodes: list[ChakraNode]) -> Iterator[JobStep]:
         """Yield the steps of a rank."""
         by_id = {node.id: node for node in nodes}
         left = {node.id: {dep for dep in node.deps if dep in by_id} for node in nodes}
@@ -200,11 +200,11 @@ class _Maker:
             node = by_id[heapq.heappop(ready)]
             done += 1
             for dep in sorted(set(node.deps) & open_calls.keys()):
-                yield Step(gap, open_calls.pop(dep), waits=True)
+                yield JobStep(gap, open_calls.pop(dep), waits=True)
                 gap = 0
             if node.type in (_SEND, _RECV, _COLLECTIVE):
                 open_calls[node.id] = self._call(rank, node)
-                yield Step(gap, open_calls[node.id], makes=True)
+                yield JobStep(gap, open_calls[node.id], makes=True)
                 gap = 0
             else:
                 gap += node.duration_us * _PS_PER_US
@@ -218,9 +218,9 @@ class _Maker:
                 "each other in a circle"
             )
         for call in open_calls.values():
-            yield Step(gap, call, waits=True)
+            yield JobStep(gap, call, waits=True)
             gap = 0
-        yield Step(gap)
+        yield JobStep(gap)
 
     def _call(self, rank: int, node: ChakraNode) -> int:
         has = node.attributes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.replay.job import MESSAGE, Job, Step
+from unisono.workbench.replay.job import MESSAGE, Job, JobStep
 
 COMPUTE = -1
 """In place of a call: the rank computes."""
@@ -27,7 +27,7 @@ class Pricing(Protocol):
         """Return when a message has come, from when its ranks made the calls."""
 
 
-class Span(NamedTuple):
+class RankSpan(NamedTuple):
     """A part of a rank's time: it computes, or waits for a call."""
 
     begin_ps: int
@@ -47,7 +47,7 @@ class Played:
         marks_ps: When the last call of each training step ended on rank 0.
     """
 
-    spans: list[list[Span]]
+    spans: list[list[RankSpan]]
     begins: list[dict[int, int]]
     ends: list[dict[int, int]]
     made: list[dict[int, int]]
@@ -61,7 +61,7 @@ class Played:
 def changed(job: Job, compute: float, slow: Mapping[int, float]) -> Job:
     """Return the job with its computing times multiplied: of all ranks, and of slow ones."""
 
-    def by(rank: int, step: Step) -> Step:
+    def by(rank: int, step: JobStep) -> JobStep:
         return step._replace(gap_ps=round(step.gap_ps * compute * slow.get(rank, 1.0)))
 
     steps = [[by(rank, step) for step in each] for rank, each in enumerate(job.steps)]
@@ -142,7 +142,7 @@ class _Runner:
 
     def _until(self, rank: int, end_ps: int, call: int) -> None:
         if end_ps > self._clock[rank]:
-            self._played.spans[rank].append(Span(self._clock[rank], end_ps, call))
+            self._played.spans[rank].append(RankSpan(self._clock[rank], end_ps, call))
             self._clock[rank] = end_ps
 
     def _make(self, rank: int, call: int) -> None:

@@ -48,7 +48,7 @@ class JobCall:
     ends_ps: dict[int, int] = field(default_factory=dict)
 
 
-class Step(NamedTuple):
+class JobStep(NamedTuple):
     """A rank computes for `gap_ps`, then makes a call, waits for its end, or both.
 
     Attributes:
@@ -80,7 +80,7 @@ class Job:
 
     groups: list[JobGroup]
     calls: list[JobCall]
-    steps: list[list[Step]]
+    steps: list[list[JobStep]]
     start_ps: list[int]
     marks: list[int]
     notes: list[str]

@@ -32,7 +32,7 @@ from unisono.workbench.simulate.evaluators.traffic import TrafficRows
 _MOST_ROWS = 30_000
 
 
-class Recorded:
+class RecordedTimes:
     """Calls take as long after their last rank as in the recording."""
 
     exact = True
@@ -124,7 +124,7 @@ def links_named(network: Network, name: str) -> list[int]:
     return found
 
 
-class _Prepared(NamedTuple):
+class _CallKind(NamedTuple):
     """A kind of call: what runs, or the ends after the last begin if it is too large for that."""
 
     rows: TrafficRows | None
@@ -164,7 +164,7 @@ class Simulated:
         self.algorithms: dict[str, set[str]] = {}
         self._job, self._net, self._size = job, net, size
         self._places, self._slow = np.array(places), slow_links
-        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._prepared: dict[tuple[Any, ...], _CallKind] = {}
         self._done: dict[tuple[Any, ...], IntArray] = {}
         self._slow_of(net.network("", size))
 
@@ -232,7 +232,7 @@ class Simulated:
         even = len(first) == len(np.unique(hosts)) and (counts == counts[0]).all()
         return int(counts[0]) if even else 1
 
-    def _prepare(self, call: JobCall) -> _Prepared:
+    def _prepare(self, call: JobCall) -> _CallKind:
         p, net, places = len(call.members), self._net, self._places[list(call.members)]
         local = self._local(places)
         names = () if call.op not in OPERATIONS else available(call.op, p, local=local)
@@ -277,7 +277,7 @@ class Simulated:
                 padded=values["padded"], contended=contended,
             )  # fmt: skip
             ends = result.finish_ps.reshape(-1, copies).max(axis=1)
-            return _Prepared(None, None, network, costs, copies, ends)
+            return _CallKind(None, None, network, costs, copies, ends)
         rows = all_rows(parts)
         messages = plan(rows, network, contended=contended)
-        return _Prepared(rows, messages, network, costs, copies, None)
+        return _CallKind(rows, messages, network, costs, copies, None)

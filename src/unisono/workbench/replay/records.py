@@ -18,7 +18,7 @@ from unisono.workbench.replay.job import (
     Job,
     JobCall,
     JobGroup,
-    Step,
+    JobStep,
     find_marks,
 )
 from unisono.workbench.trace.joined import JoinedCall, JoinedGroup, begin_of
@@ -28,7 +28,7 @@ _STARTS = {"allreducebarrier": "barrier"} | {op.replace("_", ""): op for op in O
 _PS = 1000
 
 
-class _Event(NamedTuple):
+class _CallEvent(NamedTuple):
     """A call of a rank: when it was made, ended, and waited for (None: not known)."""
 
     begin_ps: int
@@ -71,7 +71,7 @@ def job_of(ranks: Mapping[int, RankRecords], groups: Sequence[JoinedGroup]) -> J
 class _Builder:
     def __init__(self, ranks: Mapping[int, RankRecords]) -> None:
         self._foreign = {rank for rank, each in ranks.items() if each.origin is None}
-        self._events: dict[int, list[_Event]] = {rank: [] for rank in ranks}
+        self._events: dict[int, list[_CallEvent]] = {rank: [] for rank in ranks}
         self._keys: dict[int, tuple[object, ...]] = {}
         self._groups: list[JobGroup] = []
         self._calls: list[JobCall] = []
@@ -148,7 +148,7 @@ class _Builder:
         for rank, record in found.items():
             wait = record.wait_begun_ns
             self._events[rank].append(
-                _Event(begins[rank], ends[rank], None if wait is None else wait * _PS, call)
+                _CallEvent(begins[rank], ends[rank], None if wait is None else wait * _PS, call)
             )
 
     def _begin(self, rank: int, record: TraceRecord) -> int:
@@ -195,11 +195,11 @@ def _between(calls: list[JoinedCall], whole: list[JoinedCall]) -> Iterator[Joine
     )
 
 
-_Point = tuple[int, int, int, bool, bool]
+_ThreadPoint = tuple[int, int, int, bool, bool]
 """Time, then the end of the call, its number, and whether the rank makes it and waits for it."""
 
 
-def _points(events: Sequence[_Event]) -> Iterator[_Point]:
+def _points(events: Sequence[_CallEvent]) -> Iterator[_ThreadPoint]:
     """Yield what the thread of a rank does.
 
     Where nothing says when it waited, a call in which it made another is taken for asynchronous,
@@ -219,8 +219,8 @@ def _points(events: Sequence[_Event]) -> Iterator[_Point]:
             yield wait, max(wait, end), call, False, True
 
 
-def _steps(points: Sequence[_Point]) -> Iterator[Step]:
+def _steps(points: Sequence[_ThreadPoint]) -> Iterator[JobStep]:
     free = points[0][0] if points else 0
     for begin, end, call, makes, waits in points:
-        yield Step(max(0, begin - free), call, makes, waits)
+        yield JobStep(max(0, begin - free), call, makes, waits)
         free = max(free, end)

@@ -18,7 +18,7 @@ _US = 1e6
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayOutcome:
     """A job with its run.
 
     Attributes:
@@ -34,7 +34,7 @@ class Outcome:
     path: list[Leg]
 
     @classmethod
-    def of(cls, name: str, job: Job, run: Played) -> Outcome:
+    def of(cls, name: str, job: Job, run: Played) -> ReplayOutcome:
         """Return the outcome, with its critical path."""
         return cls(name, job, run, critical_path(job, run))
 
@@ -71,7 +71,7 @@ class Outcome:
         return sum(map(self.exposed_ps, ranks)) / max(1, spent)
 
 
-def lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def lines(outcomes: Sequence[ReplayOutcome]) -> Iterator[str]:
     """Yield the text: all outcomes, and the groups, ranks and critical path of the last."""
     last = outcomes[-1]
     for outcome in outcomes:
@@ -106,7 +106,7 @@ def _us(ps: float) -> str:
     return f"{ps / _US:,.1f}"
 
 
-def _group_lines(outcome: Outcome) -> Iterator[str]:
+def _group_lines(outcome: ReplayOutcome) -> Iterator[str]:
     for row in group_rows(outcome):
         yield (
             f"{row['group']:<24}{row['op']:<16}{row['calls']:>7}{row['bytes']:>15,}"
@@ -114,7 +114,7 @@ def _group_lines(outcome: Outcome) -> Iterator[str]:
         )
 
 
-def group_rows(outcome: Outcome) -> list[dict[str, Any]]:
+def group_rows(outcome: ReplayOutcome) -> list[dict[str, Any]]:
     """Return a row per name of groups and operation, with times per call and of all ranks."""
     job, run = outcome.job, outcome.run
     calls: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
@@ -143,7 +143,7 @@ def group_rows(outcome: Outcome) -> list[dict[str, Any]]:
     return rows
 
 
-def _path_lines(outcome: Outcome) -> Iterator[str]:
+def _path_lines(outcome: ReplayOutcome) -> Iterator[str]:
     total = max(1, sum(leg.end_ps - leg.begin_ps for leg in outcome.path))
     yield f"critical path: {_us(total)} us"
     names: Counter[str] = Counter()
@@ -162,7 +162,7 @@ def _leg_name(job: Job, rank: int, call: int) -> str:
     return f"{job.calls[call].op} of group '{job.groups[job.calls[call].group].name}'"
 
 
-def document(outcome: Outcome) -> dict[str, Any]:
+def document(outcome: ReplayOutcome) -> dict[str, Any]:
     """Return all values of an outcome, for JSON."""
     job, run = outcome.job, outcome.run
     return {
@@ -193,7 +193,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def timeline(outcome: Outcome) -> dict[str, Any]:
+def timeline(outcome: ReplayOutcome) -> dict[str, Any]:
     """Return the run in the format of Chrome's trace viewer, which Perfetto reads.
 
     A process is a rank: its first row is the program, then a row per group. One process is the

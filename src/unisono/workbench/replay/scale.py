@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, Step
+from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, JobStep
 
 # In names of groups over which gradients are reduced.
 _DATA = re.compile(r"(^|[^a-z])(dp|ddp|fsdp|hsdp|data|replicate|batch)([^a-z]|$)", re.IGNORECASE)
@@ -199,7 +199,7 @@ class _Resizer:
         }
         return [found[rank] for rank in range(len(found))]
 
-    def steps(self, rank: int, origin: int) -> Iterator[Step]:
+    def steps(self, rank: int, origin: int) -> Iterator[JobStep]:
         """Yield the steps of a new rank, those of an old one with the new calls."""
         place = Replicas(len(self._places), self._replicas.stride).data(rank)
         copy = next(by for (_, by), at in self._places.items() if at == place)
