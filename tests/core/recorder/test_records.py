@@ -94,14 +94,15 @@ def test_a_record_says_when_its_caller_began_to_wait(rank, engine):
     assert blocking.wait_begun_ns == blocking.enqueued_ns
     assert [record.wait_begun_ns for record in queued] == [None, None]
     # C++ may queue it behind the others, and then its caller waits at once.
-    assert last.enqueued_ns <= last.wait_begun_ns <= last.enqueued_ns + slack_ns * 100
+    assert last.enqueued_ns <= last.wait_begun_ns <= last.ended_ns + slack_ns
     for work in works:
         time.sleep(pause_s)
         before_ns = time.time_ns()
         work.wait()
+        after_ns = time.time_ns()
         work.wait()
     times = [record.wait_begun_ns for record in dist.trace_records(group)[1:3]]
-    assert abs(times[1] - before_ns) < slack_ns * 20
+    assert before_ns - slack_ns < times[1] < after_ns + slack_ns
     assert times[0] + pause_s * 0.9e9 < times[1] + slack_ns
 
 
