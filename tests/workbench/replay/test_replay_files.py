@@ -441,6 +441,12 @@ def test_operations_without_schedules_and_other_models_are_refused(tmp_path, cap
     mine = [begun(record(1, "neighbor_all_to_all", at_s=1)), begun(record(2, at_s=3))]
     own(tmp_path, mine, mine)
     assert main(["replay", str(tmp_path)]) == 0
+    meets = [begun(record(1, "new_group", at_s=1, dtype="", count=0, nbytes=0))]
+    found = own(tmp_path, meets, meets)
+    assert [(c.name, c.op) for c in job_of(found, join(found)).calls] == [
+        ("new_group #1", "barrier"),
+    ]  # fmt: skip
+    own(tmp_path, mine, mine)
     err = call(tmp_path, "--net", "switch", capsys=capsys)
     assert "neighbor_all_to_all #1 cannot be simulated, neighbor_all_to_all has no sched" in err
     net = tmp_path.parent / f"{tmp_path.name}.toml"

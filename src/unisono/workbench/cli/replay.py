@@ -144,7 +144,7 @@ def _replay(options: argparse.Namespace) -> int:
         taken = "; ".join(f"{op}: {', '.join(sorted(a))}" for op, a in pricing.algorithms.items())
         print(f"# {taken}")
         if not pricing.exact:
-            print("# approximate: large calls run as if all their ranks began with the last")
+            print("# approximate: large calls begin with their last rank; some have no channels")
     print(*(plain(line) for line in lines(outcomes)), sep="\n")
     if options.json:
         write_text(options.json, json.dumps([document(each) for each in outcomes], indent=1) + "\n")

@@ -260,7 +260,7 @@ class Simulated:
                 network = Channels(network, copies, LinkSpec(0, values["channel_gbps"]))
             except UnisonoError:
                 # Other operations have no channels, and then no limits of channels.
-                self.exact = False
+                self.exact = self.exact and not call.nbytes
         costs = net.costs(choice.algorithm)
         traffic = Traffic(schedule, call.nbytes, call.itemsize, values["padded"], work=costs.works)
         parts = [traffic]

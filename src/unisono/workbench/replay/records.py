@@ -123,7 +123,9 @@ class _Builder:
         # torch's files have the size of the input, which has all blocks in these operations.
         whole = first in self._foreign and ops[first] in ("reduce_scatter", "scatter", "all_to_all")
         nbytes = sum(sizes) if blocks and not whole else max(sizes)
-        self._put(number, ops[first], f"{found[first].op} #{call.seq}", nbytes, found)
+        # new_group and the like move no data of the caller: their ranks meet.
+        op = ops[first] if nbytes or ops[first] in OPERATIONS else "barrier"
+        self._put(number, op, f"{found[first].op} #{call.seq}", nbytes, found)
 
     def _put(
         self, group: int, op: str, name: str, nbytes: int, found: Mapping[int, TraceRecord]
