@@ -19,6 +19,9 @@ torchrun reads PET_MAX_RESTARTS; the prefix PET_ is tried second.
 """
 
 
+_PICTURES = (".svg", ".png", ".pdf")
+
+
 def add_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
@@ -131,6 +134,24 @@ def check_writable(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.access(folder, os.W_OK) or os.path.isdir(path):
         raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")
+
+
+def check_output(command: str, path: str) -> None:
+    """Check that a timeline (.json) or a picture can be written.
+
+    Raises:
+        InvalidArgumentError: The ending is another one, or it cannot be written.
+        DependencyError: matplotlib is missing.
+    """
+    ending = os.path.splitext(path)[1]
+    if ending not in (".json", *_PICTURES):
+        endings = ", ".join((".json", *_PICTURES))
+        raise InvalidArgumentError(f"{command}: -o {path}: expected one of {endings} at its end")
+    check_writable(path)
+    if ending in _PICTURES:
+        from unisono.workbench.bench.launch import check_installed
+
+        check_installed("plot")
 
 
 def write_text(path: str, text: str) -> None:

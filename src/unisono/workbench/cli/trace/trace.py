@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unisono.errors import InvalidArgumentError, LaunchError
-from unisono.workbench.cli.flags import add_parser, check_writable, write_text
+from unisono.workbench.cli.flags import add_parser, check_output, write_text
 from unisono.workbench.cli.look.look import add_token_flag, find_jobs, token_of
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
     from unisono.core.recorder.flight_recorder import RankRecords
     from unisono.workbench.trace.clocks import Trip
-
-_PICTURES = (".svg", ".png", ".pdf")
 
 _DESCRIPTION = """\
 Analyse the recorded calls of all ranks: the first call that differs, the rank that is missing,
@@ -55,7 +53,7 @@ def _trace(options: argparse.Namespace) -> int:
     from unisono.workbench.trace.joined import by_rank, join, shifted
 
     if options.output:
-        _check_output(options.output)
+        check_output("trace", options.output)
     found, trips = _gather(options.job, token_of(options))
     if not found:
         raise InvalidArgumentError("trace: there are no records")
@@ -73,18 +71,6 @@ def _trace(options: argparse.Namespace) -> int:
 
         draw(ranks, groups, f"{lines[0]}\n{axis}", options.output)
     return 0
-
-
-def _check_output(path: str) -> None:
-    from unisono.workbench.bench.launch import check_installed
-
-    ending = os.path.splitext(path)[1]
-    if ending not in (".json", *_PICTURES):
-        endings = ", ".join((".json", *_PICTURES))
-        raise InvalidArgumentError(f"trace: -o {path}: expected one of {endings} at its end")
-    check_writable(path)
-    if ending in _PICTURES:
-        check_installed("plot")
 
 
 def _gather(words: Sequence[str], token: str) -> tuple[list[RankRecords], list[Trip]]:
