@@ -11,7 +11,7 @@ import numpy as np
 from unisono.core.schedules.ir import Schedule
 from unisono.core.schedules.registry import known_algorithms
 from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.workbench.simulate.channels import Channels, in_channels
+from unisono.workbench.simulate.channels import CHANNELLED, Channels, in_channels
 from unisono.workbench.simulate.evaluators.costs import Costs
 from unisono.workbench.simulate.evaluators.loggops import LogGOPS
 from unisono.workbench.simulate.graphs import Graph
@@ -117,12 +117,14 @@ class Machine:
         )  # fmt: skip
 
     def in_channels(self, schedule: Schedule, local: int) -> tuple[Schedule, Network]:
-        """Return a schedule and its network, with the channels of the machine if it has any."""
+        """Return a schedule and its network, with the channels of the machine if both have them."""
         v = self.of(schedule.algorithm)
         network = self.network(schedule.algorithm, schedule.world_size)
-        if (channels := v["channels"]) == 1 and v["channel_gbps"] == float("inf"):
+        alone = v["channels"] == 1 and v["channel_gbps"] == float("inf")
+        if alone or schedule.collective not in CHANNELLED:
             return schedule, network
         spec = LinkSpec(0, v["channel_gbps"])
+        channels = v["channels"]
         return in_channels(schedule, channels, local), Channels(network, channels, spec)
 
     def costs(self, algorithm: str) -> Costs:
