@@ -28,8 +28,11 @@ UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST and UNISONO_DETERMINISTIC count as
 
 predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
 is measured and not modelled: without --net they have no prediction. measured is the mean of the
-table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table."""
+table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table.
 
+With the name of an algorithm instead of OP and SIZE, show what it does, its cost, and its use."""
+
+_SIZE = "of the whole data: 0, 8, 64K, 1M"
 OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
 
 
@@ -39,8 +42,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "explain", "show which algorithm a group takes, and why", _DESCRIPTION, _explain
     )
     add = parser.add_argument
-    add("op", choices=OP_NAMES, metavar="OP", help=", ".join(OP_NAMES))
-    add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1M")
+    add("op", metavar="OP", help=f"{', '.join(OP_NAMES)}; or an algorithm: ring, ...")
+    add("size", type=checked(_nbytes), nargs="?", metavar="SIZE", help=_SIZE)
     add("-p", "--ranks", type=positive, default=2, metavar="N", help="ranks (2)")
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
@@ -63,6 +66,10 @@ def _explain(options: argparse.Namespace) -> int:
     from unisono.core.schedules.choice.tuning import topology_of
     from unisono.core.schedules.ir import REDUCING
 
+    if options.op not in OP_NAMES:
+        return _one_algorithm(options)
+    if options.size is None:
+        options.parser.error(f"the following arguments are required: SIZE ({_SIZE})")
     if options.algorithm:
         options.algorithm = named(options.op, options.algorithm)
     shape = _shape(options)
@@ -89,6 +96,20 @@ def _explain(options: argparse.Namespace) -> int:
     shown = f"{table.digest}, {_how(table)} {table.about.get('date', '')}" if table else "none"
     print(plain(f"# table for {shape}: {shown}"))
     _print(options, topology, table, choice.algorithm)
+    return 0
+
+
+def _one_algorithm(options: argparse.Namespace) -> int:
+    from unisono.core.schedules.registry import known_algorithms
+    from unisono.workbench.cli.one_algorithm import explain_algorithm
+
+    names = known_algorithms()
+    if options.op not in names:
+        known = ", ".join([*OP_NAMES, *names])
+        options.parser.error(f"argument OP: invalid choice: {options.op!r} (choose from {known})")
+    if options.size is not None:
+        options.parser.error(f"{options.op} is an algorithm, which has no SIZE")
+    explain_algorithm(options.op)
     return 0
 
 

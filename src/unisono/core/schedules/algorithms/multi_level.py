@@ -70,6 +70,7 @@ class Level(NamedTuple):
 def all_reduce(p: int, local: int) -> Schedule:
     """Reduce-scatter level by level, all-gather back.
 
+    Use: medium data on many hosts.
     Cost: 2 rounds per level, 2n(p-1)/p sent; 2n(H-1)/p of it to other hosts, H = p / `local`.
     Source: hierarchical all-reduce, as in Horovod; the levels are mixed-radix digits of a rank.
     """
