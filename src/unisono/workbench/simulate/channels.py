@@ -19,7 +19,6 @@ from unisono.core.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate.networks import LinkGroup, LinkSpec, Network
 
-
 # NCCL's rings and trees. It makes the other operations of single messages, over the interface of
 # each rank.
 CHANNELLED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
