@@ -32,7 +32,7 @@ own, trees over these links. Each candidate is proved. The shipped algorithms ar
 result is never slower than they are in the simulator.
 
 The same flags and seed give the same candidates in the same order. --seconds ends the search early,
-and the output says so. -o writes the best as FILE.py, which all commands take as FILE.py:FUNCTION,
+and the output shows it. -o writes the best as FILE.py, which all commands take as FILE.py:FUNCTION,
 or as MSCCL-XML."""
 
 _SHOWN = 5

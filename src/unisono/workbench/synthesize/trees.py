@@ -1,7 +1,7 @@
 """Trees on links that are given one by one: a random search step by step.
 
-In a step each link carries as many chunks as its bandwidth and the length of the step allow, and a
-rank passes on only what it had before the step. Of the chunks that a rank misses, it gets as many
+In a step each link carries as many chunks as its bandwidth and the length of the step allow. A rank
+passes on only what it had before the step. Of the chunks that a rank misses, it gets as many
 as its links can carry, those that few ranks have first. So the copies of a chunk are a tree.
 
 Source: the steps and rounds are those of Cai et al., "Synthesizing Optimal Collective Algorithms",
