@@ -238,3 +238,19 @@ def test_words_that_are_no_operation_or_algorithm(capsys, words, expected):
         main(["explain", *words])
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_many_ranks_leave_out_what_takes_minutes(capsys, monkeypatch):
+    from unisono.workbench.cli import explain as module
+
+    monkeypatch.setattr(module, "MANY", 8)
+    monkeypatch.setattr(module, "_MOST_STEPS", 100)
+    words = ("all_reduce", "1K", "-p", "16", "--net", "switch", "--model", "alpha-beta")
+    assert main(["explain", *words]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"# one_shot: \d+ steps in a round take minutes; `unisono simulate` runs it", out
+    )
+    assert re.search(r"^one_shot +1 +1 +- +-", out, re.MULTILINE)
+    assert re.search(r"^ring +30 +1 +[\d.]+ +-", out, re.MULTILINE)
+    assert out.splitlines()[-1].startswith("# fastest: ")

@@ -15,6 +15,7 @@ from unisono.workbench.cli.main import main
 from unisono.workbench.cli.simulate import local_of, machine_of, topology_on
 from unisono.workbench.simulate import simulate
 from unisono.workbench.simulate.bounds import least_us
+from unisono.workbench.synthesize import written
 from unisono.workbench.synthesize.plans import Levels, Problem, Shipped, Trees, links_of
 from unisono.workbench.synthesize.search import SearchLimits, search
 from unisono.workbench.synthesize.trees import spread
@@ -192,7 +193,10 @@ def test_a_file_is_for_its_ranks_only(tmp_path, capsys):
         (["-o", "x.svg"], "-o x.svg: expected .py or .xml"),
         (["-o", "/no/such/x.py"], "cannot write /no/such/x.py"),
         (["--net", "nowhere"], "no network 'nowhere'"),
-        (["-p", "513"], "synthesize: 513 ranks, expected at most 512"),
+        (
+            ["-p", "513"],
+            "synthesize: 513 ranks, expected at most 512, because each candidate is proved",
+        ),
         (["-p", "9", "--hosts", "4"], "-p 9 does not fill 4 hosts"),
         (["-p", "4", "--net", "dgx-1"], "the links of the network join 8 ranks"),
     ],
@@ -215,3 +219,10 @@ def test_roots_models_and_networks_that_do_not_fit(capsys, tmp_path):
     problem = Problem("all_reduce", 8, 3, -1, MIB, dgx, dgx.network("", 8))
     with pytest.raises(InvalidArgumentError, match=r"^no algorithm of all_reduce runs on net dgx-"):
         search(problem, SearchLimits(0, 9.0, 0), lambda name: 1)
+
+
+def test_a_file_has_a_limit(monkeypatch):
+    monkeypatch.setattr(written, "_MOST_ROWS", 10)
+    ring = registry.build("all_reduce", "ring", 4)
+    with pytest.raises(InvalidArgumentError, match=" rows, and a file at most 10"):
+        written.to_python(ring, "ring", "")

@@ -108,6 +108,6 @@ def test_only_some_collectives_have_channels():
         (gather, 2, 2), (posts, 2, 2), (ring, 0, 2), (ring, 2, 3),
     ):  # fmt: skip
         with pytest.raises(
-            InvalidArgumentError, match=" per host: expected all_reduce, all_gather, "
+            InvalidArgumentError, match=" without posts to all, whole hosts, and 1 channel or more"
         ):
             in_channels(schedule, channels, per_host)

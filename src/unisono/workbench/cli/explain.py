@@ -17,7 +17,7 @@ from unisono.workbench.cli.simulate import MANY, machine_of, per_host_of, row_of
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
-    from unisono.core.schedules import Topology
+    from unisono.core.schedules import Schedule, Topology
     from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
     from unisono.workbench.simulate import Machine
 
@@ -31,6 +31,9 @@ is measured and not modelled: without --net they have no prediction. measured is
 table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table.
 
 With the name of an algorithm instead of OP and SIZE, show what it does, its cost, and its use."""
+
+# Steps of a round that take about 10 s.
+_MOST_STEPS = 50_000_000
 
 _SIZE = "of the whole data: 0, 8, 64K, 1M"
 OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
@@ -196,9 +199,12 @@ def _print(
         print(head, flush=True)
     for name in sorted(available(op, p, local=local), key=lambda name: name != chosen):
         options.pipeline = select(op, options.size, topology, name).pipeline
-        rounds = build(op, name, p, root, options.pipeline, local).rounds
+        schedule = build(op, name, p, root, options.pipeline, local)
+        rounds = schedule.rounds
         times: list[float | None] = [None, None]
-        if net is not None:
+        if net is not None and many and (steps := _steps(schedule)) > _MOST_STEPS:
+            print(f"# {name}: {steps:,} steps in a round take minutes; `unisono simulate` runs it")
+        elif net is not None:
             try:
                 times[0] = row_of(options, net, name, (p, local, options.size))["time_us"]
             except InvalidArgumentError as error:
@@ -216,6 +222,15 @@ def _print(
         print(f"# fastest: {lines[0][1].split()[0]}")
     else:
         print("\n".join([head, *(line for _, line in lines)]))
+
+
+def _steps(schedule: Schedule) -> int:
+    """Return about how many steps the first or the last round has on all ranks."""
+    import numpy as np
+
+    last = np.array([schedule.world_size - 1])
+    counts = [len(schedule.steps(k, last)) for k in (0, schedule.stages - 1)]
+    return schedule.world_size * max(counts)
 
 
 def _measured(table: ChoiceTable | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:
