@@ -4,11 +4,10 @@ Run `python benchmarks/synthesis.py [SECONDS]`; each row may search for SECONDS 
 all_gather. "of bound" is the time over the least time of any algorithm on the same links.
 
 Sources, as public repositories:
-  SCCL        microsoft/msccl-tools 030a750f, SYNTHESIS.md: steps, rounds and chunks on a DGX-1
-  TE-CCL      microsoft/TE-CCL c128bf24, output_provided/NDv2_output/2_chassis/AllGather/Fast
-  TACCL       the same, individual_tables/TACCL_NDv2_2_chassis_AllGather.csv; its links are
-              slower (105 us/MB between hosts), so its bound is, too
-  ForestColl  liangyuRain/ForestColl 3c13aee8, README.md and topologies.py: the optimum's formula
+  SCCL        microsoft/msccl-tools 030a750f, SYNTHESIS.md.
+  TE-CCL      microsoft/TE-CCL c128bf24, output_provided/NDv2_output/2_chassis/AllGather/Fast.
+  TACCL       The same, TACCL_NDv2_2_chassis_AllGather.csv, on slower links between hosts.
+  ForestColl  liangyuRain/ForestColl 3c13aee8, README.md and topologies.py: a formula.
 """
 
 from __future__ import annotations
