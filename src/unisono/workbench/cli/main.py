@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from unisono import __version__
 from unisono.errors import UnisonoError
-from unisono.workbench.cli import bench, draw, explain, replay, simulate, tune
+from unisono.workbench.cli import bench, draw, explain, replay, simulate, synthesize, tune
 from unisono.workbench.cli.completion import SHELLS, PrintCompletion
 from unisono.workbench.cli.doctor import doctor as doctor
 from unisono.workbench.cli.look import look as look
@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     replay.add_command(commands)
     draw.add_command(commands)
     explain.add_command(commands)
+    synthesize.add_command(commands)
     tune.add_command(commands)
     look.add_commands(commands)
     trace.add_command(commands)
