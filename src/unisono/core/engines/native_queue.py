@@ -85,6 +85,7 @@ class QueuedCall:
             outputs = output if isinstance(output, list) else [] if output is None else [output]
             new = engine.pending_type(outputs, None, engine.runs_here)
             new.ends_with(self)
+            new.recorded = engine.comm.trace, self.seq
             # Atomic: another thread or a signal handler may be here as well.
             made = vars(self).setdefault("made", new)
             _engine.track(self)

@@ -161,6 +161,7 @@ class OrderedEngine(Engine):
                     self._worker.start(self._progress)
                     seq = self._put(task, completion)
                 task.seq = seq
+                completion.recorded = self.comm.trace, seq
                 self._begin_record(task)
         except BaseException as error:
             if now:
