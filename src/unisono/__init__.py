@@ -86,7 +86,7 @@ _HOMES = {
     ),
     "core.operations.hooks": "HookOpName PostHookArgs PreHookArgs",
     "core.operations.keywords": "CallKeywords",
-    "core.operations.reductions": "maxloc minloc",
+    "core.operations.reductions": "commutative maxloc minloc",
     "core.groups.process_group": "ProcessGroup",
     "core.c10d.objects.serializer": "PickleSerializer Serializer",
     "beyond.preemption": "should_stop",

@@ -405,7 +405,7 @@ def test_type_and_duration(rank):
         works[4]._get_duration()
     late = dist.barrier(async_op=True) if rank == 0 else None
     if late is not None:
-        with pytest.raises(UnsupportedError, match="barrier has no duration: .*has not ended"):
+        with pytest.raises(UnsupportedError, match=r"barrier has no duration: .*has not ended"):
             late._get_duration()
         dist.send(x, 1)
         late.wait()

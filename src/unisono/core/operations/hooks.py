@@ -59,9 +59,9 @@ class PreHookArgs(NamedTuple):
 
 
 class PostHookArgs(NamedTuple):
-    """The argument of a hook after a call.
+    """The argument of a hook after a call: `work` is done, unless the call is asynchronous.
 
-    `work` is done, unless the call is asynchronous. It is None after a call of objects.
+    It is None after a call that consists of calls, such as one of objects.
     """
 
     name: Any

@@ -25,12 +25,13 @@ from unisono.errors import (
 _log = get_logger("groups.work")
 
 
-# Their places are the values of c10d's OpType.
-_OP_TYPES = (
-    "broadcast allreduce allreduce_coalesced reduce allgather _allgather_base allgather_coalesced "
-    "gather scatter reduce_scatter alltoall_base alltoall send recv recv_any_source barrier "
-    "_reduce_scatter_base coalesced _allreduce_sparse reduce_scatter_tensor_coalesced"
-).split()
+_OP_TYPES = [
+    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base"),
+    *("allgather_coalesced", "gather", "scatter", "reduce_scatter", "alltoall_base", "alltoall"),
+    *("send", "recv", "recv_any_source", "barrier", "_reduce_scatter_base", "coalesced"),
+    *("_allreduce_sparse", "reduce_scatter_tensor_coalesced"),
+]
+"""Their places are the values of c10d's OpType."""
 
 
 class _Queued(Protocol):
@@ -170,7 +171,7 @@ class Work:
         """Return how long a collective took from its turn to its end, in milliseconds.
 
         Raises:
-            UnsupportedError: The operation is a message, has not ended, or has no record (any more).
+            UnsupportedError: A message, an operation that has not ended, or no record of it.
         """
         trace, number = self._pending.recorded
         for record in [] if trace is None else trace.records()[::-1]:
