@@ -65,6 +65,7 @@ _HOMES = {
     ),
     "core.c10d.device_mesh": "DeviceMesh init_device_mesh",
     "beyond.membership": "membership_changed reconfigure",
+    "beyond.estimates": "_time_estimator",
     "beyond.checks": "FlightRecorderHook NanCheckHook assert_equal",
     "core.c10d.reconfigure_by_handles": (
         "_get_reconfigure_handle _reconfigure _supports_reconfigure"

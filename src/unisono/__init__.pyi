@@ -12,6 +12,7 @@ from unisono.beyond.checks import NanCheckHook as NanCheckHook
 from unisono.beyond.checks import assert_equal as assert_equal
 from unisono.beyond.counters import Counter as Counter
 from unisono.beyond.counters import Lock as Lock
+from unisono.beyond.estimates import _time_estimator as _time_estimator
 from unisono.beyond.files import CollectiveFile as CollectiveFile
 from unisono.beyond.files import open_file as open_file
 from unisono.beyond.membership import membership_changed as membership_changed

@@ -130,8 +130,10 @@ def test_ranks_with_different_functions_are_told_apart(rank):
         with pytest.raises(CollectiveMismatchError, match="all_reduce by "):
             dist.all_reduce(x, functions[rank])
         assert x.tolist() == [1.0, 1.0]
-    for factor in range(3):
+    for factor in (0.5, 1.0, 2.0):
+        assert own(1.0, 1.0) == 1 + factor
         dist.all_reduce(x, own)
+    assert x.tolist() == [1.0 * 1.5 * 2 * 3] * 2
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,9 @@ own, so that they have a group of their own too.
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,9 +51,8 @@ def register() -> None:
     """Register the transports in this process; see `unisono.ray.register_tensor_transport`."""
     register_tensor_transport("UNISONO_NUMPY", ["cpu"], NumpyTransport, np.ndarray)
     if find_spec("torch"):
-        import torch
-
-        register_tensor_transport("UNISONO", ["cpu"], TorchTransport, torch.Tensor)
+        kind = import_module("torch").Tensor
+        register_tensor_transport("UNISONO", ["cpu"], TorchTransport, kind)
 
 
 class _Transport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
@@ -158,9 +159,7 @@ class TorchTransport(_Transport):
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return a new tensor."""
-        import torch
-
-        return torch.empty(shape, dtype=dtype)
+        return sys.modules["torch"].empty(shape, dtype=dtype)
 
 
 def _group(ranks: _Ranks) -> ProcessGroup:

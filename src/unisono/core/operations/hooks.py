@@ -159,13 +159,14 @@ def _arrays(values: dict[str, Any], kinds: dict[str, str], which: str) -> Iterat
     """Yield the arrays of a call that have one of some kinds."""
     for name, kind in kinds.items():
         if kind in which:
-            yield from _leaves(values.get(name))
+            yield from leaves(values.get(name))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield the arrays of an argument, which may be nested lists."""
     if isinstance(value, (list, tuple)):
         for each in value:
-            yield from _leaves(each)
+            yield from leaves(each)
     elif value is not None:
         yield value
 
