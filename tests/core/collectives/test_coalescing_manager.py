@@ -244,7 +244,9 @@ def test_calls_that_return_their_result_are_refused_in_a_block(rank):
     x = np.ones(2)
     for call in ("all_reduce", "all_gather", "reduce_scatter"):
         with (
-            pytest.raises(InvalidArgumentError, match=rf"functional.{call}\w* in a coalescing block"),
+            pytest.raises(
+                InvalidArgumentError, match=rf"functional.{call}\w* in a coalescing block"
+            ),
             dist._coalescing_manager(),
         ):
             getattr(dist.functional, call)(x)
