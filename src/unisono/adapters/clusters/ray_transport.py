@@ -32,14 +32,14 @@ _TIMEOUT_S: float = ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS
 
 
 @dataclass
-class _Object(TensorTransportMetadata):
+class _TransferObject(TensorTransportMetadata):
     """The arrays of one object."""
 
     tag: int = 0
 
 
 @dataclass
-class _Ranks(CommunicatorMetadata):
+class _TransferRanks(CommunicatorMetadata):
     """The ranks of a transfer; those of no group have an empty token."""
 
     token: str = ""
@@ -55,7 +55,7 @@ def register() -> None:
         register_tensor_transport("UNISONO", ["cpu"], TorchTransport, kind)
 
 
-class _Transport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
+class _RayTransport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
     """What the transports of NumPy arrays and of tensors share."""
 
     name = ""
@@ -78,7 +78,9 @@ class _Transport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
         """Return whether the actor is in a group of `init_group` that this process knows."""
         return any(actor._actor_id in ids for ids in (Transfers.actors or {}).values())
 
-    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> _Object:
+    def extract_tensor_transport_metadata(
+        self, obj_id: str, rdt_object: list[Any]
+    ) -> _TransferObject:
         """Describe the arrays of an object.
 
         Raises:
@@ -89,11 +91,11 @@ class _Transport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
         places = {str(getattr(each, "device", "cpu")) for each in rdt_object}
         meta = [(tuple(each.shape), each.dtype) for each in rdt_object]
         tag = hashlib.blake2b(obj_id.encode(), digest_size=7).digest()
-        return _Object(meta, ", ".join(sorted(places)) or "cpu", int.from_bytes(tag))
+        return _TransferObject(meta, ", ".join(sorted(places)) or "cpu", int.from_bytes(tag))
 
     def get_communicator_metadata(
         self, src_actor: Any, dst_actor: Any, backend: str | None = None
-    ) -> _Ranks:
+    ) -> _TransferRanks:
         """Return the ranks of the actors in their newest group.
 
         An error here would end the process, so actors of no group get theirs in the transfer.
@@ -101,8 +103,8 @@ class _Transport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
         src, dst = src_actor._actor_id, dst_actor._actor_id
         for token, ids in reversed([*(Transfers.actors or {}).items()]):
             if src in ids and dst in ids:
-                return _Ranks(token, ids.index(src), ids.index(dst))
-        return _Ranks()
+                return _TransferRanks(token, ids.index(src), ids.index(dst))
+        return _TransferRanks()
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return a new array."""
@@ -142,7 +144,7 @@ class _Transport(TensorTransportManager):  # type: ignore[misc, unused-ignore]
             Transfers.group.abort(reason)
 
 
-class NumpyTransport(_Transport):
+class NumpyTransport(_RayTransport):
     """Transport of NumPy arrays."""
 
     name = "UNISONO_NUMPY"
@@ -152,7 +154,7 @@ class NumpyTransport(_Transport):
         return np.empty(shape, dtype)
 
 
-class TorchTransport(_Transport):
+class TorchTransport(_RayTransport):
     """Transport of torch's tensors."""
 
     name = "UNISONO"
@@ -162,7 +164,7 @@ class TorchTransport(_Transport):
         return sys.modules["torch"].empty(shape, dtype=dtype)
 
 
-def _group(ranks: _Ranks) -> ProcessGroup:
+def _group(ranks: _TransferRanks) -> ProcessGroup:
     """Return the group of a transfer.
 
     Raises:
@@ -170,7 +172,7 @@ def _group(ranks: _Ranks) -> ProcessGroup:
     """
     if not ranks.token or ranks.token != Transfers.token or Transfers.group is None:
         raise NotInitializedError(
-            "a transfer between Ray actors that are in no group of init_group, or in another one",
+            "a transfer between Ray actors that are in no group of init_group, or in a later group",
             hint="call unisono.ray.register_tensor_transport, then init_group, before the methods",
         )
     return Transfers.group
