@@ -12,6 +12,7 @@ from unisono.beyond.checks import NanCheckHook as NanCheckHook
 from unisono.beyond.checks import assert_equal as assert_equal
 from unisono.beyond.counters import Counter as Counter
 from unisono.beyond.counters import Lock as Lock
+from unisono.beyond.estimates import _time_estimator as _time_estimator
 from unisono.beyond.files import CollectiveFile as CollectiveFile
 from unisono.beyond.files import open_file as open_file
 from unisono.beyond.membership import membership_changed as membership_changed
@@ -147,6 +148,7 @@ from unisono.core.operations.hooks import HookOpName as HookOpName
 from unisono.core.operations.hooks import PostHookArgs as PostHookArgs
 from unisono.core.operations.hooks import PreHookArgs as PreHookArgs
 from unisono.core.operations.keywords import CallKeywords as CallKeywords
+from unisono.core.operations.reductions import commutative as commutative
 from unisono.core.operations.reductions import maxloc as maxloc
 from unisono.core.operations.reductions import minloc as minloc
 from unisono.core.operations.work import Future as Future
@@ -261,6 +263,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "collect_all",
+    "commutative",
     "current_stream",
     "default_pg_timeout",
     "default_stream",
@@ -430,7 +433,7 @@ def all_reduce(
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor). Or a NumPy ufunc,
             `minloc`, or another associative function of two arrays, applied in the order of ranks.
             It gets NumPy arrays, or tensors, and gathers all arrays on each rank first. It is
-            tried on the rank's own array before that.
+            tried on the rank's own array before that, so a side effect happens then, too.
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
         accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.

@@ -146,8 +146,8 @@ class CPUBackend(MessageBackend, ArrayBackend):
         self._engine.pending_type = Pending
         self._tables = tables or {}
         self.shape = tuning.shape_of(self._engine)
-        self._table = tuning.agreed(self._tables, self.shape, comm)
-        self._prepared_calls = PreparedCalls(comm, self._engine, self._table)
+        self.table = tuning.agreed(self._tables, self.shape, comm)
+        self._prepared_calls = PreparedCalls(comm, self._engine, self.table)
         self.port = Port.of(comm, self.calls)
         if self.calls is not None:
             self.calls.set_resized(self._resized)
@@ -241,7 +241,7 @@ class CPUBackend(MessageBackend, ArrayBackend):
         return self._engine.last_number()
 
     def info(self) -> dict[str, str]:
-        tuned = {} if self._table is None else {"tuning": self._table.digest}
+        tuned = {} if self.table is None else {"tuning": self.table.digest}
         return self._engine.info() | {"transport": self._comm.transport.name} | tuned
 
     # ---- from a call to a task ----------------------------------------------------------------

@@ -90,6 +90,7 @@ class QueuedCall:
                 # Not a method of `native`, which keeps the arrays.
                 new.note_wait = partial(trace.recorder.note_wait, native.record)
             new.ends_with(self)
+            new.recorded = engine.comm.trace, self.seq
             # Atomic: another thread or a signal handler may be here as well.
             made = vars(self).setdefault("made", new)
             _engine.track(self)

@@ -163,6 +163,7 @@ class OrderedEngine(Engine):
                     self._worker.start(self._progress)
                     seq = self._put(task, completion)
                 task.seq = seq
+                completion.recorded = self.comm.trace, seq
                 self._begin_record(task, completion, inline=inline)
         except BaseException as error:
             if now:

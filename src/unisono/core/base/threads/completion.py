@@ -62,9 +62,12 @@ class Completion:
         any_process: Whether the child of a fork may finish its copy. If not, a wait in the child
             raises ClosedError, because the thread that would finish it is in the parent.
         done: Whether it is done from the start.
+
+    Attributes:
+        recorded: The records of the group of a collective, and its number there.
     """
 
-    __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_open", "_source", "error")
+    __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_open", "_source", "error", "recorded")
 
     def __init__(self, *, any_process: bool = False, done: bool = False) -> None:
         # Deleted by the call that makes it done: signal handlers run before or after a deletion.
@@ -77,6 +80,7 @@ class Completion:
         self._callbacks: list[Callable[[Any], object]] = []
         self._source: Source | None = None
         self.error: BaseException | None = None
+        self.recorded: tuple[Any, int] = (None, 0)
 
     def ends_with(self, source: Source) -> None:
         """Poll and wait on `source` until the completion is finished."""
