@@ -20,6 +20,9 @@ from unisono.beyond.neighbors import Neighbors as Neighbors
 from unisono.beyond.neighbors import neighbor_all_gather as neighbor_all_gather
 from unisono.beyond.neighbors import neighbor_all_to_all as neighbor_all_to_all
 from unisono.beyond.preemption import should_stop as should_stop
+from unisono.beyond.reshard.parts import Sharded as Sharded
+from unisono.beyond.reshard.run import ReshardPlan as ReshardPlan
+from unisono.beyond.reshard.run import reshard as reshard
 from unisono.beyond.shared_arrays import SharedArray as SharedArray
 from unisono.beyond.shared_arrays import shared_array as shared_array
 from unisono.beyond.state_sync import sync_state as sync_state
@@ -221,10 +224,12 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "ReshardPlan",
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
     "ScatterOptions",
     "Serializer",
+    "Sharded",
     "SharedArray",
     "SignalOptions",
     "Step",
@@ -316,6 +321,7 @@ __all__ = [
     "register_backend",
     "register_rendezvous_handler",
     "rendezvous",
+    "reshard",
     "scan",
     "scatter",
     "scatter_object_list",
