@@ -23,6 +23,10 @@ from unisono.beyond.preemption import should_stop as should_stop
 from unisono.beyond.reshard.parts import Sharded as Sharded
 from unisono.beyond.reshard.run import ReshardPlan as ReshardPlan
 from unisono.beyond.reshard.run import reshard as reshard
+from unisono.beyond.reshard.versions import Publisher as Publisher
+from unisono.beyond.reshard.versions import Subscriber as Subscriber
+from unisono.beyond.reshard.versions import load_arrays as load_arrays
+from unisono.beyond.reshard.versions import save_arrays as save_arrays
 from unisono.beyond.shared_arrays import SharedArray as SharedArray
 from unisono.beyond.shared_arrays import shared_array as shared_array
 from unisono.beyond.state_sync import sync_state as sync_state
@@ -216,6 +220,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "Publisher",
     "PutOptions",
     "QueueEmptyError",
     "RankType",
@@ -235,6 +240,7 @@ __all__ = [
     "Step",
     "Store",
     "Stream",
+    "Subscriber",
     "TCPStore",
     "TraceRecord",
     "WaitSignalOptions",
@@ -295,6 +301,7 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "launch",
+    "load_arrays",
     "maxloc",
     "membership_changed",
     "minloc",
@@ -322,6 +329,7 @@ __all__ = [
     "register_rendezvous_handler",
     "rendezvous",
     "reshard",
+    "save_arrays",
     "scan",
     "scatter",
     "scatter_object_list",

@@ -73,6 +73,20 @@ class IndexBox(NamedTuple):
             begins = *self.begins[:dim], begin, *self.begins[dim + 1 :]
             yield from IndexBox(begins, (*self.ends[:dim], end, *self.ends[dim + 1 :])).cut(most)
 
+    def runs(self, shape: Sequence[int]) -> tuple[list[int], int]:
+        """Return where its contiguous parts begin in an array of this shape, and their size."""
+        if not self.size:
+            return [], 0
+        # Dimensions behind `split` are whole, so a part is contiguous from there.
+        split = len(shape)
+        while split > 0 and self.shape[split:] == tuple(shape[split:]):
+            split -= 1
+        at = np.zeros(1, np.int64)
+        for dim, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
+            index = np.arange(begin, end if dim < split else begin + 1)
+            at = (at[:, None] + index * math.prod(shape[dim + 1 :])).ravel()
+        return at.tolist(), math.prod(self.shape[split:])
+
     def __str__(self) -> str:
         spans = zip(self.begins, self.ends, strict=True)
         return f"[{', '.join(f'{begin}:{end}' for begin, end in spans)}]"

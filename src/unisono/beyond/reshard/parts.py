@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from unisono.beyond.reshard.boxes import IndexBox, flat_boxes, placed_boxes, whole
 from unisono.core.base.buffers import is_torch, view
 from unisono.core.base.integers import as_integer, as_integers
-from unisono.core.base.types import DType
+from unisono.core.base.types import DType, dtype_named, dtype_of_numpy, dtype_of_torch
 from unisono.core.engines.kernels import narrow, widen
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
@@ -213,6 +214,19 @@ def _memory(array: Any, write: bool) -> tuple[Memory, DType]:
             )
         memory = memory.view(made.dtype.storage)
     return memory.reshape(made.shape) if memory.shape != made.shape else memory, made.dtype
+
+
+def dtype_from(dtype: Any) -> DType:
+    """Return the element type that an argument means: a dtype of NumPy or torch, or a name."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return dtype_named(dtype)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return dtype_of_torch(dtype)
+    try:
+        return dtype_of_numpy(np.dtype(dtype))
+    except TypeError:
+        raise ArgumentTypeError(f"{dtype!r} is no dtype of NumPy or torch") from None
 
 
 Convert = Callable[[Memory, Memory], None]

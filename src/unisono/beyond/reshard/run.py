@@ -403,13 +403,20 @@ def reshard(
         call.check(describe)
         plain = [{name: parts._replace(views=[]) for name, parts in side.items()} for side in own]
         rows = call.loads_all(call.all_gather(call.pack(lambda: (*plain, host_of(pg)))))
-        arrays = _planned(call, pg, rows)
+        arrays = planned(call, pg, rows)
         remaining_s = call.remaining_s
     return ReshardPlan(pg, arrays, own[0], own[1], remaining_s)
 
 
-def _planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[PlannedArray]:
-    """Return the transfers of all arrays; raises the same error on every rank."""
+def planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[PlannedArray]:
+    """Return the transfers of all arrays; raises the same error on every rank.
+
+    Args:
+        call: For errors.
+        pg: The group.
+        rows: For each rank its sources and targets by name, and its host. One more row may be that
+            of a file.
+    """
     hosts, load = [row[2] for row in rows], [0] * len(rows)
     names = sorted({name for row in rows for name in row[1]})
     arrays = []
@@ -429,6 +436,11 @@ def _planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[Pl
             continue
         itemsize = min(target.itemsize, (source or target).itemsize)
         found = cover(sources, targets, hosts, load, itemsize)
+        if isinstance(found, Gap) and found.rank == pg.size():
+            raise CollectiveError(
+                f"{call}: no rank has {found.box} of {text} for the file",
+                context=call.context(pg.rank()),
+            )
         if isinstance(found, Gap):
             raise CollectiveError(
                 f"{call}: rank {pg.ranks[found.rank]} wants {found.box} of {text}, which no rank "
