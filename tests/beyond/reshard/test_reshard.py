@@ -1,5 +1,7 @@
 """Reshards between real ranks, against NumPy; and wrong descriptions."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from tests.support.shardings import (
     random_view,
     spread,
 )
+from tests.support.tools import tool
 from unisono.beyond.reshard.boxes import whole
 from unisono.errors import (
     ArgumentTypeError,
@@ -355,6 +358,23 @@ def test_a_run_that_meets_another_call(rank):
     np.testing.assert_array_equal(x, -1)
     plan.run()
     np.testing.assert_array_equal(x, 1)
+
+
+def runs_the_page(rank, folder):
+    page = Path(__file__).parents[3] / "docs/howto/reshard.md"
+    text = "\n".join(tool("readme").blocks("python", page.read_text(encoding="utf-8")))
+    program = text.replace("dist.init_process_group()\n", "").replace("/dev/shm/weights", folder)
+    names = {"print": lambda plan: None}
+    exec(program, names)
+    if rank >= 4:
+        wanted = np.repeat(np.arange(4, dtype=np.float32), 250)
+        assert (names["columns"] == wanted[:, None]).all()
+    assert names["w"].tolist() == [0, 1, 2, 3]
+    assert max(names["plan"].slot_bytes, 1) <= (4 * 128 << 10)
+
+
+def test_program_of_the_page(tmp_path):
+    run(runs_the_page, 6, args=(str(tmp_path / "weights"),), ranks="processes")
 
 
 def dies_in_the_middle(rank):
