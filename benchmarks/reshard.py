@@ -7,9 +7,10 @@ Run from the repository root:
 
 4 trainer ranks have an array split by rows, 2 engine ranks get it split by columns. The bytes alone
 are contiguous messages of the same sizes between the same ranks. The three ways take turns in the
-same processes; a time is that of the slowest rank, and the table has medians. Memory is the
-largest peak of a rank's resident memory during the way, minus that before it, beside the memory of
-its arrays; the first turn of each way is not timed, and touches all memory.
+same processes. A time is that of the slowest rank, and the table has medians.
+
+Memory is the growth of a rank's peak of resident memory, divided by the size of its array; the
+largest of all ranks. The first turn of each way is not timed, and touches all memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def on_two_hosts(gbps: float) -> None:
                 "UNISONO_TOKEN": "the token of this benchmark",
             }  # fmt: skip
             env = [f"{name}={value}" for name, value in words.items()]
-            command = host.inside("env", *env, sys.executable, *sys.argv)
+            command = host.inside(
+                "env", *env, sys.executable, os.path.abspath(__file__), *sys.argv[1:]
+            )
             ranks.append(subprocess.Popen(command))
         if any(list(map(subprocess.Popen.wait, ranks))):
             sys.exit("a rank failed")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from unisono.beyond.reshard.boxes import IndexBox, whole
+from unisono.beyond.boxes import IndexBox, whole
 
 
 def random_shape(random, most=9):

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from unisono.beyond.reshard.boxes import IndexBox
+from unisono.beyond.boxes import IndexBox
 from unisono.core.base.buffers import BufferView, as_bytes, view
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.integers import as_integers

@@ -13,7 +13,7 @@ from tests.support.shardings import (
     random_tiles,
     spread,
 )
-from unisono.beyond.reshard.boxes import IndexBox, flat_boxes, placed_boxes, whole
+from unisono.beyond.boxes import IndexBox, flat_boxes, placed_boxes, whole
 from unisono.beyond.reshard.plan import (
     BoxTransfer,
     Gap,

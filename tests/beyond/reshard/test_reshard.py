@@ -16,7 +16,7 @@ from tests.support.shardings import (
     spread,
 )
 from tests.support.tools import tool
-from unisono.beyond.reshard.boxes import whole
+from unisono.beyond.boxes import whole
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.beyond.reshard.boxes import IndexBox, flat_boxes, placed_boxes, whole
+from unisono.beyond.boxes import IndexBox, flat_boxes, placed_boxes, whole
 from unisono.core.base.buffers import is_torch, view
 from unisono.core.base.integers import as_integer, as_integers
 from unisono.core.base.types import DType, dtype_named, dtype_of_numpy, dtype_of_torch
@@ -30,7 +30,7 @@ class Sharded:
     Without mesh, flat and starts the rank has the whole array.
 
     Args:
-        local: This rank's array; a list of arrays with `starts`; None: nothing.
+        local: This rank's array, or a list of arrays with `starts`; None if it has nothing.
         shape: Of the global array.
         mesh: Global ranks: a `DeviceMesh`, one of torch, an array or nested lists.
         placements: For each dimension of the mesh: None (replicated), the dimension of the array

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.beyond.reshard.boxes import IndexBox
+from unisono.beyond.boxes import IndexBox
 from unisono.core.schedules.ir import Buf, IntArray, Schedule, recv, send
 from unisono.errors import ScheduleError
 
@@ -96,8 +96,8 @@ def cover(
 ) -> list[BoxTransfer] | Gap:
     """Return the transfers of one array.
 
-    A rank takes what it has itself, then what a rank of its host has, then what a rank of its host
-    gets from another host, and the rest from any rank. So each byte comes to a host once.
+    A rank takes what it has itself, then what a rank of its host has or gets from another host. The
+    rest comes from any rank. So each byte comes to a host once.
 
     Args:
         sources: The boxes that each rank has; several ranks may have the same elements.

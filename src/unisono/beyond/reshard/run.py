@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.beyond.reshard.boxes import IndexBox
+from unisono.beyond.boxes import IndexBox
 from unisono.beyond.reshard.parts import ArrayParts, Convert, Memory, converter, named_parts
 from unisono.beyond.reshard.plan import (
     BoxPacket,

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unisono.beyond.boxes import whole
 from unisono.beyond.files import open_file
-from unisono.beyond.reshard.boxes import whole
 from unisono.beyond.reshard.parts import ArrayParts, converter, dtype_from, named_parts
 from unisono.beyond.reshard.run import PlannedArray, planned
 from unisono.core.base.buffers import as_bytes
