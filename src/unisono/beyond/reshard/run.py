@@ -108,7 +108,7 @@ class ReshardPlan:
         arrays: Sequence[PlannedArray],
         source: dict[str, ArrayParts],
         target: dict[str, ArrayParts],
-        timeout: Timeout | None,
+        limit_s: float,
     ) -> None:
         self._group, self._arrays = group, arrays
         rows = [(number, each) for number, a in enumerate(arrays) for each in a.transfers]
@@ -132,7 +132,7 @@ class ReshardPlan:
         ]
         self._steps: list[_Send | _Receive] = []
         if order:
-            self._open(order, source, target, timeout)
+            self._open(order, source, target, Deadline(limit_s))
 
     def _describe(self, order: Sequence[BoxPacket]) -> None:
         pairs: Counter[tuple[int, int]] = Counter()
@@ -146,7 +146,7 @@ class ReshardPlan:
         order: Sequence[BoxPacket],
         source: dict[str, ArrayParts],
         target: dict[str, ArrayParts],
-        timeout: Timeout | None,
+        deadline: Deadline,
     ) -> None:
         """Make the slots, and the steps of this rank."""
         me = self._group.rank()
@@ -155,7 +155,6 @@ class ReshardPlan:
             if packet.source not in senders[packet.target]:
                 senders[packet.target].append(packet.source)
         self.slot_bytes = _SLOTS * self._slot * len(senders[me])
-        deadline = Deadline(self._group.timeout_s if timeout is None else timeout)
         part = np.zeros(max(self.slot_bytes, 1), np.uint8)
         self._windows = [
             new_window(part, self._group, timeout=deadline.remaining()),
