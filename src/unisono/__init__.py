@@ -74,6 +74,9 @@ _HOMES = {
     "beyond.files": "CollectiveFile open_file",
     "beyond.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "core.c10d.monitored_barrier": "monitored_barrier",
+    "beyond.reshard.parts": "Sharded",
+    "beyond.reshard.run": "ReshardPlan reshard",
+    "beyond.reshard.versions": "Publisher Subscriber load_arrays save_arrays",
     "beyond.state_sync": "sync_state",
     "beyond.steps": "Step step",
     "core.c10d.objects.functions": (

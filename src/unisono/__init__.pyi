@@ -25,6 +25,13 @@ from unisono.beyond.pool import Pool as Pool
 from unisono.beyond.pool import PoolRank as PoolRank
 from unisono.beyond.pool import pool as pool
 from unisono.beyond.preemption import should_stop as should_stop
+from unisono.beyond.reshard.parts import Sharded as Sharded
+from unisono.beyond.reshard.run import ReshardPlan as ReshardPlan
+from unisono.beyond.reshard.run import reshard as reshard
+from unisono.beyond.reshard.versions import Publisher as Publisher
+from unisono.beyond.reshard.versions import Subscriber as Subscriber
+from unisono.beyond.reshard.versions import load_arrays as load_arrays
+from unisono.beyond.reshard.versions import save_arrays as save_arrays
 from unisono.beyond.shared_arrays import SharedArray as SharedArray
 from unisono.beyond.shared_arrays import shared_array as shared_array
 from unisono.beyond.state_sync import sync_state as sync_state
@@ -222,6 +229,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "Publisher",
     "PutOptions",
     "QueueEmptyError",
     "RankType",
@@ -230,15 +238,18 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "ReshardPlan",
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
     "ScatterOptions",
     "Serializer",
+    "Sharded",
     "SharedArray",
     "SignalOptions",
     "Step",
     "Store",
     "Stream",
+    "Subscriber",
     "TCPStore",
     "TraceRecord",
     "WaitSignalOptions",
@@ -300,6 +311,7 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "launch",
+    "load_arrays",
     "maxloc",
     "membership_changed",
     "minloc",
@@ -327,6 +339,8 @@ __all__ = [
     "register_backend",
     "register_rendezvous_handler",
     "rendezvous",
+    "reshard",
+    "save_arrays",
     "scan",
     "scatter",
     "scatter_object_list",

@@ -189,6 +189,10 @@ class CPUBackend(MessageBackend, ArrayBackend):
         if (known := transport.failure(other._comm.context)) is not None:
             self._engine.fail(known.found_by(transport.rank))
 
+    def fail(self, kind: str, reason: str, peers: Sequence[int]) -> None:
+        """End the calls of the group on all ranks, because of some global ranks; see `Failure`."""
+        self._engine.fail(Failure(kind, reason, peers, self._comm.transport.rank))
+
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
         self._engine.set_timeout(timeout_s)
