@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle as _pickle
 import platform
@@ -340,6 +341,9 @@ class Comm(Attributes, Handle, root=True):
         state = self.live
         require(state.name not in ("MPI_COMM_WORLD", "MPI_COMM_SELF"), "ERR_COMM", state.name)
         self.delete_attributes()
+        # The others may still receive what this rank has sent. A broken group is closed in any case.
+        with contextlib.suppress(UnisonoError):
+            state.channel.barrier()
         state.close()
         self.ob = None
 

@@ -26,7 +26,7 @@ from unisono.core.base.types import code_of, dtype_named
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.operations.work import Work
 from unisono.core.transports.messages import ANY_TAG as ANY
-from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
+from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 
 _SYNC = code_of(dtype_named("int8"))
 _NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
@@ -184,6 +184,9 @@ class CommState:
                 work.cancel()
                 if not work.is_success():
                     return None
+            if not waits and isinstance(work.exception(), PeerLostError):
+                # A rank that has freed the communicator sends nothing more; a receive says so.
+                return None
             raise_first([work])
         found = work.result()[0]
         return self.place[found.source], found.tag, found.nbytes
