@@ -341,7 +341,7 @@ class Comm(Attributes, Handle, root=True):
         state = self.live
         require(state.name not in ("MPI_COMM_WORLD", "MPI_COMM_SELF"), "ERR_COMM", state.name)
         self.delete_attributes()
-        # The others may still receive what this rank has sent. A broken group is closed in any case.
+        # The others may still receive what this rank has sent. A broken group is closed at once.
         with contextlib.suppress(UnisonoError):
             state.channel.barrier()
         state.close()
