@@ -157,7 +157,7 @@ class Message(Handle, root=True):
         taken = self.live
         call = Call()
         call.found = taken.found
-        if taken is not MESSAGE_NO_PROC.ob:
+        if self is not MESSAGE_NO_PROC:
             self.ob = None
         if is_object:
             call.value = pickle.loads(taken.data) if taken.found[0] != PROC_NULL else None
@@ -175,14 +175,10 @@ class Message(Handle, root=True):
         call = self._received(buf, False)
         if status is not None:
             status.set(*call.found)
-        if call.found[0] == PROC_NULL:
-            self.ob = None
 
     def Irecv(self, buf: Any) -> Request:
         """As Recv, with a request."""
         call = self._received(buf, False)
-        if call.found[0] == PROC_NULL:
-            self.ob = None
         return Request.of(call)
 
     def recv(self, status: Status | None = None) -> Any:
@@ -190,15 +186,11 @@ class Message(Handle, root=True):
         call = self._received(None, True)
         if status is not None:
             status.set(*call.found)
-        if call.found[0] == PROC_NULL:
-            self.ob = None
         return call.value
 
     def irecv(self) -> Request:
         """As recv, with a request."""
         call = self._received(None, True)
-        if call.found[0] == PROC_NULL:
-            self.ob = None
         return Request.of(call)
 
 
