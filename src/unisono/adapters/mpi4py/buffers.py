@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from unisono.adapters.mpi4py.constants import PROC_NULL
 from unisono.adapters.mpi4py.datatypes import Datatype, Layout, by_code, named
+from unisono.core.platform.memory import is_readable
 from unisono.errors import UnsupportedError
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,21 +54,6 @@ def at_address(address: int, nbytes: int, owner: Any = None) -> Bytes:
     return data
 
 
-def _is_readable(address: int, nbytes: int) -> bool:
-    """Return whether the CPU may read memory, which it may not on a GPU."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, access = line.split()[:2]
-            first, last = (int(each, 16) for each in span.split("-"))
-            if first <= address < last:
-                if access[0] != "r":
-                    return False
-                if address + nbytes <= last:
-                    return True
-                address, nbytes = last, address + nbytes - last
-    return not nbytes
-
-
 def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
     """Return the memory of an array with DLPack or CUDA's array interface."""
     if hasattr(given, "__dlpack__") and given.__dlpack_device__()[0] == 1:
@@ -92,7 +78,7 @@ def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
         raise BufferError("expecting contiguous memory")
     if writes and is_read_only:
         raise BufferError("memory is not writable")
-    if size and not _is_readable(address, size):
+    if size and not is_readable(address, size):
         raise UnsupportedError("unisono.MPI takes memory of the CPU, and this is on a GPU")
     return at_address(address, size, given), kind.char
 
