@@ -377,7 +377,7 @@ class NativeMessages(AnyMessages):
             status = self.status_of(outcome, transfer.context)
             if isinstance(status, Cancelled):
                 status = transfer._cause or status
-        elif transfer._receives:
+        if transfer._receives and outcome[1] in (_engine.OK, _engine.MISMATCH):
             _, _, transfer.peer, transfer.nbytes, transfer.info, tag, memory = outcome
             transfer.tag = (transfer.tag[0], tag)
             transfer.into = transfer.into if memory is None else memory.data
