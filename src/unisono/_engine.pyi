@@ -102,10 +102,14 @@ class TlsSession:
         name: str,
     ) -> None: ...
     def read(self, into: object) -> int:
-        """Continue the handshake; receive and return the number of bytes, 0 at the end."""
+        """
+        Continue the handshake; receive and return the number of bytes, 0 at the end.
+        """
 
     def write(self, head: object, rest: object) -> int:
-        """Continue the handshake; return how many bytes of both are taken. Some may be unsent."""
+        """
+        Continue the handshake; return how many bytes of both are taken. Some may be unsent.
+        """
 
     @property
     def has_unsent(self) -> bool: ...
@@ -398,7 +402,9 @@ class Messages:
     def has_left(self, peer: int) -> bool: ...
     def set_stuck(self, stuck: Callable[[Sequence[int], bool, int], None]) -> None: ...
     def set_wire(self, wire: Callable[[int, int, int], None]) -> None:
-        """Set a function of (rank, channel, 0: to make; 1: ended; 2: changed on the way)."""
+        """
+        Set a function of (rank, channel, 0: to make; 1: ended; 2: changed on the way).
+        """
 
     def add_wire(self, peer: int, channel: int, fd: int, tls: TlsSession | None = None) -> None:
         """Take over a connected socket."""

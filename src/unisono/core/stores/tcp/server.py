@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from unisono.core.base import config
@@ -143,7 +144,7 @@ class ServerOptions:
     max_greetings: int = 4096
     log_window_s: float = 60.0
 
-    @property
+    @cached_property
     def tls(self) -> TlsPolicy:
         """Which clients must encrypt, and the keys."""
         return TlsPolicy.of(self.token, "store")
@@ -159,7 +160,7 @@ class StoreServer:
 
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self._options = options
-        self._tls = options.tls
+        options.tls  # noqa: B018  (what the environment says now)
         self._greetings: deque[tuple[float, _ServedClient]] = deque()
         self.port: int = listeners[0].getsockname()[1]
         self._table = StoreTable()
@@ -246,7 +247,7 @@ class StoreServer:
             self._options.serves_strangers,
             lambda: is_local(connection.sock),
             lambda: is_foreign(connection.sock),
-            lambda has_token: self._tls.forbids(connection.sock, is_stranger=not has_token),
+            lambda has_token: self._options.tls.forbids(connection.sock, is_stranger=not has_token),
             lambda: is_secured(connection.sock) and uses_certificates(),
         )
         self._greetings.append((time.monotonic(), connection))
@@ -293,7 +294,7 @@ class StoreServer:
         """Find out whether a client encrypts."""
         plain = connection.sock
         try:
-            connection.sock = self._tls.answer(plain, refuses_plain=False)
+            connection.sock = self._options.tls.answer(plain, refuses_plain=False)
         except TlsRefusal as error:
             has_token = bool(self._options.token)
             code = Answer.NO_TLS_HERE if has_token else Answer.NO_TOKEN_HERE

@@ -30,6 +30,7 @@ from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger
 from unisono.core.base.net.silence import silence_on
 from unisono.core.base.net.tls import (
+    Secrets,
     TlsPolicy,
     TlsRule,
     has_unread,
@@ -107,8 +108,7 @@ class TCPTransport(Transport):
         hosts: tuple[str, ...] = ("127.0.0.1",),
     ) -> None:
         super().__init__(rank, world_size)
-        self._token = config.get("UNISONO_TOKEN")
-        self._tls = rule_for(self._token)
+        rule = rule_for(config.get("UNISONO_TOKEN"))
         self._listeners, port = listen(hosts)
         mine = TCPAddress(hosts, port, os.urandom(16))
         self.address = mine.pack()
@@ -119,7 +119,7 @@ class TCPTransport(Transport):
         self._loop = HostWatch()
         self._dials = Dials(rank, world_size, find, self._loop, self._policy)
         self.wires = WireMaker(self._loop, self._dials, self.down, self._link, self._declare_lost)
-        policy = self._policy(mine)
+        policy = TlsPolicy(rule, self._policy_secrets(mine))
         policy.secrets.extend(map(secret_by, self._viewer_keys()))
         self._greetings = Greetings(self._loop, policy, self._greeted)
         for listener in self._listeners:
@@ -135,15 +135,18 @@ class TCPTransport(Transport):
     @property
     def protection(self) -> str:
         """What the ranks of a world must agree on about encryption; "" for none."""
-        if self._tls is TlsRule.NONE:
+        if self._greetings.tls.rule is TlsRule.NONE:
             return ""
         if uses_certificates():
             return "TLS-by-certificate"
-        return "TLS-by-token" if self._tls is TlsRule.OTHER_HOSTS else "TLS-by-token-everywhere"
+        return "TLS-by-token" if self._greetings.tls.rule is TlsRule.OTHER_HOSTS else "TLS-by-token-everywhere"
 
     def _policy(self, address: TCPAddress) -> TlsPolicy:
         """Return how connections to an address are encrypted."""
-        return TlsPolicy(self._tls, [secret_of(self._token.encode(), "rank", address.token)])
+        return TlsPolicy(self._greetings.tls.rule, self._policy_secrets(address))
+
+    def _policy_secrets(self, address: TCPAddress) -> Secrets:
+        return [secret_of(config.get("UNISONO_TOKEN").encode(), "rank", address.token)]
 
     def may_wait(self) -> bool:
         return threading.current_thread() is not self._thread and super().may_wait()
@@ -330,7 +333,7 @@ class TCPTransport(Transport):
 
     def _viewer_keys(self) -> list[bytes]:
         """Return the keys that open this rank for a viewer."""
-        job_token, mine = self._token, TCPAddress.unpack(self.address)
+        job_token, mine = config.get("UNISONO_TOKEN"), TCPAddress.unpack(self.address)
         return [mine.token, *([key_of(job_token, mine.without_token())] if job_token else [])]
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
