@@ -40,8 +40,8 @@ VARIABLES: dict[str, Variable] = {
     ),
     "UNISONO_TLS": Variable(
         "off",
-        "auto: encrypt connections to other hosts if there is a token; on: all connections, or "
-        "fail; cert: with certificates; off",
+        "off, auto (encrypt connections to other hosts if there is a token), on (all, or fail) or "
+        "cert (to other hosts, with certificates)",
     ),
     "UNISONO_TLS_CERT": Variable("", "PEM file of this host's certificate, for UNISONO_TLS=cert"),
     "UNISONO_TLS_PKEY": Variable("", "PEM file of the certificate's private key"),
