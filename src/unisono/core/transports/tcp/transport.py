@@ -139,7 +139,8 @@ class TCPTransport(Transport):
             return ""
         if uses_certificates():
             return "TLS-by-certificate"
-        return "TLS-by-token" if self._greetings.tls.rule is TlsRule.OTHER_HOSTS else "TLS-by-token-everywhere"
+        is_all = self._greetings.tls.rule is TlsRule.ALL
+        return "TLS-by-token-everywhere" if is_all else "TLS-by-token"
 
     def _policy(self, address: TCPAddress) -> TlsPolicy:
         """Return how connections to an address are encrypted."""
