@@ -298,7 +298,9 @@ def test_without_openssl(monkeypatch, caplog):
     assert rule_for("t") is TlsRule.NONE
     assert "connections to other hosts are not encrypted: it is not there" in caplog.text
     monkeypatch.setenv("UNISONO_TLS", "on")
-    with pytest.raises(UnsupportedError, match="UNISONO_TLS=on cannot encrypt connections here: it is not there"):
+    with pytest.raises(
+        UnsupportedError, match="UNISONO_TLS=on cannot encrypt connections here: it is not there"
+    ):
         rule_for("t")
 
 
