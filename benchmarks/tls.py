@@ -4,7 +4,8 @@
 
 `plain` is unisono with UNISONO_TLS=off, `tls` with auto and a token, `gloo` and `gloo-tls` are
 torch's, of which torch's wheels have `gloo` only. All ranks of all peers are up at the same time,
-and the peers take turns. The table has the median over rounds of the time of an all_reduce in place on the slower rank, and the ratio to
+and the peers take turns. The table has the median over rounds of the time of an all_reduce in
+place on the slower rank, and the ratio to
 `plain`. With `--start HOSTSxRANKS` it measures starts of `unisono run` instead, by turns.
 """
 
