@@ -246,7 +246,11 @@ class CPUBackend(MessageBackend, ArrayBackend):
 
     def info(self) -> dict[str, str]:
         tuned = {} if self.table is None else {"tuning": self.table.digest}
-        return self._engine.info() | {"transport": self._comm.transport.name} | tuned
+        transport = self._comm.transport
+        shown = {"transport": transport.name}
+        if transport.protection:
+            shown["between_hosts"] = transport.protection
+        return self._engine.info() | shown | tuned
 
     # ---- from a call to a task ----------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger, log_once
+from unisono.core.base.net.tls import protection
 from unisono.core.base.registry import Registry
 from unisono.core.base.seam import cpp, why_absent
 from unisono.core.engines.api import Communicator, Engine
@@ -23,7 +24,7 @@ from unisono.core.engines.shared_memory import BUILT_IN, host_id
 from unisono.core.platform.machine import usable_cores
 from unisono.core.platform.memory import memory_kind
 from unisono.core.stores import Store
-from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.errors import InvalidArgumentError, UnisonoError, UnsupportedError
 
 _log = get_logger("engines")
 
@@ -113,6 +114,7 @@ class EngineInfo(NamedTuple):
             spin.
         build: Compiler of the extension module; "" without it.
         nccl: State of the backend for GPUs, or the reason why it cannot be used.
+        encryption: What protects connections to other hosts, or the reason why nothing does.
     """
 
     engine: str
@@ -123,12 +125,13 @@ class EngineInfo(NamedTuple):
     cores: int
     build: str
     nccl: str = ""
+    encryption: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.engine} engine ({self.why})", f"shared memory: {self.shared_memory}"]
         if self.isa:
             parts.append(f"instruction set {self.isa} of {', '.join(self.isas)}; {self.build}")
-        parts.append(f"{self.cores} cores")
+        parts += [f"{self.cores} cores", f"between hosts: {self.encryption}"]
         if not why_no_nccl():
             parts.append(f"NCCL: {self.nccl}")
         return "; ".join(parts)
@@ -176,4 +179,12 @@ def _info(engine: str, why: str) -> EngineInfo:
         usable_cores(),
         cpp.BUILD,
         why_no_nccl() or "experimental: run on a single GPU only",
+        _encryption(),
     )
+
+
+def _encryption() -> str:
+    try:
+        return protection(config.get("UNISONO_TOKEN"))
+    except UnisonoError as error:
+        return error.what

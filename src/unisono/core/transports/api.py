@@ -72,6 +72,11 @@ class Carrier(ABC):
     def name(self) -> str:
         """Return the name of this kind of transport: "inproc", "tcp"."""
 
+    @property
+    def protection(self) -> str:
+        """What the ranks of a world must agree on about encryption; "" for none."""
+        return ""
+
     @abstractmethod
     def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
         """Move `transfer.into` to the messages of another rank and finish the transfer.
