@@ -94,9 +94,9 @@ void bind_tls(nb::module_& m) {
     .def(nb::new_(&make_session), nb::arg("context"), nb::arg("fd"), nb::arg("is_server"),
          nb::arg("secrets"), nb::arg("name"))
     .def("read", &receive, nb::arg("into"),
-         "Continue the handshake; receive and return the number of bytes, 0 at the end.")
+         "Receive bytes after the handshake; return how many, 0 at the end.")
     .def("write", &transmit, nb::arg("head"), nb::arg("rest"),
-         "Continue the handshake; return how many bytes of both are taken. Some may be unsent.")
+         "Take bytes of both after the handshake; return how many.")
     .def_prop_ro("has_unsent", [](const TlsHandle& tls) { return tls.session->has_unsent(); })
     .def_prop_ro("has_unread", [](const TlsHandle& tls) { return tls.session->has_unread(); })
     .def_prop_ro("is_ready", [](const TlsHandle& tls) { return tls.session->is_ready(); })

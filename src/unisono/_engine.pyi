@@ -102,14 +102,10 @@ class TlsSession:
         name: str,
     ) -> None: ...
     def read(self, into: object) -> int:
-        """
-        Continue the handshake; receive and return the number of bytes, 0 at the end.
-        """
+        """Receive bytes after the handshake; return how many, 0 at the end."""
 
     def write(self, head: object, rest: object) -> int:
-        """
-        Continue the handshake; return how many bytes of both are taken. Some may be unsent.
-        """
+        """Take bytes of both after the handshake; return how many."""
 
     @property
     def has_unsent(self) -> bool: ...
