@@ -335,7 +335,7 @@ void bind_p2p(nb::module_& m) {
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
     .def("set_wire", &set_wire, nb::arg("wire"),
-         "Set a function of (rank, channel, 0: to make; 1: ended; 2: changed on the way).")
+         "Set a function of (rank, channel, 0: make; 1: ended; 2: was changed).")
     .def("add_wire", &add_wire, nb::arg("peer"), nb::arg("channel"), nb::arg("fd"),
          nb::arg("tls").none() = nb::none(), "Take over a connected socket.",
          nb::call_guard<nb::gil_scoped_release>())

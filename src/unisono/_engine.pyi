@@ -399,9 +399,7 @@ class Messages:
     def has_left(self, peer: int) -> bool: ...
     def set_stuck(self, stuck: Callable[[Sequence[int], bool, int], None]) -> None: ...
     def set_wire(self, wire: Callable[[int, int, int], None]) -> None:
-        """
-        Set a function of (rank, channel, 0: to make; 1: ended; 2: changed on the way).
-        """
+        """Set a function of (rank, channel, 0: make; 1: ended; 2: was changed)."""
 
     def add_wire(self, peer: int, channel: int, fd: int, tls: TlsSession | None = None) -> None:
         """Take over a connected socket."""

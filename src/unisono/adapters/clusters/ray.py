@@ -6,15 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from unisono.adapters.clusters import member
 from unisono.adapters.clusters.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
-from unisono.adapters.clusters.member import RankOutcome
+from unisono.adapters.clusters.member import RankOutcome, Transfers
 from unisono.adapters.clusters.outcomes import OUTSIDE, CallOnRanks, collect
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.c10d.new_groups import new_group
-from unisono.core.groups.process_group import ProcessGroup
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -134,21 +133,6 @@ def register_tensor_transport() -> None:
 
         register()
         Transfers.actors = {}
-
-
-class Transfers:
-    """Groups that transfers between actors may use.
-
-    Attributes:
-        actors: The actors of each group by its token, for a process that hands objects over; None:
-            no transport is registered.
-        token: The group of this rank.
-        group: The group for its transfers.
-    """
-
-    actors: ClassVar[dict[str, list[Any]] | None] = None
-    token: ClassVar[str] = ""
-    group: ClassVar[ProcessGroup | None] = None
 
 
 class Group:

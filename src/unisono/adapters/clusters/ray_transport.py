@@ -22,7 +22,7 @@ from ray.experimental.rdt import (
     register_tensor_transport,
 )
 
-from unisono.adapters.clusters.ray import Transfers
+from unisono.adapters.clusters.member import Transfers
 from unisono.core.base.buffers import view
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.errors import NotInitializedError
