@@ -19,7 +19,7 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 # all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch test-portable test-arm test-pythons check setup native test-native planted fuzz chaos-mpi fuzz-membership fuzz-cuts fuzz-stores fuzz-signals docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch test-portable test-arm test-pythons check setup native test-native planted fuzz chaos-mpi chaos-windows fuzz-membership fuzz-cuts fuzz-stores fuzz-signals docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make planted  plant faults in a copy of the tree; the tests must catch each (ONLY=NAME)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
 	@echo "make chaos-mpi  ranks that are killed, stopped, late or wrong under MPI (ROUNDS=200)"
+	@echo "make chaos-windows  ranks that are killed, stopped, late or leave at windows (ROUNDS=200)"
 	@echo "make fuzz-membership  random lives of a job whose ranks come and go"
 	@echo "make fuzz-cuts  random cuts of hosts and links between them (needs root)"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
@@ -236,6 +237,10 @@ fuzz: $(STAMP)
 # Seconds of waiting in each round; UNISONO_TEST_MPI lists environments with other libraries.
 chaos-mpi: $(STAMP)
 	@$(BIN)/python -m tests.adapters.mpi.chaos $(ROUNDS)
+
+# Over shared memory, messages, and messages in Python: a round of each.
+chaos-windows: $(STAMP)
+	@$(BIN)/python -m tests.faults.window_chaos $(ROUNDS)
 
 fuzz-membership: $(STAMP)
 	@$(BIN)/python tests/fuzz/membership.py $(SEED) $(ROUNDS)

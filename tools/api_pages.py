@@ -83,6 +83,12 @@ PAGES = (
         homes="beyond.windows",
     ),
     Page(
+        "reshard", "Arrays from one sharding to another",
+        "Plans that move arrays between shardings and groups of ranks, versions of weights, and "
+        "checkpoints.",
+        homes="beyond.reshard",
+    ),
+    Page(
         "neighbors", "Neighbours in a grid or graph",
         "Halo exchange between neighbours in a grid or graph of ranks.",
         "`examples/jacobi.py` uses them.",

@@ -142,7 +142,6 @@ NEWER = {
         "",
     ),
     "ProcessGroup.register_completion_hook": "`Work.on_end`, `Work.get_future`",
-    "Work._get_duration": "`trace_records` has the times of each call",
 }
 
 # Modules of torch.distributed that are here under the same path.

@@ -6,6 +6,7 @@
 void bind_interface(nanobind::module_& m);
 void bind_store(nanobind::module_& m);
 void bind_store_link(nanobind::module_& m);
+void bind_tls(nanobind::module_& m);
 void bind_p2p(nanobind::module_& m);
 void bind_receive(nanobind::module_& m);
 void bind_mpi(nanobind::module_& m);

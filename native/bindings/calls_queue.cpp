@@ -91,6 +91,7 @@ static void run_here(CallQueue& queue, QueuedCall& call) {
 
 bool Calls::wait_well(QueuedCall& call) const {
   const uint64_t seq = call.task.seq;
+  call.note_wait();
   while (!queue_->is_over(seq)) {
     // Python raises an error if the group has gone or the calling thread would wait for itself.
     if (closed_ || fork_guard_.is_forked() || is_worker || queue_->is_mine() ||

@@ -25,6 +25,7 @@
 #include "bindings/message_records.hpp"
 #include "bindings/outcomes.hpp"
 #include "bindings/receive.hpp"
+#include "bindings/tls.hpp"
 #include "bindings/view.hpp"
 #include "bindings/waits.hpp"
 #include "messages/messages.hpp"
@@ -156,7 +157,11 @@ void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool, ui
   messages.callbacks().stuck = in_python(std::move(stuck), "a wait for a message");
 }
 
-void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
+void add_wire(Messages& messages, int peer, int channel, int fd, const unisono::TlsHandle* tls) {
+  messages.add_wire(peer, channel, fd, tls == nullptr ? nullptr : tls->session);
+}
+
+void set_wire(Messages& messages, std::function<void(int, int, int)> wire) {
   messages.callbacks().wire = in_python(std::move(wire), "a wire to another rank");
 }
 
@@ -330,9 +335,10 @@ void bind_p2p(nb::module_& m) {
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
     .def("set_wire", &set_wire, nb::arg("wire"),
-         "Set a function of (rank, channel, whether the wire has ended).")
-    .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("channel"), nb::arg("fd"),
-         "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
+         "Set a function of (rank, channel, 0: make; 1: ended; 2: was changed).")
+    .def("add_wire", &add_wire, nb::arg("peer"), nb::arg("channel"), nb::arg("fd"),
+         nb::arg("tls").none() = nb::none(), "Take over a connected socket.",
+         nb::call_guard<nb::gil_scoped_release>())
     .def("attend", &Messages::attend, nb::call_guard<nb::gil_scoped_release>())
     .def("hold", &Messages::hold, nb::call_guard<nb::gil_scoped_release>())
     .def("release", &Messages::release)

@@ -178,6 +178,7 @@ NB_MODULE(_engine, m) {
     .def("leave", &unisono::Group::leave, "Mark this rank as gone, for the other ranks.");
 
   bind_interface(m);
+  bind_tls(m);
   bind_store(m);
   bind_store_link(m);
   bind_recorder(m);

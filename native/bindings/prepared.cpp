@@ -73,7 +73,8 @@ void QueuedCall::drop_record() {
 void QueuedCall::begin(uint64_t seq) {
   task.words = words_.of_call(seq);
   if (task.recorder == nullptr) return;
-  const Recorded& recorded = nb::inst_ptr<Prepared>(prepared_)->recorded();
+  Recorded recorded = nb::inst_ptr<Prepared>(prepared_)->recorded();
+  recorded.peer = Recorder::kNoWait;
   task.record = task.recorder->begin(recorded, seq, caller_site());
 }
 

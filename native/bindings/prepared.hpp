@@ -120,6 +120,10 @@ class QueuedCall final : public TaskCopies {
   void write_back() const override;
   // Begin the record and queue the task. Returns its number; 0: the queue is closed.
   uint64_t push(CallQueue& queue);
+  // The caller waits from now on.
+  void note_wait() const {
+    if (task.record != 0) task.recorder->note_wait(task.record);
+  }
   QueuedCall(const QueuedCall&) = delete;
   QueuedCall& operator=(const QueuedCall&) = delete;
 

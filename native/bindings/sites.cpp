@@ -183,6 +183,7 @@ void bind_recorder(nb::module_& m) {
     .def("begin", &begin, nb::arg("kind"), nb::arg("seq"), nb::arg("word"), nb::arg("count"),
          nb::arg("peer"), "Begin a record of a call of the calling thread; return its number.")
     .def("start", &Recorder::start, nb::arg("number"))
+    .def("note_wait", &Recorder::note_wait, nb::arg("number"))
     .def("end", &end, nb::arg("number"), nb::arg("outcome"))
     .def("end_message", &Recorder::end_message, nb::arg("number"), nb::arg("outcome"),
          nb::arg("peer"))

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "bindings/bindings.hpp"
+#include "bindings/tls.hpp"
 #include "bindings/waits.hpp"
 #include "store/link.hpp"
 
@@ -124,10 +125,11 @@ nb::object taken(const nb::tuple& request, const char* at) {
   }
 }
 
-std::unique_ptr<Link> make_link(int fd, double silence_s) {
+std::unique_ptr<Link> make_link(int fd, double silence_s, const unisono::TlsHandle* tls) {
   const bool is_limited = silence_s < std::numeric_limits<double>::infinity();
   auto link =
-    std::make_unique<Link>(fd, is_limited ? unisono::nanoseconds(silence_s) : Link::kNoLimitNs);
+    std::make_unique<Link>(fd, is_limited ? unisono::nanoseconds(silence_s) : Link::kNoLimitNs,
+                           tls == nullptr ? nullptr : tls->session);
   link->set_poll(&unisono::signal_raised);
   return link;
 }
@@ -146,7 +148,7 @@ void run(Link& link, double timeout_s, std::size_t most_bytes = Link::kMostReadB
       PyErr_SetString(PyExc_ConnectionResetError, "the server closed the connection");
       break;
     case Link::Result::bad: PyErr_SetString(PyExc_ValueError, "the reply makes no sense"); break;
-    case Link::Result::error: PyErr_SetFromErrno(PyExc_OSError); break;
+    case Link::Result::error: unisono::raise_error(link.why());
   }
   throw nb::python_error();
 }
@@ -186,7 +188,7 @@ bool cancel(Link& link, double timeout_s) {
 
 void bind_store_link(nb::module_& m) {
   nb::class_<Link>(m, "StoreLink")
-    .def(nb::new_(&make_link), nb::arg("fd"), nb::arg("silence_s"))
+    .def(nb::new_(&make_link), nb::arg("fd"), nb::arg("silence_s"), nb::arg("tls").none() = nb::none())
     .def("exchange", &exchange, nb::arg("timeout_s"), nb::arg("requests"),
          "Send requests, (op, argument, ...) each, and return their results.")
     .def("cancel", &cancel, nb::arg("timeout_s"),

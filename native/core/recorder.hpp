@@ -14,6 +14,8 @@
 namespace unisono {
 
 // One call. src/unisono/core/recorder/ring.py has the same columns. Times are ticks(); 0: not yet.
+// A collective has no peer. There the column is kBlocking if the caller waits from the call on, or
+// else how long after the call it begins to wait, in 2^kWaitShift ticks; kNoWait: not yet.
 struct Record {
   uint64_t number;  // of the record, from 1; 0: the place is empty, or is being written
   uint64_t seq;     // of the call in the group
@@ -24,7 +26,7 @@ struct Record {
   uint64_t ended;
   uint64_t waited;     // the sum of the waits
   uint32_t kind;       // operation, dtype, algorithm and route
-  int32_t peer;        // rank in the group; -1: none, or not known yet
+  int32_t peer;        // rank in the group; -1: none, or not known yet. Of a collective: below
   int32_t waited_for;  // the rank of the longest wait; -1: none
   uint32_t site;       // code object of the caller; 0: unknown
   int32_t offset;      // of the instruction in the code object
@@ -100,6 +102,8 @@ class Recorder {
   static constexpr uint64_t kRecords = 2048;
   static constexpr uint32_t kKinds = 8192;
   static constexpr uint32_t kDropped = 0xffffffff;  // outcome of a record that stands for no call
+  static constexpr int32_t kBlocking = -1, kNoWait = 0, kMostWait = 0x7fffffff;
+  static constexpr int kWaitShift = 10;
 
   explicit Recorder(int ranks);
 
@@ -141,6 +145,13 @@ class Recorder {
     Record& record = at(number);
     if (record.number == number) record.started = ticks();
     waits.clear();
+  }
+  // The caller waits for an asynchronous collective from now on. Its first wait counts.
+  void note_wait(uint64_t number) {
+    Record& record = at(number);
+    if (record.number != number || record.peer != kNoWait) return;
+    const uint64_t after = (ticks() - record.enqueued) >> kWaitShift;
+    record.peer = static_cast<int32_t>(std::clamp(after, uint64_t{1}, uint64_t{kMostWait}));
   }
   void end(uint64_t number, Code code) { end(number, 1 + static_cast<uint32_t>(code), waits); }
   // Does nothing if the record was overwritten meanwhile.

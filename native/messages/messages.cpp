@@ -225,9 +225,9 @@ void Messages::begin(const Lock& lock, Operation& op) {
 
 // ---- wires, and ends from outside ---------------------------------------------------------
 
-void Messages::add_wire(int rank, int channel, int fd) {
+void Messages::add_wire(int rank, int channel, int fd, std::shared_ptr<TlsSession> tls) {
   const Lock lock(lock_);
-  auto wire = std::make_unique<Wire>(fd, channel);
+  auto wire = std::make_unique<Wire>(fd, channel, std::move(tls));
   if (!waiting_.prepare_for_wires(lock) || !peers_.add_wire(lock, rank, std::move(wire))) return;
   parts_.operations.note_change(lock);  // a polling thread must poll this wire, too
   waiting_.delegate(lock);

@@ -94,7 +94,7 @@ class Messages {
 
   // Use a connected, non-blocking socket for messages with a rank, at most one per channel. This
   // object then owns the socket.
-  void add_wire(int rank, int channel, int fd);
+  void add_wire(int rank, int channel, int fd, std::shared_ptr<TlsSession> tls = nullptr);
   // Make the server thread receive messages although no thread of this rank waits, because senders
   // wait.
   void attend();

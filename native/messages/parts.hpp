@@ -24,7 +24,7 @@ struct Address {
 struct WireEvent {
   int rank;
   int channel;
-  bool ended;
+  int ended;  // 1: it has ended; 2: because its bytes were changed on the way
 };
 
 struct Parts {

@@ -29,7 +29,7 @@ bool PeerWires::are_requested(const Lock& /*lock*/, uint64_t nbytes) const {
 bool PeerWires::request(const Lock& /*lock*/, uint64_t nbytes) {
   if (parts_.address(peer_).channels == 0) return false;
   for (; requested_ < channels_for(nbytes); ++requested_) {
-    parts_.wire_events.push_back({peer_, requested_, false});
+    parts_.wire_events.push_back({peer_, requested_, 0});
   }
   return true;
 }
@@ -116,7 +116,9 @@ bool PeerWires::pull_wire(const Lock& lock, Wire& wire) {
     // Another system call would most likely find no data.
     more = wire.in.left() != 0 ? nbytes != 0 : wire.has_buffered();
   }
-  if (wire.has_ended() && !had_ended) parts_.wire_events.push_back({peer_, wire.channel, true});
+  if (wire.has_ended() && !had_ended) {
+    parts_.wire_events.push_back({peer_, wire.channel, wire.is_damaged ? 2 : 1});
+  }
   return pulled != 0;
 }
 

@@ -24,7 +24,7 @@ struct Callbacks {
   // A wait calls it at intervals; true ends the wait. It detects Ctrl-C.
   std::function<bool()> poll;
   // A wire to a rank is needed or has ended.
-  std::function<void(int, int channel, bool ended)> wire;
+  std::function<void(int, int channel, int ended)> wire;
 };
 
 class Waiting {

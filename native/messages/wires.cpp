@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include <fcntl.h>
 #include <linux/tcp.h>
@@ -42,7 +43,10 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == 
 
 }  // namespace
 
-Wire::Wire(int fd, int channel) : channel(channel), fd_(fd) { keep_in_cache(fd); }
+Wire::Wire(int fd, int channel, std::shared_ptr<TlsSession> tls)
+    : channel(channel), fd_(fd), tls_(std::move(tls)) {
+  keep_in_cache(fd);
+}
 
 void Wire::close_fd() {
   if (fd_ >= 0) close(fd_);
@@ -79,7 +83,8 @@ bool Wire::write(const char* payload, bool more, bool* moved) {
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = 2;
-    const ssize_t sent = sendmsg(fd_, &message, flags);
+    const ssize_t sent =
+      tls_ == nullptr ? sendmsg(fd_, &message, flags) : tls_->write(parts, 2, flags);
     if (sent < 0) {
       // A broken wire may still hold data to read, and the read then detects the end.
       cannot_send = !would_block();
@@ -127,8 +132,11 @@ size_t Wire::receive(char* into, size_t nbytes) {
   const size_t direct = std::min(nbytes, kCallBytes);
   iovec parts[2] = {{into, direct}, {buffer_.data() + end_, kBufferBytes - end_}};
   const bool whole = direct == nbytes;  // the bytes after it are not payload
-  const ssize_t received = readv(fd_, parts, whole ? 2 : 1);
+  const int count = whole ? 2 : 1;
+  const ssize_t received =
+    tls_ == nullptr ? readv(fd_, parts, count) : tls_->read(parts, count, MSG_DONTWAIT);
   if (received <= 0) {
+    is_damaged = received < 0 && errno == EBADMSG;
     if (received == 0 || !would_block()) close_fd();
     return 0;
   }
@@ -143,6 +151,8 @@ short Wire::wanted_events() const {
 }
 
 void Wire::wake_for(size_t nbytes) {
+  // Part of a record may have left the socket already.
+  if (tls_ != nullptr) nbytes = nbytes < 2 * kWakeBytes ? 1 : kWakeBytes;
   const int least = static_cast<int>(std::min(nbytes, kWakeBytes));
   if (least == wakes_for_ || has_ended()) return;
   wakes_for_ = least;

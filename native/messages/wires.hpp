@@ -10,9 +10,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "messages/ring.hpp"
+#include "tls/session.hpp"
 
 namespace unisono {
 
@@ -27,7 +29,8 @@ struct Part {
 // it broke; the reason is not kept.
 class Wire {
  public:
-  Wire(int fd, int channel);
+  // `tls`: what the bytes pass through; nullptr: they are plain.
+  Wire(int fd, int channel, std::shared_ptr<TlsSession> tls = nullptr);
   ~Wire() { close_fd(); }
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
@@ -48,7 +51,10 @@ class Wire {
   // the message. `more`: a further frame follows, so the system may wait for it. `moved`: set if
   // the socket took bytes.
   bool write(const char* payload, bool more, bool* moved);
-  bool is_idle() const { return head_at_ == sizeof(head_) && out_.left() == 0; }
+  bool is_idle() const {
+    return head_at_ == sizeof(head_) && out_.left() == 0 &&
+           (tls_ == nullptr || !tls_->has_unsent());
+  }
 
   // --- in ---
   // The head of the next frame; nullptr: it is not there yet.
@@ -57,7 +63,8 @@ class Wire {
   bool has_buffered() const { return end_ != at_; }
   // Whether data can be taken without a system call.
   bool has_unread() const {
-    return !is_blocked && end_ - at_ >= (in.left() != 0 ? 1 : sizeof(FrameHead));
+    return !is_blocked && (end_ - at_ >= (in.left() != 0 ? 1 : sizeof(FrameHead)) ||
+                           (tls_ != nullptr && tls_->has_unread()));
   }
   // Receive payload; nullptr: discard it. Returns 0 if there is none now.
   size_t read(char* into, size_t nbytes);
@@ -74,6 +81,8 @@ class Wire {
   short wanted_events() const;
   // Whether sending is impossible, although data may still come.
   bool cannot_send = false;
+  // Whether it has ended because the bytes are not those that the peer has sent.
+  bool is_damaged = false;
   // The events for which the polling thread polls.
   short watched = 0;
 
@@ -84,6 +93,7 @@ class Wire {
   static constexpr size_t kBufferBytes = 32 * 1024;
 
   int fd_;
+  const std::shared_ptr<TlsSession> tls_;
   FrameHead head_{};  // of the outgoing frame
   size_t head_at_ = sizeof(FrameHead);
   Part out_;

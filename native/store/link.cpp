@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/time.h>
+#include <sys/uio.h>
 
 #include "core/clock.hpp"
 
@@ -26,7 +27,8 @@ constexpr int64_t kShortLookNs = 3'000;
 
 }  // namespace
 
-Link::Link(int fd, int64_t silence_ns) : fd_(fd), silence_ns_(silence_ns) {
+Link::Link(int fd, int64_t silence_ns, std::shared_ptr<TlsSession> tls)
+    : fd_(fd), silence_ns_(silence_ns), tls_(std::move(tls)) {
   // Blocking calls return once a second to check the deadline, so that a wait is one system call. A
   // shorter time-out costs a second system call.
   const timeval second{1, 0};
@@ -50,9 +52,9 @@ Link::Result Link::exchange(int64_t timeout_ns, std::size_t most_bytes) {
 }
 
 Link::Result Link::send_all(int64_t until_ns) {
-  while (!out_.is_empty()) {
+  while (!out_.is_empty() || (tls_ != nullptr && tls_->has_unsent())) {
     const int flags = until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0;
-    const ssize_t count = send(fd_, out_.data(), out_.size(), MSG_NOSIGNAL | flags);
+    const ssize_t count = put(flags);
     if (count >= 0) {
       out_.drop_front(static_cast<std::size_t>(count));
       if (!out_.is_empty() && now_ns() >= until_ns) return Result::timeout;
@@ -72,17 +74,29 @@ Link::Result Link::receive(int64_t until_ns, std::size_t most_bytes) {
     if (count > 0) in_.added(static_cast<std::size_t>(count));
     if (count >= 0) return count > 0 ? Result::ok : Result::closed;
     if (Result end = after_error(until_ns, POLLIN); end != Result::ok) return end;
-    count = recv(fd_, into, asked, until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0);
+    count = get(into, asked, until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0);
   }
+}
+
+ssize_t Link::put(int flags) {
+  if (tls_ == nullptr) return send(fd_, out_.data(), out_.size(), MSG_NOSIGNAL | flags);
+  const iovec part{const_cast<char*>(out_.data()), out_.size()};
+  return tls_->write(&part, 1, flags);
+}
+
+ssize_t Link::get(char* into, std::size_t asked, int flags) {
+  if (tls_ == nullptr) return recv(fd_, into, asked, flags);
+  const iovec part{into, asked};
+  return tls_->read(&part, 1, flags);
 }
 
 // As recv(), but fail with EAGAIN after the spin time.
 ssize_t Link::look(char* into, std::size_t asked) {
   const int64_t ends_ns = now_ns() + look_ns_;
-  ssize_t count = recv(fd_, into, asked, MSG_DONTWAIT);
+  ssize_t count = get(into, asked, MSG_DONTWAIT);
   while (count < 0 && errno == EAGAIN && now_ns() < ends_ns) {
     sched_yield();  // the server may need this core
-    count = recv(fd_, into, asked, MSG_DONTWAIT);
+    count = get(into, asked, MSG_DONTWAIT);
   }
   look_ns_ = count > 0 ? kLongLookNs : std::max(look_ns_ / 2, kShortLookNs);
   return count;

@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <deque>
 #include <limits>
+#include <memory>
 
 #include <sys/types.h>
 
 #include "store/buffer.hpp"
 #include "store/wire.hpp"
+#include "tls/session.hpp"
 
 namespace unisono::store {
 
@@ -21,7 +23,8 @@ class Link {
 
   // The server's host may be silent for `silence_ns` although it owes an answer; then the result is
   // an error, EHOSTDOWN. core/base/net/silence.py has the same rule.
-  explicit Link(int fd, int64_t silence_ns = kNoLimitNs);
+  // `tls`: what the bytes pass through; nullptr: they are plain.
+  explicit Link(int fd, int64_t silence_ns = kNoLimitNs, std::shared_ptr<TlsSession> tls = nullptr);
 
   // Forget unsent bytes of an earlier exchange.
   void begin();
@@ -38,6 +41,8 @@ class Link {
 
   // Set a function that is called after a signal; true ends the wait.
   void set_poll(bool (*poll)()) { poll_ = poll; }
+  // Why TLS has failed; empty: it has not.
+  std::string why() const { return tls_ == nullptr ? std::string() : tls_->why(); }
 
  private:
   struct Expected {
@@ -48,6 +53,8 @@ class Link {
   Result send_all(int64_t until_ns);
   Result receive(int64_t until_ns, std::size_t most_bytes);
   Result take();
+  ssize_t put(int flags);
+  ssize_t get(char* into, std::size_t asked, int flags);
   ssize_t look(char* into, std::size_t asked);
   Result after_error(int64_t until_ns, short events);
   bool is_host_lost();
@@ -57,6 +64,7 @@ class Link {
 
   const int fd_;
   const int64_t silence_ns_;
+  const std::shared_ptr<TlsSession> tls_;
   bool was_silent_ = false;
   int64_t look_ns_ = kLongLookNs;
   bool (*poll_)() = nullptr;

@@ -8,6 +8,7 @@
 //
 // src/unisono/core/stores/tcp/token.py has the messages of the handshake.
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <optional>
 
@@ -29,6 +30,8 @@ const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here accepts any clien
 const std::string kGiveToken = "give it the job's token, UNISONO_TOKEN" + kOrEverybody;
 const std::string kMakeToken = "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;
 
+const std::string kEncrypt = "it does not encrypt; give it the UNISONO_TLS of this server";
+
 std::string_view text_of(const Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
 }
@@ -49,6 +52,37 @@ std::string quoted(std::string_view text) {
   return shown.append(text.size() > kShownBytes ? "...'" : "'");
 }
 
+// Find out by the first byte whether a client speaks TLS. False: it is not there, or the client is
+// refused.
+bool Server::sniff(Connection& client) {
+  constexpr char kHandshake = 22;  // the type of the first TLS record
+  char first = 0;
+  const ssize_t count = recv(client.fd, &first, 1, MSG_PEEK);
+  if (count <= 0) {
+    client.has_input = count < 0 && errno == EINTR;
+    if (count == 0 || (errno != EINTR && errno != EAGAIN)) doom(client);
+    return false;
+  }
+  client.is_sniffed = true;
+  if (first != kHandshake) return true;
+  if (options_.tls == Tls::none) {
+    const bool has_token = !options_.token.empty();
+    refuse(client, has_token ? kNoTlsHere : kNoTokenHere,
+           has_token ? "it encrypts, and this server does not (UNISONO_TLS)"
+                     : "it has a token, and there is none here");
+    return false;
+  }
+  client.tls = std::make_unique<TlsSession>(options_.context, client.fd, true, options_.secrets, "");
+  return true;
+}
+
+// Whether the server speaks with this client by TLS only.
+bool Server::lacks_tls(const Connection& client) const {
+  return client.tls == nullptr &&
+         (options_.tls == Tls::all ||
+          (options_.tls == Tls::other_hosts && !client.peer.is_local(client.fd)));
+}
+
 // Handle a client's first bytes; return how many of them were its greeting.
 std::size_t Server::greet(Connection& client, std::string_view data) {
   if (client.phase == Connection::Phase::proving) {
@@ -67,7 +101,10 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     return expected.size();
   }
   if (data[0] == static_cast<char>(Opcode::validate)) {
-    if (options_.serves_strangers) {
+    if (options_.tls == Tls::all && client.tls == nullptr) {
+      refuse(client, kTlsNeeded, kEncrypt);
+    } else if (options_.serves_strangers ||
+               (client.tls != nullptr && options_.context->has_certificate)) {
       client.phase = Connection::Phase::validating;
     } else if (client.peer.is_local(client.fd)) {
       // Processes of this user can read the token anyway.
@@ -88,6 +125,8 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
   const std::size_t known = std::min(data.size(), kHello.size());
   if (data.substr(0, known) != kHello.substr(0, known)) {
     doom(client, "it is no client of a store");
+  } else if (lacks_tls(client)) {
+    refuse(client, kTlsNeeded, kEncrypt);
   } else if (data.size() >= kHelloBytes) {
     admit(client, data.substr(kHello.size(), kNonceBytes));
     return kHelloBytes;

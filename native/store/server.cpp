@@ -275,24 +275,25 @@ void Server::serve(Connection& client) try {
     }
     receive(client);
   }
-  if (!client.out.is_empty()) client.send_soon();
+  if (client.has_output()) client.send_soon();
 } catch (const std::bad_alloc&) {
   doom(client, "out of memory");
 }
 
 // Receive one chunk.
 void Server::receive(Connection& client) {
+  if (!client.is_sniffed && !sniff(client)) return;
   const bool in_place = !client.in.is_empty();
   // As many bytes as are there, so that memory grows with the bytes sent, not with an announced
   // size.
   const std::size_t asked =
     in_place ? std::clamp<std::size_t>(client.in.size(), 4096, 16 * kChunk) : kChunk;
   char* into = in_place ? client.in.space(asked) : chunk_.get();
-  const ssize_t count = recv(client.fd, into, asked, 0);
+  const ssize_t count = client.get(into, asked);
   if (count <= 0) {
     if (count < 0 && errno == EINTR) return;
     client.has_input = false;
-    if (count == 0 || errno != EAGAIN) doom(client);
+    if (count == 0 || errno != EAGAIN) doom(client, client.tls ? client.tls->why() : "");
     return;
   }
   const auto size = static_cast<std::size_t>(count);
@@ -337,8 +338,8 @@ std::size_t Server::take(Connection& client, const char* data, std::size_t size)
 }
 
 void Server::flush(Connection& client) {
-  while (!client.out.is_empty() && !client.is_doomed) {
-    const ssize_t sent = send(client.fd, client.out.data(), client.out.size(), MSG_NOSIGNAL);
+  while (client.has_output() && !client.is_doomed) {
+    const ssize_t sent = client.put();
     if (sent >= 0) {
       client.out.drop_front(static_cast<std::size_t>(sent));
     } else if (errno != EINTR) {

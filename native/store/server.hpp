@@ -23,11 +23,14 @@
 #include "store/table.hpp"
 #include "store/token.hpp"
 #include "store/wire.hpp"
+#include "tls/session.hpp"
 
 namespace unisono::store {
 
 class Server {
  public:
+  // The clients that must speak TLS.
+  enum class Tls : char { none, other_hosts, all };
   struct Options {
     std::string token;      // which clients must prove to know; empty: there is none
     bool serves_strangers;  // serve clients without a token also from other machines
@@ -36,6 +39,9 @@ class Server {
     std::size_t max_greetings = 4096;
     // Within this time a few lines are logged; the others are summed up.
     int64_t log_window_ns = 60'000'000'000;
+    Tls tls = Tls::none;
+    std::shared_ptr<const TlsContext> context;
+    TlsSession::Secrets secrets;
   };
   struct Stopper {
     void operator()(Server* server) const;
@@ -70,6 +76,8 @@ class Server {
   void receive(Connection& client);
   void take_kept(Connection& client);
   std::size_t take(Connection& client, const char* data, std::size_t size);
+  bool sniff(Connection& client);
+  bool lacks_tls(const Connection& client) const;
   std::size_t greet(Connection& client, std::string_view data);
   void admit(Connection& client, std::string_view client_nonce);
   void note_refused(const Connection& client);

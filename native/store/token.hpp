@@ -19,6 +19,8 @@ enum Answer : char {
   kTokenNeeded = 4,
   kNoTokenHere = 5,
   kLocalOnly = 6,
+  kTlsNeeded = 7,
+  kNoTlsHere = 8,
 };
 
 using Digest = std::array<unsigned char, 32>;

@@ -34,6 +34,24 @@ void test_a_call_is_recorded_from_begin_to_end() {
   assert(recorder.totals()[3].calls == 1 && recorder.totals()[3].elements == 10);
 }
 
+void test_the_first_wait_of_an_asynchronous_call_counts() {
+  Recorder recorder(2);
+  const uint64_t blocking = recorder.begin({1, 0, 1, Recorder::kBlocking}, 1, {});
+  const uint64_t queued = recorder.begin({1, 0, 1, Recorder::kNoWait}, 2, {});
+  recorder.note_wait(blocking);
+  assert(record_of(recorder, blocking).peer == Recorder::kBlocking);
+  recorder.note_wait(queued);
+  const int32_t first = record_of(recorder, queued).peer;
+  assert(first > 0);
+  const uint64_t until = unisono::ticks() + (uint64_t{4} << Recorder::kWaitShift);
+  while (unisono::ticks() < until) {
+  }
+  recorder.note_wait(queued);
+  assert(record_of(recorder, queued).peer == first);
+  recorder.note_wait(queued + Recorder::kRecords);
+  assert(record_of(recorder, queued).peer == first);
+}
+
 void test_clocks_are_read_at_one_moment() {
   // A read takes 1 tick, and a tick is 2 ns. The thread loses its core before some reads.
   for (const int interrupted : {-1, 0, 1, 2, 3, 4}) {
@@ -113,6 +131,7 @@ int main() {
   test_a_copy_has_whole_records_only();
 #endif
   test_a_call_is_recorded_from_begin_to_end();
+  test_the_first_wait_of_an_asynchronous_call_counts();
   test_clocks_are_read_at_one_moment();
   test_a_record_is_written_when_the_run_waits();
   test_the_end_of_an_overwritten_record_is_ignored();

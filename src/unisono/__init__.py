@@ -66,6 +66,7 @@ _HOMES = {
     ),
     "core.c10d.device_mesh": "DeviceMesh init_device_mesh",
     "beyond.membership": "membership_changed reconfigure",
+    "beyond.estimates": "_time_estimator",
     "beyond.checks": "FlightRecorderHook NanCheckHook assert_equal",
     "core.c10d.reconfigure_by_handles": (
         "_get_reconfigure_handle _reconfigure _supports_reconfigure"
@@ -73,6 +74,9 @@ _HOMES = {
     "beyond.files": "CollectiveFile open_file",
     "beyond.neighbors": "Neighbors neighbor_all_gather neighbor_all_to_all",
     "core.c10d.monitored_barrier": "monitored_barrier",
+    "beyond.reshard.parts": "Sharded",
+    "beyond.reshard.run": "ReshardPlan reshard",
+    "beyond.reshard.versions": "Publisher Subscriber load_arrays save_arrays",
     "beyond.state_sync": "sync_state",
     "beyond.steps": "Step step",
     "core.c10d.objects.functions": (
@@ -87,7 +91,7 @@ _HOMES = {
     ),
     "core.operations.hooks": "HookOpName PostHookArgs PreHookArgs",
     "core.operations.keywords": "CallKeywords",
-    "core.operations.reductions": "maxloc minloc",
+    "core.operations.reductions": "commutative maxloc minloc",
     "core.groups.process_group": "ProcessGroup",
     "core.c10d.objects.serializer": "PickleSerializer Serializer",
     "beyond.preemption": "should_stop",

@@ -12,6 +12,7 @@ from unisono.beyond.checks import NanCheckHook as NanCheckHook
 from unisono.beyond.checks import assert_equal as assert_equal
 from unisono.beyond.counters import Counter as Counter
 from unisono.beyond.counters import Lock as Lock
+from unisono.beyond.estimates import _time_estimator as _time_estimator
 from unisono.beyond.files import CollectiveFile as CollectiveFile
 from unisono.beyond.files import open_file as open_file
 from unisono.beyond.membership import membership_changed as membership_changed
@@ -24,6 +25,13 @@ from unisono.beyond.pool import Pool as Pool
 from unisono.beyond.pool import PoolRank as PoolRank
 from unisono.beyond.pool import pool as pool
 from unisono.beyond.preemption import should_stop as should_stop
+from unisono.beyond.reshard.parts import Sharded as Sharded
+from unisono.beyond.reshard.run import ReshardPlan as ReshardPlan
+from unisono.beyond.reshard.run import reshard as reshard
+from unisono.beyond.reshard.versions import Publisher as Publisher
+from unisono.beyond.reshard.versions import Subscriber as Subscriber
+from unisono.beyond.reshard.versions import load_arrays as load_arrays
+from unisono.beyond.reshard.versions import save_arrays as save_arrays
 from unisono.beyond.shared_arrays import SharedArray as SharedArray
 from unisono.beyond.shared_arrays import shared_array as shared_array
 from unisono.beyond.state_sync import sync_state as sync_state
@@ -147,6 +155,7 @@ from unisono.core.operations.hooks import HookOpName as HookOpName
 from unisono.core.operations.hooks import PostHookArgs as PostHookArgs
 from unisono.core.operations.hooks import PreHookArgs as PreHookArgs
 from unisono.core.operations.keywords import CallKeywords as CallKeywords
+from unisono.core.operations.reductions import commutative as commutative
 from unisono.core.operations.reductions import maxloc as maxloc
 from unisono.core.operations.reductions import minloc as minloc
 from unisono.core.operations.work import Future as Future
@@ -220,6 +229,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupGloo",
     "ProcessGroupNCCL",
+    "Publisher",
     "PutOptions",
     "QueueEmptyError",
     "RankType",
@@ -228,15 +238,18 @@ __all__ = [
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
+    "ReshardPlan",
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
     "ScatterOptions",
     "Serializer",
+    "Sharded",
     "SharedArray",
     "SignalOptions",
     "Step",
     "Store",
     "Stream",
+    "Subscriber",
     "TCPStore",
     "TraceRecord",
     "WaitSignalOptions",
@@ -261,6 +274,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "collect_all",
+    "commutative",
     "current_stream",
     "default_pg_timeout",
     "default_stream",
@@ -297,6 +311,7 @@ __all__ = [
     "is_xccl_available",
     "isend",
     "launch",
+    "load_arrays",
     "maxloc",
     "membership_changed",
     "minloc",
@@ -324,6 +339,8 @@ __all__ = [
     "register_backend",
     "register_rendezvous_handler",
     "rendezvous",
+    "reshard",
+    "save_arrays",
     "scan",
     "scatter",
     "scatter_object_list",
@@ -430,7 +447,7 @@ def all_reduce(
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor). Or a NumPy ufunc,
             `minloc`, or another associative function of two arrays, applied in the order of ranks.
             It gets NumPy arrays, or tensors, and gathers all arrays on each rank first. It is
-            tried on the rank's own array before that.
+            tried on the rank's own array before that, so a side effect happens then, too.
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
         accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.

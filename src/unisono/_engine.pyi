@@ -80,6 +80,44 @@ class Group(Runner):
 def fits(stub: bytes) -> bool:
     """Whether the module was built for this text of its stub."""
 
+def why_no_openssl() -> str:
+    """Return why there is no TLS here; empty: there is."""
+
+class TlsContext:
+    @overload
+    def __init__(self) -> None:
+        """For keys that both ends know."""
+
+    @overload
+    def __init__(self, certificate: str, key: str, authority: str) -> None:
+        """For certificates: files."""
+
+class TlsSession:
+    def __init__(
+        self,
+        context: TlsContext,
+        fd: int,
+        is_server: bool,
+        secrets: Sequence[tuple[str, bytes]],
+        name: str,
+    ) -> None: ...
+    def read(self, into: object) -> int:
+        """Receive bytes after the handshake; return how many, 0 at the end."""
+
+    def write(self, head: object, rest: object) -> int:
+        """Take bytes of both after the handshake; return how many."""
+
+    @property
+    def has_unsent(self) -> bool: ...
+    @property
+    def has_unread(self) -> bool: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def is_other_secret(self) -> bool: ...
+    @property
+    def first_byte(self) -> int: ...
+
 class StoreServer:
     def __init__(
         self,
@@ -90,6 +128,7 @@ class StoreServer:
         max_reply_bytes: int,
         max_greetings: int,
         log_window_ns: int,
+        tls: tuple[int, TlsContext, Sequence[tuple[str, bytes]]],
     ) -> None:
         """Serve torch's TCPStore protocol on a thread of its own."""
 
@@ -100,7 +139,7 @@ class StoreServer:
     def clients(self) -> int: ...
 
 class StoreLink:
-    def __init__(self, fd: int, silence_s: float) -> None: ...
+    def __init__(self, fd: int, silence_s: float, tls: TlsSession | None = None) -> None: ...
     def exchange(self, timeout_s: float, requests: tuple[object, ...]) -> list[object]:
         """Send requests, (op, argument, ...) each, and return their results."""
 
@@ -113,6 +152,7 @@ class Recorder:
         """Begin a record of a call of the calling thread; return its number."""
 
     def start(self, number: int) -> None: ...
+    def note_wait(self, number: int) -> None: ...
     def end(self, number: int, outcome: int) -> None: ...
     def end_message(self, number: int, outcome: int, peer: int) -> None: ...
     def count_message(self) -> int:
@@ -358,10 +398,10 @@ class Messages:
 
     def has_left(self, peer: int) -> bool: ...
     def set_stuck(self, stuck: Callable[[Sequence[int], bool, int], None]) -> None: ...
-    def set_wire(self, wire: Callable[[int, int, bool], None]) -> None:
-        """Set a function of (rank, channel, whether the wire has ended)."""
+    def set_wire(self, wire: Callable[[int, int, int], None]) -> None:
+        """Set a function of (rank, channel, 0: make; 1: ended; 2: was changed)."""
 
-    def add_wire(self, peer: int, channel: int, fd: int) -> None:
+    def add_wire(self, peer: int, channel: int, fd: int, tls: TlsSession | None = None) -> None:
         """Take over a connected socket."""
 
     def attend(self) -> None: ...

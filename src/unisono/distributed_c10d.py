@@ -12,6 +12,7 @@ from typing import Any
 
 from unisono import *  # noqa: F403
 from unisono import __all__ as _PUBLIC
+from unisono.beyond.estimates import _time_estimator
 from unisono.core.backends import GroupSpec
 from unisono.core.base.deadline import Timeout
 from unisono.core.c10d.backend_names import Backend
@@ -39,6 +40,7 @@ __all__ += [
     "_make_nccl_premul_sum",
     "_rank_not_in_group",
     "_reduce_scatter_base",
+    "_time_estimator",
 ]
 
 _DEFAULT_PG_TIMEOUT = default_pg_timeout

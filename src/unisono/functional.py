@@ -20,6 +20,7 @@ from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group, require_group
 from unisono.core.operations.keywords import CallKeywords
 from unisono.core.operations.reductions import copied, empty
+from unisono.core.operations.table import OPS
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 __all__ = [
@@ -44,6 +45,11 @@ def _preparing(call: str, group: Group, how: Mapping[str, Any]) -> Iterator[Proc
             raise UnsupportedError(
                 f"functional.{call} returns its result, so it takes no async_op",
                 hint=f"unisono.{call} returns a work, and writes to its arguments",
+            )
+        if pg._block is not None and not pg._block.takes_all and OPS[call].coalesced:
+            raise InvalidArgumentError(
+                f"functional.{call} in a coalescing block, which makes its calls at its end",
+                hint=f"unisono.{call} writes to its arguments, and may be called there",
             )
         yield pg
 

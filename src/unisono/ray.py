@@ -1,5 +1,10 @@
-"""Process groups in Ray actors, and a backend for `ray.util.collective`."""
+"""Process groups in Ray actors, a backend for `ray.util.collective`, and a direct transport."""
 
-from unisono.adapters.clusters.ray import Group, init_group, register_collective
+from unisono.adapters.clusters.ray import (
+    Group,
+    init_group,
+    register_collective,
+    register_tensor_transport,
+)
 
-__all__ = ["Group", "init_group", "register_collective"]
+__all__ = ["Group", "init_group", "register_collective", "register_tensor_transport"]

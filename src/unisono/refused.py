@@ -50,7 +50,6 @@ REFUSED = {
     "Logger": f"{_REDUCER}: {_PLUG_IN}",
     "Reducer": f"{_REDUCER}: {_PLUG_IN}",
     "_StoreCollectives": "experimental in torch: use a process group, or the methods of a store",
-    "_time_estimator": "an estimate of NCCL's; no CPU backend of torch has it either",
     **{
         name: REFUSED_MODULES[name]
         for name in ("autograd", "config", "remote_device", "rpc", "utils")

@@ -39,6 +39,7 @@ from tests.support.transport_worlds import connected, works
 from unisono.core.transports import control
 from unisono.core.transports.control import FirstCause
 from unisono.core.transports.messages import Failure, Purpose
+from unisono.errors import PeerLostError
 from unisono.testing import run
 
 LOST, LOST_2 = Failure("lost", "gone", [3], 0), Failure("lost", "gone", [2], 1)
@@ -301,3 +302,32 @@ def test_random_rounds_name_the_first_rank(medium, pytestconfig):
         check=False,
     )
     assert result.returncode == 0, f"--seed {seed}: {result.stdout}{result.stderr}"
+
+
+def closes_a_group_and_another_rank_ends(rank, call):
+    pg, x = dist.new_group([0, 1, 2]), np.ones(4)
+    dist.all_reduce(x, group=pg)
+    if rank == 1:
+        dist.destroy_process_group(pg)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(PeerLostError, match="rank 1 was lost: it left: the group was closed"):
+            dist.all_reduce(x, group=pg) if call == "all_reduce" else dist.recv(x, 1, group=pg)
+    dist.barrier()
+    if rank == 2:
+        os._exit(3)
+    with pytest.raises(PeerLostError) as caught:
+        dist.barrier()
+    assert caught.value.context.peers == (2,), caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("engine", "shares", "call"),
+    [("native", "1", "recv"), ("native", "0", "all_reduce"), ("reference", "1", "recv")],
+)
+def test_a_rank_that_closed_a_group_is_no_cause_of_a_later_end(monkeypatch, engine, shares, call):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", shares)
+    run(
+        closes_a_group_and_another_rank_ends, 3, ranks="processes", engine=engine, args=(call,),
+        dead={2},
+    )  # fmt: skip

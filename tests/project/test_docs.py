@@ -52,7 +52,8 @@ def test_pictures_show_each_message_once():
     # Two trees over eight ranks: seven edges each, up and down.
     assert len(shown) == 2 * 2 * 7
     assert sum(message.reduces for message in shown) == 2 * 7
-    assert draw.lanes("all_reduce", "double_tree").count("stroke-width='1.3'/>") == len(shown)
+    # The legend has an arrow for each of the two heads.
+    assert draw.lanes("all_reduce", "double_tree").count("stroke-width='1.3'/>") == len(shown) + 2
 
 
 def test_detection_page_is_up_to_date():

@@ -21,7 +21,11 @@ OPTIONAL = {
     "py4j": {"adapters/clusters/spark.py"},
     "pyspark": {"adapters/clusters/spark.py"},
     "pytest": {"testing/plugin.py"},
-    "ray": {"adapters/clusters/ray.py", "adapters/clusters/ray_collective.py"},
+    "ray": {
+        "adapters/clusters/ray.py",
+        "adapters/clusters/ray_collective.py",
+        "adapters/clusters/ray_transport.py",
+    },
     "rich": {"beyond/pool", "workbench"},
     "shtab": {"workbench/cli/completion.py"},
     "torch": {"adapters/torch", "beyond/parallel", "nn/functional.py"},

@@ -1,6 +1,8 @@
 """`unisono draw`: its files, and what it refuses."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -36,6 +38,63 @@ def test_page(tmp_path):
     assert text.startswith("<!DOCTYPE html>")
     assert "<title>all_gather, ring, 4 ranks</title>" in text
     assert re.search(r'"stages":[34],', text)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_keys_step_through_a_page(tmp_path):
+    """A real browser gets the keys; the slider has the focus, and would step, too."""
+    file = tmp_path / "a.html"
+    draw("all_reduce", "-p", 4, "--algorithm", "ring", "-o", file)
+    keys = """<script>
+    const seen = [];
+    slider.focus();
+    for (const key of ["ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home", "x", " ", " "]) {
+      const free = slider.dispatchEvent(
+        new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+      seen.push(step + (free ? "" : "!") + (timer === null ? "" : "p"));
+    }
+    ring.onpointerdown({ clientX: 200 });
+    ring.onpointerup({ clientX: 100 });
+    document.title = seen.join() + ";" + step + ";" + slider.value;
+    </script></body>"""
+    file.write_text(file.read_text().replace("</body>", keys))
+    words = ("--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri())
+    folder = f"--user-data-dir={tmp_path / 'profile'}"
+    run = subprocess.run(["chromium", folder, *words], capture_output=True, text=True, timeout=60)
+    assert "<title>1!,2!,1!,6!,0!,0,0!p,0!;1;1</title>" in run.stdout
+
+
+def test_a_page_fits_phones_and_dark_rooms(tmp_path):
+    file = tmp_path / "a.html"
+    draw("all_reduce", "-p", 4, "--algorithm", "ring", "-o", file)
+    text = file.read_text()
+    assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
+    assert "prefers-color-scheme: dark" in text
+    assert "prefers-reduced-motion" in text
+    assert "Its colour is that of its first chunk." in text
+    draw("all_reduce", "-p", 4, "--algorithm", "ring", "--net", "switch", "-o", file)
+    assert "Red is the critical path." in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "absent"),
+    [
+        (["all_reduce", "--algorithm", "ring"], ["reduces", "stores", "first chunk"], ["work of"]),
+        (["all_gather", "--algorithm", "ring"], ["the receiver stores"], ["the receiver reduces"]),
+        (["reduce", "--algorithm", "linear"], ["the receiver reduces"], ["the receiver stores"]),
+        (
+            ["all_reduce", "--algorithm", "ring", "--net", "switch"],
+            ["critical path<", "work of a rank", "100 %"],
+            ["first chunk"],
+        ),
+    ],
+)
+def test_pictures_have_a_legend_of_what_they_show(tmp_path, words, expected, absent):
+    file = tmp_path / "a.svg"
+    draw(*words, "-p", 4, "-o", file)
+    text = file.read_text()
+    assert [each in text for each in expected] == [True] * len(expected)
+    assert [each in text for each in absent] == [False] * len(absent)
 
 
 def test_png(tmp_path):

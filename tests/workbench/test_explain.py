@@ -1,6 +1,7 @@
 """`unisono explain`: the algorithm of a call, the reason, and the times of the others."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -194,3 +195,58 @@ def test_a_reader_that_has_left_ends_a_command_without_a_word(both):
     finally:
         os.close(pipe)
     assert (ended.returncode, ended.stderr or b"") == (141, b"")
+
+
+def test_each_algorithm_is_explained_from_its_docstrings(capsys):
+    from unisono.core.schedules.registry import ALGORITHMS, operations_of
+
+    for name in ALGORITHMS:
+        assert main(["explain", name]) == 0
+        out = capsys.readouterr().out
+        first, *others = operations_of(name)
+        assert out.startswith(f"{name}, {first}: "), out
+        assert "not given" not in out
+        for op in others:
+            assert f"\n{op}: " in out
+        assert re.search(r"^[48] ranks(, [24] hosts)?, \d+ rounds?$", out, re.MULTILINE), out
+
+
+def test_the_picture_of_an_algorithm_has_its_messages(capsys):
+    assert main(["explain", "recursive_doubling"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("4 ranks, 2 rounds")
+    assert [line.split() for line in lines[at + 1 : at + 6]] == [
+        ["round", "1", "2"],
+        *(["rank", str(r), f">{r ^ 1}", f"+{r ^ 1}", f">{r ^ 2}", f"+{r ^ 2}"] for r in range(4)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ringg"], "argument OP: invalid choice: 'ringg' (choose from all_reduce, "),
+        (["all_reduce"], "the following arguments are required: SIZE"),
+        (["ring", "1M"], "ring is an algorithm, which has no SIZE"),
+    ],
+)
+def test_words_that_are_no_operation_or_algorithm(capsys, words, expected):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *words])
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_many_ranks_leave_out_what_takes_minutes(capsys, monkeypatch):
+    from unisono.workbench.cli import explain as module
+
+    monkeypatch.setattr(module, "MANY", 8)
+    monkeypatch.setattr(module, "_MOST_STEPS", 100)
+    words = ("all_reduce", "1K", "-p", "16", "--net", "switch", "--model", "alpha-beta")
+    assert main(["explain", *words]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"# one_shot: \d+ steps in a round take minutes; `unisono simulate` runs it", out
+    )
+    assert re.search(r"^one_shot +1 +1 +-$", out, re.MULTILINE)
+    assert re.search(r"^ring +30 +1 +[\d.]+$", out, re.MULTILINE)
+    assert out.splitlines()[-1].startswith("# fastest: ")

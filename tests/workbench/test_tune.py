@@ -19,7 +19,7 @@ from unisono.core.schedules.choice.tuning import rules_of, topology_of
 from unisono.testing.hosts import Network, why_no_hosts
 from unisono.workbench.bench.tuning import TuningPlan, measure, quartiles
 from unisono.workbench.cli.main import main
-from unisono.workbench.cli.tune import _progress
+from unisono.workbench.cli.terminal import progress_bar
 
 SMALL = ("-b", "1K", "-e", "4K", "--seconds", "8")
 
@@ -153,7 +153,7 @@ def test_the_table_shows_what_rules_gain(cache, capsys):
 
 
 def test_progress_prints_tenths(capsys):
-    with _progress(shown=True) as progress:
+    with progress_bar("unisono tune: ", shown=True) as progress:
         for done in range(48):
             progress(done, 48, f"cell {done}")
         progress(48, 48, "")

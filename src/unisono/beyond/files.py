@@ -18,11 +18,12 @@ import math
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
+from unisono.beyond.boxes import IndexBox
 from unisono.core.base.buffers import BufferView, as_bytes, view
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.integers import as_integers
@@ -212,10 +213,25 @@ class CollectiveFile:
             mode = "w" if self._size is None else "r"
             raise UsageError(f"{self.path} was opened with mode {mode!r}")
 
+    def _write_pieces(
+        self, pieces: Iterable[tuple[int, memoryview]], nbytes: int, *, timeout: Timeout | None
+    ) -> None:
+        """Write pieces of `nbytes` that together the ranks have, each at its offset; collective."""
+        with ObjectCall(self._group, "write_block", timeout, None) as call:
+            call.check(lambda: self._require_open(writes=True))
+            call.label += f"({nbytes} bytes, byte {self.position})"
+
+            def write() -> None:
+                for offset, piece in pieces:
+                    _move_all(self._fd, piece, self.position + offset, pwrite)
+
+            call.on_all(write, f"cannot write {self.path}")
+        self.position += nbytes
+
     def _move(self, box: _Box, move: Any) -> None:
         raw = as_bytes(box.data.array)
         at = 0
-        for offset in box.offsets():
+        for offset in box.offsets:
             _move_all(self._fd, raw[at : at + box.run_bytes], self.position + offset, move)
             at += box.run_bytes
 
@@ -255,7 +271,8 @@ class _Box:
         starts: Of the block in each dimension.
         extents: Of the block in each dimension.
         whole_bytes: Of the whole array.
-        run_bytes: Of each contiguous part of the block.
+        offsets: Of each contiguous part of the block from the array's begin, in bytes.
+        run_bytes: Of each contiguous part.
     """
 
     def __init__(
@@ -288,24 +305,10 @@ class _Box:
         itemsize = self.data.dtype.itemsize
         self.whole_bytes = math.prod(self.shape) * itemsize
         call.label += f"({self.data.dtype}, {list(self.shape)}, byte {file.position})"
-        # Dimensions behind `split` are whole, so a part is contiguous from there.
-        split = len(self.shape)
-        while split > 0 and self.extents[split:] == self.shape[split:]:
-            split -= 1
-        self._split = split
-        self.run_bytes = math.prod(self.extents[split:]) * itemsize
-
-    def offsets(self) -> Iterator[int]:
-        """Return the offset of each contiguous part from the array's begin, in bytes."""
-        if not self.data.nbytes:
-            return iter(())
-        itemsize = self.data.dtype.itemsize
-        at = np.zeros(1, np.int64)
-        for dim, (start, extent) in enumerate(zip(self.starts, self.extents, strict=True)):
-            stride = math.prod(self.shape[dim + 1 :]) * itemsize
-            index = np.arange(start, start + (extent if dim < self._split else 1))
-            at = (at[:, None] + index * stride).ravel()
-        return iter(at.tolist())
+        ends = tuple(map(int.__add__, self.starts, self.extents))
+        offsets, run = IndexBox(self.starts, ends).runs(self.shape)
+        self.offsets = [offset * itemsize for offset in offsets]
+        self.run_bytes = run * itemsize
 
 
 def open_file(

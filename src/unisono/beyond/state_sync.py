@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from unisono.beyond.membership import membership_of_world
-from unisono.core.base.buffers import BufferView, view
+from unisono.core.base.buffers import BufferView, is_torch, view
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.types import dtype_of_numpy
 from unisono.core.c10d.objects.functions import all_gather_object, broadcast_object_list
@@ -48,8 +48,7 @@ class _Slot:
     @classmethod
     def of(cls, value: Any) -> _Slot | None:
         """Return the slot of an array that can be sent; None for any other object."""
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor):
+        if is_torch(value):
             return cls("torch", str(value.dtype).removeprefix("torch."), tuple(value.shape))
         if isinstance(value, np.ndarray):
             try:

@@ -1,5 +1,6 @@
 """What unisono.ray must do, in a Ray cluster of this host."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -23,6 +24,7 @@ from unisono.core.base.deadline import Deadline
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
+    CollectiveAbortedError,
     CollectiveMismatchError,
     InvalidArgumentError,
     NotInitializedError,
@@ -345,6 +347,128 @@ def ray_client_is_refused(actors):
             unisono.ray.init_group(actors)
 
 
+@ray.remote(num_cpus=0.1, enable_tensor_transport=True)
+class Holder:
+    """An actor whose methods return arrays, which stay in its process."""
+
+    def numpy(self, n):
+        return [np.arange(n) * 1.5, {"odd": np.arange(6.0).reshape(2, 3).T, "scalar": np.array(7)}]
+
+    def more(self):
+        return np.zeros(0, "f4"), np.arange(5).astype("datetime64[s]"), 1j * np.ones((2, 0, 3))
+
+    def tensors(self, n):
+        import torch
+
+        return [torch.arange(n).to(torch.bfloat16), torch.arange(6.0).reshape(2, 3).T]
+
+    def objects(self):
+        return np.array([None, "text"])
+
+    def same(self, value):
+        return value
+
+    def hand_over(self, maker, user):
+        return ray.get(user.same.remote(made(maker, "numpy", 9)))
+
+
+@contextlib.contextmanager
+def holders(count=3):
+    unisono.ray.register_tensor_transport()
+    members = [Holder.remote() for _ in range(count)]
+    with unisono.ray.init_group(members) as group:
+        yield members, group
+    for each in members:
+        ray.kill(each)
+
+
+def made(actor, method, *args, name="unisono_numpy"):
+    """Return the reference of an object that stays in the actor."""
+    return getattr(actor, method).options(tensor_transport=name).remote(*args)
+
+
+def arrays_go_from_actor_to_actor(actors):
+    here = Holder.__ray_metadata__.modified_class()
+    with holders() as (members, group):
+        for method, args in (("numpy", (5,)), ("numpy", (300_000,)), ("more", ())):
+            ref, expected = made(members[2], method, *args), getattr(here, method)(*args)
+            for found in ray.get([each.same.remote(ref) for each in members]):
+                np.testing.assert_equal(found, expected)
+        # Several objects on their way between two actors, in both directions, beside collectives.
+        refs = [made(members[k % 2], "numpy", k) for k in range(40)]
+        found = [members[1 - k % 2].same.remote(ref) for k, ref in enumerate(refs)]
+        assert group.run(on(ranks.summed), 1.0) == ranks.expected(3, 1.0)
+        for k, each in enumerate(ray.get(found)):
+            np.testing.assert_equal(each, here.numpy(k))
+        # An actor calls the two others.
+        found = ray.get(members[1].hand_over.remote(members[0], members[2]))
+        np.testing.assert_equal(found, here.numpy(9))
+        if importlib.util.find_spec("torch"):
+            found = ray.get(members[1].same.remote(made(members[0], "tensors", 9, name="unisono")))
+            for one, other in zip(found, here.tensors(9), strict=True):
+                assert one.dtype == other.dtype
+                assert one.tolist() == other.tolist()
+        with pytest.raises(UnsupportedError, match=r"dtype .object. is not supported"):
+            ray.get(members[1].same.remote(made(members[0], "objects")))
+
+
+def actor_that_dies_is_named_by_a_transfer(actors):
+    with holders() as (members, _):
+        ref = made(members[1], "numpy", 1000)
+        ray.get(members[0].same.remote(ref))
+        pid = ray.get(members[1].__ray_call__.remote(lambda actor: os.getpid()))
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match=r"recv.* on rank 2 of 3: rank 1 was lost"):
+                ray.get(members[2].same.remote(ref), timeout=60)
+        # The others live on, and make a new group with a new actor.
+        members[1] = Holder.remote()
+        with unisono.ray.init_group(members):
+            found = ray.get(members[2].same.remote(made(members[1], "numpy", 4)), timeout=60)
+            np.testing.assert_equal(found[0], np.arange(4) * 1.5)
+
+
+def receiver_that_dies_leaves_the_sender_alive(actors):
+    with holders(2) as (members, _):
+        ref = made(members[0], "numpy", 10**6)
+        members[1].__ray_call__.remote(lambda actor: os._exit(1))
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(members[1].same.remote(ref), timeout=60)
+        assert ray.get(members[0].same.remote(3), timeout=60) == 3
+
+
+def transfer_without_a_group_is_refused(actors):
+    with holders(2) as (members, group):
+        ref = made(members[0], "numpy", 4)
+        ray.get(members[1].same.remote(ref))
+        group.close()
+        with pytest.raises(NotInitializedError, match="a transfer between Ray actors that are in"):
+            ray.get(members[1].same.remote(ref), timeout=60)
+        with pytest.raises(ValueError, match="does not have tensor transport UNISONO_NUMPY"):
+            made(members[0], "numpy", 4)
+
+
+def transfer_that_ray_ends_wakes_the_other_actor(actors):
+    from unisono.adapters.clusters.ray_transport import NumpyTransport
+
+    with holders(2) as (members, group):
+        others = members[::-1]
+
+        def end(actor):
+            transport = NumpyTransport()
+            ranks_of = transport.get_communicator_metadata(*others)
+            if dist.get_rank() == 0:
+                transport.abort_transport("00", ranks_of)
+                return ""
+            meta = transport.extract_tensor_transport_metadata("00", [np.zeros(3)])
+            to_me = transport.get_communicator_metadata(*members)
+            with pytest.raises(CollectiveAbortedError) as caught:
+                transport.recv_multiple_tensors("00", meta, to_me)
+            return str(caught.value)
+
+        assert "Ray ended the transfer from rank 1 to rank 0 on rank 0" in group.run(end)[1]
+
+
 def close_after_shutdown_starts_no_other_ray(actors):
     group = unisono.ray.init_group(actors)
     ray.shutdown()
@@ -373,6 +497,11 @@ CASES = [
     address_of_a_dead_rank_0_is_passed_over,
     collective_without_rank_0_names_it,
     ray_client_is_refused,
+    arrays_go_from_actor_to_actor,
+    actor_that_dies_is_named_by_a_transfer,
+    receiver_that_dies_leaves_the_sender_alive,
+    transfer_without_a_group_is_refused,
+    transfer_that_ray_ends_wakes_the_other_actor,
     close_after_shutdown_starts_no_other_ray,
 ]
 

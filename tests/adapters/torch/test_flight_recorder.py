@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import os
 import random
@@ -150,6 +151,37 @@ def test_dumps_of_gloo_while_ranks_are_missing(rank):
             torch_dist.all_reduce(torch.ones(5), group=ends)
         for work in works:
             work.wait()
+        torch_dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_dumps_of_gloo_are_replayed(rank):
+    """The files have no ends, so the time between calls is compute."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    with common_folder(rank) as folder:
+        store = torch_dist.FileStore(str(folder / "store"), 2)
+        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        whole = torch_dist.new_group([0, 1])
+        x, parts = torch.ones(6, dtype=torch.float64), [torch.ones(2) for _ in range(2)]
+        for _ in range(4):
+            torch_dist.all_reduce(x)
+            torch_dist.all_gather(parts, torch.ones(2), group=whole)
+        torch_dist.barrier()
+        dump_of_gloo(folder, rank)
+        dist.barrier()
+        for name in ("pickle", "json") if rank == 0 else ():
+            out = folder / "out.json"
+            words = ["replay", str(folder / name), "--net", "ethernet-25", "--hosts", "2"]
+            with contextlib.redirect_stdout(io.StringIO()):
+                assert main([*words, "--json", str(out)]) == 0
+            recorded, predicted = json.loads(out.read_text())
+            rows = [(row["op"], row["calls"], row["bytes"]) for row in predicted["groups"]]
+            assert sorted(rows) == [
+                ("all_gather", 4, 4 * 16),
+                ("all_reduce", 4, 4 * 48),
+                ("barrier", 1, 0),
+            ]
+            assert predicted["total_us"] > recorded["total_us"] > 0
         torch_dist.destroy_process_group()
 
 

@@ -237,3 +237,21 @@ def test_split_sizes_in_a_block_are_refused_by_name(rank):
         dist.all_gather_into_tensor(x, y, output_split_sizes=[1, 3])
     dist.all_reduce(y[:1])
     assert y[0] == 2
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_calls_that_return_their_result_are_refused_in_a_block(rank):
+    x = np.ones(2)
+    for call in ("all_reduce", "all_gather", "reduce_scatter"):
+        with (
+            pytest.raises(
+                InvalidArgumentError,
+                match=r"functional\.\w+ in a coalescing block, which makes its calls at its end",
+            ),
+            dist._coalescing_manager(),
+        ):
+            getattr(dist.functional, call)(x)
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        y = dist.functional.broadcast(np.full(1, rank + 5.0))  # runs at once
+    assert (x.tolist(), y.tolist()) == ([2.0, 2.0], [5.0])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.core.operations.reductions import _digest_of
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -44,6 +45,95 @@ def test_functions_reduce_in_the_order_of_ranks(rank):
         np.testing.assert_array_equal(
             dist.functional.all_reduce(all_x[rank], function), expected[2]
         )
+
+
+@pytest.mark.ranks(1, 2, 3, 5, 8)
+def test_commutative_functions_reduce_in_any_order(rank):
+    p = dist.get_world_size()
+    all_x = [np.arange(6).reshape(3, 2) * (r + 2) + 60 for r in range(p)]
+    for function in (np.gcd, np.lcm, lambda a, b: (a + b) % 1009):
+        expected = functools.reduce(function, all_x)
+        x = np.asfortranarray(all_x[rank])
+        dist.all_reduce(x, dist.commutative(function))
+        np.testing.assert_array_equal(x, expected)
+        x = all_x[rank].copy()
+        dist.reduce(x, p - 1, dist.commutative(function))
+        np.testing.assert_array_equal(x, expected if rank == p - 1 else all_x[rank])
+        # These keep the order of ranks.
+        dist.scan(x := all_x[rank].copy(), dist.commutative(function))
+        np.testing.assert_array_equal(x, functools.reduce(function, all_x[: rank + 1]))
+    # All ranks have the same bits, whatever the function does.
+    scalar = np.array(1.0 + rank)
+    dist.all_reduce(scalar, dist.commutative(subtracted))
+    found = np.empty(p)
+    dist.all_gather_into_tensor(found, scalar.reshape(1))
+    assert len(set(found)) == 1
+    assert np.signbit(found[0]) == (p > 1)
+    with pytest.raises(ArgumentTypeError, match="commutative takes a function, got str"):
+        dist.commutative("gcd")
+
+
+@pytest.mark.ranks(5)
+def test_an_error_of_a_commutative_function_is_one_on_all_ranks(rank):
+    def fails_on(bad):
+        def function(a, b):
+            if bad in (a[0], b[0]) and (a != b).any():  # not where it is tried
+                raise KeyError(bad)
+            return a + b
+
+        return dist.commutative(function)
+
+    for bad in (3, 5):  # in the first round between ranks 2 and 3, in the last one
+        with pytest.raises((KeyError, CollectiveMismatchError), match=f"{bad}"):
+            dist.all_reduce(np.full(2, float(rank)) + (rank == 4) * 2, fails_on(bad))
+    x = np.full(2, float(rank))
+    dist.all_reduce(x, fails_on(-1))
+    assert x.tolist() == [10.0, 10.0]
+
+
+def test_the_digest_of_a_function_is_that_of_what_it_does():
+    def scaled(factor, *, base=0):
+        return lambda a, b: a + factor * b + base
+
+    def recursive(a, b):
+        return recursive if a is None else a + b
+
+    differ = [
+        *(np.add, np.fmin, subtracted, dist.minloc, dist.commutative(np.add), scaled, recursive),
+        *(scaled(1), scaled(2), scaled(1.0), scaled("1"), scaled(np.float32(1))),
+        *(
+            lambda a, b: a + b,
+            lambda a, b: a - b,
+            lambda a, b: a + 2 * b,
+            lambda a, b: np.add(a, b),
+        ),
+        *(lambda a, b: a.max(b), lambda a, b=1: a + b, lambda a, b=2: a + b),
+        *(functools.partial(subtracted, 1), functools.partial(subtracted, 2)),
+        *(lambda a, b: a in {1, "x"}, lambda a, b: a in {1, "y"}, lambda a, b: [a + b for c in b]),
+    ]
+    assert len({_digest_of(each) for each in differ}) == len(differ)
+    assert _digest_of(scaled(1)) == _digest_of(scaled(1))
+    assert _digest_of(scaled(object())) == _digest_of(scaled(object()))
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_ranks_with_different_functions_are_told_apart(rank):
+    pairs = [
+        (lambda a, b: a + b, lambda a, b: a - b),
+        (functools.partial(np.add, 1), functools.partial(np.add, 2)),
+        (dist.commutative(np.fmin), np.fmin),
+    ]
+    factor = rank + 1.0
+    own = lambda a, b: a + factor * b  # noqa: E731
+    for functions in [*pairs, (own, own)]:
+        x = np.ones(2)
+        with pytest.raises(CollectiveMismatchError, match="all_reduce by "):
+            dist.all_reduce(x, functions[rank])
+        assert x.tolist() == [1.0, 1.0]
+    for factor in (0.5, 1.0, 2.0):
+        assert own(1.0, 1.0) == 1 + factor
+        dist.all_reduce(x, own)
+    assert x.tolist() == [1.0 * 1.5 * 2 * 3] * 2
 
 
 @pytest.mark.ranks(2)

@@ -80,6 +80,60 @@ def test_hooks_see_each_call_of_their_group(rank):
     assert len(seen) == count
 
 
+@pytest.mark.ranks(2, kind="both")
+def test_hooks_see_a_call_of_several_parts_once(rank):
+    pg, seen, objects = dist.new_group([0, 1]), [], [None, None]
+    pg.register_pre_hook(1, seen.append)
+    pg.register_post_hook(1, seen.append)
+    dist.all_gather_object(objects, "x" * 100_000 * (rank + 1), group=pg)
+    assert [len(each) for each in objects] == [100_000, 200_000]
+    part = dist.split_group(pg, [[0], [1]])
+    window = dist.new_window(np.zeros(2), pg)
+    half = dist.split_group(pg, color=rank)
+    dist.all_reduce(np.ones(1), group=pg)
+    expected = [
+        *(("all_gather_object", "UNKNOWN"), ("split_group", "SPLIT"), ("new_window", "NEW_WINDOW")),
+        *(("split_group", "SPLIT"), ("all_reduce", "ALLREDUCE")),
+    ]
+    befores, afters = seen[::2], seen[1::2]
+    assert [(call.op, call.name.name) for call in befores] == expected
+    assert [call.op_id for call in befores] == [call.op_id for call in afters]
+    assert [call.work is None for call in afters] == [True, False, True, True, False]
+    numbers = [call.number for call in befores]
+    assert numbers == sorted({*numbers})
+    window.close()
+    dist.destroy_process_group(part)
+    dist.destroy_process_group(half)
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_an_error_in_a_hook_around_a_call_of_objects_leaves_the_group_usable(rank):
+    pg, objects, x = dist.new_group([0, 1]), [None, None], np.ones(1)
+
+    def refuse(call):
+        raise ValueError("not now")
+
+    def made():
+        dist.all_gather_object(objects, "x" * 100_000, group=pg)
+
+    if rank == 1:
+        pg.register_pre_hook(1, refuse)
+    with pytest.raises(ValueError if rank == 1 else CollectiveMismatchError, match="not now"):
+        made()
+    pg.unregister_pre_hook(1)
+    if rank == 1:
+        pg.register_post_hook(1, refuse)
+        with pytest.raises(ValueError, match="not now"):
+            made()
+        pg.unregister_post_hook(1)
+    else:
+        made()
+    made()
+    dist.all_reduce(x, group=pg)
+    assert x.tolist() == [2.0]
+    assert objects == ["x" * 100_000] * 2
+
+
 @pytest.mark.ranks(2)
 def test_an_error_in_a_hook_before_a_call_is_an_error_on_all_ranks(rank):
     pg, x = dist.new_group([0, 1]), np.ones(2)

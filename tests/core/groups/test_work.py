@@ -10,11 +10,12 @@ import pytest
 import unisono as dist
 from tests.support.calls import fails
 from tests.support.together import on_threads
-from unisono import Future, collect_all
+from unisono import Future, collect_all, wait_all
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
     CollectiveTimeoutError,
+    UnsupportedError,
     UsageError,
 )
 
@@ -382,3 +383,42 @@ def test_functions_given_to_on_end_run_if_the_call_fails_or_is_dropped(rank):
     assert all(isinstance(error, CollectiveAbortedError) for error in told), told
     assert [work.exception() for work in works] == told
     dist.barrier()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_type_and_duration(rank):
+    pg, x, y = dist.group.WORLD, np.ones(4), np.ones(8)
+    durations = []
+    for _ in range(3):  # C++ knows the call in the end
+        works = [pg.all_reduce(x), dist.all_reduce(x, async_op=True)]
+        wait_all(works)
+        assert [work._get_op_type() for work in works] == [1, 1]
+        durations += [work._get_duration() for work in works]
+    records = [each for each in dist.trace_records() if each.op == "all_reduce"]
+    recorded = [(each.ended_ns - each.started_ns) / 1e6 for each in records]
+    assert durations == pytest.approx(recorded, abs=1e-3)
+    assert min(durations) > 0
+    works = [pg.all_gather_into_tensor(y, x), pg.broadcast(x), pg.barrier(), pg.reduce(x)]
+    works += [pg.send(x, 1) if rank == 0 else pg.recv(x, 0), pg.reduce_scatter_tensor(x, y)]
+    assert [work._get_op_type() for work in works] == [5, 0, 15, 3, 12 + rank, 16]
+    with pytest.raises(
+        UnsupportedError,
+        match=r"has no duration: it is no collective, has not ended, or has no record",
+    ):
+        works[4]._get_duration()
+    late = dist.barrier(async_op=True) if rank == 0 else None
+    if late is not None:
+        with pytest.raises(UnsupportedError, match=r"barrier has no duration: .*has not ended"):
+            late._get_duration()
+        dist.send(x, 1)
+        late.wait()
+        assert late._get_duration() > 0
+    else:
+        dist.recv(x, 0)
+        dist.barrier()
+    if rank == 0:
+        assert dist.isend(x, 1)._get_op_type() == 12
+    else:
+        work = pg.recv(x)
+        assert work._get_op_type() == 14
+    assert pg.scan(x)._get_op_type() == 100

@@ -82,6 +82,30 @@ def test_a_record_says_for_which_rank_a_call_waited(rank):
         assert pause_s * 0.9 < late.waited_ns / 1e9 <= taken_s
 
 
+@pytest.mark.ranks(2, kind="both")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_record_says_when_its_caller_began_to_wait(rank, engine):
+    group = dist.new_group(pg_options=CPUOptions(engine=engine))
+    x, slack_ns, pause_s = np.ones(6, np.float32), 10**6, 0.05
+    dist.all_reduce(x, group=group)
+    works = [dist.all_reduce(x[::by], group=group, async_op=True) for by in (1, 2)]
+    dist.all_reduce(x, group=group)
+    blocking, *queued, last = dist.trace_records(group)
+    assert blocking.wait_begun_ns == blocking.enqueued_ns
+    assert [record.wait_begun_ns for record in queued] == [None, None]
+    # C++ may queue it behind the others, and then its caller waits at once.
+    assert last.enqueued_ns <= last.wait_begun_ns <= last.ended_ns + slack_ns
+    for work in works:
+        time.sleep(pause_s)
+        before_ns = time.time_ns()
+        work.wait()
+        after_ns = time.time_ns()
+        work.wait()
+    times = [record.wait_begun_ns for record in dist.trace_records(group)[1:3]]
+    assert before_ns - slack_ns < times[1] < after_ns + slack_ns
+    assert times[0] + pause_s * 0.9e9 < times[1] + slack_ns
+
+
 @pytest.mark.ranks(2)
 def test_the_ring_keeps_the_last_records(rank):
     x = np.zeros(1)

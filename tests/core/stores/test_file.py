@@ -17,6 +17,7 @@ import pytest
 from tests.support.together import on_threads
 from unisono.core.base import process_identity
 from unisono.core.base.process_identity import Life, describe, life_of, new_user
+from unisono.core.platform import processes
 from unisono.core.stores import FileStore
 from unisono.core.stores.files import log
 from unisono.errors import (
@@ -191,6 +192,17 @@ def test_who_is_dead(monkeypatch):
     assert life_of(f"{host}~{machine}~{name}~0~{os.getpid()}") is Life.DEAD
     assert life_of(f"{host}~elsewhere~{name}~0~{process.pid}") is Life.UNKNOWN
     assert describe(me) == f"process {os.getpid()} on host {host}"
+
+
+def test_an_invented_line_about_oneself_makes_no_process_dead(monkeypatch):
+    """Under qemu-user a process reads in /proc/PID/stat of itself what no other process reads."""
+    own, real = f"/proc/{os.getpid()}/stat", processes.read_text
+    invented = "1 (python) 0 1" + " 0" * 50
+    process_identity._own_start.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "read_text", lambda at: invented if at == own else real(at))
+        me = new_user()
+    assert life_of(me) is Life.ALIVE
 
 
 def test_deleted_file_is_noticed_by_a_waiter(path):

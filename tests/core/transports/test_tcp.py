@@ -18,6 +18,7 @@ from tests.support.together import on_threads
 from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.net.silence import silence_on, silent_s
+from unisono.core.base.net.tls import TlsPolicy, TlsRule
 from unisono.core.transports import Key, LinkDown, TCPTransport
 from unisono.core.transports.messages import Purpose
 from unisono.core.transports.tcp import handshake, io_loop
@@ -409,7 +410,7 @@ def test_loopback_address_of_another_host_is_not_called():
     addresses = [mine.pack(), theirs.pack(), mine.pack(), theirs._replace(hosts=("::1",)).pack()]
     loop = io_loop.IOLoop()
     try:
-        dials = Dials(0, 4, addresses.__getitem__, loop)
+        dials = Dials(0, 4, addresses.__getitem__, loop, lambda _: TlsPolicy(TlsRule.NONE, []))
         made = [list(dials.make(peer, 0, print)._hosts) for peer in (1, 2, 3)]
     finally:
         loop.close()

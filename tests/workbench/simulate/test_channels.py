@@ -74,13 +74,40 @@ def test_each_channel_moves_a_part_of_each_block(collective):
     assert one.last_us == pytest.approx(4 * found.last_us)
 
 
+@pytest.mark.parametrize("root", [0, 5])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_a_root_keeps_its_place_and_its_data(collective, root):
+    """Only channels of the root send first, and each host but its own uses all its interfaces."""
+    channels, hosts, per_host = 4, 3, 4
+    ring = build(collective, "ring", hosts * per_host, root, 8)
+    schedule = in_channels(ring, channels, per_host)
+    everyone = np.arange(schedule.world_size)
+    rows = schedule.steps(0 if collective == "broadcast" else schedule.stages - 1, everyone)
+    ends = rows[rows[:, 1] == (0 if collective == "broadcast" else 2), 0]
+    assert set(ends // channels) == {root}
+    assert schedule.root // channels == root
+    alone = Hosts(12, per_host, LinkSpec(), LinkSpec(0, 1.0), interfaces=4)
+    result = simulate(schedule, 4096 * 96, Channels(alone, channels, LinkSpec()), itemsize=4)
+    one = simulate(ring, 4096 * 96, alone, itemsize=4)
+    # The other 3 ranks of the root's host share 4 channels.
+    assert result.last_us < 0.6 * one.last_us
+    assert result.nbytes == one.nbytes == 11 * 4096 * 96
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "gather", "scatter", "barrier", "scan"])
+def test_other_operations_are_single_messages(op):
+    net = machine("c", "ranks_per_host = 4\ninterfaces = 4\nchannels = 4\ngbps = 1\n")
+    schedule = build(op, "linear", 8, 0 if op in ("gather", "scatter") else -1)
+    assert net.in_channels(schedule, 4)[0] is schedule
+
+
 def test_only_some_collectives_have_channels():
-    broadcast, posts = build("broadcast", "ring", 4, 0), build("all_reduce", "one_shot", 4)
+    gather, posts = build("gather", "linear", 4, 0), build("all_reduce", "one_shot", 4)
     ring = build("all_reduce", "ring", 4)
     for schedule, channels, per_host in (
-        (broadcast, 2, 2), (posts, 2, 2), (ring, 0, 2), (ring, 2, 3),
+        (gather, 2, 2), (posts, 2, 2), (ring, 0, 2), (ring, 2, 3),
     ):  # fmt: skip
         with pytest.raises(
-            InvalidArgumentError, match=" per host: expected all_reduce, all_gather or "
+            InvalidArgumentError, match=" without posts to all, whole hosts, and 1 channel or more"
         ):
             in_channels(schedule, channels, per_host)

@@ -20,7 +20,7 @@ from unisono.workbench.simulate import (
     Traffic,
     simulate,
 )
-from unisono.workbench.simulate.evaluators import alike, links, stages
+from unisono.workbench.simulate.evaluators import alike, links, stages, traffic
 from unisono.workbench.simulate.evaluators import symmetry as images
 from unisono.workbench.simulate.evaluators.evaluate import all_rows
 from unisono.workbench.simulate.networks import Network
@@ -325,3 +325,13 @@ def test_a_network_computes_the_same_for_messages_alone_and_on_links():
             strict=True,
         ):
             assert ours.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["two_shot", "ring"])
+def test_steps_that_are_read_in_pieces_are_the_same(monkeypatch, name):
+    """Of most chunks of 8 bytes on many ranks nothing is left; all their steps fill the memory."""
+    whole = Traffic(build("all_reduce", name, 24), 8, 4).all_rows()
+    monkeypatch.setattr(traffic, "_MANY_RANKS", 4)
+    monkeypatch.setattr(traffic, "_STEPS", 64)
+    pieces = Traffic(build("all_reduce", name, 24), 8, 4).all_rows()
+    assert [column.tolist() for column in pieces] == [column.tolist() for column in whole]

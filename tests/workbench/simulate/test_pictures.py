@@ -124,7 +124,8 @@ def test_the_diagram_of_a_run_marks_the_critical_path():
     )
     picture = diagram(timeline)
     lines = [shape for shape in picture.shapes if isinstance(shape, Line)]
-    assert len(lines) == timeline.result.messages
+    # The legend has an arrow for each of the two heads.
+    assert len(lines) == timeline.result.messages + 2
     assert sum(line.colour == CRITICAL for line in lines) == timeline.result.hops
     texts = [shape.text for shape in picture.shapes if isinstance(shape, Label)]
     path = " > ".join(map(str, timeline.result.path))

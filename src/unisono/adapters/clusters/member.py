@@ -14,11 +14,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from unisono.adapters.clusters.meeting import JOINED, STARTED, Meeting, attend
 from unisono.core.c10d.lifecycle import init_process_group
-from unisono.core.groups.process_group import group_timeout_s
+from unisono.core.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.core.groups.world import process_world
 from unisono.core.stores import PrefixStore
 from unisono.errors import Context, NotInitializedError, PeerLostError, UnisonoError, UsageError
@@ -195,3 +195,18 @@ def _is_known_to_all(error: BaseException) -> bool:
     if isinstance(error, UsageError):
         return error.told
     return isinstance(error, UnisonoError) and bool(error.context.usable)
+
+
+class Transfers:
+    """Groups that transfers between actors may use.
+
+    Attributes:
+        actors: The actors of each group by its token, for a process that hands objects over; None:
+            no transport is registered.
+        token: The group of this rank.
+        group: The group for its transfers.
+    """
+
+    actors: ClassVar[dict[str, list[Any]] | None] = None
+    token: ClassVar[str] = ""
+    group: ClassVar[ProcessGroup | None] = None

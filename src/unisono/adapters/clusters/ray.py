@@ -10,9 +10,10 @@ from typing import Any
 
 from unisono.adapters.clusters import member
 from unisono.adapters.clusters.meeting import STARTED, Meeting, close_meeting, open_meeting, posts
-from unisono.adapters.clusters.member import RankOutcome
+from unisono.adapters.clusters.member import RankOutcome, Transfers
 from unisono.adapters.clusters.outcomes import OUTSIDE, CallOnRanks, collect
 from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.c10d.new_groups import new_group
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -87,13 +88,16 @@ def init_group(
     meeting = open_meeting(host, len(actors), timeout, backend, _pickler.__name__)
     names = [f"{actor!r} of group {name!r}" for actor in actors]
     group = Group(actors, meeting, names)
+    transfers = Transfers.actors is not None
     try:
-        calls = group._call(_join)
-        calls.again = lambda rank: group._submit(rank, _join)
+        calls = group._call(_join, transfers, ids)
+        calls.again = lambda rank: group._submit(rank, _join, transfers, ids)
         collect(calls, Deadline(timeout), hint=_HINT)
     except BaseException:
         close_meeting(meeting)
         raise
+    if Transfers.actors is not None:
+        Transfers.actors[meeting.token] = ids
     return group
 
 
@@ -109,6 +113,26 @@ def register_collective() -> None:
 
     with contextlib.suppress(ValueError):  # It is registered already.
         register_collective_backend(CollectiveGroup.backend(), CollectiveGroup)
+
+
+def register_tensor_transport() -> None:
+    """Register the transports "UNISONO" and "UNISONO_NUMPY" of Ray's direct transport.
+
+    Then tensors, or NumPy arrays, that an actor's method with `tensor_transport="unisono"` or
+    "unisono_numpy" returns go from actor to actor by messages, not through Ray's object store. Both
+    actors must be in one group of `init_group`.
+
+    Call it in the driver, before the classes of these actors and `init_group`. Further calls do
+    nothing.
+
+    Raises:
+        ImportError: This Ray has no direct transport.
+    """
+    if Transfers.actors is None:
+        from unisono.adapters.clusters.ray_transport import register
+
+        register()
+        Transfers.actors = {}
 
 
 class Group:
@@ -159,6 +183,7 @@ class Group:
         """Close the group in all actors; the actors live on. A second call does nothing."""
         if not self._closed:
             self._closed = True
+            (Transfers.actors or {}).pop(self._meeting.token, None)
             try:
                 if ray.is_initialized():  # Otherwise the calls would start another Ray.
                     refs = [a.__ray_call__.remote(_leave, self._meeting) for a in self._actors]
@@ -220,8 +245,16 @@ class _ActorCalls(CallOnRanks):
                 yield RankOutcome(rank=rank, lost=str(error).partition("\n")[0])
 
 
-def _join(actor: object, meeting: Meeting, rank: int) -> RankOutcome:
-    return member.attempt(meeting, rank, lambda: member.join(meeting, rank))
+def _join(
+    actor: object, meeting: Meeting, rank: int, transfers: bool, ids: list[Any]
+) -> RankOutcome:
+    def action() -> None:
+        member.join(meeting, rank)
+        if transfers and Transfers.token != meeting.token:
+            Transfers.group = new_group(group_desc="transfers")
+            Transfers.actors, Transfers.token = {meeting.token: ids}, meeting.token
+
+    return member.attempt(meeting, rank, action)
 
 
 def _run(

@@ -90,6 +90,14 @@ class TorchWork(torch_dist.Work):
 
     _source_rank = source_rank
 
+    def _get_duration(self) -> float:
+        """Return how long the operation took, in milliseconds."""
+        return self._work._get_duration()
+
+    def _get_op_type(self) -> int:
+        """Return the value of c10d's OpType."""
+        return self._work._get_op_type()
+
     def get_future(self) -> torch.futures.Future[list[Any]]:
         """Return a future of the list of result tensors.
 

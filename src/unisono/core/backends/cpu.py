@@ -53,16 +53,22 @@ def _fill(copies: list[FlatMemory], dtype: DType, op: ReduceOp | None) -> None:
         scale(copies[0].array, dtype, op.factor)
 
 
-def _connect(spec: GroupSpec, options: CPUOptions, word: str) -> Communicator:
-    """Return the communicator of a group with links of its own; publish a word in them."""
-    deadline, name = Deadline(spec.timeout_s), options.engine or config.get("UNISONO_ENGINE")
+def _connect(spec: GroupSpec, name: str, scheme: str | None, word: str) -> Communicator:
+    """Return the communicator of a group with links of its own; publish a word in them.
+
+    Args:
+        spec: The group.
+        name: Its engine.
+        scheme: Its transport; UNISONO_TRANSPORT if None.
+        word: Published.
+    """
+    deadline = Deadline(spec.timeout_s)
 
     def host_of() -> str:
         other_engine(name)
         return host_id(name)
 
-    kind = options.transport
-    transport = connect(spec.store, spec.rank, spec.size, deadline, kind, host_of, word)
+    transport = connect(spec.store, spec.rank, spec.size, deadline, scheme, host_of, word)
     comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
     comm.engine_is_agreed = True
     if (other := other_engine(name)) is not None:
@@ -119,19 +125,19 @@ class CPUBackend(MessageBackend, ArrayBackend):
             raise ArgumentTypeError(
                 f"pg_options must be unisono.lowlevel.CPUOptions, got {options!r}"
             )
+        engine = options.engine or config.get("UNISONO_ENGINE")
         if comm is None:
             tables = tuning.read_tables(spec.size)
-            comm = _connect(spec, options, tuning.published(tables))
+            comm = _connect(spec, engine, options.transport, tuning.published(tables))
             self.world_number = comm.transport.world_number
         else:
             comm.transport.retain()
         self._comm = comm
         self.trace = comm.trace
-        kind = options.engine or config.get("UNISONO_ENGINE")
         # Sub-groups have the engine of the world, although the environment may change.
-        self.spec = replace(spec, options=replace(options, engine=kind))
+        self.spec = replace(spec, options=replace(options, engine=engine))
         try:
-            self._engine: Engine = make_engine(comm, kind)
+            self._engine: Engine = make_engine(comm, engine)
         except BaseException:
             comm.close()
             raise
@@ -140,8 +146,8 @@ class CPUBackend(MessageBackend, ArrayBackend):
         self._engine.pending_type = Pending
         self._tables = tables or {}
         self.shape = tuning.shape_of(self._engine)
-        self._table = tuning.agreed(self._tables, self.shape, comm)
-        self._prepared_calls = PreparedCalls(comm, self._engine, self._table)
+        self.table = tuning.agreed(self._tables, self.shape, comm)
+        self._prepared_calls = PreparedCalls(comm, self._engine, self.table)
         self.port = Port.of(comm, self.calls)
         if self.calls is not None:
             self.calls.set_resized(self._resized)
@@ -182,6 +188,10 @@ class CPUBackend(MessageBackend, ArrayBackend):
         transport = self._comm.transport
         if (known := transport.failure(other._comm.context)) is not None:
             self._engine.fail(known.found_by(transport.rank))
+
+    def fail(self, kind: str, reason: str, peers: Sequence[int]) -> None:
+        """End the calls of the group on all ranks, because of some global ranks; see `Failure`."""
+        self._engine.fail(Failure(kind, reason, peers, self._comm.transport.rank))
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
@@ -235,8 +245,12 @@ class CPUBackend(MessageBackend, ArrayBackend):
         return self._engine.last_number()
 
     def info(self) -> dict[str, str]:
-        tuned = {} if self._table is None else {"tuning": self._table.digest}
-        return self._engine.info() | {"transport": self._comm.transport.name} | tuned
+        tuned = {} if self.table is None else {"tuning": self.table.digest}
+        transport = self._comm.transport
+        shown = {"transport": transport.name}
+        if transport.protection:
+            shown["between_hosts"] = transport.protection
+        return self._engine.info() | shown | tuned
 
     # ---- from a call to a task ----------------------------------------------------------------
 

@@ -38,6 +38,14 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_INSECURE": Variable(
         "", "1: clients without a token (torch's) may use a store from other machines and users"
     ),
+    "UNISONO_TLS": Variable(
+        "off",
+        "off, auto (encrypt connections to other hosts if there is a token), on (all, or fail) or "
+        "cert (to other hosts, with certificates)",
+    ),
+    "UNISONO_TLS_CERT": Variable("", "PEM file of this host's certificate, for UNISONO_TLS=cert"),
+    "UNISONO_TLS_PKEY": Variable("", "PEM file of the certificate's private key"),
+    "UNISONO_TLS_CA_FILE": Variable("", "PEM file of the authority that signs all certificates"),
     "UNISONO_CHECK": Variable(
         "beside",
         "before: a call on a GPU waits until all ranks were compared; beside: NCCL does not wait",

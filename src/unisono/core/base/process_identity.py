@@ -80,7 +80,8 @@ def _own_start(pid: int) -> str:
 
 def _started(pid: int) -> str:
     """Return the start time of a process, in clock ticks since boot; "?" if unknown."""
-    fields = stat_fields(pid)
+    # Of its main thread: under qemu-user, a process reads an invented line about itself elsewhere.
+    fields = stat_fields(f"{pid}/task/{pid}")
     if not fields:
         return "?"
     # A zombie has ended.

@@ -119,6 +119,8 @@ class _Recorded(NamedTuple):
 class _BlockRecorder:
     """Records the calls of a block, in place of the group."""
 
+    takes_all = False
+
     def __init__(self) -> None:
         self._calls: list[_Recorded] = []
 

@@ -97,7 +97,7 @@ def all_reduce(
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor). Or a NumPy ufunc,
             `minloc`, or another associative function of two arrays, applied in the order of ranks.
             It gets NumPy arrays, or tensors, and gathers all arrays on each rank first. It is
-            tried on the rank's own array before that.
+            tried on the rank's own array before that, so a side effect happens then, too.
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
         accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger, log_once
+from unisono.core.base.net.tls import protection
 from unisono.core.base.registry import Registry
 from unisono.core.base.seam import cpp, why_absent
 from unisono.core.engines.api import Communicator, Engine
@@ -23,7 +24,7 @@ from unisono.core.engines.shared_memory import BUILT_IN, host_id
 from unisono.core.platform.machine import usable_cores
 from unisono.core.platform.memory import memory_kind
 from unisono.core.stores import Store
-from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.errors import InvalidArgumentError, UnisonoError, UnsupportedError
 
 _log = get_logger("engines")
 
@@ -53,16 +54,13 @@ def register_engine(name: str, kind: EngineKind) -> None:
     _kinds.add(name, kind)
 
 
-def other_engine(name: str | None) -> EngineKind | None:
+def other_engine(name: str) -> EngineKind | None:
     """Return the kind of a wanted engine if another package registers it, else None.
-
-    Args:
-        name: UNISONO_ENGINE if None.
 
     Raises:
         InvalidArgumentError: The name is unknown.
     """
-    return _kinds.get(name or config.get("UNISONO_ENGINE"))
+    return _kinds.get(name)
 
 
 _SLOW = "collectives run on the reference engine, in Python, which is slow: %s"
@@ -78,9 +76,10 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     Raises:
         UnsupportedError: The requested engine cannot be used; the text gives the reason.
     """
+    kind = kind or config.get("UNISONO_ENGINE")
     if (other := other_engine(kind)) is not None:
         return other.make(comm)
-    if (kind or config.get("UNISONO_ENGINE")) == "reference":
+    if kind == "reference":
         return ReferenceEngine(comm)
     hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
     if all(hosts):
@@ -115,6 +114,7 @@ class EngineInfo(NamedTuple):
             spin.
         build: Compiler of the extension module; "" without it.
         nccl: State of the backend for GPUs, or the reason why it cannot be used.
+        encryption: What protects connections to other hosts, or the reason why nothing does.
     """
 
     engine: str
@@ -125,12 +125,13 @@ class EngineInfo(NamedTuple):
     cores: int
     build: str
     nccl: str = ""
+    encryption: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.engine} engine ({self.why})", f"shared memory: {self.shared_memory}"]
         if self.isa:
             parts.append(f"instruction set {self.isa} of {', '.join(self.isas)}; {self.build}")
-        parts.append(f"{self.cores} cores")
+        parts += [f"{self.cores} cores", f"between hosts: {self.encryption}"]
         if not why_no_nccl():
             parts.append(f"NCCL: {self.nccl}")
         return "; ".join(parts)
@@ -178,4 +179,12 @@ def _info(engine: str, why: str) -> EngineInfo:
         usable_cores(),
         cpp.BUILD,
         why_no_nccl() or "experimental: run on a single GPU only",
+        _encryption(),
     )
+
+
+def _encryption() -> str:
+    try:
+        return protection(config.get("UNISONO_TOKEN"))
+    except UnisonoError as error:
+        return error.what

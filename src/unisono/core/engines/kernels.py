@@ -34,8 +34,8 @@ def reduce_into(
     ufunc = _UFUNCS[op.op]
     with np.errstate(all="ignore"):
         if dtype.name == "bfloat16":
-            left, right = _widen(into), _widen(other)
-            into[:] = _narrow(ufunc(right, left) if swapped else ufunc(left, right))
+            left, right = widen(into), widen(other)
+            into[:] = narrow(ufunc(right, left) if swapped else ufunc(left, right))
         elif dtype.kind == "c" and op.op is RedOpType.PRODUCT:
             _multiply_complex(into, other)
         elif swapped:
@@ -48,7 +48,7 @@ def scale(values: Array, dtype: DType, factor: float) -> None:
     """Multiply floating or complex values by `factor`, in place."""
     with np.errstate(all="ignore"):
         if dtype.name == "bfloat16":
-            values[:] = _narrow(_widen(values) * np.float32(factor))
+            values[:] = narrow(widen(values) * np.float32(factor))
         else:
             np.multiply(values, values.dtype.type(factor), out=values)
 
@@ -57,7 +57,7 @@ def divide(values: Array, dtype: DType, divisor: int) -> None:
     """Divide by the number of ranks, in place; integers are rounded toward zero."""
     with np.errstate(all="ignore"):
         if dtype.name == "bfloat16":
-            values[:] = _narrow(_widen(values) / np.float32(divisor))
+            values[:] = narrow(widen(values) / np.float32(divisor))
         elif dtype.kind in "iu":
             # Wide enough for the divisor too: 200 ranks do not fit an int8.
             wide = values.astype(np.int64 if dtype.kind == "i" else np.uint64)
@@ -80,11 +80,13 @@ def _multiply_complex(into: Array, other: Array) -> None:
     into.real = real
 
 
-def _widen(bits: Array) -> Array:
+def widen(bits: Array) -> Array:
+    """Return bfloat16, given as its bits, as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _narrow(values: Array) -> Array:
+def narrow(values: Array) -> Array:
+    """Return float32 as the bits of bfloat16, rounded to nearest even."""
     bits = values.view(np.uint32)
     # Adding half of the last kept bit's weight, less one unless that bit is odd, rounds to even.
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)

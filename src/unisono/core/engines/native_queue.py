@@ -56,6 +56,7 @@ class QueuedCall:
     is_put = True
     is_taken = False
     _seq = 0
+    _record = 0
 
     def __init__(self, engine: QueueEngine, task: Task, made: Any, native: Any) -> None:
         self.engine = engine
@@ -84,7 +85,12 @@ class QueuedCall:
             engine = self.engine
             outputs = output if isinstance(output, list) else [] if output is None else [output]
             new = engine.pending_type(outputs, None, engine.runs_here)
+            native, trace = self.native, engine.comm.trace
+            if native is not None and trace is not None and native.record:
+                # Not a method of `native`, which keeps the arrays.
+                new.note_wait = partial(trace.recorder.note_wait, native.record)
             new.ends_with(self)
+            new.recorded = engine.comm.trace, self.seq
             # Atomic: another thread or a signal handler may be here as well.
             made = vars(self).setdefault("made", new)
             _engine.track(self)
@@ -97,6 +103,8 @@ class QueuedCall:
         """Wait for the end; False if the call has not ended well, or the completion must wait."""
         native = self.native
         if self.made is not None or native is None:
+            if self._record and (trace := self.engine.comm.trace) is not None:
+                trace.recorder.note_wait(self._record)
             return self.has_ended_well()
         if not self.engine.calls.wait_well(native):
             return False
@@ -189,6 +197,9 @@ class QueuedCall:
         """Release the arrays."""
         self._seq = self.seq
         self.is_taken = True
+        if (native := self.native) is not None:
+            # 0: the completion has it, because Python records the call.
+            self._record = native.record
         self.native = self.task = None
 
     def left_s(self) -> float:

@@ -12,12 +12,13 @@ from abc import abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
-from unisono.core.base.threads.completion import Completion
+from unisono.core.base.threads.completion import Completion, Pending
 from unisono.core.base.threads.reentry import has_lock
 from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.engines.api import Call, Communicator, Engine, Task
@@ -29,6 +30,7 @@ from unisono.core.engines.errors import (
     to_failure,
 )
 from unisono.core.recorder import GroupTrace, open_calls, write_after_failure
+from unisono.core.recorder.ring import BLOCKING, NO_WAIT
 from unisono.core.transports import LinkDown
 from unisono.core.transports.messages import CallStatus, Failure
 from unisono.errors import ClosedError, CollectiveMismatchError, UnsupportedError, UsageError
@@ -161,7 +163,8 @@ class OrderedEngine(Engine):
                     self._worker.start(self._progress)
                     seq = self._put(task, completion)
                 task.seq = seq
-                self._begin_record(task)
+                completion.recorded = self.comm.trace, seq
+                self._begin_record(task, completion, inline=inline)
         except BaseException as error:
             if now:
                 # The call counts, but does not run.
@@ -175,12 +178,19 @@ class OrderedEngine(Engine):
         """Write the records, because the group is broken. This rank may be in no call."""
         write_after_failure(aside=True)
 
-    def _begin_record(self, task: Task) -> None:
+    def _begin_record(self, task: Task, completion: Completion, *, inline: bool) -> None:
         """Begin the record of a task of the calling thread, unless C++ has begun it."""
         prepared, trace = task.prepared, self.comm.trace
-        if trace is not None and not task.record:
+        if trace is None:
+            return
+        if not task.record:
             call, kind = prepared.call, prepared.kind(self.over)
-            task.record = trace.recorder.begin(kind, task.seq, call.fingerprint, prepared.count, -1)
+            words = task.seq, call.fingerprint, prepared.count, BLOCKING if inline else NO_WAIT
+            task.record = trace.recorder.begin(kind, *words)
+        elif inline:
+            trace.recorder.note_wait(task.record)
+        if not inline and isinstance(completion, Pending):
+            completion.note_wait = partial(trace.recorder.note_wait, task.record)
 
     def _start_record(self, task: Task) -> None:
         if self.comm.trace is not None:

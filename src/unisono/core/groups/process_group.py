@@ -19,7 +19,6 @@ from unisono.core.backends import (
 from unisono.core.base import config
 from unisono.core.base.deadline import Timeout, to_seconds
 from unisono.core.base.integers import as_integer
-from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.engines.errors import closed_text
 from unisono.core.groups.ending import (
     AT_EXIT,
@@ -329,11 +328,6 @@ class ProcessGroup(Operations):
     def release_guard(self, caller: int) -> None:
         """Undo `take_guard`, which has returned `caller`."""
         self._part.guard.caller = caller
-
-    @property
-    def plain_port(self) -> Any:
-        """The port for plain messages; None if the calling thread is in a stream."""
-        return self.port if explicit_stream() is None else None
 
     def __repr__(self) -> str:
         if not self.backends:

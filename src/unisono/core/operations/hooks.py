@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from enum import Enum
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from unisono.core.base.log import get_logger, log_raised
@@ -28,10 +29,9 @@ HookOpName = Enum(
     "ALLTOALL_BASE UNKNOWN",
     start=0,
 )
-"""c10d's names of operations; UNKNOWN: c10d has no such one.
+"""c10d's names of operations; UNKNOWN: c10d has no such one."""
 
-SPLIT and NEW_WINDOW never occur: of these, hooks see the calls that they consist of.
-"""
+_WHOLE = {"split_group": HookOpName.SPLIT, "new_window": HookOpName.NEW_WINDOW}
 
 
 class PreHookArgs(NamedTuple):
@@ -59,7 +59,10 @@ class PreHookArgs(NamedTuple):
 
 
 class PostHookArgs(NamedTuple):
-    """The argument of a hook after a call: `work` is done, unless the call is asynchronous."""
+    """The argument of a hook after a call: `work` is done, unless the call is asynchronous.
+
+    It is None after a call that consists of calls, such as one of objects.
+    """
 
     name: Any
     async_op: bool
@@ -77,11 +80,16 @@ class Hooks:
         self.after: dict[int, Callable[[PostHookArgs], object]] = {}
         self.at_abort: dict[int, Callable[[], object]] = {}
         self._ids = itertools.count(1)
+        self._whole = 0  # the thread in a call that consists of calls, of objects for instance
 
     def begin(
         self, group: Any, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]
-    ) -> PreHookArgs:
-        """Call the hooks before a call. An error of one is an error of the call."""
+    ) -> PreHookArgs | None:
+        """Call the hooks before a call, but for a part; an error of one is an error of the call."""
+        if self._whole == get_ident():
+            return None
+        if schema.name == "agree":
+            return self._begin(group, str(arguments[0]).partition("(")[0])
         values = dict(zip(schema.parameters, arguments, strict=False)) | how
         root = values.get("root", values.get("peer"))
         if root is None:
@@ -94,7 +102,7 @@ class Hooks:
         in_place = not {"r", "s"} & {*kinds.values()} and name != "RECV"
         if in_place and (name != "BROADCAST" or root == group.rank()):
             inputs = outputs
-        call = PreHookArgs(
+        return self._call_before(
             HookOpName.__members__.get(name, HookOpName.UNKNOWN),
             how.get("async_op", False),
             inputs,
@@ -104,6 +112,25 @@ class Hooks:
             how.get("_label") or schema.name,
             0 if is_message else number_of(group.backends) + 1,
         )
+
+    def begin_whole(self, group: Any, op: str) -> PreHookArgs | None:
+        """Begin a collective of this thread whose parts are calls; `end` ends it."""
+        if self._whole == get_ident():
+            return None
+        call = self._begin(group, op)
+        self._whole = get_ident()
+        return call
+
+    def leave_whole(self) -> None:
+        """End the parts of a call that `begin_whole` began."""
+        self._whole = 0
+
+    def _begin(self, group: Any, op: str) -> PreHookArgs:
+        name, number = _WHOLE.get(op, HookOpName.UNKNOWN), number_of(group.backends) + 1
+        return self._call_before(name, False, [], [], -1, next(self._ids), op, number)
+
+    def _call_before(self, *values: Any) -> PreHookArgs:
+        call = PreHookArgs(*values)
         for hook in [*self.before.values()]:
             hook(call)
         return call
@@ -132,13 +159,14 @@ def _arrays(values: dict[str, Any], kinds: dict[str, str], which: str) -> Iterat
     """Yield the arrays of a call that have one of some kinds."""
     for name, kind in kinds.items():
         if kind in which:
-            yield from _leaves(values.get(name))
+            yield from leaves(values.get(name))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield the arrays of an argument, which may be nested lists."""
     if isinstance(value, (list, tuple)):
         for each in value:
-            yield from _leaves(each)
+            yield from leaves(each)
     elif value is not None:
         yield value
 
@@ -174,8 +202,7 @@ class Hooked:
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], object]) -> None:
         """Call `hook(args)` after each call that raised no error.
 
-        An error that it raises is raised on this rank only. If more parts of a larger call are to
-        come, as in calls of objects, the group breaks.
+        An error that it raises is raised on this rank only, and the group stays usable.
 
         Raises:
             InvalidArgumentError: The group has such a hook with this id.

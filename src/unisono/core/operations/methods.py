@@ -469,8 +469,9 @@ class Operations(Hooked):
     def _call(self, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         """Make a call; refuse a collective while another thread is in a collective call."""
         op = schema.name
-        if self._block is not None and schema.coalesced:
-            work: Work = self._block.record(schema, arguments, how)
+        block = self._block
+        if block is not None and (schema.coalesced or block.takes_all):
+            work: Work = block.record(schema, arguments, how)
             return work
         if op in P2P:
             return self._run(schema, arguments, how)

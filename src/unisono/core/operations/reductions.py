@@ -1,18 +1,24 @@
 """Reductions that no kernel has: by a function of the caller, of NumPy's own types, in float32.
 
 The arrays of all ranks are gathered, and each rank applies the function in the order of ranks. The
-function is evaluated on equal data, so that all ranks have one result, or one error.
+function is evaluated on equal data, so that all ranks have one result, or one error. Of a function
+that is said to be commutative, pairs of ranks exchange their results instead.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import reduce
+from functools import partial, reduce
+from hashlib import blake2b
+from inspect import getclosurevars
+from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import numpy as np
 
-from unisono.core.base.buffers import device_of, view
+from unisono.core.backends import Pending
+from unisono.core.base.buffers import device_of, is_torch, view
+from unisono.core.base.deadline import Deadline
 from unisono.core.base.types import Function, RedOpType, ReduceOp
 from unisono.core.operations.work import Work
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
@@ -34,12 +40,12 @@ _OF_NUMPY: dict[Any, str] = {
 
 def empty(like: Any, *shape: int) -> Any:
     """Return a new array of the kind and dtype of another one."""
-    return like.new_empty(shape) if hasattr(like, "new_empty") else np.empty(shape, like.dtype)
+    return like.new_empty(shape) if is_torch(like) else np.empty(shape, like.dtype)
 
 
 def copied(array: Any) -> Any:
     """Return a contiguous copy; of a tensor without its history."""
-    if hasattr(array, "new_empty"):
+    if is_torch(array):
         return array.detach().contiguous().clone()
     return np.array(array, order="C")
 
@@ -64,6 +70,64 @@ def _loc(wins: Function, a: Any, b: Any) -> Any:
     value, index = a.dtype.names
     takes_b = (b[value] == a[value]) & (b[index] < a[index])
     return np.where(wins(b[value], a[value]) | takes_b, b, a)
+
+
+class commutative:
+    """A function for `op=` whose result depends neither on the order of ranks nor on brackets.
+
+        dist.all_reduce(x, dist.commutative(np.gcd))
+
+    all_reduce and reduce then take ceil(log2 p) exchanges of one array between pairs of ranks, and
+    no memory for the arrays of all ranks. If the function raises an error on part of the data, the
+    other ranks get CollectiveMismatchError with the reason. Other calls keep the order of ranks.
+    """
+
+    def __init__(self, function: Function) -> None:
+        if not callable(function):
+            raise ArgumentTypeError(f"commutative takes a function, got {type(function).__name__}")
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, a: Any, b: Any) -> Any:
+        """Return the function's result."""
+        return self.function(a, b)
+
+
+def _digest_of(function: Any) -> str:
+    """Return a text that differs for functions with other code, constants or closures.
+
+    It is equal in all processes, so it has no address, and of other objects only the type.
+    """
+    return blake2b(_described(function, 0).encode(), digest_size=4).hexdigest()
+
+
+def _described(value: Any, depth: int) -> str:
+    below = depth + 1
+    if depth > 8:  # a function may refer to itself
+        return "..."
+    if isinstance(value, (bool, int, float, complex, str, bytes, NoneType, np.generic)):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_described(each, below) for each in value)})"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(_described(each, below) for each in value))}}}"
+    if isinstance(value, CodeType):
+        names = *value.co_names, *value.co_freevars
+        return f"{value.co_code.hex()} {names} {_described(value.co_consts, below)}"
+    if isinstance(value, commutative):
+        return f"commutative {_described(value.function, below)}"
+    if isinstance(value, partial):
+        given = value.func, value.args, tuple(sorted(value.keywords.items()))
+        return f"partial {_described(given, below)}"
+    if isinstance(value, MethodType):
+        return _described((type(value.__self__).__qualname__, value.__func__), below)
+    if isinstance(value, FunctionType):
+        cells = getclosurevars(value).nonlocals if value.__closure__ else {}
+        settings = {**cells, **(value.__kwdefaults__ or {})}
+        words = value.__code__, value.__defaults__, sorted(settings.items())
+        return _described(words, below)
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    return f"{type(value).__name__} {named.__qualname__}"
 
 
 def function_for(tensor: Any, op: Any) -> Function | None:
@@ -112,6 +176,7 @@ def reduce_by(
         if not hasattr(each, "shape"):
             raise ArgumentTypeError(f"{name} by a function takes arrays, got {type(each).__name__}")
     label = f"{name} by {getattr(function, '__name__', 'a function')}"
+    agreed = f"{label} {_digest_of(function)}"
     mine, rank = copied(tensor), group.rank()
     if root in (-1, rank):
         output = _writable(output)
@@ -120,9 +185,14 @@ def reduce_by(
     if part.shape == output.shape:
         with np.errstate(all="ignore"):
             _check(label, function(copied(part), copied(part)), output)
+    if isinstance(function, commutative) and name in ("all_reduce", "reduce"):
+        made, result = _in_pairs(group, function, mine, label, agreed, how.get("timeout"))
+        if root in (-1, rank):
+            output[...] = result
+        return made
     parts = empty(mine, group.size(), *output.shape)
     move = group.all_to_all_single if name.startswith("reduce_sc") else group.all_gather_into_tensor
-    work: Work = move(parts, mine, timeout=how.get("timeout"), _label=label)
+    work: Work = move(parts, mine, timeout=how.get("timeout"), _label=agreed)
     last = {"scan": rank + 1, "exscan": rank}.get(name, group.size())
     if last and root in (-1, rank):
         result = reduce(function, list(parts[1:last]), parts[0])
@@ -131,11 +201,51 @@ def reduce_by(
     return work
 
 
+def _in_pairs(
+    group: Any, function: Function, mine: Any, label: str, agreed: str, timeout: Any
+) -> tuple[Work, Any]:
+    """Return the reduction of all arrays: pairs of ranks exchange what they have.
+
+    The lower rank's part is the first argument on both ranks, so that they have the same bits.
+    """
+    rank, size, due = group.rank(), group.size(), Deadline(timeout or group.timeout_s)
+    power = 1 << (size.bit_length() - 1)
+    # The ranks from `power` on only give their array, and get the result.
+    low, high = range(size - power), range(power, size)
+    rounds = [{r: r ^ 1 << k for r in range(power)} for k in range(power.bit_length() - 1)]
+    rounds = [dict(zip(high, low, strict=True)), *rounds, dict(zip(low, high, strict=True))]
+    rounds = [targets for targets in rounds if targets]
+    work = Work(Pending([mine], done=True), label, group)
+    for number, targets in enumerate(rounds, 1):
+        to, sources = targets.get(rank), {target: source for source, target in targets.items()}
+        source, flat = sources.get(rank), mine.reshape(-1)
+        ins = [len(flat) if r == source else 0 for r in range(size)]
+        outs = [len(flat) if r == to else 0 for r in range(size)]
+        got, give = empty(flat, sum(ins)), flat[: sum(outs)]
+        how = {"output_split_sizes": ins, "input_split_sizes": outs, "_label": agreed}
+        work = group.all_to_all_single(got, give, timeout=due.remaining(), **how)
+        if source is None:
+            continue
+        got = got.reshape(mine.shape)
+        if rank >= power:
+            mine = got
+            continue
+        try:
+            result = function(mine, got) if rank < source else function(got, mine)
+            _check(label, result, mine)
+        except BaseException as error:
+            if number < len(rounds):
+                group.refuse(label, error)
+            raise
+        mine[...] = result
+    return work, mine
+
+
 def _writable(array: Any) -> Any:
     """Return the array, or the tensor without its history; raise an error if it is read-only."""
     if device_of(array) == "cpu":
         view(array, write=True, pack=False)
-    return array.detach() if hasattr(array, "new_empty") else array
+    return array.detach() if is_torch(array) else array
 
 
 def _check(label: str, result: Any, output: Any) -> None:
@@ -144,7 +254,7 @@ def _check(label: str, result: Any, output: Any) -> None:
         raise InvalidArgumentError(
             f"{label} returned the shape {list(np.shape(result))} for {list(output.shape)}"
         )
-    if hasattr(output, "new_empty"):
+    if is_torch(output):
         fits = sys.modules["torch"].can_cast(result.dtype, output.dtype)
     else:
         fits = np.can_cast(np.asarray(result).dtype, output.dtype, "same_kind")
@@ -173,7 +283,7 @@ def reduce_wide(
         raise UnsupportedError(f"{name} with accumulate takes no async_op")
     is_written = name == "all_reduce" or settings[0] == group.rank()
     tensor = _writable(tensor) if is_written else tensor
-    wide = tensor.float() if hasattr(tensor, "new_empty") else tensor.astype(np.float32)
+    wide = tensor.float() if is_torch(tensor) else tensor.astype(np.float32)
     how = {**how, "_label": f"{name} in float32"}
     how.pop("_learn", None)
     work: Work = getattr(group, name)(wide, *settings, **how)

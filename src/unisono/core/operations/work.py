@@ -13,14 +13,25 @@ from unisono.core.base.deadline import Deadline, Timeout, to_seconds
 from unisono.core.base.log import get_logger, log_raised, must_pass
 from unisono.core.base.threads.completion import Completion
 from unisono.core.base.threads.streams import explicit_stream
+from unisono.core.operations.table import OPS
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveTimeoutError,
     InvalidArgumentError,
+    UnsupportedError,
     UsageError,
 )
 
 _log = get_logger("groups.work")
+
+
+_OP_TYPES = [
+    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base"),
+    *("allgather_coalesced", "gather", "scatter", "reduce_scatter", "alltoall_base", "alltoall"),
+    *("send", "recv", "recv_any_source", "barrier", "_reduce_scatter_base", "coalesced"),
+    *("_allreduce_sparse", "reduce_scatter_tensor_coalesced"),
+]
+"""Their places are the values of c10d's OpType."""
 
 
 class _Queued(Protocol):
@@ -149,6 +160,27 @@ class Work:
     def _received(self) -> int:
         """Return the number of elements that a receive got, -1 if not known."""
         return -1 if self._pending.count is None else self._pending.count
+
+    def _get_op_type(self) -> int:
+        """Return the value of c10d's OpType for the operation; 100 if it has none."""
+        schema = OPS.get(self._op.removeprefix("i"))
+        name = schema.c10d_op.removesuffix("_") if schema else ""
+        return _OP_TYPES.index(name) if name in _OP_TYPES else 100
+
+    def _get_duration(self) -> float:
+        """Return how long a collective took from its turn to its end, in milliseconds.
+
+        Raises:
+            UnsupportedError: A message, an operation that has not ended, or no record of it.
+        """
+        trace, number = self._pending.recorded
+        for record in [] if trace is None else trace.records()[::-1]:
+            if record.seq == number and not record.is_message and record.ended_ns is not None:
+                return float(record.ended_ns - record.started_ns) / 1e6
+        raise UnsupportedError(
+            f"{self._op} has no duration: it is no collective, has not ended, or has no record",
+            hint="wait for it, in a group of unisono; UNISONO_TRACE=0 keeps no records",
+        )
 
     def synchronize(self) -> None:
         """Make the current stream wait for the operation; the default stream is the thread."""

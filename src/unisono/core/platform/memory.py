@@ -203,3 +203,18 @@ def _field(path: str, name: str) -> int | None:
         if key == name and value.strip().isdecimal():
             return int(value)
     return None
+
+
+def is_readable(address: int, nbytes: int) -> bool:
+    """Return whether the CPU may read memory, which it may not on a GPU."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, access = line.split()[:2]
+            first, last = (int(each, 16) for each in span.split("-"))
+            if first <= address < last:
+                if access[0] != "r":
+                    return False
+                if address + nbytes <= last:
+                    return True
+                address, nbytes = last, address + nbytes - last
+    return not nbytes

@@ -72,7 +72,10 @@ if sys.platform == "win32":
 else:
     # Bound once: a call costs what that of `os` does.
     pread, pwrite, set_blocking = os.pread, os.pwrite, os.set_blocking
-    sendmsg = socket.socket.sendmsg
+
+    def sendmsg(sock: socket.socket, parts: Sequence[memoryview]) -> int:
+        """Send parts one after another; return the count."""
+        return sock.sendmsg(parts)
 
     def require_posix(what: str) -> None:
         """Do nothing; on Windows raise UnsupportedError, which mypy knows."""

@@ -27,8 +27,11 @@ IS_LINUX = sys.platform == "linux"
 # --- what the kernel knows ---------------------------------------------------------------------
 
 
-def stat_fields(pid: int) -> list[str]:
+def stat_fields(pid: int | str) -> list[str]:
     """Return the fields of a process in /proc from the third on, its state; empty if it has ended.
+
+    Args:
+        pid: A process, or "PID/task/TID", a thread.
 
     Source: proc_pid_stat(5).
     """

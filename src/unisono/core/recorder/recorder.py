@@ -13,7 +13,16 @@ import numpy as np
 
 from unisono.core.base.seam import choose, cpp
 from unisono.core.base.source.tracebacks import OWN_FOLDER, is_own, own_folders
-from unisono.core.recorder.ring import DROPPED, KINDS, RECORD, RECORDS, TOTAL
+from unisono.core.recorder.ring import (
+    DROPPED,
+    KINDS,
+    MOST_WAIT,
+    NO_WAIT,
+    RECORD,
+    RECORDS,
+    TOTAL,
+    WAIT_SHIFT,
+)
 
 
 class Recorder:
@@ -48,6 +57,13 @@ class Recorder:
         """Mark a collective as running."""
         self._waits = {}
         self._set(number, started=time.monotonic_ns())
+
+    def note_wait(self, number: int) -> None:
+        """Record that the caller of an asynchronous collective waits from now on."""
+        record = self._ring[number % RECORDS]
+        if record["peer"] == NO_WAIT:
+            after = (time.monotonic_ns() - int(record["enqueued"])) >> WAIT_SHIFT
+            self._set(number, peer=min(max(after, 1), MOST_WAIT))
 
     def end(self, number: int, outcome: int) -> None:
         """End the record of a collective."""

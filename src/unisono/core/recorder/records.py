@@ -86,6 +86,8 @@ class TraceRecord:
             "failed", ...; "ended" in a file that has neither the time nor whether it failed.
         waited_ns: How long the call waited for other ranks.
         waited_for: The global rank for which it waited longest, or waits now; None without waits.
+        wait_begun_ns: Of a collective: when the caller began to wait for its end, which is when it
+            made the call unless that is asynchronous. None: not yet, or it is not known.
     """
 
     number: int
@@ -108,6 +110,7 @@ class TraceRecord:
     outcome: str
     waited_ns: int
     waited_for: int | None
+    wait_begun_ns: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -222,7 +225,7 @@ class GroupTrace:
             yield self._record(dict(zip(names, row, strict=True)), clock, waiting_for)
 
     def _record(self, row: dict[str, int], clock: _Clock, waiting_for: int) -> TraceRecord:
-        kind, peer = ring.kind_of(row["kind"]), self._global(row["peer"])
+        kind = ring.kind_of(row["kind"])
         is_message = kind.op in MESSAGES
         outcome = _OUTCOMES.get(row["outcome"], "failed")
         waited, waited_for = row["waited"], row["waited_for"]
@@ -245,7 +248,7 @@ class GroupTrace:
             nbytes=row["count"] * kind.itemsize,
             algorithm=kind.algorithm,
             route=kind.route,
-            peer=peer if is_message else None,
+            peer=self._global(row["peer"]) if is_message else None,
             tag=_signed(row["word"]) if is_message else None,
             fingerprint=0 if is_message else row["word"],
             file=file,
@@ -257,6 +260,7 @@ class GroupTrace:
             outcome=outcome,
             waited_ns=clock.span(waited),
             waited_for=self._global(waited_for),
+            wait_begun_ns=None if is_message else _wait_begun(row, clock),
         )
 
     def _global(self, member: int) -> int | None:
@@ -299,6 +303,12 @@ def _outcome(error: BaseException | None) -> int:
     if error is None:
         return 1
     return next((number for kind, number in _OF_ERRORS if isinstance(error, kind)), _FAILED)
+
+
+def _wait_begun(row: dict[str, int], clock: _Clock) -> int | None:
+    if (after := row["peer"]) == ring.NO_WAIT:
+        return None
+    return clock.when(row["enqueued"] + (max(after, 0) << ring.WAIT_SHIFT))
 
 
 def _signed(word: int) -> int:

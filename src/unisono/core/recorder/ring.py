@@ -24,7 +24,13 @@ RECORD = np.dtype(
         *[("offset", "i4"), ("outcome", "u4")],
     ]
 )
-"""The columns of native/core/recorder.hpp. Times are in ticks; 0: not yet."""
+"""The columns of native/core/recorder.hpp. Times are in ticks; 0: not yet.
+
+A collective has no peer. There the column is `BLOCKING`, or how long after the call its caller
+begins to wait, in 2**`WAIT_SHIFT` ticks; `NO_WAIT`: not yet.
+"""
+
+BLOCKING, NO_WAIT, MOST_WAIT, WAIT_SHIFT = -1, 0, (1 << 31) - 1, 10
 
 TOTAL = np.dtype([("calls", "u8"), ("elements", "u8"), ("ticks", "u8"), ("worst", "u8")])
 """All calls of one kind."""

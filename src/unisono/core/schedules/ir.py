@@ -134,7 +134,7 @@ class Schedule:
         """Chunks per block, m. A vector collective's OUTPUT is one block."""
         if self.collective in ("reduce_scatter", "scatter"):
             return self.output_chunks
-        if self.collective == "all_to_all":
+        if self.collective in ("all_to_all", "reshard"):
             return self.output_chunks // self.world_size
         return self.input_chunks or self.output_chunks
 

@@ -186,6 +186,12 @@ def known_algorithms() -> list[str]:
     return sorted({name for table in _TABLE.values() for name in table})
 
 
+def operations_of(algorithm: str) -> dict[str, Callable[..., Schedule]]:
+    """Return the builders of an algorithm by operation; {} if it is unknown."""
+    found = {op: table[algorithm].builder for op, table in _TABLE.items() if algorithm in table}
+    return {op: getattr(builder, "__wrapped__", builder) for op, builder in found.items()}
+
+
 def entry(collective: str, algorithm: str) -> AlgorithmEntry:
     """Return the table's entry.
 

@@ -71,6 +71,11 @@ class Carrier(ABC):
     def name(self) -> str:
         """Return the name of this kind of transport: "inproc", "tcp"."""
 
+    @property
+    def protection(self) -> str:
+        """What the ranks of a world must agree on about encryption; "" for none."""
+        return ""
+
     @abstractmethod
     def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
         """Move `transfer.into` to the messages of another rank and finish the transfer.
@@ -275,7 +280,7 @@ class Transport(Carrier):
         try:
             # The end of this rank may concern ranks outside the group, too. They come first,
             # because a member may end as soon as it knows.
-            order = [*{*self._informed()}.difference(peers), *peers]
+            order = [*{*self._informed(True)[0]}.difference(peers), *peers]
             sent = self._inform(context, failure, {*peers, self.rank}, order)
         finally:
             # After Ctrl-C, too, because this rank takes no other failure any more.
@@ -286,9 +291,16 @@ class Transport(Carrier):
                 if transfer.peer not in failure.peers:
                     transfer.wait_until(deadline)
 
-    def _informed(self) -> Iterable[int]:
-        """Return the ranks, of any group, that this rank informs of what it has detected."""
-        return {*range(self.world_size)} - {self.rank} if self.delivers_at_once else self.linked()
+    def _informed(self, by_itself: bool) -> tuple[Iterable[int], frozenset[int]]:
+        """Return the ranks, of any group, to inform of a failure, and those that know it.
+
+        Args:
+            by_itself: Whether this rank has detected the failure; if not, it passes it on.
+        """
+        if not self.delivers_at_once:
+            return self.linked(), frozenset()
+        others = frozenset(range(self.world_size)) - {self.rank}
+        return (others, frozenset()) if by_itself else ((), others)
 
     def _inform(
         self, context: int, failure: Failure, members: Collection[int], peers: Iterable[int]
@@ -412,7 +424,7 @@ class Transport(Carrier):
         elif kind is Purpose.LOST and words["peer"] not in self.linked():
             # If this rank had a link to that rank, it would detect the end itself.
             error = LinkDown(words["peer"], words["reason"], peers=words["peers"])
-            (self.mark_down if self.delivers_at_once else self.spread)(error)
+            self._spread(error, self._informed(False)[0])
 
     def _take_failure(
         self, peer: int, context: int, failure: Failure, members: list[int] | None
@@ -424,19 +436,19 @@ class Transport(Carrier):
         """
         self._failures.first.add(failure)
         among = range(self.world_size) if members is None else members
-        if self.delivers_at_once:
+        unaware, aware = self._informed(False)
+        for member in aware.intersection(among):
             # They have it, too, and do not report that.
-            for member in among:
-                self._failures.first.add_follower(member)
+            self._failures.first.add_follower(member)
         if self._failures.is_own(context, failure, self.rank):
             return
         is_new = self._failures.is_new(context, failure)
         if self.rank not in among or not is_new or failure.by == self.rank:
             return
         is_direct = peer == failure.by or self.down(failure.by) is not None
-        if self._failures.defer(context, failure) and not self.delivers_at_once:
+        if self._failures.defer(context, failure):
             # Also ranks that know it: in another group they would blame this rank for its end.
-            self._inform(context, failure, among, self.linked())
+            self._inform(context, failure, among, unaware)
         if is_direct:
             self._break(context, failure)
         else:
@@ -492,6 +504,10 @@ class Transport(Carrier):
 
         So a rank learns of a crash although it was never linked to the crashed rank.
         """
+        self._spread(error, self._informed(True)[0])
+
+    def _spread(self, error: LinkDown, peers: Iterable[int]) -> None:
+        """Record that a rank crashed, and send this to ranks."""
         known = self.down(error.peer)
         if known is None or known.left:
             self._failures.first.add(failure_of(error, self.rank))
@@ -501,7 +517,7 @@ class Transport(Carrier):
                 "peers": error.peers,
                 "first": self._failures.first.words,
             }
-            for peer in self._informed():
+            for peer in peers:
                 if peer != error.peer and self.down(peer) is None:
                     self._control(peer, 0, Purpose.LOST, words)
             # Last, because a call of this rank may fail now, and this rank may end.

@@ -106,7 +106,8 @@ def connect(
             host = ""
         trip = getattr(innermost(store), "round_trip_us", None)
         mine = f"{host} {endpoint} {word} {_UNKNOWN if trip is None else trip} "
-        mine += f"{transport.name}\t{transport.address}"
+        protection = transport.protection and f"+{transport.protection}"
+        mine += f"{transport.name}{protection}\t{transport.address}"
         number, published = _publish(store, rank, world_size, deadline, mine)
         hosts, endpoints, words, trips, found = published
         named = [text.split("\t", 1) for text in found]
@@ -170,7 +171,8 @@ def _check_transports(names: Sequence[str], rank: int) -> None:
         raise UnsupportedError(
             f"the ranks of a world must have one transport, but they have {shown}",
             context=Context(rank=rank, world_size=len(names)),
-            hint="give all ranks the same UNISONO_TRANSPORT and CPUOptions.transport",
+            hint="give all ranks the same UNISONO_TRANSPORT, UNISONO_TLS, UNISONO_TOKEN and "
+            "CPUOptions.transport",
         )
 
 

@@ -300,6 +300,7 @@ def deliver_copy(messages: AnyMessages, key: Key, arrival: Arrival) -> None:
 def _fill(transfer: Transfer, arrival: Arrival) -> None:
     """Copy a message into the memory of its receive and complete it."""
     if not transfer.fits(arrival.data.nbytes, arrival.info):
+        transfer.info = arrival.info
         transfer.finish(MessageMismatch(arrival.source, arrival.data.nbytes, arrival.info))
         return
     if transfer.into is not NOTHING:

@@ -26,6 +26,7 @@ import numpy as np
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
+from unisono.core.base.net.tls import session_of
 from unisono.core.base.seam import cpp as _engine
 from unisono.core.base.threads.completion import Completion
 from unisono.core.base.threads.worker import WorkerThread
@@ -62,6 +63,9 @@ _COPY_S = 5.0
 _LOOK_S = 1.0
 
 _NONCE_BYTES = 16
+
+# Why a wire has ended, as C++ reports it.
+_CHANGED = 2
 
 # Each channel costs a file descriptor and its polling. Networks hardly gain from more than 16.
 _MOST_CHANNELS = 16
@@ -285,7 +289,7 @@ class NativeMessages(AnyMessages):
     # ---- calls of the transport -----------------------------------------------------------
 
     def _add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
-        self.native.add_wire(peer, channel, sock.detach())
+        self.native.add_wire(peer, channel, sock.detach(), session_of(sock))
 
     def peer_down(self, error: LinkDown) -> None:
         if self.native.peer_down(error.peer, error.left):
@@ -377,7 +381,7 @@ class NativeMessages(AnyMessages):
             status = self.status_of(outcome, transfer.context)
             if isinstance(status, Cancelled):
                 status = transfer._cause or status
-        elif transfer._receives:
+        if transfer._receives and outcome[1] in (_engine.OK, _engine.MISMATCH):
             _, _, transfer.peer, transfer.nbytes, transfer.info, tag, memory = outcome
             transfer.tag = (transfer.tag[0], tag)
             transfer.into = transfer.into if memory is None else memory.data
@@ -393,10 +397,10 @@ class NativeMessages(AnyMessages):
             for outcome in outcomes:
                 self._end(outcome)
 
-    def _wire(self, rank: int, channel: int, ended: bool) -> None:
+    def _wire(self, rank: int, channel: int, ended: int) -> None:
         assert self._links.wires is not None
         if ended:
-            self._links.wires.ended(rank)
+            self._links.wires.ended(rank, changed=ended == _CHANGED)
         else:
             self._links.wires.make(rank, channel)
 

@@ -169,8 +169,8 @@ class Wires(Protocol):
     def make(self, peer: int, channel: int) -> None:
         """Connect to a rank and hand the socket over, unless that rank does so."""
 
-    def ended(self, peer: int) -> None:
-        """Find out why a wire has ended."""
+    def ended(self, peer: int, *, changed: bool = False) -> None:
+        """Find out why a wire has ended; perhaps its bytes were changed on the way."""
 
     def read_to_end(self, sock: socket.socket) -> None:
         """Read a socket that is closed for writing until its peer closes it, too."""

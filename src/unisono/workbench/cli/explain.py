@@ -17,6 +17,7 @@ from unisono.workbench.cli.flags import (
     add_parser,
     add_ranks,
     checked,
+    meant,
     non_negative,
     operation,
     positive,
@@ -26,7 +27,7 @@ from unisono.workbench.cli.simulate import MANY, machine_of, per_host_of, row_of
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
-    from unisono.core.schedules import Topology
+    from unisono.core.schedules import Schedule, Topology
     from unisono.core.schedules.choice.tables import ChoiceTable, GroupShape
     from unisono.workbench.simulate import Machine
 
@@ -37,8 +38,14 @@ UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST and UNISONO_DETERMINISTIC count as
 
 predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
 is measured and not modelled: without --net they have no prediction. measured is the mean of the
-table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table."""
+table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table.
 
+With the name of an algorithm instead of OP and SIZE, show what it does, its cost, and its use."""
+
+# Steps of a round that take about 10 s.
+_MOST_STEPS = 50_000_000
+
+_SIZE = "of the whole data: 0, 8, 64K, 1M"
 OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
 
 
@@ -47,9 +54,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     summary = "show which algorithm a group takes, and why"
     parser = add_parser(commands, "explain", summary, _DESCRIPTION, _explain, algorithms=True)
     add = parser.add_argument
-    names = ", ".join(OP_NAMES)
-    add("op", type=operation(OP_NAMES), choices=OP_NAMES, metavar="OP", help=names)
-    add("size", type=checked(_nbytes), metavar="SIZE", help="of the whole data: 0, 8, 64K, 1 MiB")
+    names = f"{', '.join(OP_NAMES)}; or an algorithm: ring, ..."
+    add("op", type=operation(OP_NAMES), metavar="OP", help=names)
+    add("size", type=checked(_nbytes), nargs="?", metavar="SIZE", help=_SIZE)
     add_ranks(parser, "ranks (2)", "-n", "-p", default=2)
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
@@ -73,6 +80,10 @@ def _explain(options: argparse.Namespace) -> int:
     from unisono.core.schedules.choice.tuning import topology_of
     from unisono.core.schedules.ir import REDUCING
 
+    if options.op not in OP_NAMES:
+        return _one_algorithm(options)
+    if options.size is None:
+        options.parser.error(f"the following arguments are required: SIZE ({_SIZE})")
     if options.algorithm:
         options.algorithm = named(options.op, options.algorithm)
     shape = _shape(options)
@@ -108,6 +119,23 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _one_algorithm(options: argparse.Namespace) -> int:
+    from unisono.core.schedules.registry import known_algorithms
+    from unisono.workbench.cli.one_algorithm import explain_algorithm
+
+    names = known_algorithms()
+    if options.op not in names:
+        known = [*OP_NAMES, *names]
+        hint = meant(options.op, dict(zip(known, known, strict=True)))
+        options.parser.error(
+            f"argument OP: invalid choice: {options.op!r} (choose from {', '.join(known)}){hint}"
+        )
+    if options.size is not None:
+        options.parser.error(f"{options.op} is an algorithm, which has no SIZE")
+    explain_algorithm(options.op)
+    return 0
+
+
 def _shape(options: argparse.Namespace) -> GroupShape:
     """Return the shape of the group that the flags describe, as `backends.tuning` does."""
     from unisono.core.engines.choice import engine_info, other_engine
@@ -115,7 +143,7 @@ def _shape(options: argparse.Namespace) -> GroupShape:
     from unisono.core.schedules.choice.tables import GroupShape
 
     most = per_host_of(options.ranks, options.hosts)
-    other_engine(None)
+    other_engine(config.get("UNISONO_ENGINE"))
     engine = engine_info().engine
     near = engine == "native" and config.get("UNISONO_SHARED_MEMORY") != "0"
     transport = config.get("UNISONO_TRANSPORT").replace("auto", "tcp")
@@ -191,9 +219,12 @@ def _print(
         print(head, flush=True)
     for name in sorted(available(op, p, local=local), key=lambda name: name != chosen):
         options.pipeline = select(op, options.size, topology, name).pipeline
-        rounds = build(op, name, p, root, options.pipeline, local).rounds
+        schedule = build(op, name, p, root, options.pipeline, local)
+        rounds = schedule.rounds
         times: dict[str, float | None] = dict.fromkeys(shown)
-        if net is not None:
+        if net is not None and many and (steps := _steps(schedule)) > _MOST_STEPS:
+            print(f"# {name}: {steps:,} steps in a round take minutes; `unisono simulate` runs it")
+        elif net is not None:
             try:
                 row = row_of(options, net, name, (p, local, options.size))
                 times["predicted"] = row["time_us"]
@@ -216,6 +247,15 @@ def _print(
     else:
         print("\n".join([head, *(line for _, line, _ in lines)]))
     return [row for *_, row in lines]
+
+
+def _steps(schedule: Schedule) -> int:
+    """Return about how many steps the first or the last round has on all ranks."""
+    import numpy as np
+
+    last = np.array([schedule.world_size - 1])
+    counts = [len(schedule.steps(k, last)) for k in (0, schedule.stages - 1)]
+    return schedule.world_size * max(counts)
 
 
 def _measured(table: ChoiceTable | None, op: str, nbytes: int) -> Mapping[str, tuple[float, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono import __version__
 from unisono.errors import UnisonoError
-from unisono.workbench.cli import bench, draw, explain, simulate, tune
+from unisono.workbench.cli import bench, draw, explain, replay, simulate, synthesize, tune
 from unisono.workbench.cli.completion import SHELLS, PrintCompletion
 from unisono.workbench.cli.doctor import doctor as doctor
 from unisono.workbench.cli.flags import CommandParser, meant
@@ -62,8 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_command(commands)
     bench.add_command(commands)
     simulate.add_command(commands)
+    replay.add_command(commands)
     draw.add_command(commands)
     explain.add_command(commands)
+    synthesize.add_command(commands)
     tune.add_command(commands)
     look.add_commands(commands)
     trace.add_command(commands)

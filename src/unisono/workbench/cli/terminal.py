@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 def plain(line: str) -> str:
@@ -31,3 +32,27 @@ def working(text: str, every_s: float = 8.0) -> Iterator[None]:
     finally:
         ended.set()
         teller.join()
+
+
+@contextlib.contextmanager
+def progress_bar(prefix: str, *, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function that shows how far a command is: a bar with rich on a terminal."""
+    if not shown:
+        yield lambda done, count, text: None
+    elif sys.stderr.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task(prefix.strip(": "), total=None)
+            yield lambda done, count, text: bar.update(
+                task, completed=done, total=count, description=prefix + text
+            )
+    else:
+
+        def line(done: int, count: int, text: str) -> None:
+            # One line for each tenth.
+            if done == count or 10 * done // count > 10 * (done - 1) // count:
+                print(f"{prefix}{100 * done // count} % {text}".rstrip(), file=sys.stderr)
+
+        yield line

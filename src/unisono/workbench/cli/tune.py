@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -26,7 +23,7 @@ from unisono.workbench.cli.flags import (
     seconds,
     write_json,
 )
-from unisono.workbench.cli.terminal import plain
+from unisono.workbench.cli.terminal import plain, progress_bar
 
 if TYPE_CHECKING:
     from unisono.core.schedules.choice.tables import ChoiceTable
@@ -137,7 +134,7 @@ def _tune_in_virtual_time(
     cells = [(op, nbytes) for nbytes in sizes for op in ops]
     measured: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
     left_out: dict[str, str] = {}
-    with _progress(shown=True) as progress:
+    with progress_bar(_PREFIX, shown=True) as progress:
         for done, (settings.op, nbytes) in enumerate(cells):
             progress(done, len(cells), f"{settings.op} of {nbytes:,} B")
             built_in = select(settings.op, nbytes, topology).algorithm
@@ -200,7 +197,7 @@ def measure_and_save(rank: int, plan: TuningPlan) -> None:
         backend = group.backends["cpu"]
         assert isinstance(backend, CPUBackend)
         shape = backend.shape
-        with _progress(shown=rank == 0) as progress:
+        with progress_bar(_PREFIX, shown=rank == 0) as progress:
             measured = quartiles(measure(plan, topology_of(shape), progress))
         took_s = time.perf_counter() - start_s
         about = {
@@ -252,27 +249,3 @@ def _show(table: ChoiceTable) -> None:
     if few := sum(count < LEAST_PASSES for count in passes):
         cells += f"; {few} of them once, which makes no rule: the time was too short"
     print(f"# the built-in rule stays for all other sizes ({cells})", flush=True)
-
-
-@contextlib.contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function that shows how far the measurement is: a bar with rich on a terminal."""
-    if not shown:
-        yield lambda done, count, text: None
-    elif sys.stderr.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task(_PREFIX.strip(": "), total=None)
-            yield lambda done, count, text: bar.update(
-                task, completed=done, total=count, description=_PREFIX + text
-            )
-    else:
-
-        def line(done: int, count: int, text: str) -> None:
-            # One line for each tenth.
-            if done == count or 10 * done // count > 10 * (done - 1) // count:
-                print(f"{_PREFIX}{100 * done // count} % {text}".rstrip(), file=sys.stderr)
-
-        yield line

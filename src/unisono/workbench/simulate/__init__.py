@@ -21,6 +21,7 @@ from unisono.workbench.simulate.evaluators.loggops import (
 )
 from unisono.workbench.simulate.evaluators.result import Result
 from unisono.workbench.simulate.evaluators.traffic import Traffic
+from unisono.workbench.simulate.graphs import Graph
 from unisono.workbench.simulate.machines import Machine, machine
 from unisono.workbench.simulate.networks import (
     FullyConnected,
@@ -34,7 +35,7 @@ from unisono.workbench.simulate.networks import (
 from unisono.workbench.simulate.switches import nvls, sharp
 
 __all__ = [
-    "Channels", "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult",
+    "Channels", "Costs", "FullyConnected", "Graph", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult",
     "Machine", "Network", "Pods", "Program", "Result", "Switch", "Torus", "Traffic", "from_goal",
     "in_channels", "machine", "nvls", "program_of", "sharp", "simulate", "to_goal",
 ]  # fmt: skip

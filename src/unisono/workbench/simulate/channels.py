@@ -19,6 +19,10 @@ from unisono.core.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate.networks import LinkGroup, LinkSpec, Network
 
+# NCCL's rings and trees. It makes the other operations of single messages, over the interface of
+# each rank.
+CHANNELLED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+
 
 class Channels(Network):
     """A network of channels: channel c of rank r is rank r * channels + c.
@@ -52,8 +56,9 @@ class Channels(Network):
 def in_channels(schedule: Schedule, channels: int, per_host: int) -> Schedule:
     """Return the schedule of all channels, for `Channels`.
 
-    In channel c each place of a host is held by the rank that is c places higher. The schedule is
-    only to be simulated: each channel moves its part of the vector, or of each block.
+    In channel c each place of a host is held by the rank that is c places higher; a root keeps its
+    place, and the others of its host turn. The schedule is only to be simulated: each channel moves
+    its part of the vector, or of each block.
 
     Raises:
         InvalidArgumentError: The collective has no channels, ranks post to all ranks, there is no
@@ -67,20 +72,25 @@ def in_channels(schedule: Schedule, channels: int, per_host: int) -> Schedule:
 
     def checked(rows: IntArray) -> IntArray:
         posts = ((rows[:, 1] == Op.POST) & (rows[:, 2] < 0)).any()
-        known = own is not None or collective == "all_reduce"
-        if not known or posts or channels < 1 or p % per_host:
+        if collective not in CHANNELLED or posts or channels < 1 or p % per_host:
             raise InvalidArgumentError(
                 f"{channels} channels of {collective} ({name}) on {p} ranks, {per_host} per "
-                "host: expected all_reduce, all_gather or reduce_scatter without posts to all, "
-                "whole hosts, and 1 channel or more"
+                f"host: expected {', '.join(CHANNELLED[:-1])} or {CHANNELLED[-1]} without posts to "
+                "all, whole hosts, and 1 channel or more"
             )
         return rows
 
     checked(schedule.steps(0, np.arange(p)))
 
     def moved(ranks: IntArray, by: int) -> IntArray:
-        within = ranks % per_host
-        return ranks - within + (within + by) % per_host
+        within, root = ranks % per_host, schedule.root
+        turned = (within + by) % per_host
+        if root >= 0:
+            after = (within - root) % per_host
+            others = (after - 1 + by) % max(per_host - 1, 1) + 1
+            near = (np.where(after == 0, 0, others) + root) % per_host
+            turned = np.where(ranks // per_host == root // per_host, near, turned)
+        return ranks - within + turned
 
     def exchange(k: int, ranks: IntArray) -> Iterable[IntArray]:
         for c in range(channels):
@@ -96,6 +106,7 @@ def in_channels(schedule: Schedule, channels: int, per_host: int) -> Schedule:
     return replace(
         schedule, algorithm=f"{name}, {channels} channels", world_size=p * channels,
         exchange=exchange, before=_nothing, after=_nothing,
+        root=schedule.root if schedule.root < 0 else schedule.root * channels,
         input_chunks=chunks[0] + (channels - 1) * int(offset[0]),
         output_chunks=chunks[1] + (channels - 1) * int(offset[1]),
         scratch_chunks=channels * chunks[2],

@@ -11,9 +11,10 @@ import numpy as np
 from unisono.core.schedules.ir import Schedule
 from unisono.core.schedules.registry import known_algorithms
 from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.workbench.simulate.channels import Channels, in_channels
+from unisono.workbench.simulate.channels import CHANNELLED, Channels, in_channels
 from unisono.workbench.simulate.evaluators.costs import Costs
 from unisono.workbench.simulate.evaluators.loggops import LogGOPS
+from unisono.workbench.simulate.graphs import Graph
 from unisono.workbench.simulate.networks import (
     FullyConnected,
     Hosts,
@@ -26,7 +27,7 @@ from unisono.workbench.simulate.networks import (
 
 _CHOICES = {
     "model": ("links", "alpha-beta", "loggops"),
-    "topology": ("hosts", "switch", "full", "torus"),
+    "topology": ("hosts", "switch", "full", "torus", "graph"),
     "routing": ("adaptive", "hashed"),
     "interface_order": ("turn", "blocks"),
 }
@@ -41,7 +42,7 @@ _KEYS: dict[str, Any] = {
     "channels": 1, "channel_gbps": float("inf"),
     "inside_us": 0.0, "inside_gbps": float("inf"), "latency_us": 0.0, "gbps": float("inf"),
     "efficiency": 1.0, "inside_efficiency": 1.0,
-    "pod_hosts": 0, "pod_us": 0.0, "oversubscription": 1.0, "dragonfly": False,
+    "links": [], "pod_hosts": 0, "pod_us": 0.0, "oversubscription": 1.0, "dragonfly": False,
     "routing": "adaptive",
     "cut_through": True, "whole_ns": False, "padded": False,
     "send_us": 0.0, "recv_us": 0.0, "start_us": 0.0,
@@ -97,6 +98,8 @@ class Machine:
             if size % width:
                 raise InvalidArgumentError(f"{size} ranks do not fill rows of {width}")
             return Torus(width, size // width, spec, cut_through=cut)
+        if v["topology"] == "graph":
+            return Graph(size, _edges(self.name, v), spec.whole, cut_through=cut)
         if v["topology"] != "hosts":
             flat = Switch if v["topology"] == "switch" else FullyConnected
             return flat(size, spec, cut_through=cut)
@@ -114,12 +117,14 @@ class Machine:
         )  # fmt: skip
 
     def in_channels(self, schedule: Schedule, local: int) -> tuple[Schedule, Network]:
-        """Return a schedule and its network, with the channels of the machine if it has any."""
+        """Return a schedule and its network, with the channels of the machine if both have them."""
         v = self.of(schedule.algorithm)
         network = self.network(schedule.algorithm, schedule.world_size)
-        if (channels := v["channels"]) == 1 and v["channel_gbps"] == float("inf"):
+        alone = v["channels"] == 1 and v["channel_gbps"] == float("inf")
+        if alone or schedule.collective not in CHANNELLED:
             return schedule, network
         spec = LinkSpec(0, v["channel_gbps"])
+        channels = v["channels"]
         return in_channels(schedule, channels, local), Channels(network, channels, spec)
 
     def costs(self, algorithm: str) -> Costs:
@@ -225,6 +230,29 @@ def _check_number(name: str, key: str, value: float) -> None:
         raise InvalidArgumentError(
             f"{name}: {key} is {value!r}, expected a number {low}, and at most {limit}"
         )
+
+
+def _edges(name: str, values: dict[str, Any]) -> dict[tuple[int, int], LinkSpec]:
+    """Return the links of a graph by their ends, from lists [from, to, GB/s, us]."""
+    found: dict[tuple[int, int], LinkSpec] = {}
+    for link in values["links"]:
+        numbers = link if isinstance(link, list) else []
+        kinds = [int, int, int | float, int | float][: len(numbers)]
+        fits = 2 <= len(numbers) <= 4 and all(map(isinstance, numbers, kinds))
+        fits = fits and not any(isinstance(each, bool) for each in numbers)
+        ends = tuple(numbers[:2])
+        if not fits or len(set(ends)) < 2 or min(ends) < 0 or max(ends) >= 4096 or ends in found:
+            raise InvalidArgumentError(
+                f"{name}: links has {link!r}, expected [from, to], [from, to, GB/s] or "
+                "[from, to, GB/s, us], each pair of ranks once"
+            )
+        given = dict(zip(("gbps", "latency_us"), numbers[2:], strict=False))
+        for key, value in given.items():
+            _check_number(name, key, value)
+        given = values | given
+        gbps = given["gbps"] * values["efficiency"]
+        found[ends[0], ends[1]] = LinkSpec(_ps(given["latency_us"]), gbps, values["whole_ns"])
+    return found
 
 
 def _ps(us: float) -> int:

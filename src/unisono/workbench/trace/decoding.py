@@ -101,7 +101,7 @@ def _record(entry: dict[str, Any], number: int, ranks: tuple[int, ...]) -> Trace
         op=op,
         dtype=_BY_TORCH.get(dtypes[0], dtypes[0]),
         count=math.prod(sizes[0]) if sizes[0] else 0,
-        nbytes=0,
+        nbytes=sum(map(math.prod, sizes)) * _itemsize(dtypes[0]) if sizes[0] else 0,
         algorithm="",
         route=route,
         peer=peer,
@@ -118,6 +118,11 @@ def _record(entry: dict[str, Any], number: int, ranks: tuple[int, ...]) -> Trace
         waited_ns=0,
         waited_for=None,
     )
+
+
+def _itemsize(dtype: str) -> int:
+    bits = re.search(r"(\d+)$", _BY_TORCH.get(dtype, ""))
+    return int(bits[1]) // 8 if bits else 1
 
 
 def _frame_of_user(frames: list[dict[str, Any]]) -> dict[str, Any]:

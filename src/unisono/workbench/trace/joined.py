@@ -196,6 +196,7 @@ def shifted(ranks: Mapping[int, RankRecords], by_ns: Mapping[int, int]) -> dict[
             enqueued_ns=record.enqueued_ns + ns,
             started_ns=None if record.started_ns is None else record.started_ns + ns,
             ended_ns=None if record.ended_ns is None else record.ended_ns + ns,
+            wait_begun_ns=None if record.wait_begun_ns is None else record.wait_begun_ns + ns,
         )
 
     def move_all(each: RankRecords, ns: int) -> RankRecords:

@@ -62,9 +62,12 @@ class Completion:
         any_process: Whether the child of a fork may finish its copy. If not, a wait in the child
             raises ClosedError, because the thread that would finish it is in the parent.
         done: Whether it is done from the start.
+
+    Attributes:
+        recorded: The records of the group of a collective, and its number there.
     """
 
-    __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_open", "_source", "error")
+    __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_open", "_source", "error", "recorded")
 
     def __init__(self, *, any_process: bool = False, done: bool = False) -> None:
         # Deleted by the call that makes it done: signal handlers run before or after a deletion.
@@ -77,6 +80,7 @@ class Completion:
         self._callbacks: list[Callable[[Any], object]] = []
         self._source: Source | None = None
         self.error: BaseException | None = None
+        self.recorded: tuple[Any, int] = (None, 0)
 
     def ends_with(self, source: Source) -> None:
         """Poll and wait on `source` until the completion is finished."""
@@ -182,9 +186,12 @@ class Pending(Completion):
         count: Elements that a receive got; None as for `source`.
         deadline: When a waiting thread must call `expire`; None if the backend watches the time.
         prepared: Result of `Engine.prepare`, if the options ask for it.
+        note_wait: Records that a caller waits from now on; None if nobody wants to know.
     """
 
-    __slots__ = ("_runs_here", "count", "deadline", "outputs", "prepared", "source", "tag")
+    __slots__ = (
+        *("_runs_here", "count", "deadline", "note_wait", "outputs", "prepared", "source", "tag"),
+    )
 
     def __init__(
         self,
@@ -211,6 +218,7 @@ class Pending(Completion):
         self.count: int | None = None
         self.prepared: Any = None
         self._runs_here = runs_here
+        self.note_wait: Callable[[], object] | None = None
 
     def expire(self) -> None:
         """End the call with an error because its deadline has passed."""
@@ -229,6 +237,8 @@ class Pending(Completion):
         Raises:
             UsageError: The calling thread runs the call, and would wait for itself for ever.
         """
+        if self.note_wait is not None:
+            self.note_wait()
         if self._done:
             return True
         self.require_other_thread()

@@ -16,6 +16,7 @@ from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.c10d.objects.packet import FIRST_BYTES, Packet
 from unisono.core.c10d.objects.serializer import PickleSerializer, Serializer
 from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.operations.hooks import Hooks, PreHookArgs
 from unisono.core.operations.work import Work
 from unisono.errors import (
     ArgumentTypeError,
@@ -47,13 +48,15 @@ class ObjectCall:
         self._error: BaseException | None = None
         self._caller = 0
         self._is_collective = False
+        self._hooks: Hooks | None = None
+        self._seen: PreHookArgs | None = None
 
     def __enter__(self) -> ObjectCall:
         # All messages of a call have one tag, so the messages of two calls could be mixed up.
         self._caller = self._group.take_guard(self._name)
         self._since = self._group.place()
         try:
-            self.check(self.begin)
+            self.check(self._begin_whole)
         except BaseException:
             self._group.release_guard(self._caller)
             raise
@@ -62,6 +65,10 @@ class ObjectCall:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._group.release_guard(self._caller)
+        if self._hooks is not None and self._seen is not None:
+            self._hooks.leave_whole()
+            if error is None:
+                self._hooks.end(self._seen, None)
         known = error is None or error is self._error or isinstance(error, UnisonoError)
         if not known and error is not None and not self._group.is_known_to_all(error, self._since):
             # The other ranks wait for a later part of this call.
@@ -80,6 +87,12 @@ class ObjectCall:
                 f"serializer must have name, dumps and loads, got {self._serializer!r}"
             )
         return self
+
+    def _begin_whole(self) -> None:
+        self.begin()
+        self._hooks = self._group._hooks
+        if self._hooks is not None:
+            self._seen = self._hooks.begin_whole(self._group, self._name)
 
     @property
     def remaining_s(self) -> float:

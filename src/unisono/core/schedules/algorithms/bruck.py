@@ -25,6 +25,7 @@ def all_gather(p: int) -> Schedule:
 
     SCRATCH[j] collects the block of rank r + j.
 
+    Use: small data on any number of ranks: the fewest rounds.
     Cost: ceil(lg p) rounds, n(p-1)/p sent; round k sends min(2**k, p - 2**k) blocks.
     Source: Bruck et al. 1997; MPICH's allgather "brucks".
     """

@@ -20,6 +20,7 @@ from unisono.core.schedules.pipeline import Tree, tree_schedule
 def all_reduce(p: int, pipeline: int) -> Schedule:
     """Reduce up both trees and broadcast down them, with `pipeline` chunks per tree.
 
+    Use: medium and large data on many ranks: a tree's rounds, even work.
     Cost: 2 ceil(lg p) - 1 + m rounds, at most 2n sent, at most n reduced.
     Source: NCCL's tree all-reduce with one rank per node.
     """

@@ -25,6 +25,7 @@ NAME = "far_first"
 def all_gather(p: int) -> Schedule:
     """Pass all blocks gathered so far ..., 4, 2, 1 ranks to the right.
 
+    Use: small data where distant ranks share slow links.
     Cost: ceil(lg p) rounds, n(p-1)/p sent; the first rounds send the fewest blocks.
     Source: as the module.
     """

@@ -39,6 +39,7 @@ def all_reduce(p: int) -> Schedule:
 
     The vector has q chunks, one per member. The other ranks fold; see `fold`.
 
+    Use: medium and large data on equal links, best with 2**k ranks.
     Cost: 2 lg p rounds, 2n(p-1)/p sent, n(p-1)/p reduced; for other p than 2**k,
         2 floor(lg p)+2 rounds, 2n(q-1)/q + n sent, n(q-1)/q + n reduced.
     Source: Rabenseifner 2004; MPICH's allreduce "reduce_scatter_allgather".

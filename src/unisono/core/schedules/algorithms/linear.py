@@ -55,6 +55,7 @@ def reduce(p: int, root: int) -> Schedule:
 def all_reduce(p: int) -> Schedule:
     """Reduce to rank 0, then broadcast from there.
 
+    Use: few ranks and tiny data; a root with many ranks is the bottleneck.
     Cost: 2 rounds, (p-1)n sent, received and reduced by rank 0.
     Source: Open MPI's allreduce "linear".
     """

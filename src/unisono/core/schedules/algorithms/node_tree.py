@@ -22,6 +22,7 @@ from unisono.core.schedules.pipeline import Tree, tree_schedule
 def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
     """Reduce along the chains and up both trees, then broadcast the same way back.
 
+    Use: small and medium data on many hosts with several ranks.
     Cost: 2(L-1) + 2 ceil(lg H) - 1 + m rounds, of which 2 ceil(lg H) between hosts; at most 3n
         sent.
     Source: NCCL's tree all-reduce, with all edges of a node at one rank.

@@ -67,6 +67,7 @@ def reduce_scatter(p: int) -> Schedule:
 def gather(p: int, root: int) -> Schedule:
     """Receive one block after another; the root lets the third next rank send then.
 
+    Use: large data: each rank has one partner at a time, so no link carries two messages.
     Cost: p-1 rounds, n/p sent by each rank, n(p-1)/p received by the root.
     Source: pHost's tokens for receivers (Gao et al., CoNEXT 2015).
     """

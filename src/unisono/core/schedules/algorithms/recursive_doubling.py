@@ -38,6 +38,7 @@ def all_reduce(p: int) -> Schedule:
     Partners compute a+b and b+a; all ranks get bitwise equal results because the reduce ops
     commute.
 
+    Use: small data: the fewest rounds with one message each.
     Cost: lg p rounds, n lg p sent and reduced; for other p than 2**k, floor(lg p)+2 rounds and
         n(floor(lg p)+1) sent and reduced.
     Source: MPICH's allreduce "recursive doubling".
@@ -59,6 +60,7 @@ def multiplying(p: int) -> Schedule:
     All ranks of a group reduce in the same order, so the results are bitwise equal. If lg p is odd,
     the last groups have 2 ranks.
 
+    Use: tiny data, if a rank can send 3 messages at once.
     Cost: ceil(lg p / 2) rounds; 3n sent and reduced in groups of 4, n in groups of 2. For other p
         than 2**k, 2 rounds and n more.
     Source: Ruefenacht, Bull and Booth, "Generalisation of recursive doubling for AllReduce", PARCO
@@ -104,6 +106,7 @@ def all_gather(p: int) -> Schedule:
 def barrier(p: int) -> Schedule:
     """Send to the rank 1, 2, 4, ... to the right; receive from the rank 1, 2, 4, ... to the left.
 
+    Use: each barrier between hosts.
     Cost: ceil(lg p) rounds of empty messages.
     Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988
         (dissemination barrier).

@@ -30,6 +30,7 @@ def all_reduce(p: int) -> Schedule:
     chunk that it receives. A chunk is complete at rank (chunk - 1) mod p. In the last p-1 rounds
     the complete chunks are copied from rank to rank.
 
+    Use: large data on few or medium numbers of ranks: no algorithm sends less.
     Cost: 2(p-1) rounds, 2n(p-1)/p sent, n(p-1)/p reduced.
     Source: Patarasuk and Yuan 2009.
     """
@@ -39,6 +40,7 @@ def all_reduce(p: int) -> Schedule:
 def two_way_all_reduce(p: int) -> Schedule:
     """Send one half of the vector around the ring to the right, the other half to the left.
 
+    Use: large data where links to both neighbours are free at the same time.
     Cost: 2(p-1) rounds, 2n(p-1)/p sent in 2 messages per round, n(p-1)/p reduced.
     Source: the rings of TPU networks; Sack and Gropp, "Collective algorithms for multiported torus
         networks", ACM TOPC 1(2), 2015.

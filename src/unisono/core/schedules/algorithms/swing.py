@@ -27,6 +27,7 @@ def all_reduce(p: int) -> Schedule:
     The nearest partner gets half of the vector, the farthest the smallest part. For other p than
     2**k ranks fold; see `fold`.
 
+    Use: as halving_doubling, where distant ranks are slower, as on a torus.
     Cost: 2 lg p rounds, 2n(p-1)/p sent, n(p-1)/p reduced; for other p than 2**k as
         halving_doubling.
     Source: De Sensi et al. 2024, bandwidth-optimal variant.
@@ -41,6 +42,7 @@ def broadcast(p: int, root: int) -> Schedule:
 
     Only for p = 2**k.
 
+    Use: as binomial, where distant ranks share slow links.
     Cost: lg p rounds, n lg p sent by the root.
     Source: De Sensi et al. 2025, distance-halving tree.
     """

@@ -35,6 +35,7 @@ def binomial_broadcast(p: int, root: int) -> Schedule:
 
     In the round with distance d the ranks v = 0 mod 2d send to v + d.
 
+    Use: small data: the fewest rounds with one message each.
     Cost: ceil(lg p) rounds, n ceil(lg p) sent by the root.
     Source: MPICH's bcast "binomial".
     """
@@ -129,6 +130,7 @@ def reduce(p: int, root: int, pipeline: int) -> Schedule:
 def all_reduce(p: int, pipeline: int) -> Schedule:
     """Reduce up a binary tree and broadcast down the same tree, in `pipeline` chunks.
 
+    Use: small and medium data on many ranks.
     Cost: 2H-1+m rounds, H = floor(lg p); 3n sent by inner ranks.
     Source: NCCL's tree all-reduce, with one tree.
     """

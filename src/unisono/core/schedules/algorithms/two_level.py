@@ -50,6 +50,7 @@ Stages = tuple[
 def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
     """Reduce-scatter inside the hosts, all-reduce the parts in rings, all-gather inside.
 
+    Use: large data on hosts with several ranks and fast memory.
     Cost: 2H-1+m rounds; 2n(H-1)/p sent to other hosts, 2n(L-1)/L inside.
     Source: Open MPI's coll/han; NCCL's rings with one NIC per GPU.
     """

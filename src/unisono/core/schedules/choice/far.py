@@ -87,13 +87,14 @@ def _fastest(collective: str, log2: int, p: int, local: int, round_trip_us: int)
         name for name in available(collective, p, local=local)
         if not entry(collective, name).registered
     ]  # fmt: skip
-    times = {name: _time_us(collective, name, 1 << log2, p, local, round_trip_us) for name in names}
+    times = {name: time_us(collective, name, 1 << log2, p, local, round_trip_us) for name in names}
     return tuple(sorted(names, key=times.__getitem__))
 
 
-def _time_us(
+def time_us(
     collective: str, name: str, nbytes: int, p: int, local: int, round_trip_us: int
 ) -> float:
+    """Return the time of a call by an algorithm; the arguments are those of `fastest`."""
     pipelined = entry(collective, name).pipelined
     depth = depth_of(name, nbytes, p, round_trip_us) if pipelined else 1
     schedule = build(collective, name, p, 0 if collective in ROOTED else -1, depth, local)

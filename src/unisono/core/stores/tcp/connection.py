@@ -20,6 +20,7 @@ from unisono.core.base.net.silence import (
     round_trip_us,
 )
 from unisono.core.base.net.sockets import connect, format_address
+from unisono.core.base.net.tls import TlsPolicy
 from unisono.core.platform.posix import after_fork
 from unisono.core.stores.tcp.handshake import shake_hands
 from unisono.core.stores.tcp.link import RawRequest, open_link
@@ -143,6 +144,7 @@ class ConnectionPool:
         self._host = host
         self._port = port
         self._token = token
+        self._tls = TlsPolicy.of(token, "store")
         self._address = format_address(host, port)
         self.round_trip_us: int | None = None
         # No lock: each change of these is one atomic call.
@@ -264,6 +266,7 @@ class ConnectionPool:
             limit_start(sock)
             # Some time also for a caller at its deadline, because the server did accept.
             patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
+            sock = self._tls.call(sock, self._host)
             shake_hands(sock, self._address, self._token, patience)
             limit_start(sock, 0)
             self.round_trip_us = round_trip_us(sock)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from typing import NoReturn
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.net.sockets import is_foreign, is_local
+from unisono.core.base.net.tls import session_of
 from unisono.core.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
 from unisono.core.stores.tcp.wire import MAGIC, RequestOp, encode_request
 from unisono.errors import HandshakeError, StoreConnectionError, StoreTimeoutError
@@ -19,6 +21,8 @@ TOKEN_HINT = (
     "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process may use "
     "the store, UNISONO_INSECURE=1 for the server's process"
 )
+
+_TLS_HINT = "give all processes of a job the same UNISONO_TLS and UNISONO_TOKEN, and OpenSSL"
 
 _REASONS = {
     Answer.WRONG_TOKEN: (
@@ -36,6 +40,14 @@ _REASONS = {
     Answer.LOCAL_ONLY: (
         "it has no token, and then serves only its own machine",
         TOKEN_HINT,
+    ),
+    Answer.TLS_NEEDED: (
+        "it encrypts its connections, and this client does not",
+        _TLS_HINT,
+    ),
+    Answer.NO_TLS_HERE: (
+        "this client encrypts its connections, and the server does not",
+        _TLS_HINT,
     ),
 }
 
@@ -73,7 +85,22 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
     except OSError as error:
         if isinstance(error, HandshakeError):
             raise
+        if error.errno == errno.EPROTO:
+            _not_encrypted(sock, address, error)
         raise _lost(address, error) from error
+
+
+def _not_encrypted(sock: socket.socket, address: str, error: OSError) -> NoReturn:
+    """Raise the error for a TLS handshake that has failed."""
+    session = session_of(sock)
+    if session is not None and session.is_other_secret:
+        _refused(address, Answer.WRONG_TOKEN)
+    if session is not None and session.first_byte in list(_REASONS):
+        _refused(address, session.first_byte)
+    raise HandshakeError(
+        f"the connection to the store server at {address} cannot be encrypted: {error.strerror}",
+        hint=_TLS_HINT,
+    ) from error
 
 
 def _lost(address: str, error: OSError) -> StoreConnectionError:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.net.silence import LOOK_S, host_timeout_s, keep_alive, silent_s
+from unisono.core.base.net.tls import session_of
 from unisono.core.base.seam import cpp, is_wanted
 from unisono.core.stores.tcp.wire import (
     NO_REPLY,
@@ -34,7 +35,7 @@ def open_link(sock: socket.socket) -> StoreLink:
     limit_s = host_timeout_s() if keep_alive(sock) else math.inf
     if is_wanted():
         sock.settimeout(None)
-        link: StoreLink = cpp.StoreLink(sock.fileno(), limit_s)
+        link: StoreLink = cpp.StoreLink(sock.fileno(), limit_s, session_of(sock))
         return link
     return StoreLink(sock, limit_s)
 

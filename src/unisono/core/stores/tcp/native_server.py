@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from unisono.core.base.log import get_logger
+from unisono.core.base.net.tls import context
 from unisono.core.base.seam import cpp, is_wanted
 from unisono.core.platform.posix import set_blocking
 from unisono.core.stores.tcp.server import CLOSE_S, ServerOptions, StoreServer
@@ -37,6 +38,7 @@ class NativeServer:
         self._pid = os.getpid()
         lines, log_fd = os.pipe()
         set_blocking(log_fd, False)
+        tls = options.tls
         sockets = [listener.detach() for listener in listeners]
         try:
             self._server = cpp.StoreServer(
@@ -47,6 +49,7 @@ class NativeServer:
                 options.max_reply_bytes,
                 options.max_greetings,
                 int(options.log_window_s * 1e9),
+                (int(tls.rule), context() if tls.rule else None, tls.secrets),
             )
         except RuntimeError as error:
             os.close(lines)

@@ -16,15 +16,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import LogLimit, get_logger
 from unisono.core.base.net.sockets import format_address, is_foreign, is_local
+from unisono.core.base.net.tls import (
+    TlsPolicy,
+    TlsRefusal,
+    has_unread,
+    has_unsent,
+    is_secured,
+    uses_certificates,
+)
 from unisono.core.platform.posix import after_fork
 from unisono.core.stores.table import StoreTable, Watch
-from unisono.core.stores.tcp.token import REFUSED_KEY, Gate, Refused
+from unisono.core.stores.tcp.token import REFUSED_KEY, Answer, Gate, Refused
 from unisono.core.stores.tcp.wire import (
     MAX_REPLY_BYTES,
     MAX_VALUE_BYTES,
@@ -62,6 +71,7 @@ class _ServedClient:
     sock: socket.socket
     peer: str
     gate: Gate | None
+    is_sniffed: bool = False
     decoder: RequestDecoder = field(default_factory=RequestDecoder)
     pending: list[Request] = field(default_factory=list)
     unsent: bytearray = field(default_factory=bytearray)
@@ -134,6 +144,11 @@ class ServerOptions:
     max_greetings: int = 4096
     log_window_s: float = 60.0
 
+    @cached_property
+    def tls(self) -> TlsPolicy:
+        """Which clients must encrypt, and the keys."""
+        return TlsPolicy.of(self.token, "store")
+
 
 class StoreServer:
     """Serves torch's TCPStore protocol on listening sockets that it takes over.
@@ -145,6 +160,7 @@ class StoreServer:
 
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self._options = options
+        options.tls  # noqa: B018  (what the environment says now)
         self._greetings: deque[tuple[float, _ServedClient]] = deque()
         self.port: int = listeners[0].getsockname()[1]
         self._table = StoreTable()
@@ -225,28 +241,27 @@ class StoreServer:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        gate = Gate(
+        connection = _ServedClient(sock, format_address(*address[:2]), None)
+        connection.gate = Gate(
             self._options.token,
             self._options.serves_strangers,
-            lambda: is_local(sock),
-            lambda: is_foreign(sock),
+            lambda: is_local(connection.sock),
+            lambda: is_foreign(connection.sock),
+            lambda has_token: self._options.tls.forbids(connection.sock, is_stranger=not has_token),
+            lambda: is_secured(connection.sock) and uses_certificates(),
         )
-        connection = _ServedClient(sock, format_address(*address[:2]), gate)
         self._greetings.append((time.monotonic(), connection))
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: _ServedClient, events: int) -> None:
         try:
-            if events & selectors.EVENT_READ:
-                chunk = connection.sock.recv(_READ_BYTES)
-                if not chunk:
-                    self._drop(connection)
+            more = True
+            while more:
+                if events & selectors.EVENT_READ and not self._receive(connection):
                     return
-                if connection.gate is not None:
-                    chunk = self._greet(connection, connection.gate, chunk)
-                connection.pending += connection.decoder.feed(chunk)
-            self._answer(connection)
+                self._answer(connection)
+                more = has_unread(connection.sock)
         except BlockingIOError:
             return
         except Refused as error:
@@ -259,8 +274,35 @@ class StoreServer:
         except (WireError, StoreKeyError, InvalidArgumentError) as error:
             # The protocol has no error reply; torch's server closes the connection as well.
             self._drop(connection, error.what)
-        except OSError:
+        except OSError as error:
+            self._drop(connection, str(error.strerror) if is_secured(connection.sock) else "")
+
+    def _receive(self, connection: _ServedClient) -> bool:
+        """Take what a client has sent; return whether it is still there."""
+        if not connection.is_sniffed:
+            self._sniff(connection)
+        chunk = connection.sock.recv(_READ_BYTES)
+        if not chunk:
             self._drop(connection)
+            return False
+        if connection.gate is not None:
+            chunk = self._greet(connection, connection.gate, chunk)
+        connection.pending += connection.decoder.feed(chunk)
+        return True
+
+    def _sniff(self, connection: _ServedClient) -> None:
+        """Find out whether a client encrypts."""
+        plain = connection.sock
+        try:
+            connection.sock = self._options.tls.answer(plain, refuses_plain=False)
+        except TlsRefusal as error:
+            has_token = bool(self._options.token)
+            code = Answer.NO_TLS_HERE if has_token else Answer.NO_TOKEN_HERE
+            raise Refused(bytes([code]), str(error)) from None
+        connection.is_sniffed = True
+        if connection.sock is not plain:
+            self._selector.unregister(plain)
+            self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _greet(self, connection: _ServedClient, gate: Gate, chunk: bytes) -> bytes:
         """Do the handshake; return the bytes that follow it."""
@@ -380,7 +422,7 @@ class StoreServer:
 
     def _flush(self, connection: _ServedClient) -> bool:
         """Send what the socket accepts; return whether nothing is left."""
-        while connection.unsent:
+        while connection.unsent or has_unsent(connection.sock):
             try:
                 sent = connection.sock.send(memoryview(connection.unsent)[: 1 << 20])
             except BlockingIOError:
@@ -389,7 +431,8 @@ class StoreServer:
         return True
 
     def _watch_socket(self, connection: _ServedClient) -> None:
-        events = selectors.EVENT_WRITE if connection.unsent else 0
+        is_behind = connection.unsent or has_unsent(connection.sock)
+        events = selectors.EVENT_WRITE if is_behind else 0
         if not connection.pending:
             events |= selectors.EVENT_READ
         if self._selector.get_key(connection.sock).events != events:

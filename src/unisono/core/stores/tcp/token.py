@@ -45,6 +45,8 @@ class Answer(enum.IntEnum):
     TOKEN_NEEDED = 4
     NO_TOKEN_HERE = 5
     LOCAL_ONLY = 6
+    TLS_NEEDED = 7
+    NO_TLS_HERE = 8
 
 
 class Refused(Exception):
@@ -90,6 +92,9 @@ class Gate:
         serves_strangers: Clients without a token may be on other machines too.
         is_local: Returns whether the client is on this machine.
         is_foreign: Returns whether a client on this machine is another user's.
+        lacks_tls: Returns, for a client with or without a token, whether the connection must be
+            encrypted and is not.
+        is_certified: Returns whether the client has shown a certificate, which is enough.
     """
 
     def __init__(
@@ -98,7 +103,11 @@ class Gate:
         serves_strangers: bool,
         is_local: Callable[[], bool],
         is_foreign: Callable[[], bool],
+        lacks_tls: Callable[[bool], bool] = lambda has_token: False,
+        is_certified: Callable[[], bool] = bool,
     ) -> None:
+        self._is_certified = is_certified
+        self._lacks_tls = lacks_tls
         self._is_foreign = is_foreign
         self._token = token
         self._serves_strangers = serves_strangers
@@ -128,8 +137,14 @@ class Gate:
             self.is_open = True
         return answer, self._data if self.is_open else b""
 
+    def _check_tls(self, *, has_token: bool) -> None:
+        if self._lacks_tls(has_token):
+            why = "it does not encrypt; give it the UNISONO_TLS of this server"
+            raise Refused(_byte(Answer.TLS_NEEDED), why)
+
     def _check_stranger(self) -> None:
-        if self._serves_strangers:
+        self._check_tls(has_token=False)
+        if self._serves_strangers or self._is_certified():
             return
         why, insecure = "it is on another machine", "or UNISONO_INSECURE=1 here accepts any client"
         if self._is_local():
@@ -152,6 +167,7 @@ class Gate:
             raise Refused(b"", "it is no client of a store")
         if len(self._data) < len(HELLO) + NONCE_BYTES:
             return b""
+        self._check_tls(has_token=True)
         if not self._token:
             if not (self._serves_strangers or self._is_local()):
                 why = "it has a token, and there is none here"

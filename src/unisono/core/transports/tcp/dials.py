@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
+from unisono.core.base.net.tls import TlsPolicy
 from unisono.core.transports.tcp.address import TCPAddress, is_loopback
 from unisono.core.transports.tcp.handshake import Dial
 from unisono.core.transports.tcp.io_loop import IOLoop
@@ -23,15 +24,22 @@ class Dials:
         world_size: Number of ranks.
         find: Returns the `address` that another rank published.
         loop: Of the I/O thread.
+        tls: Returns whether and how to encrypt connections to an address.
     """
 
     def __init__(
-        self, rank: int, world_size: int, find: Callable[[int], str], loop: IOLoop
+        self,
+        rank: int,
+        world_size: int,
+        find: Callable[[int], str],
+        loop: IOLoop,
+        tls: Callable[[TCPAddress], TlsPolicy],
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._find = find
         self._loop = loop
+        self._tls = tls
         self._open: dict[tuple[int, int], Dial] = {}
         self._failed: dict[int, Dial] = {}
 
@@ -48,7 +56,9 @@ class Dials:
         hello = Hello(self._world_size, self._rank, peer, channel, address.token)
         if all(map(is_loopback, address.hosts)) and not all(map(is_loopback, mine.hosts)):
             done = partial(_done_near, done)
-        dial = self._open[peer, channel] = Dial(self._loop, hello, address, done)
+        dial = self._open[peer, channel] = Dial(
+            self._loop, hello, address, self._tls(address), done
+        )
         return dial
 
     def addresses(self) -> list[str]:

@@ -14,6 +14,7 @@ from unisono.core.base.host import reason_of
 from unisono.core.base.log import LogLimit, get_logger
 from unisono.core.base.net.silence import limit_start
 from unisono.core.base.net.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
+from unisono.core.base.net.tls import TlsPolicy
 from unisono.core.transports.tcp.address import TCPAddress
 from unisono.core.transports.tcp.io_loop import READ, WRITE, IOLoop
 from unisono.core.transports.tcp.wire import ACCEPT, HELLO, Hello
@@ -89,6 +90,7 @@ class Dial:
         loop: Of the I/O thread.
         hello: Sent first.
         address: Where the peer listens.
+        tls: Whether and how to encrypt.
         done: Receives the connected socket and "", or None and the reasons. If the peer's own
             connection is to be used, receives that socket and the reasons.
 
@@ -100,10 +102,13 @@ class Dial:
         loop: IOLoop,
         hello: Hello,
         address: TCPAddress,
+        tls: TlsPolicy,
         done: Callable[[socket.socket | None, str], None],
     ) -> None:
         self._loop = loop
-        self._hello = hello
+        self._tls = tls
+        self._hello = hello.pack()
+        self._left = b""
         self._hosts = deque(address.hosts)
         self._port = address.port
         self._done = done
@@ -166,11 +171,13 @@ class Dial:
         assert sock is not None
         self._put_back()
         try:
-            sock.send(self._hello.pack())
+            self._sock = sock = self._tls.call(sock, attempt.host)
         except OSError as error:
             self._failed(reason_of(error))
             return
+        self._left = self._hello
         self._loop.watch(sock, READ, self._answered)
+        self._answered(WRITE)
 
     def _put_back(self) -> None:
         """Stop the other attempts, and keep their addresses for a later attempt."""
@@ -184,6 +191,8 @@ class Dial:
         sock = self._sock
         assert sock is not None
         try:
+            if self._left:  # the TLS handshake comes before it
+                self._left = self._left[sock.send(self._left) :]
             answer = sock.recv(1)
         except BlockingIOError:
             return
@@ -216,11 +225,15 @@ class Greetings:
 
     Args:
         loop: Of the I/O thread.
+        tls: Which connections must be encrypted.
         done: Receives a connection and its hello.
     """
 
-    def __init__(self, loop: IOLoop, done: Callable[[socket.socket, Hello], None]) -> None:
+    def __init__(
+        self, loop: IOLoop, tls: TlsPolicy, done: Callable[[socket.socket, Hello], None]
+    ) -> None:
         self._loop = loop
+        self.tls = tls
         self._done = done
         self._log = LogLimit(_log)
         # With the time of each, oldest first.
@@ -238,7 +251,7 @@ class Greetings:
 
     def add(self, sock: socket.socket) -> None:
         """Wait for the hello of a connection."""
-        self._open[_Greeting(self._loop, sock, self._ended)] = time.monotonic()
+        self._open[_Greeting(self._loop, sock, self.tls, self._ended)] = time.monotonic()
 
     def warn(self, line: str) -> None:
         """Log a line that a stranger can cause; many of them are summed up."""
@@ -263,10 +276,15 @@ class _Greeting:
     """An accepted connection until its hello is complete; closed if no hello arrives in time."""
 
     def __init__(
-        self, loop: IOLoop, sock: socket.socket, ended: Callable[[_Greeting, Hello | None], None]
+        self,
+        loop: IOLoop,
+        sock: socket.socket,
+        tls: TlsPolicy,
+        ended: Callable[[_Greeting, Hello | None], None],
     ) -> None:
         self._loop = loop
         self.sock = sock
+        self._tls: TlsPolicy | None = tls
         self._ended = ended
         self._data = b""
         loop.watch(sock, READ, self._read_hello)
@@ -274,6 +292,12 @@ class _Greeting:
 
     def _read_hello(self, events: int) -> None:
         try:
+            if self._tls is not None:
+                plain, self.sock = self.sock, self._tls.answer(self.sock)
+                self._tls = None
+                if self.sock is not plain:
+                    self._loop.unwatch(plain)
+                    self._loop.watch(self.sock, READ, self._read_hello)
             received = self.sock.recv(HELLO.size - len(self._data))
             if not received:
                 raise ConnectionResetError("it hung up")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from unisono.core.base.net.tls import has_unsent
 from unisono.core.platform.posix import sendmsg
 from unisono.core.transports.messages import (
     Arrival,
@@ -171,7 +172,7 @@ class Link:
         try:
             with self._write_lock:
                 self._write(finished)
-                return bool(self._frames)
+                return self.pending()
         finally:
             # Outside the lock: a callback may submit the next frame to this very link.
             for transfer in finished:
@@ -192,6 +193,9 @@ class Link:
                 self._frames.popleft()
                 finished.append(out.transfer)
             out.is_sending = False
+        if has_unsent(self.sock):
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                self.sock.send(b"")
 
     # ---- in -------------------------------------------------------------------------------
 
@@ -314,8 +318,8 @@ class Link:
             transfer.finish(error)
 
     def pending(self) -> bool:
-        """Whether frames wait to be sent."""
-        return bool(self._frames)
+        """Whether frames wait to be sent, or bytes of them."""
+        return bool(self._frames) or has_unsent(self.sock)
 
     def end_writing(self) -> None:
         """Close the socket for writing; it can still be read."""

@@ -29,6 +29,15 @@ from unisono.core.base import config
 from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger
 from unisono.core.base.net.silence import silence_on
+from unisono.core.base.net.tls import (
+    Secrets,
+    TlsPolicy,
+    TlsRule,
+    has_unread,
+    rule_for,
+    secret_of,
+    uses_certificates,
+)
 from unisono.core.stores import Store
 from unisono.core.stores.prefix import innermost
 from unisono.core.transports.api import Transport
@@ -40,7 +49,7 @@ from unisono.core.transports.tcp.host_watch import HostWatch
 from unisono.core.transports.tcp.io_loop import READ, WRITE
 from unisono.core.transports.tcp.link import Link
 from unisono.core.transports.tcp.status import Client, answer_client, show_port
-from unisono.core.transports.tcp.viewer import VIEWERS, key_of, key_shown
+from unisono.core.transports.tcp.viewer import VIEWERS, key_of, key_shown, secret_by
 from unisono.core.transports.tcp.wire import ACCEPT, CLOCK, INSPECT, RECORDS, REFUSE, Hello
 from unisono.core.transports.tcp.wire_maker import WireMaker
 from unisono.core.transports.transfers import Transfer
@@ -99,16 +108,20 @@ class TCPTransport(Transport):
         hosts: tuple[str, ...] = ("127.0.0.1",),
     ) -> None:
         super().__init__(rank, world_size)
+        rule = rule_for(config.get("UNISONO_TOKEN"))
         self._listeners, port = listen(hosts)
-        self.address = TCPAddress(hosts, port, os.urandom(16)).pack()
+        mine = TCPAddress(hosts, port, os.urandom(16))
+        self.address = mine.pack()
         self._links: dict[int, Link] = {}
         self._links_lock = threading.RLock()
         self._released = False
         self._leave: _Leave | None = None
         self._loop = HostWatch()
-        self._dials = Dials(rank, world_size, find, self._loop)
+        self._dials = Dials(rank, world_size, find, self._loop, self._policy)
         self.wires = WireMaker(self._loop, self._dials, self.down, self._link, self._declare_lost)
-        self._greetings = Greetings(self._loop, self._greeted)
+        policy = TlsPolicy(rule, self._policy_secrets(mine))
+        policy.secrets.extend(map(secret_by, self._viewer_keys()))
+        self._greetings = Greetings(self._loop, policy, self._greeted)
         for listener in self._listeners:
             self._accept_from(listener)
         self._thread = threading.Thread(target=self._run, name=f"unisono-tcp-{rank}", daemon=True)
@@ -118,6 +131,23 @@ class TCPTransport(Transport):
     @property
     def name(self) -> str:
         return "tcp"
+
+    @property
+    def protection(self) -> str:
+        """What the ranks of a world must agree on about encryption; "" for none."""
+        if self._greetings.tls.rule is TlsRule.NONE:
+            return ""
+        if uses_certificates():
+            return "TLS-by-certificate"
+        is_all = self._greetings.tls.rule is TlsRule.ALL
+        return "TLS-by-token-everywhere" if is_all else "TLS-by-token"
+
+    def _policy(self, address: TCPAddress) -> TlsPolicy:
+        """Return how connections to an address are encrypted."""
+        return TlsPolicy(self._greetings.tls.rule, self._policy_secrets(address))
+
+    def _policy_secrets(self, address: TCPAddress) -> Secrets:
+        return [secret_of(config.get("UNISONO_TOKEN").encode(), "rank", address.token)]
 
     def may_wait(self) -> bool:
         return threading.current_thread() is not self._thread and super().may_wait()
@@ -262,7 +292,7 @@ class TCPTransport(Transport):
             client = Client(sock, hello, key_shown(hello, self._viewer_keys()))
             answer_client(self, self._loop, client, self._dials.addresses)
             return
-        known = self._knows(hello)
+        known = self._knows(hello) and not self._greetings.tls.forbids(sock)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
             # Two ranks that dial each other are normal, so that is no warning.
             text = f"rank {self.rank} refused a connection that claims rank {peer}"
@@ -350,11 +380,13 @@ class TCPTransport(Transport):
         link.attach(sock)
         self._loop.watch(sock, READ, lambda events: self._serve(link, events))
         self._loop.watch_host(sock, lambda reason: self._host_lost(link.peer, reason))
-        self._serve(link, WRITE)
+        self._serve(link, READ | WRITE if has_unread(sock) else WRITE)
 
     def _serve(self, link: Link, events: int) -> None:
         if events & READ:
             self._read(link)
+            if link.sock is not None and has_unread(link.sock):
+                self._loop.later(lambda: self._serve(link, READ))
         if events & WRITE and link.sock is not None:
             try:
                 left = link.write()

@@ -19,6 +19,7 @@ import os
 import struct
 from collections.abc import Iterable
 
+from unisono.core.base.net.tls import secret_of
 from unisono.core.transports.tcp.address import TCPAddress
 from unisono.core.transports.tcp.wire import ACCEPT, Hello
 
@@ -41,6 +42,12 @@ def key_of(job_token: str, address: TCPAddress) -> bytes:
         address: Of the rank, without its token.
     """
     return hmac.digest(job_token.encode(), b"unisono top" + address.token, "sha256")
+
+
+def secret_by(key: bytes) -> tuple[str, bytes]:
+    """Return the key for encryption that goes with the key of a viewer, and its name."""
+    name, secret = secret_of(key, "viewer")
+    return f"{name} {_proof(secret, b'name', Hello(0, 0, 0, 0, b''))[:4].hex()}", secret
 
 
 def question(channel: int, key: bytes) -> Hello:

@@ -54,11 +54,21 @@ class WireMaker:
         self._link(peer)
         self._loop.later(lambda: self._dial(peer, channel + 1))
 
-    def ended(self, peer: int) -> None:
-        """Find out why a wire has ended. The rank is lost unless its link gives a reason."""
+    def ended(self, peer: int, *, changed: bool = False) -> None:
+        """Find out why a wire has ended. The rank is lost unless its link gives a reason.
+
+        Args:
+            peer: The rank.
+            changed: Whether the bytes were not those that the rank has sent.
+        """
 
         def declare_lost() -> None:
             self._lost(peer, "a data connection to it was closed")
+
+        if changed:
+            reason = "on a data connection to it a TLS record was changed, lost or repeated"
+            self._loop.later(lambda: self._lost(peer, reason))
+            return
 
         self._loop.later(lambda: self._loop.start_timer(declare_lost, _EXPLAIN_S))
 

@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import reason_of
 from unisono.core.base.net.sockets import connect_first, format_address, is_loopback
+from unisono.core.base.net.tls import TlsPolicy
 from unisono.core.platform.network import resent
 from unisono.workbench.cli.doctor.facts import HostLink
 
@@ -119,12 +121,21 @@ class Responder:
                     sock.close()
                     continue
                 self._connections.append(sock)
-                self._start(self._answer, sock)
+                self._start(self._greet, sock)
+
+    def _greet(self, plain: socket.socket) -> None:
+        """Serve a connection, encrypted if its host begins so."""
+        with plain, contextlib.suppress(OSError, EOFError):
+            plain.settimeout(_CONNECT_S)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = _policy(self._key).answer(plain)
+            if sock is not plain:
+                # `close` shuts the connection down by the socket in the list.
+                self._connections[self._connections.index(plain)] = sock
+            self._answer(sock)
 
     def _answer(self, sock: socket.socket) -> None:
-        with sock, contextlib.suppress(OSError, EOFError):
-            sock.settimeout(_CONNECT_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with sock:
             if not hmac.compare_digest(_receive(sock, _KEY_BYTES), self._key):
                 return
             sock.settimeout(_IDLE_S)
@@ -163,6 +174,7 @@ class Probe:
         if sock is not None:
             there = str(sock.getpeername()[0])
             try:
+                sock = _policy(bytes.fromhex(self._peer.key)).call(sock, there)
                 self._show_key(sock)
                 self._sock = sock
                 self._facts["address"] = there
@@ -236,14 +248,20 @@ class Probe:
         """Return whether packets of this size arrive, over a new connection."""
         host = str(self._facts["address"])
         headers_bytes = 60 if ":" in host else 40
-        with socket.socket(_family(host)) as sock, contextlib.suppress(OSError, EOFError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, packet_bytes - headers_bytes)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(_BURST_S)
-            sock.connect((host, self._peer.port))
-            self._show_key(sock)
-            return _passes(sock)
+        with socket.socket(_family(host)) as plain, contextlib.suppress(OSError, EOFError):
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, packet_bytes - headers_bytes)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.settimeout(_BURST_S)
+            plain.connect((host, self._peer.port))
+            with _policy(bytes.fromhex(self._peer.key)).call(plain, host) as sock:
+                self._show_key(sock)
+                return _passes(sock)
         return False
+
+
+def _policy(key: bytes) -> TlsPolicy:
+    """Return how connections to a responder are encrypted."""
+    return TlsPolicy.of(config.get("UNISONO_TOKEN").encode(), "doctor", key)
 
 
 def _shut_down(socks: Sequence[socket.socket]) -> None:

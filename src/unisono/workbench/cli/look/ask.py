@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
+from unisono.core.base.net.tls import TlsPolicy, TlsRule, rule_for
 from unisono.core.base.source.stacks import OfferedStack, offered_stacks
 from unisono.core.base.source.where import place_of
 from unisono.core.platform.network import listeners, network_of
@@ -37,7 +38,14 @@ from unisono.core.rendezvous.endpoint import parse_endpoint
 from unisono.core.stores import TCPStore
 from unisono.core.transports.tcp.address import TCPAddress
 from unisono.core.transports.tcp.status import THREAD
-from unisono.core.transports.tcp.viewer import NO_KEY, VIEWERS, key_of, opened, question
+from unisono.core.transports.tcp.viewer import (
+    NO_KEY,
+    VIEWERS,
+    key_of,
+    opened,
+    question,
+    secret_by,
+)
 from unisono.core.transports.tcp.wire import INSPECT
 
 RankState = dict[str, Any]
@@ -147,11 +155,11 @@ def exchange(endpoint: Endpoint, channel: int, within_s: float) -> TimedAnswer |
         channel: INSPECT, RECORDS or CLOCK of `transports.tcp.wire`.
         within_s: How long the connection, and then the answer, may take.
     """
-    host, port, key = endpoint
+    key = endpoint[2]
     hello = question(channel, key)
     chunks: list[bytes] = []
     nbytes = 0
-    with contextlib.suppress(OSError), socket.create_connection((host, port), within_s) as sock:
+    with contextlib.suppress(OSError), _call(endpoint, within_s) as sock:
         asked_ns, deadline = time.monotonic_ns(), time.monotonic() + within_s
         sock.sendall(hello.pack())
         while (left_s := deadline - time.monotonic()) > 0:
@@ -165,6 +173,13 @@ def exchange(endpoint: Endpoint, channel: int, within_s: float) -> TimedAnswer |
             if nbytes > _MOST_BYTES:
                 return None
     return None
+
+
+def _call(endpoint: Endpoint, within_s: float) -> socket.socket:
+    host, port, key = endpoint
+    sock = socket.create_connection((host, port), within_s)
+    rule = TlsRule.NONE if key == NO_KEY else rule_for(key)
+    return TlsPolicy(rule, [secret_by(key)]).call(sock, host)
 
 
 def _state_of_stack(offered: OfferedStack) -> RankState:

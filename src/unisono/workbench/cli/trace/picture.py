@@ -13,10 +13,10 @@ from unisono.workbench.bench.plot import save
 from unisono.workbench.trace.joined import JoinedGroup, begin_of, end_of, read_ns
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish. Rarer operations are grey.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-_OTHER = "#888888"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+OTHER = "#888888"
 _ABSENT = "#C00000"
-_PALE = 0.35
+PALE = 0.35
 
 _ROW_INCHES = 0.17
 _LEAST_INCHES = 4.0
@@ -76,7 +76,7 @@ def draw(
     hatch = {"facecolor": "none", "hatch": "////", "linewidth": 0.6}
     # A legend has no labels that begin with _, as names of NCCL's operations do.
     entries = {op.lstrip("_"): patch(color=colour) for op, colour in canvas.colours.items()}
-    entries["paler: waits"] = patch(color=_COLOURS[0], alpha=_PALE)
+    entries["paler: waits"] = patch(color=COLOURS[0], alpha=PALE)
     entries["under way"] = patch(edgecolor="black", **hatch)
     entries["has not made the call"] = patch(edgecolor=_ABSENT, **hatch)
     entries["last rank, waited for"] = line([], [], marker="v", color="black", linewidth=0)
@@ -119,7 +119,7 @@ class _Canvas:
         for bar in bars:
             times[bar.record.op] += bar.end_ns - bar.begin_ns
         ops = sorted(times, key=times.__getitem__, reverse=True)
-        self.colours = {op: (*_COLOURS, *[_OTHER] * len(ops))[at] for at, op in enumerate(ops)}
+        self.colours = {op: (*COLOURS, *[OTHER] * len(ops))[at] for at, op in enumerate(ops)}
         panel.set_xlim(0, self._span_ns * 1.005 / self._scale)
         panel.set_ylim(len(ranks) - 0.4, -0.8)
         panel.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
@@ -130,7 +130,7 @@ class _Canvas:
         parts: defaultdict[tuple[int, str, float, bool], list[Part]] = defaultdict(list)
         for bar in bars:
             for alpha, begin_ns, end_ns in (
-                (_PALE, bar.begin_ns, bar.ready_ns),
+                (PALE, bar.begin_ns, bar.ready_ns),
                 (1.0, bar.ready_ns, bar.end_ns),
             ):
                 part = self._part(begin_ns, end_ns)

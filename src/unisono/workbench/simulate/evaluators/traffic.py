@@ -29,6 +29,9 @@ SEND, RECV, WORK = 0, 1, 2
 # Bytes, below DEFAULT_MMAP_THRESHOLD_MAX of glibc, which is 32 MiB.
 _LARGEST_MAP = 31 << 20
 
+# Steps that are read at once: 256 MB. Fewer ranks never have so many.
+_STEPS, _MANY_RANKS = 1 << 22, 2048
+
 # Per `Op`: the kind of its row.
 _KIND = np.array([SEND, RECV, RECV, WORK, WORK, SEND, RECV, RECV])
 _REDUCES = np.array([op in (Op.RECV_REDUCE, Op.REDUCE, Op.READ_REDUCE) for op in Op])
@@ -124,10 +127,19 @@ class Traffic:
 
     def rows(self, first: int, ranks: Sequence[IntArray]) -> TrafficRows:
         """Return the rows of the stages from `first` on: of `ranks[i]` in stage `first` + i."""
+        if len(ranks) == 1 and (pieces := self._pieces(first, ranks[0])) > 1:
+            few = np.array_split(ranks[0], pieces)
+            return _appended([self.rows(first, [some]) for some in few])
         blocks = [self.schedule.steps(k, chosen) for k, chosen in enumerate(ranks, first)]
         steps = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         stage = np.repeat(np.arange(first, first + len(ranks)), [len(block) for block in blocks])
         return self._read(np.ascontiguousarray(steps.T), stage)
+
+    def _pieces(self, k: int, ranks: IntArray) -> int:
+        """Return in how many pieces steps are read: most may have no bytes, and fill the memory."""
+        if len(ranks) <= _MANY_RANKS:
+            return 1
+        return 1 + len(ranks) * len(self.schedule.steps(k, ranks[-1:])) // _STEPS
 
     def count(self, k: int) -> int:
         """Return about how many rows a stage has on all ranks, from the rows of 8 ranks."""
@@ -177,10 +189,17 @@ class Traffic:
 
     def all_rows(self) -> TrafficRows:
         """Return the rows of all stages and ranks, rank by rank; for small worlds."""
-        return joined([self.rows(0, [np.arange(self.schedule.world_size)] * self.stages)])
+        everyone = np.arange(self.schedule.world_size)
+        if len(everyone) <= _MANY_RANKS:
+            return joined([self.rows(0, [everyone] * self.stages)])
+        return joined([self.rows(k, [everyone]) for k in range(self.stages)])
 
 
 def joined(tables: Sequence[TrafficRows]) -> TrafficRows:
     """Return the rows of tables one after another, rank by rank."""
-    rows = TrafficRows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
+    rows = _appended(tables)
     return rows.take(np.argsort(rows.rank, kind="stable"))
+
+
+def _appended(tables: Sequence[TrafficRows]) -> TrafficRows:
+    return TrafficRows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))

@@ -25,6 +25,8 @@ _MESSAGE, _WORK = "#7FA8C9", "#9a9a9a"
 _LEFT, _TOP = 58.0, 46.0
 # Links of the heat map, and slices of time.
 _LINKS, _SLICES = 16, 64
+# Height of the legend.
+_LEGEND = 22.0
 
 
 def diagram(timeline: Timeline) -> Picture:
@@ -44,7 +46,7 @@ def _rounds(timeline: Timeline) -> Picture:
     )
     # A title takes up to 9 units for each letter, in the widest fonts.
     width = max(_LEFT + wide * stages + 16, 24 + 9 * len(title))
-    picture = Picture(width, _TOP + high * ranks + 6)
+    picture = Picture(width, _TOP + high * ranks + _LEGEND + 6)
     picture.label(12, 18, title, 13, bold=True)
     for k in range(stages):
         picture.label(_LEFT + wide * (k + 0.5), _TOP - 10, str(k + 1), 10, "middle")
@@ -55,7 +57,20 @@ def _rounds(timeline: Timeline) -> Picture:
         begin = _LEFT + wide * message.begin + 5, _middle(message.source, high)
         end = _LEFT + wide * message.end - 5, _middle(message.target, high)
         picture.arrow(begin, end, COLOURS[message.chunk % len(COLOURS)], full=message.reduces)
+    x = _legend(picture, timeline, _TOP + high * ranks + 16, COLOURS[0])
+    picture.label(x, _TOP + high * ranks + 16, "colour: first chunk", 10)
     return picture
+
+
+def _legend(picture: Picture, timeline: Timeline, y: float, colour: str) -> float:
+    """Explain the heads of the arrows that occur, and return where the line goes on."""
+    x = 12.0
+    for reduces, text in ((True, "the receiver reduces"), (False, "the receiver stores")):
+        if any(message.reduces == reduces for message in timeline.messages):
+            picture.arrow((x, y - 3.5), (x + 26, y - 3.5), colour, full=reduces)
+            picture.label(x + 32, y, text, 10)
+            x += 32 + 6.2 * len(text)
+    return x
 
 
 def _run(timeline: Timeline) -> Picture:
@@ -65,7 +80,7 @@ def _run(timeline: Timeline) -> Picture:
     ranks, wide, end = schedule.world_size, 760.0, max(timeline.end, 1)
     high = _lane(ranks)
     links = result.busiest_links(_LINKS)
-    bottom = _TOP + high * ranks
+    bottom = _TOP + high * ranks + _LEGEND
     picture = Picture(_LEFT + wide + 70, bottom + 66 + (24 + 13 * len(links) if links else 0))
     title = f"{schedule.collective}, {schedule.algorithm}: {result.last_us:,.1f} µs"
     picture.label(12, 18, f"{title} on {ranks} ranks, {result.messages:,} messages", 13, bold=True)
@@ -89,6 +104,13 @@ def _run(timeline: Timeline) -> Picture:
         colour, width = (CRITICAL, 2.2) if message.critical else (_MESSAGE, 1.0)
         picture.arrow(*ends, colour, width, full=message.reduces)
     _wait_lines(picture, timeline, at)
+    y = bottom - _LEGEND + 16
+    x = _legend(picture, timeline, y, _MESSAGE)
+    for fill, text in ((CRITICAL, "critical path"), (_WORK, "work of a rank")):
+        if fill == CRITICAL or timeline.work:
+            picture.box(x, y - 7, 22, 6, fill)
+            picture.label(x + 28, y, text, 10)
+            x += 28 + 6.2 * len(text)
     causes = result.causes_ps.items()
     parts = [f"{cause} {100 * ps / max(result.last_ps, 1):.0f} %" for cause, ps in causes]
     text = f"critical path: {', '.join(parts)}; {result.hops} messages"
@@ -122,7 +144,13 @@ def _heat_map(
     busy = busy_shares(timeline.service, links, timeline.end)
     lanes = [result.network.group(link).lanes for link in links]
     busy = busy / np.array(lanes)[:, None]
-    picture.label(12, top, f"the {len(links)} busiest links, and their busy share", 12, bold=True)
+    title = f"the {len(links)} busiest links, and their busy share"
+    picture.label(12, top, title, 12, bold=True)
+    x = 36 + 7.5 * len(title)
+    for share in range(0, 101, 25):
+        picture.box(x, top - 9, 14, 10, heat(share / 100))
+        picture.label(x + 17, top, f"{share} %", 9)
+        x += 52
     for row, (link, shares) in enumerate(zip(links, busy, strict=True)):
         y = top + 8 + 13 * row
         # Names are longer than the margin of the lanes.

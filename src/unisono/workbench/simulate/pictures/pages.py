@@ -43,7 +43,13 @@ def page(timeline: Timeline, template: str) -> str:
     }
     # "</" would end the script.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    parts = {"TITLE": html.escape(name), "DATA": text, "DIAGRAM": diagram(timeline).svg()}
+    colour = "Its colour is that of its first chunk."
+    if timeline.result is not None:
+        colour = "Red is the critical path."
+    parts = {
+        "TITLE": html.escape(name), "DATA": text, "DIAGRAM": diagram(timeline).svg(),
+        "COLOUR": colour,
+    }  # fmt: skip
     for key, part in parts.items():
         template = template.replace(f"@{key}@", part)
     return template

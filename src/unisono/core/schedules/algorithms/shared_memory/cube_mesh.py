@@ -25,6 +25,7 @@ def all_reduce(p: int) -> Schedule:
 
     All ranks of a quad reduce in the same order, and a+b = b+a. The results are bitwise equal.
 
+    Use: small data on 8 GPUs with the links of a DGX-1.
     Cost: 2 rounds, 3n + n read and reduced by every rank.
     Source: PyTorch's hybridCubeMeshAllReduce.
     """

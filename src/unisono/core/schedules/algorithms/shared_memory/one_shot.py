@@ -30,6 +30,7 @@ def all_reduce(p: int) -> Schedule:
 
     The fixed order makes the results of all ranks bitwise equal.
 
+    Use: small data of few ranks in shared memory.
     Cost: 1 round, (p-1)n read and reduced by every rank.
     Source: PyTorch's one_shot_all_reduce.
     """

@@ -37,6 +37,7 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
 
     A part has `pipeline` chunks. While chunk k of the parts is reduced, chunk k-1 is read.
 
+    Use: if bits must not depend on the number of hosts or algorithm.
     Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
     Source: as the module.
     """

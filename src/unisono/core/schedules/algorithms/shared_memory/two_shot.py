@@ -23,6 +23,7 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
 
     A part has `pipeline` chunks. While chunk k of the parts is reduced, chunk k-1 is read.
 
+    Use: large data in shared memory.
     Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
     Source: PyTorch's two_shot_all_reduce.
     """

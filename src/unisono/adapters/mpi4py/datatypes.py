@@ -1,0 +1,567 @@
+"""Datatypes: which bytes of memory an element has, and in which order they are packed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.adapters.mpi4py.constants import NUMBERS
+from unisono.adapters.mpi4py.errors import fail, require
+from unisono.adapters.mpi4py.handles import RAISES, Attributes, Handle, predefined
+
+Ints = npt.NDArray[np.int64]
+
+
+class Layout:
+    """The bytes of one element.
+
+    Attributes:
+        offsets, lengths: Of the contiguous pieces, in the order of packing; adjacent ones joined.
+        size: Bytes of data.
+        lb, extent: Where the element begins, and the distance of the next one.
+        dtype: NumPy's type of all basic elements; None if they differ.
+        elements: Number of basic elements.
+        recipe: (combiner, integers, addresses, counts, datatypes), for `Get_contents`.
+    """
+
+    def __init__(
+        self,
+        pieces: tuple[Any, Any],
+        bounds: tuple[int, int],
+        dtype: np.dtype[Any] | None,
+        ends: Sequence[int],
+        recipe: tuple[Any, ...],
+    ) -> None:
+        offsets, lengths = (np.asarray(each, np.int64).reshape(-1) for each in pieces)
+        kept = lengths > 0
+        offsets, lengths = offsets[kept], lengths[kept]
+        if len(offsets) > 1:
+            first = np.r_[True, offsets[1:] != offsets[:-1] + lengths[:-1]]
+            starts = np.flatnonzero(first)
+            offsets, lengths = offsets[starts], np.add.reduceat(lengths, starts)
+        self.offsets, self.lengths = offsets, lengths
+        self.size = int(lengths.sum())
+        self.lb, self.extent = int(bounds[0]), int(bounds[1])
+        self.dtype, self.element_ends, self.elements = dtype, ends, len(ends)
+        self.combiner, self.recipe = recipe[0], recipe
+        self.is_plain = (
+            self.lb == 0
+            and self.size == self.extent
+            and (not self.size or (len(offsets) == 1 and offsets[0] == 0))
+        )
+        self.name, self.info = "", {}  # type: ignore[var-annotated]
+        self.errhandler, self.attributes = RAISES, {}  # type: ignore[var-annotated]
+
+    @property
+    def true_bounds(self) -> tuple[int, int]:
+        """Where the first byte is, and the distance to the end of the last one."""
+        if not self.size:
+            return 0, 0
+        begin = int(self.offsets.min())
+        return begin, int((self.offsets + self.lengths).max()) - begin
+
+    def index(self, count: int) -> Ints:
+        """Return the places of all bytes of `count` elements."""
+        one = np.repeat(self.offsets - np.r_[0, np.cumsum(self.lengths)[:-1]], self.lengths)
+        one = one + np.arange(self.size)
+        index: Ints = (np.arange(count)[:, None] * self.extent + one).reshape(-1)
+        return index
+
+
+# Name -> (NumPy's code, MPI's name if it is another one).
+_C = (
+    "BYTE:B PACKED:B AINT:p:l OFFSET:p:l COUNT:p:l CHAR:c:B WCHAR:U:i SIGNED_CHAR:b SHORT:h INT:i "
+    "LONG:l LONG_LONG:q UNSIGNED_CHAR:B UNSIGNED_SHORT:H UNSIGNED:I UNSIGNED_LONG:L "
+    "UNSIGNED_LONG_LONG:Q FLOAT:f DOUBLE:d LONG_DOUBLE:g C_BOOL:b1:? INT8_T:i1 INT16_T:i2 "
+    "INT32_T:i4 INT64_T:i8 UINT8_T:u1 UINT16_T:u2 UINT32_T:u4 UINT64_T:u8 FLOAT16_T:e "
+    "C_COMPLEX:F C_DOUBLE_COMPLEX:D C_LONG_DOUBLE_COMPLEX:G CXX_BOOL:? CXX_FLOAT_COMPLEX:F "
+    "CXX_DOUBLE_COMPLEX:D CXX_LONG_DOUBLE_COMPLEX:G CHARACTER:c:B LOGICAL:i INTEGER:i REAL:f "
+    "DOUBLE_PRECISION:d COMPLEX:F DOUBLE_COMPLEX:D LOGICAL1:i1 LOGICAL2:i2 LOGICAL4:i4 "
+    "LOGICAL8:i8 INTEGER1:i1 INTEGER2:i2 INTEGER4:i4 INTEGER8:i8 REAL4:f4 REAL8:f8 COMPLEX8:c8 "
+    "COMPLEX16:c16 REAL16:f16:g COMPLEX32:c32:G REAL2:f2 BFLOAT16_T: LOGICAL16: "
+    "INTEGER16: COMPLEX4:"
+)
+_PAIRS = "SHORT_INT:h INT_INT:i LONG_INT:l FLOAT_INT:f DOUBLE_INT:d LONG_DOUBLE_INT:g"
+_ALIASES = (
+    "FLOAT32_T:FLOAT FLOAT64_T:DOUBLE C_FLOAT_COMPLEX:C_COMPLEX TWOINT:INT_INT "
+    "UNSIGNED_INT:UNSIGNED SIGNED_SHORT:SHORT SIGNED_INT:INT SIGNED_LONG:LONG "
+    "SIGNED_LONG_LONG:LONG_LONG BOOL:C_BOOL SINT8_T:INT8_T SINT16_T:INT16_T SINT32_T:INT32_T "
+    "SINT64_T:INT64_T F_BOOL:LOGICAL F_INT:INTEGER F_FLOAT:REAL F_DOUBLE:DOUBLE_PRECISION "
+    "F_COMPLEX:COMPLEX F_FLOAT_COMPLEX:COMPLEX F_DOUBLE_COMPLEX:DOUBLE_COMPLEX"
+)
+_CODES = (
+    "?:C_BOOL b:SIGNED_CHAR h:SHORT i:INT l:LONG q:LONG_LONG B:UNSIGNED_CHAR H:UNSIGNED_SHORT "
+    "I:UNSIGNED L:UNSIGNED_LONG Q:UNSIGNED_LONG_LONG e:FLOAT16_T f:FLOAT d:DOUBLE g:LONG_DOUBLE "
+    "Zf:C_COMPLEX Zd:C_DOUBLE_COMPLEX F:C_COMPLEX D:C_DOUBLE_COMPLEX Zg:C_LONG_DOUBLE_COMPLEX "
+    "G:C_LONG_DOUBLE_COMPLEX i1:INT8_T i2:INT16_T i4:INT32_T i8:INT64_T f4:FLOAT f8:DOUBLE "
+    "f16:LONG_DOUBLE c8:C_COMPLEX c16:C_DOUBLE_COMPLEX c32:C_LONG_DOUBLE_COMPLEX b1:C_BOOL "
+    "u1:UINT8_T u2:UINT16_T u4:UINT32_T u8:UINT64_T f2:FLOAT16_T n:COUNT N:UNSIGNED_LONG p:AINT "
+    "P:UNSIGNED_LONG c:CHAR a:CHAR S:CHAR S1:CHAR s:CHAR 1s:CHAR U:WCHAR U1:WCHAR u:UINT16_T "
+    "1u:UINT16_T w:WCHAR 1w:WCHAR M:INT64_T M8:INT64_T m:INT64_T m8:INT64_T"
+)
+_N = NUMBERS
+
+
+class Datatype(Attributes, Handle, root=True):
+    """A datatype."""
+
+    error = "ERR_TYPE"
+
+    # ---- queries --------------------------------------------------------------------------
+
+    def Get_size(self) -> int:
+        """Return the bytes of data."""
+        return int(self.live.size)
+
+    def Get_extent(self) -> tuple[int, int]:
+        """Return the lower bound and the extent."""
+        return self.live.lb, self.live.extent
+
+    def Get_true_extent(self) -> tuple[int, int]:
+        """Return the bounds of the data."""
+        bounds: tuple[int, int] = self.live.true_bounds
+        return bounds
+
+    size = property(Get_size)
+    lb = property(lambda self: self.Get_extent()[0])
+    extent = property(lambda self: self.Get_extent()[1])
+    ub = property(lambda self: sum(self.Get_extent()))
+    true_lb = property(lambda self: self.Get_true_extent()[0])
+    true_extent = property(lambda self: self.Get_true_extent()[1])
+    true_ub = property(lambda self: sum(self.Get_true_extent()))
+
+    def Get_envelope(self) -> tuple[int, int, int, int, int]:
+        """Return how many integers, addresses, counts and datatypes made it, and the combiner."""
+        _, integers, addresses, counts, types = self.live.recipe
+        return len(integers), len(addresses), len(counts), len(types), self.combiner
+
+    def Get_contents(self) -> tuple[list[int], list[int], list[int], list[Datatype]]:
+        """Return the integers, addresses, counts and datatypes that made it."""
+        _, integers, addresses, counts, types = self.live.recipe
+        require(self.combiner != _N["COMBINER_NAMED"], "ERR_TYPE", "a named datatype")
+        return list(integers), list(addresses), list(counts), [Datatype(each) for each in types]
+
+    envelope, contents = property(Get_envelope), property(Get_contents)
+    combiner = property(lambda self: self.live.combiner)
+    is_named = property(lambda self: self.combiner == _N["COMBINER_NAMED"])
+
+    @property
+    def is_predefined(self) -> bool:
+        """Whether MPI has it from the beginning."""
+        return self.ob is None or self.combiner in (
+            *(_N["COMBINER_NAMED"], _N["COMBINER_F90_INTEGER"]),
+            *(_N["COMBINER_F90_REAL"], _N["COMBINER_F90_COMPLEX"], _N["COMBINER_VALUE_INDEX"]),
+        )
+
+    def decode(self) -> tuple[Datatype, str, dict[str, Any]]:
+        """Return the basis, the combiner's name and its arguments."""
+        names = {v: k[9:] for k, v in _N.items() if k.startswith("COMBINER_")}
+        combiner = names[self.combiner]
+        if combiner == "NAMED":
+            return self, combiner, {}
+        integers, addresses, _, types = self.Get_contents()
+        params: dict[str, Any] = {}
+        basis = types[0] if types else self
+        i, a = integers, addresses
+        n = i[0] if i else 0
+        if combiner == "CONTIGUOUS":
+            params = {"count": n}
+        elif combiner in ("VECTOR", "HVECTOR"):
+            params = {"count": n, "blocklength": i[1], "stride": [*i[2:], *a][0]}
+        elif combiner in ("INDEXED", "HINDEXED"):
+            params = {"blocklengths": i[1 : n + 1], "displacements": [*i[n + 1 :], *a]}
+        elif combiner in ("INDEXED_BLOCK", "HINDEXED_BLOCK"):
+            params = {"blocklength": i[1], "displacements": [*i[2:], *a]}
+        elif combiner == "STRUCT":
+            params = {"blocklengths": i[1:], "displacements": a, "datatypes": types}
+            basis = DATATYPE_NULL
+        elif combiner == "SUBARRAY":
+            parts = [i[1 + k * n : 1 + (k + 1) * n] for k in range(3)]
+            params = dict(zip(("sizes", "subsizes", "starts"), parts, strict=True))
+            params["order"] = i[-1]
+        elif combiner == "DARRAY":
+            n = i[2]
+            parts = [i[3 + k * n : 3 + (k + 1) * n] for k in range(4)]
+            params = {"size": i[0], "rank": i[1]}
+            params |= dict(zip(("gsizes", "distribs", "dargs", "psizes"), parts, strict=True))
+            params["order"] = i[-1]
+        elif combiner == "RESIZED":
+            params = {"lb": a[0], "extent": a[1]}
+        elif combiner == "VALUE_INDEX":
+            params, basis = {"value": types[0], "index": types[1]}, DATATYPE_NULL
+        elif combiner.startswith("F90"):
+            params, basis = (
+                dict(zip(("p", "r") if len(i) > 1 else ("r",), i, strict=True)),
+                DATATYPE_NULL,
+            )
+        return basis, combiner, params
+
+    def tocode(self) -> str:
+        """Return the type string of a named datatype."""
+        code = _codes_of.get(id(self.live))
+        if code is None:
+            raise ValueError("cannot map to type string")
+        return code
+
+    @classmethod
+    def fromcode(cls, code: str) -> Datatype:
+        """Return the datatype of a type string."""
+        return Datatype(by_code[code])
+
+    @property
+    def typechar(self) -> str:
+        """NumPy's character."""
+        return "V" if self.ob is None or self.ob.dtype is None else self.ob.dtype.char
+
+    @property
+    def typestr(self) -> str:
+        """NumPy's type string."""
+        if self.ob is None or self.ob.dtype is None:
+            return f"V{0 if self.ob is None else self.extent}"
+        return f"{self.ob.dtype.kind}{self.ob.dtype.itemsize}"
+
+    # ---- constructors ---------------------------------------------------------------------
+
+    def _made(self, blocks: Any, recipe: tuple[Any, ...], bounds: Any = None) -> Self:
+        """Return a datatype of blocks (offset in bytes, number of elements) of this one."""
+        old = self.live
+        pairs = np.array([b for b in blocks if b[1] > 0], np.int64).reshape(-1, 2)
+        firsts = np.repeat(
+            pairs[:, 0] - np.r_[0, np.cumsum(pairs[:, 1])[:-1]] * old.extent, pairs[:, 1]
+        )
+        places = firsts + np.arange(len(firsts)) * old.extent
+        return self._joined([(places, old)], recipe, bounds)
+
+    @classmethod
+    def _joined(cls, parts: list[tuple[Ints, Layout]], recipe: Any, bounds: Any = None) -> Self:
+        """Return a datatype of elements of others, each at some places."""
+        offsets = [(p[:, None] + old.offsets).reshape(-1) for p, old in parts]
+        lengths = [np.tile(old.lengths, len(p)) for p, old in parts]
+        ends: list[int] = []
+        for p, old in parts:
+            base = ends[-1] if ends else 0
+            for k in range(len(p)):
+                ends += [base + k * old.size + end for end in old.element_ends]
+        if bounds is None:
+            filled = [(p, old) for p, old in parts if len(p)]
+            low = min((int(p.min()) + old.lb for p, old in filled), default=0)
+            high = max((int(p.max()) + old.lb + old.extent for p, old in filled), default=0)
+            if recipe[0] == _N["COMBINER_STRUCT"]:
+                align = max((typealign(old) for _, old in filled), default=1)
+                high += -(high - low) % align
+            bounds = low, high - low
+        dtypes = {old.dtype for p, old in parts if len(p)}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        pieces = (
+            np.concatenate([np.zeros(0, np.int64), *offsets]),
+            np.concatenate([np.zeros(0, np.int64), *lengths]),
+        )
+        return cls.of(Layout(pieces, bounds, dtype, ends, recipe))
+
+    def Dup(self) -> Self:
+        """Return an equal datatype."""
+        old = self.live
+        recipe: Any = (_N["COMBINER_DUP"], [], [], [], [self])
+        ends = old.element_ends
+        new = Layout((old.offsets, old.lengths), (old.lb, old.extent), old.dtype, ends, recipe)
+        made = type(self).of(new)
+        self.copy_attributes(made)
+        return made
+
+    Create_dup = Dup
+
+    def Create_contiguous(self, count: int) -> Self:
+        """Elements one after another."""
+        require(count >= 0, "ERR_COUNT")
+        return self._made([(0, count)], (_N["COMBINER_CONTIGUOUS"], [count], [], [], [self]))
+
+    def Create_vector(self, count: int, blocklength: int, stride: int) -> Self:
+        """Blocks at a distance of `stride` elements."""
+        require(count >= 0 and blocklength >= 0, "ERR_COUNT")
+        step = stride * self.live.extent
+        recipe: Any = (_N["COMBINER_VECTOR"], [count, blocklength, stride], [], [], [self])
+        return self._made([(k * step, blocklength) for k in range(count)], recipe)
+
+    def Create_hvector(self, count: int, blocklength: int, stride: int) -> Self:
+        """Blocks at a distance of `stride` bytes."""
+        require(count >= 0 and blocklength >= 0, "ERR_COUNT")
+        recipe: Any = (_N["COMBINER_HVECTOR"], [count, blocklength], [stride], [], [self])
+        return self._made([(k * stride, blocklength) for k in range(count)], recipe)
+
+    def Create_indexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
+        """Blocks of different lengths; displacements count elements."""
+        lengths, places = _lists(blocklengths, displacements)
+        recipe: Any = (_N["COMBINER_INDEXED"], [len(lengths), *lengths, *places], [], [], [self])
+        step = self.live.extent
+        return self._made([(p * step, n) for n, p in zip(lengths, places, strict=True)], recipe)
+
+    def Create_hindexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
+        """Blocks of different lengths; displacements count bytes."""
+        lengths, places = _lists(blocklengths, displacements)
+        recipe: Any = (_N["COMBINER_HINDEXED"], [len(lengths), *lengths], places, [], [self])
+        return self._made([(p, n) for n, p in zip(lengths, places, strict=True)], recipe)
+
+    def Create_indexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
+        """Blocks of one length; displacements count elements."""
+        places = [int(p) for p in displacements]
+        recipe: Any = (
+            _N["COMBINER_INDEXED_BLOCK"],
+            [len(places), blocklength, *places],
+            [],
+            [],
+            [self],
+        )
+        return self._made([(p * self.live.extent, blocklength) for p in places], recipe)
+
+    def Create_hindexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
+        """Blocks of one length; displacements count bytes."""
+        places = [int(p) for p in displacements]
+        recipe: Any = (
+            _N["COMBINER_HINDEXED_BLOCK"],
+            [len(places), blocklength],
+            places,
+            [],
+            [self],
+        )
+        return self._made([(p, blocklength) for p in places], recipe)
+
+    @classmethod
+    def Create_struct(
+        cls,
+        blocklengths: Sequence[int],
+        displacements: Sequence[int],
+        datatypes: Sequence[Datatype],
+    ) -> Self:
+        """Blocks of several datatypes; displacements count bytes."""
+        lengths, places = _lists(blocklengths, displacements)
+        types = list(datatypes)
+        if len(types) != len(lengths):
+            raise ValueError(f"expecting {len(lengths)} items, got {len(types)}")
+        parts = [
+            (np.arange(n) * t.live.extent + p, t.live)
+            for n, p, t in zip(lengths, places, types, strict=True)
+        ]
+        recipe: Any = (_N["COMBINER_STRUCT"], [len(lengths), *lengths], places, [], types)
+        return cls._joined(parts, recipe)
+
+    def Create_subarray(
+        self,
+        sizes: Sequence[int],
+        subsizes: Sequence[int],
+        starts: Sequence[int],
+        order: int = _N["ORDER_C"],
+    ) -> Self:
+        """Take a block of an array."""
+        axes = [
+            np.arange(start, start + extent) for start, extent in zip(starts, subsizes, strict=True)
+        ]
+        for size, axis in zip(sizes, axes, strict=True):
+            require(not len(axis) or (axis[0] >= 0 and axis[-1] < size), "ERR_ARG")
+        flat = [len(sizes), *sizes, *subsizes, *starts, order]
+        recipe: Any = (_N["COMBINER_SUBARRAY"], [int(x) for x in flat], [], [], [self])
+        return self._grid(sizes, axes, order, recipe)
+
+    def _grid(self, sizes: Sequence[int], axes: Any, order: int, recipe: tuple[Any, ...]) -> Self:
+        """Return the datatype of the chosen indices of each dimension of an array."""
+        shape, axes = list(sizes), list(axes)
+        if order == _N["ORDER_F"]:
+            shape, axes = shape[::-1], axes[::-1]
+        at = np.zeros(1, np.int64)
+        for size, axis in zip(shape, axes, strict=True):
+            at = (at[:, None] * size + axis).reshape(-1)
+        step = self.live.extent
+        bounds = 0, math.prod(shape) * step
+        return self._joined([(at * step, self.live)], recipe, bounds)
+
+    def Create_darray(
+        self,
+        size: int,
+        rank: int,
+        gsizes: Sequence[int],
+        distribs: Sequence[int],
+        dargs: Sequence[int],
+        psizes: Sequence[int],
+        order: int = _N["ORDER_C"],
+    ) -> Self:
+        """Return the part of one rank of a distributed array."""
+        flat = [size, rank, len(gsizes), *gsizes, *distribs, *dargs, *psizes, order]
+        recipe: Any = (_N["COMBINER_DARRAY"], [int(x) for x in flat], [], [], [self])
+        require(math.prod(psizes) == size, "ERR_ARG")
+        coords = np.unravel_index(rank, tuple(psizes)) if len(psizes) else ()
+        axes = []
+        for length, kind, darg, parts, at in zip(
+            gsizes, distribs, dargs, psizes, coords, strict=True
+        ):
+            index = np.arange(length)
+            if kind == _N["DISTRIBUTE_NONE"]:
+                axes.append(index)
+                continue
+            is_default = darg == _N["DISTRIBUTE_DFLT_DARG"]
+            if kind == _N["DISTRIBUTE_BLOCK"]:
+                block = -(-length // parts) if is_default else darg
+            else:
+                block = 1 if is_default else darg
+            axes.append(index[index // block % parts == at])
+        return self._grid(gsizes, axes, order, recipe)
+
+    def Create_resized(self, lb: int, extent: int) -> Self:
+        """Other bounds."""
+        old = self.live
+        recipe: Any = (_N["COMBINER_RESIZED"], [], [lb, extent], [], [self])
+        ends = old.element_ends
+        new = Layout((old.offsets, old.lengths), (lb, extent), old.dtype, ends, recipe)
+        return type(self).of(new)
+
+    Resized = Create_resized
+
+    @classmethod
+    def Get_value_index(cls, value: Datatype, index: Datatype) -> Self:
+        """Return the datatype of pairs, for MINLOC and MAXLOC."""
+        if index == named["INT"]:
+            for name in _PAIRS.split():
+                pair = named[name.partition(":")[0]]
+                if pair.ob.recipe[4][0] == value:
+                    return cls(pair)
+        key = value.live, index.live
+        if key not in _pairs:
+            _pairs[key] = _pair(value, index, _N["COMBINER_VALUE_INDEX"])
+        return cls.of(_pairs[key])
+
+    @classmethod
+    def _f90(cls, combiner: str, numbers: list[int], name: str) -> Self:
+        if not name:
+            fail("ERR_ARG", f"no {combiner} of {numbers}")
+        key = combiner, *numbers
+        if key not in _pairs:
+            old = named[name].ob
+            pieces = old.offsets, old.lengths
+            recipe: Any = (_N[combiner], numbers, [], [], [])
+            _pairs[key] = Layout(pieces, (0, old.size), old.dtype, old.element_ends, recipe)
+        return cls.of(_pairs[key])
+
+    @classmethod
+    def Create_f90_integer(cls, r: int) -> Self:
+        """Return an integer of r decimal digits."""
+        sizes = ((2, "INTEGER1"), (4, "INTEGER2"), (9, "INTEGER4"), (18, "INTEGER8"))
+        return cls._f90("COMBINER_F90_INTEGER", [r], next((n for d, n in sizes if r <= d), ""))
+
+    @classmethod
+    def Create_f90_real(cls, p: int, r: int) -> Self:
+        """Return a real number of p digits and exponent range r."""
+        name = "REAL4" if p <= 6 and r <= 37 else "REAL8" if p <= 15 and r <= 307 else ""
+        return cls._f90("COMBINER_F90_REAL", [p, r], name)
+
+    @classmethod
+    def Create_f90_complex(cls, p: int, r: int) -> Self:
+        """Return a complex number of p digits and exponent range r."""
+        name = "COMPLEX8" if p <= 6 and r <= 37 else "COMPLEX16" if p <= 15 and r <= 307 else ""
+        return cls._f90("COMBINER_F90_COMPLEX", [p, r], name)
+
+    @classmethod
+    def Match_size(cls, typeclass: int, size: int) -> Datatype:
+        """Return the named datatype of a class and size."""
+        names = {_N[f"TYPECLASS_{k}"]: k for k in ("REAL", "INTEGER", "COMPLEX", "LOGICAL")}
+        require(typeclass in names and f"{names[typeclass]}{size}" in named, "ERR_ARG")
+        return Datatype(named[f"{names[typeclass]}{size}"])
+
+    def Commit(self) -> Self:
+        """Return the datatype, which needs no preparation."""
+        _ = self.live
+        return self
+
+    def Free(self) -> None:
+        """Forget the datatype."""
+        _ = self.live
+        require(not self.is_predefined, "ERR_TYPE", "predefined")
+        self.delete_attributes()
+        self.ob = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self.ob is None or (Datatype, id(self.ob)) in predefined:
+            return Handle.__reduce__(self)
+        basis, combiner, params = self.decode()
+        return _remade, (basis, combiner, params)
+
+    def Get_name(self) -> str:
+        """Return the name."""
+        return "MPI_DATATYPE_NULL" if self.ob is None else str(self.ob.name)
+
+    name = property(Get_name, Attributes.Set_name)
+
+
+def _remade(basis: Datatype, combiner: str, params: dict[str, Any]) -> Datatype:
+    if combiner == "VALUE_INDEX":
+        return Datatype.Get_value_index(**params)
+    make = getattr(basis, f"Create_{combiner.lower()}")
+    made: Datatype = make(**params)
+    return made
+
+
+def _lists(lengths: Sequence[int], places: Sequence[int]) -> tuple[list[int], list[int]]:
+    first, second = [int(n) for n in lengths], [int(p) for p in places]
+    if len(first) != len(second):
+        raise ValueError(f"expecting {len(first)} items, got {len(second)}")
+    require(all(n >= 0 for n in first), "ERR_ARG")
+    return first, second
+
+
+def typealign(kind: Layout) -> int:
+    """Return the alignment of a datatype."""
+    if kind.dtype is not None:
+        return kind.dtype.alignment
+    types = [each.ob for each in kind.recipe[4] if each.ob is not None]
+    return max((typealign(each) for each in types), default=1)
+
+
+def _basic(name: str, dtype: np.dtype[Any]) -> Layout:
+    size = dtype.itemsize
+    made = Layout(([0], [size]), (0, size), dtype, [size], (_N["COMBINER_NAMED"], [], [], [], []))
+    made.name = f"MPI_{name}"
+    return made
+
+
+def _pair(value: Datatype, index: Datatype, combiner: int, name: str = "") -> Layout:
+    first, second = value.live, index.live
+    dtype = np.dtype([("value", first.dtype), ("index", second.dtype)], align=True)
+    assert dtype.fields is not None
+    at = dtype.fields["index"][1]
+    ends = [first.size, first.size + second.size]
+    recipe: Any = (combiner, [], [], [], [value, index])
+    made = Layout(([0, at], [first.size, second.size]), (0, dtype.itemsize), dtype, ends, recipe)
+    made.name = name
+    return made
+
+
+named: dict[str, Datatype] = {}
+"""All predefined datatypes, by name."""
+
+_codes_of: dict[int, str] = {}
+_pairs: dict[Any, Layout] = {}
+DATATYPE_NULL = Datatype()
+
+for _each in _C.split():
+    _name, _code, *_numpy = _each.split(":")
+    if not _code:
+        named[_name] = Datatype()
+        continue
+    _mpi = {"LONG_LONG": "LONG_LONG_INT", "FLOAT16_T": "FLOAT16_T"}.get(_name, _name)
+    _letter = (_numpy or [_code])[0]
+    named[_name] = Datatype.of(_basic(_mpi, np.dtype(_letter)))
+    _codes_of[id(named[_name].ob)] = _code
+for _each in _PAIRS.split():
+    _name, _code = _each.split(":")
+    _value = named[
+        {"h": "SHORT", "i": "INT", "l": "LONG", "f": "FLOAT", "d": "DOUBLE"}.get(
+            _code, "LONG_DOUBLE"
+        )
+    ]
+    _mpi = "MPI_2INT" if _name == "INT_INT" else f"MPI_{_name}"
+    named[_name] = Datatype.of(_pair(_value, named["INT"], _N["COMBINER_NAMED"], _mpi))
+for _each in _ALIASES.split():
+    _name, _, _old = _each.partition(":")
+    named[_name] = named[_old]
+by_code = {code: named[name] for code, _, name in (each.partition(":") for each in _CODES.split())}

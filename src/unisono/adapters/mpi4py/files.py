@@ -1,0 +1,414 @@
+"""MPI's files: views, and individual, explicit and shared pointers, by positioned reads and writes.
+
+`unisono.open_file` writes new files whole; MPI's files are read and written in place, so that they
+have descriptors of their own here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+
+from unisono.adapters.mpi4py.buffers import Part, simple
+from unisono.adapters.mpi4py.comm import Comm, _split
+from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS
+from unisono.adapters.mpi4py.datatypes import Datatype, Layout, named
+from unisono.adapters.mpi4py.errors import fail, require, translated
+from unisono.adapters.mpi4py.handles import (
+    RAISES,
+    Attributes,
+    Errhandler,
+    Group,
+    Handle,
+    Ranks,
+    Status,
+)
+from unisono.adapters.mpi4py.messages import CommState
+from unisono.adapters.mpi4py.requests import Call, Request
+from unisono.beyond.windows.window import new_window
+from unisono.core.c10d.objects.functions import all_gather_object
+
+_N = NUMBERS
+_ERRORS = {
+    FileNotFoundError: "ERR_NO_SUCH_FILE",
+    FileExistsError: "ERR_FILE_EXISTS",
+    PermissionError: "ERR_ACCESS",
+    IsADirectoryError: "ERR_BAD_FILE",
+}
+
+
+class FileState:
+    """The object of a file."""
+
+    def __init__(self, comm: Any, path: str, amode: int) -> None:
+        self.comm = CommState(_split(comm.group, 0, comm.rank))
+        self.path, self.amode, self.info = path, amode, {}  # type: ignore[var-annotated]
+        self.errhandler, self.atomic, self.position = RAISES, False, 0
+        self.attributes: dict[int, Any] = {}
+        self.name = path
+        self.view: tuple[int, Layout, Layout, str] = 0, named["BYTE"].ob, named["BYTE"].ob, "native"
+        self.kinds: Any = named["BYTE"], named["BYTE"]
+        self.pending: Any = None
+        self.fd = -1
+        error = self._open(first=self.comm.rank == 0)
+        errors: list[Any] = [None] * self.comm.size
+        all_gather_object(errors, error, self.comm.group)
+        if any(errors):
+            if self.fd >= 0:
+                os.close(self.fd)
+            self.comm.close()
+            fail(*next(each for each in errors if each))
+        # The shared pointer is an integer of rank 0.
+        self.shared = new_window(np.zeros(1, np.int64), self.comm.group)
+        if amode & _N["MODE_APPEND"]:
+            self.position = os.fstat(self.fd).st_size
+        self.lock = threading.Lock()
+
+    def _open(self, first: bool) -> tuple[str, str] | None:
+        amode = self.amode
+        access = {_N["MODE_RDONLY"]: os.O_RDONLY, _N["MODE_WRONLY"]: os.O_WRONLY}
+        modes = [m for m in ("MODE_RDONLY", "MODE_WRONLY", "MODE_RDWR") if amode & _N[m]]
+        error: tuple[str, str] | None = None
+        if len(modes) != 1:
+            error = "ERR_AMODE", f"mode {amode}"
+        for mine in (True, False):
+            # Rank 0 makes the file before the others open it.
+            self.comm.group.barrier()
+            if error is None and first == mine:
+                flags = access.get(_N[modes[0]], os.O_RDWR)
+                if first and amode & _N["MODE_CREATE"]:
+                    flags |= os.O_CREAT | (os.O_EXCL if amode & _N["MODE_EXCL"] else 0)
+                try:
+                    self.fd = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
+                except OSError as problem:
+                    error = _name_of(problem), str(problem)
+        return error
+
+    # ---- data -----------------------------------------------------------------------------
+
+    def places(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return pieces (place, bytes) of the file for data at an offset of the view, in bytes."""
+        disp, _, kind, _ = self.view
+        if kind.is_plain:
+            return [(disp + offset, nbytes)] if nbytes else []
+        pieces, tile = [], kind.size
+        row, skip = divmod(offset, tile)
+        while nbytes > 0:
+            for at, size in zip(kind.offsets.tolist(), kind.lengths.tolist(), strict=True):
+                if skip >= size:
+                    skip -= size
+                    continue
+                taken = min(size - skip, nbytes)
+                if taken:
+                    pieces.append((disp + row * kind.extent + at + skip, taken))
+                nbytes -= taken
+                skip = 0
+                if not nbytes:
+                    break
+            row += 1
+        return pieces
+
+    def write(self, offset: int, part: Part) -> int:
+        """Write elements at an offset of the view, in bytes; return the bytes."""
+        data, at = part.pack(), 0
+        for place, size in self.places(offset, len(data)):
+            done = 0
+            while done < size:
+                done += os.pwrite(self.fd, data[at + done : at + size].data, place + done)
+            at += size
+        return at
+
+    def read(self, offset: int, part: Part) -> int:
+        """Read elements; return the bytes, fewer at the end of the file."""
+        data, at = np.zeros(part.nbytes, np.uint8), 0
+        for place, size in self.places(offset, len(data)):
+            done = 0
+            while done < size:
+                got = os.preadv(self.fd, [data[at + done : at + size].data], place + done)
+                if not got:
+                    break
+                done += got
+            at += done
+            if done < size:
+                break
+        if part.is_plain:
+            part.pack()[:at] = data[:at]
+        else:
+            part.store(data[:at])
+        return at
+
+    @property
+    def unit(self) -> int:
+        """Bytes of an element of the view."""
+        return self.view[1].size
+
+
+def _name_of(error: OSError) -> str:
+    return next((name for kind, name in _ERRORS.items() if isinstance(error, kind)), "ERR_IO")
+
+
+class File(Attributes, Handle, root=True):
+    """A file of several ranks."""
+
+    error = "ERR_FILE"
+    _default: Any = RAISES
+
+    @classmethod
+    def Open(
+        cls, comm: Comm, filename: Any, amode: int = _N["MODE_RDONLY"], info: Any = None
+    ) -> Self:
+        """Open a file; a collective call."""
+        with translated():
+            made = cls.of(FileState(comm.live, os.fsdecode(filename), amode))
+        made.Set_info(info)
+        return made
+
+    def Close(self) -> None:
+        """Close the file; a collective call."""
+        state = self.live
+        with translated():
+            state.comm.group.barrier()
+            os.close(state.fd)
+            if state.amode & _N["MODE_DELETE_ON_CLOSE"] and state.comm.rank == 0:
+                os.unlink(state.path)
+            state.shared.close()
+            state.comm.group.barrier()
+            state.comm.close()
+        self.ob = None
+
+    Free = Close
+
+    @classmethod
+    def Delete(cls, filename: Any, info: Any = None) -> None:
+        """Delete a file."""
+        try:
+            os.unlink(os.fsdecode(filename))
+        except OSError as error:
+            fail(_name_of(error), str(error))
+
+    # ---- size, hints, view ----------------------------------------------------------------
+
+    def _together(self, action: Callable[[], object]) -> None:
+        """Do something on rank 0, between barriers."""
+        group = self.live.comm.group
+        group.barrier()
+        if group.rank() == 0:
+            action()
+        group.barrier()
+
+    def Set_size(self, size: int) -> None:
+        """Set the size; a collective call."""
+        self._together(lambda: os.ftruncate(self.live.fd, size))
+
+    def Preallocate(self, size: int) -> None:
+        """Make the file at least this large; a collective call."""
+        self._together(lambda: os.ftruncate(self.live.fd, max(size, self.Get_size())))
+
+    def Get_size(self) -> int:
+        """Return the size in bytes."""
+        return os.fstat(self.live.fd).st_size
+
+    def Get_amode(self) -> int:
+        """Return the mode."""
+        return int(self.live.amode)
+
+    def Get_group(self) -> Group:
+        """Return the ranks."""
+        return Group.of(Ranks(self.live.comm.group.ranks))
+
+    def Set_view(
+        self,
+        disp: int = 0,
+        etype: Datatype | None = None,
+        filetype: Datatype | None = None,
+        datarep: str = "native",
+        info: Any = None,
+    ) -> None:
+        """Set which bytes of the file this rank sees; a collective call."""
+        require(datarep == "native", "ERR_UNSUPPORTED_DATAREP", datarep)
+        state, etype = self.live, etype or named["BYTE"]
+        filetype = filetype or etype
+        if disp == _N["DISPLACEMENT_CURRENT"]:
+            disp = self.Get_byte_offset(state.position)
+        state.comm.group.barrier()
+        state.view = disp, etype.live, filetype.live, datarep
+        state.kinds = Datatype(etype), Datatype(filetype)
+        state.position = 0
+        self._together(lambda: self._set_shared(0))
+
+    def Get_view(self) -> tuple[int, Datatype, Datatype, str]:
+        """Return displacement, types and representation of the view."""
+        state = self.live
+        return state.view[0], Datatype(state.kinds[0]), Datatype(state.kinds[1]), state.view[3]
+
+    def Get_type_extent(self, datatype: Datatype) -> int:
+        """Return the extent of a datatype in the file."""
+        return int(datatype.live.extent)
+
+    def Get_byte_offset(self, offset: int) -> int:
+        """Return the place in the file of an offset of the view."""
+        state = self.live
+        found = state.places(offset * state.unit, 1)
+        return int(found[0][0])
+
+    def Set_atomicity(self, flag: bool) -> None:
+        """Set the mode of conflicting accesses; each access is one system call in any case."""
+        self.live.atomic = bool(flag)
+
+    def Get_atomicity(self) -> bool:
+        """Return the mode."""
+        return bool(self.live.atomic)
+
+    def Sync(self) -> None:
+        """Store the file; a collective call."""
+        os.fsync(self.live.fd)
+        self.live.comm.group.barrier()
+
+    def Get_errhandler(self) -> Errhandler:
+        """Return the error handler."""
+        return Errhandler.of(File._default if self.ob is None else self.ob.errhandler)
+
+    def Set_errhandler(self, errhandler: Errhandler) -> None:
+        """Set the error handler; of the null handle the one of later files."""
+        if self.ob is None:
+            File._default = errhandler.live
+        else:
+            self.ob.errhandler = errhandler.live
+
+    size, amode, group = property(Get_size), property(Get_amode), property(Get_group)
+    group_size = property(lambda self: self.live.comm.size)
+    group_rank = property(lambda self: self.live.comm.rank)
+    atomicity = property(Get_atomicity, Set_atomicity)
+
+    # ---- pointers -------------------------------------------------------------------------
+
+    def _sought(self, now: int, offset: int, whence: int) -> int:
+        state = self.live
+        if whence == _N["SEEK_SET"]:
+            place = offset
+        elif whence == _N["SEEK_CUR"]:
+            place = now + offset
+        else:
+            require(whence == _N["SEEK_END"], "ERR_ARG", f"whence {whence}")
+            disp, etype, kind, _ = state.view
+            left = max(self.Get_size() - disp, 0)
+            rows, rest = divmod(left, kind.extent) if kind.extent else (0, 0)
+            inside = sum(
+                max(0, min(size, rest - at))
+                for at, size in zip(kind.offsets.tolist(), kind.lengths.tolist(), strict=True)
+            )
+            place = (rows * kind.size + inside) // max(etype.size, 1) + offset
+        require(place >= 0, "ERR_ARG", f"offset {place}")
+        return place
+
+    def Seek(self, offset: int, whence: int = _N["SEEK_SET"]) -> None:
+        """Move this rank's pointer."""
+        self.live.position = self._sought(self.live.position, offset, whence)
+
+    def Get_position(self) -> int:
+        """Return this rank's pointer, in elements of the view."""
+        return int(self.live.position)
+
+    def _set_shared(self, place: int) -> None:
+        shared = self.live.shared
+        shared.fetch_add(place - shared.fetch_add(0, 0), 0)
+
+    def Seek_shared(self, offset: int, whence: int = _N["SEEK_SET"]) -> None:
+        """Move the shared pointer; a collective call."""
+        place = self._sought(self.Get_position_shared(), offset, whence)
+        self._together(lambda: self._set_shared(place))
+
+    def Get_position_shared(self) -> int:
+        """Return the shared pointer."""
+        return int(self.live.shared.fetch_add(0, 0))
+
+    # ---- reads and writes -----------------------------------------------------------------
+
+    def _move(self, way: str, kind: str, offset: int, buf: Any) -> Call:
+        """Read or write at an explicit offset or a pointer; `way`: at, own, shared or ordered."""
+        state, writes_file = self.live, kind == "Write"
+        part = simple(buf, not writes_file)
+        unit = max(state.unit, 1)
+        count = part.nbytes // unit
+        if way == "own":
+            offset = state.position
+            state.position += count
+        elif way == "shared":
+            with translated():
+                offset = int(state.shared.fetch_add(count, 0))
+        elif way == "ordered":
+            counts: list[Any] = [None] * state.comm.size
+            with translated():
+                all_gather_object(counts, count, state.comm.group)
+                base = self.Get_position_shared()
+                self._together(lambda: self._set_shared(base + sum(counts)))
+            offset = base + sum(counts[: state.comm.rank])
+        try:
+            done = (state.write if writes_file else state.read)(offset * unit, part)
+        except OSError as error:
+            wrong = "ERR_READ_ONLY" if writes_file and not self._may_write() else _name_of(error)
+            fail(wrong, str(error))
+        call = Call()
+        call.found = ANY_SOURCE, ANY_TAG, done
+        return call
+
+    def _may_write(self) -> bool:
+        return not self.live.amode & _N["MODE_RDONLY"]
+
+
+def _add(name: str, way: str, kind: str, *, collective: bool) -> None:
+    """Add the blocking, the started and, of a collective call, the split form."""
+    at = way == "at"
+
+    def run(self: File, arguments: tuple[Any, ...]) -> Call:
+        offset, buf = arguments if at else (0, *arguments)
+        call = self._move(way, kind, offset, buf)
+        if collective:
+            with translated():
+                self.live.comm.group.barrier()
+        return call
+
+    def blocking(self: File, *arguments: Any, status: Status | None = None) -> None:
+        wanted = 2 if at else 1
+        if len(arguments) > wanted:
+            arguments, status = arguments[:wanted], arguments[wanted]
+        call = run(self, arguments)
+        if status is not None:
+            status.set(*call.found)
+
+    def started(self: File, *arguments: Any) -> Request:
+        return Request.of(run(self, arguments))
+
+    def begin(self: File, *arguments: Any) -> None:
+        require(self.live.pending is None, "ERR_OTHER", "a split call has begun")
+        self.live.pending = run(self, arguments)
+
+    def end(self: File, buf: Any, status: Status | None = None) -> None:
+        call, self.live.pending = self.live.pending, None
+        require(call is not None, "ERR_OTHER", "no split call has begun")
+        if status is not None:
+            status.set(*call.found)
+
+    forms = {name: blocking, f"I{name.lower()}": started}
+    if collective:
+        forms |= {f"{name}_begin": begin, f"{name}_end": end}
+    for called, form in forms.items():
+        form.__name__, form.__doc__ = called, f"{kind} elements; see MPI_File_{called.lower()}."
+        setattr(File, called, form)
+
+
+for _kind in ("Read", "Write"):
+    for _suffix, _way, _all in (
+        ("_at", "at", False),
+        ("_at_all", "at", True),
+        ("", "own", False),
+        ("_all", "own", True),
+        ("_shared", "shared", False),
+        ("_ordered", "ordered", True),
+    ):
+        _add(f"{_kind}{_suffix}", _way, _kind, collective=_all)
+FILE_NULL = File()

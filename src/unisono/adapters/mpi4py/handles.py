@@ -1,0 +1,549 @@
+"""Handles name MPI's objects. Copies name the same object; `Free` leaves the null handle."""
+
+from __future__ import annotations
+
+import array
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS, SUCCESS, UNDEFINED
+from unisono.adapters.mpi4py.errors import Exception as MPIException
+from unisono.adapters.mpi4py.errors import fail, require
+
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+predefined: dict[tuple[type, int], tuple[str, Any]] = {}
+"""(family, id of the object) -> name and constant, for pickle."""
+
+
+class Handle:
+    """A handle; `ob` is the object, None for the null handle."""
+
+    family: type = object
+    error = "ERR_ARG"
+    ob: Any
+
+    def __init_subclass__(cls, root: bool = False) -> None:
+        if root:
+            cls.family = cls
+
+    def __new__(cls, handle: Any = None) -> Self:
+        if handle is not None and not isinstance(handle, cls.family):
+            raise TypeError(f"expected a {cls.family.__name__}, got {type(handle).__name__}")
+        self = object.__new__(cls)
+        self.ob = getattr(handle, "ob", None)
+        return self
+
+    @classmethod
+    def of(cls, ob: Any) -> Self:
+        """Return a handle of an object."""
+        self = object.__new__(cls)
+        self.ob = ob
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, self.family):
+            return NotImplemented
+        return self.ob is other.ob  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(id(self.ob))
+
+    def __bool__(self) -> bool:
+        return self.ob is not None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        name, constant = predefined.get((self.family, id(self.ob)), ("", None))
+        if not name:
+            raise ValueError(f"cannot pickle {type(self).__name__}")
+        return name if constant is self else (type(self), (constant,))
+
+    @property
+    def live(self) -> Any:
+        """The object; raises an error for a null handle."""
+        if self.ob is None:
+            fail(self.error, "null handle")
+        return self.ob
+
+    @property
+    def handle(self) -> int:
+        """A number of the object in this process, 0 for the null handle."""
+        if self.ob is None:
+            return 0
+        _objects[id(self.ob)] = self.ob
+        return id(self.ob)
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Self:
+        """Return the handle of a number."""
+        return cls.of(_objects[handle] if handle else None)
+
+    def toint(self) -> int:
+        """Return -1: there is no C handle."""
+        return -1
+
+    py2f = toint
+
+    def free(self) -> None:
+        """Free the object if it is there, and not predefined."""
+        if self.ob is not None and (self.family, id(self.ob)) not in predefined:
+            self.Free()
+
+    def Free(self) -> None:
+        """Forget the object."""
+        _ = self.live
+        require((self.family, id(self.ob)) not in predefined, self.error, "predefined")
+        self.ob = None
+
+
+class Attributes:
+    """The attributes and the error handler of communicators, datatypes and windows."""
+
+    live: Any
+    Create_errhandler: Any
+
+    def Get_attr(self, keyval: int) -> Any:
+        """Return an attribute, or None."""
+        attributes = self.live.attributes
+        if keyval not in attributes:
+            require(keyval in _keyvals or keyval in NUMBERS.values(), "ERR_KEYVAL")
+            require(keyval != NUMBERS["KEYVAL_INVALID"], "ERR_KEYVAL")
+        return attributes.get(keyval)
+
+    def Set_attr(self, keyval: int, attrval: Any) -> None:
+        """Set an attribute."""
+        require(keyval in _keyvals, "ERR_KEYVAL")
+        if keyval in self.live.attributes:
+            self.Delete_attr(keyval)
+        self.live.attributes[keyval] = attrval
+
+    def Delete_attr(self, keyval: int) -> None:
+        """Delete an attribute."""
+        require(keyval in _keyvals and keyval in self.live.attributes, "ERR_KEYVAL")
+        delete = _keyvals[keyval][1]
+        if delete is not None:
+            delete(self, keyval, self.live.attributes[keyval])
+        self.live.attributes.pop(keyval, None)
+
+    @classmethod
+    def Create_keyval(
+        cls, copy_fn: Any = None, delete_fn: Any = None, nopython: bool = False
+    ) -> int:
+        """Make a key for attributes."""
+        keyval = 1 << 20 | len(_keyvals)
+        while keyval in _keyvals:
+            keyval += 1
+        _keyvals[keyval] = (copy_fn, delete_fn)
+        return keyval
+
+    @classmethod
+    def Free_keyval(cls, keyval: int) -> int:
+        """Free a key; attributes stay."""
+        require(keyval in _keyvals, "ERR_KEYVAL")
+        _freed[keyval] = _keyvals.pop(keyval)
+        return NUMBERS["KEYVAL_INVALID"]
+
+    def copy_attributes(self, to: Any) -> None:
+        """Call the copy functions for a duplicate."""
+        for keyval, value in list(self.live.attributes.items()):
+            copy = (_keyvals.get(keyval) or _freed.get(keyval, (None, None)))[0]
+            if copy is True:
+                to.live.attributes[keyval] = value
+            elif copy:
+                copied = copy(self, keyval, value)
+                if copied is not NotImplemented:
+                    to.live.attributes[keyval] = copied
+
+    def delete_attributes(self) -> None:
+        """Call the delete functions at the end."""
+        for keyval in list(self.live.attributes):
+            delete = (_keyvals.get(keyval) or _freed.get(keyval, (None, None)))[1]
+            value = self.live.attributes.pop(keyval)
+            if delete is not None:
+                delete(self, keyval, value)
+
+    def Get_errhandler(self) -> Errhandler:
+        """Return the error handler."""
+        return Errhandler.of(self.live.errhandler)
+
+    def Set_errhandler(self, errhandler: Errhandler) -> None:
+        """Set the error handler; errors of calls are raised in any case."""
+        self.live.errhandler = errhandler.live
+
+    def Call_errhandler(self, errorcode: int) -> None:
+        """Call the error handler with a code."""
+        self.live.errhandler(self, errorcode)
+
+    def Get_name(self) -> str:
+        """Return the name."""
+        return str(self.live.name)
+
+    def Set_name(self, name: str) -> None:
+        """Set the name."""
+        self.live.name = name
+
+    def Get_info(self) -> Info:
+        """Return a copy of the hints."""
+        return Info.Create(self.live.info)
+
+    def Set_info(self, info: Info) -> None:
+        """Replace the hints, which have no effect."""
+        self.live.info = dict(info.live) if info else {}
+
+    name = property(Get_name, Set_name)
+    info = property(Get_info, Set_info)
+
+
+_keyvals: dict[int, tuple[Any, Any]] = {}
+_freed: dict[int, tuple[Any, Any]] = {}
+
+
+class Handler:
+    """What an error handler does."""
+
+    def __init__(self, call: Callable[[Any, int], object]) -> None:
+        self.call = call
+
+    def __call__(self, of: Any, code: int) -> None:
+        """Handle a code."""
+        self.call(of, code)
+
+
+def _raise(of: Any, code: int) -> None:
+    if code != SUCCESS:
+        raise MPIException(code)
+
+
+class Errhandler(Handle, root=True):
+    """An error handler."""
+
+    error = "ERR_ERRHANDLER"
+
+    def Free(self) -> None:
+        """Forget the handler."""
+        _ = self.live
+        self.ob = None
+
+
+ERRORS_RETURN = Errhandler.of(Handler(lambda of, code: None))
+RAISES = ERRORS_RETURN.ob
+
+
+class Info(Handle, root=True):
+    """Hints: texts by key."""
+
+    error = "ERR_INFO"
+
+    class Hints(dict[str, str]):
+        """The texts; equal only to itself."""
+
+        __slots__ = ("__weakref__",)
+
+    @classmethod
+    def Create(cls, items: Any = None) -> Self:
+        """Make hints."""
+        made = cls.of(cls.Hints())
+        made.update(items or ())
+        return made
+
+    @classmethod
+    def Create_env(cls, args: Sequence[str] | None = None) -> Self:
+        """Make the hints of the start of the program."""
+        return cls.Create({"command": (args or [""])[0]})
+
+    def Dup(self) -> Self:
+        """Return a copy."""
+        return type(self).Create(self.live)
+
+    def Get(self, key: str) -> str | None:
+        """Return a text, or None."""
+        value: str | None = self.live.get(key)
+        return value
+
+    def Set(self, key: str, value: str) -> None:
+        """Set a text."""
+        self.live[key] = str(value)
+
+    def Delete(self, key: str) -> None:
+        """Delete a key."""
+        require(key in self.live, "ERR_INFO_NOKEY", repr(key))
+        del self.ob[key]
+
+    def Get_nkeys(self) -> int:
+        """Return the number of keys."""
+        return len(self.live)
+
+    def Get_nthkey(self, n: int) -> str:
+        """Return the n-th key."""
+        require(0 <= n < len(self.live), "ERR_ARG")
+        return self.keys()[n]
+
+    def __len__(self) -> int:
+        return len(self.ob or ())
+
+    def __iter__(self) -> Any:
+        return iter(self.keys())
+
+    def __getitem__(self, item: str) -> str:
+        if item not in (self.ob or ()):
+            raise KeyError(item)
+        return str(self.ob[item])
+
+    def __setitem__(self, item: str, value: str) -> None:
+        if self.ob is None:
+            raise KeyError(item)
+        self.Set(item, value)
+
+    def __delitem__(self, item: str) -> None:
+        if item not in (self.ob or ()):
+            raise KeyError(item)
+        self.Delete(item)
+
+    def __contains__(self, item: object) -> bool:
+        return item in (self.ob or ())
+
+    def get(self, key: str, default: str | None = None) -> str | None:
+        """Return a text, or the default."""
+        return (self.ob or {}).get(key, default)
+
+    def keys(self) -> list[str]:
+        """Return the keys."""
+        return list(self.ob or ())
+
+    def values(self) -> list[str]:
+        """Return the texts."""
+        return list((self.ob or {}).values())
+
+    def items(self) -> list[tuple[str, str]]:
+        """Return keys and texts."""
+        return list((self.ob or {}).items())
+
+    def update(self, items: Any = (), **kwds: str) -> None:
+        """Set several texts."""
+        if self.ob is None and not (items or kwds):
+            return
+        pairs: Iterable[tuple[str, str]] = items.items() if hasattr(items, "items") else items
+        for key, value in [*pairs, *kwds.items()]:
+            if self.ob is None:
+                raise KeyError(key)
+            self.Set(key, value)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Remove a key and return its text."""
+        return (self.ob if self.ob is not None else {}).pop(key, *default)
+
+    def popitem(self) -> tuple[str, str]:
+        """Remove and return a key and its text."""
+        pair: tuple[str, str] = (self.ob if self.ob is not None else {}).popitem()
+        return pair
+
+    def copy(self) -> Self:
+        """Return a copy; of the null handle a null handle."""
+        return type(self)() if self.ob is None else self.Dup()
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        if self.ob is not None:
+            self.ob.clear()
+
+
+class Ranks(tuple[int, ...]):
+    """Global ranks in order, the object of a group."""
+
+
+class Group(Handle, root=True):
+    """An ordered set of ranks."""
+
+    error = "ERR_GROUP"
+    me = 0
+    """This process's global rank."""
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.live)
+
+    def Get_rank(self) -> int:
+        """Return this process's rank, or UNDEFINED."""
+        return self.live.index(Group.me) if Group.me in self.live else UNDEFINED
+
+    size, rank = property(Get_size), property(Get_rank)
+
+    def Translate_ranks(
+        self, ranks: Sequence[int] | None = None, group: Group | None = None
+    ) -> list[int]:
+        """Return the ranks in another group."""
+        mine = self.live
+        if group is None:
+            other: Any = WORLD_RANKS[0]
+        else:
+            other = group.live
+        null = NUMBERS["PROC_NULL"]
+        places = {rank: place for place, rank in enumerate(other)}
+        chosen = range(len(mine)) if ranks is None else ranks
+        return [null if r == null else places.get(mine[r], UNDEFINED) for r in chosen]
+
+    def Compare(self, group: Group) -> int:
+        """Return IDENT, SIMILAR or UNEQUAL."""
+        mine, other = self.live, group.live
+        if mine == other:
+            return NUMBERS["IDENT"]
+        return NUMBERS["SIMILAR" if sorted(mine) == sorted(other) else "UNEQUAL"]
+
+    def _made(self, ranks: Iterable[int]) -> Self:
+        made = Ranks(ranks)
+        return type(self).of(made if made else EMPTY)
+
+    def Dup(self) -> Self:
+        """Return an equal group."""
+        return self._made(self.live)
+
+    @classmethod
+    def Union(cls, group1: Group, group2: Group) -> Self:
+        """Return the ranks of both."""
+        first, second = group1.live, group2.live
+        return cls()._made([*first, *(r for r in second if r not in first)])
+
+    @classmethod
+    def Intersection(cls, group1: Group, group2: Group) -> Self:
+        """Return the ranks in both, in the order of the first."""
+        first, second = group1.live, group2.live
+        return cls()._made(r for r in first if r in second)
+
+    Intersect = Intersection
+
+    @classmethod
+    def Difference(cls, group1: Group, group2: Group) -> Self:
+        """Return the ranks of the first that the second lacks."""
+        first, second = group1.live, group2.live
+        return cls()._made(r for r in first if r not in second)
+
+    def _checked(self, ranks: Sequence[int]) -> list[int]:
+        chosen = list(ranks)
+        require(all(0 <= r < len(self.live) for r in chosen), "ERR_RANK", str(chosen))
+        require(len({*chosen}) == len(chosen), "ERR_RANK", f"twice in {chosen}")
+        return chosen
+
+    def Incl(self, ranks: Sequence[int]) -> Self:
+        """Return a group of these ranks."""
+        return self._made(self.live[r] for r in self._checked(ranks))
+
+    def Excl(self, ranks: Sequence[int]) -> Self:
+        """Return a group without these ranks."""
+        left = {*self._checked(ranks)}
+        return self._made(each for r, each in enumerate(self.live) if r not in left)
+
+    def _ranges(self, ranks: Sequence[tuple[int, int, int]]) -> list[int]:
+        out: list[int] = []
+        for first, last, stride in ranks:
+            require(stride != 0, "ERR_ARG")
+            out += range(first, last + (1 if stride > 0 else -1), stride)
+        return out
+
+    def Range_incl(self, ranks: Sequence[tuple[int, int, int]]) -> Self:
+        """Return a group of the ranks in ranges (first, last, stride)."""
+        return self.Incl(self._ranges(ranks))
+
+    def Range_excl(self, ranks: Sequence[tuple[int, int, int]]) -> Self:
+        """Return a group without the ranks in ranges."""
+        return self.Excl(self._ranges(ranks))
+
+    def Free(self) -> None:
+        """Forget the group."""
+        _ = self.live
+        self.ob = None
+
+
+EMPTY = Ranks()
+WORLD_RANKS: list[Ranks] = [Ranks((0,))]
+
+
+class Status:
+    """Source, tag and size of a message."""
+
+    def __init__(self, status: Status | None = None) -> None:
+        if status is not None and not isinstance(status, Status):
+            raise TypeError(f"expected a Status, got {type(status).__name__}")
+        # Source, tag, error, bytes, cancelled.
+        self._fields: array.array[int] = array.array(
+            "q", list(status._fields) if status else (ANY_SOURCE, ANY_TAG, 0, 0, 0)
+        )
+
+    def set(self, source: int, tag: int, nbytes: int, cancelled: bool = False) -> None:
+        """Set what a call has found."""
+        self._fields[:] = array.array("q", (source, tag, SUCCESS, nbytes, cancelled))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Status) and self._fields == other._fields
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getstate__(self) -> Mapping[str, int]:
+        return {"fields": list(self._fields)}  # type: ignore[dict-item]
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._fields = array.array("q", state["fields"])
+
+    def Get_source(self) -> int:
+        """Return the sender."""
+        return self._fields[0]
+
+    def Set_source(self, source: int) -> None:
+        """Set the sender."""
+        self._fields[0] = source
+
+    def Get_tag(self) -> int:
+        """Return the tag."""
+        return self._fields[1]
+
+    def Set_tag(self, tag: int) -> None:
+        """Set the tag."""
+        self._fields[1] = tag
+
+    def Get_error(self) -> int:
+        """Return the error code."""
+        return self._fields[2]
+
+    def Set_error(self, error: int) -> None:
+        """Set the error code."""
+        self._fields[2] = error
+
+    def Get_count(self, datatype: Any = None) -> int:
+        """Return the number of elements of a datatype, by default of bytes."""
+        size = 1 if datatype is None else datatype.live.size
+        whole, rest = divmod(self._fields[3], size) if size else (0, 0)
+        return UNDEFINED if rest else whole
+
+    def Get_elements(self, datatype: Any) -> int:
+        """Return the number of basic elements."""
+        kind = datatype.live
+        if not kind.size:
+            return 0
+        whole, rest = divmod(self._fields[3], kind.size)
+        return int(whole * kind.elements) + sum(1 for end in kind.element_ends if end <= rest)
+
+    def Set_elements(self, datatype: Any, count: int) -> None:
+        """Set the number of basic elements."""
+        kind = datatype.live
+        self._fields[3] = count * kind.size // max(kind.elements, 1)
+
+    def Is_cancelled(self) -> bool:
+        """Return whether the call was cancelled."""
+        return bool(self._fields[4])
+
+    def Set_cancelled(self, flag: bool) -> None:
+        """Set whether the call was cancelled."""
+        self._fields[4] = bool(flag)
+
+    def tomemory(self) -> memoryview:
+        """Return the fields as memory."""
+        return memoryview(self._fields)
+
+    def _set_count(self, value: int) -> None:
+        self._fields[3] = value
+
+    source = property(Get_source, Set_source)
+    tag = property(Get_tag, Set_tag)
+    error = property(Get_error, Set_error)
+    count = property(Get_count, _set_count)
+    cancelled = property(Is_cancelled, Set_cancelled)

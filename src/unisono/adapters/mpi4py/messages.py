@@ -1,0 +1,288 @@
+"""Messages between two ranks of a communicator, and its state.
+
+A message is bytes. Its dtype tells its mode: int8 asks for an answer when a receive has taken it
+(`Ssend`), uint8 does not. A receive into memory posts uint8, so that the engine refuses a message
+of int8 and drops its data; the receiver then asks the sender for them again.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.adapters.mpi4py.buffers import Bytes, Part
+from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
+from unisono.adapters.mpi4py.errors import fail, require, translated
+from unisono.adapters.mpi4py.handles import RAISES
+from unisono.adapters.mpi4py.requests import Call
+from unisono.core.base.types import code_of, dtype_named
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.operations.work import Work
+from unisono.core.transports.messages import ANY_TAG as ANY
+from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+
+_SYNC = code_of(dtype_named("int8"))
+_NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
+
+
+class CommState:
+    """The object of a communicator.
+
+    Attributes:
+        group: Makes the collective calls.
+        channel: Carries the messages; of an inter-communicator a group of both sides.
+        peers: The ranks in the channel of those that messages go to.
+        services: Carries answers, for all communicators of the process.
+        topology: Of a Cartesian grid or a graph.
+    """
+
+    services: ProcessGroup
+
+    def __init__(
+        self, group: ProcessGroup, channel: ProcessGroup | None = None, peers: Sequence[int] = ()
+    ) -> None:
+        self.group, self.channel = group, channel or group
+        self.is_inter = channel is not None
+        self.peers = tuple(peers) if self.is_inter else tuple(range(group.size()))
+        self.rank, self.size = group.rank(), group.size()
+        self.name, self.info, self.errhandler = "", {}, RAISES  # type: ignore[var-annotated]
+        self.attributes: dict[int, Any] = {}
+        self.topology: Any = None
+        ranks = self.channel.ranks
+        self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
+        digest = hashlib.blake2b(self.channel.key.encode(), digest_size=4).digest()
+        self.key = int.from_bytes(digest, "little") >> 1 << 30
+        self.started: deque[weakref.ref[Receive]] = deque()
+        self.is_async = True
+        self._now: CommState | None = None
+        self.buffer: Any = None
+        self.inner: Any = None
+        self.remote: tuple[int, ...] = ()
+
+    @property
+    def now(self) -> CommState:
+        """The state for calls that wait: their thread moves the data."""
+        if self._now is None:
+            self._now = copy.copy(self)
+            self._now.is_async = False
+        return self._now
+
+    def close(self) -> None:
+        """End the groups."""
+        for group in {id(g): g for g in (self.group, self.channel)}.values():
+            if group.backends:
+                destroy(group)
+
+    # ---- send -----------------------------------------------------------------------------
+
+    def check(self, peer: int, tag: int, receives: bool = False) -> None:
+        """Check a rank and a tag."""
+        low = ANY_SOURCE if receives else 0
+        ok = 0 <= peer < len(self.peers) or peer == PROC_NULL or (receives and peer == low)
+        require(ok, "ERR_RANK", f"rank {peer} is not in 0..{len(self.peers) - 1}")
+        ok = 0 <= tag <= TAG_UB_VALUE or (receives and tag == ANY_TAG)
+        require(ok, "ERR_TAG", f"tag {tag} is not in 0..{TAG_UB_VALUE}")
+
+    def send(self, data: Bytes, dest: int, tag: int, mode: str = "") -> Call:
+        """Start sending; the mode is that of the letter in the call's name."""
+        self.check(dest, tag)
+        if dest == PROC_NULL:
+            return Call()
+        with translated():
+            peer = self.peers[dest]
+            if mode == "s":
+                return self._send_synchronously(data, peer, tag)
+            if mode == "b":
+                data = data.copy()
+            work = self.channel.send(data, peer, tag, async_op=True)
+        return Call() if mode == "b" else Call([work])
+
+    def _send_synchronously(self, data: Bytes, peer: int, tag: int) -> Call:
+        services, to, key = self.services, self.channel.ranks[peer], self.key | tag
+        answer = np.zeros(1, np.uint8)
+        answered = services.recv(answer, to, key << 1, async_op=True)
+        sent = self.channel.send(data.view(np.int8), peer, tag, async_op=True)
+
+        lock, sent_again = threading.Lock(), []
+
+        def again() -> None:
+            with lock:
+                if answered.is_success() and answer[0]:
+                    answer[0] = 0
+                    sent_again.append(services.send(data, to, key << 1 | 1, async_op=True))
+
+        def end(call: Call) -> list[Work] | None:
+            raise_first(call.works)
+            again()
+            return [sent_again.pop()] if sent_again else None
+
+        # The receiver waits for the data while this program may do something else.
+        answered.on_end(again)
+        return Call([sent, answered], end)
+
+    # ---- receive --------------------------------------------------------------------------
+
+    def _from(self, source: int) -> int | None:
+        if source == ANY_SOURCE:
+            # Nobody but this rank can send; the engine would say that the others have left.
+            return self.peers[0] if len(self.peers) == 1 else None
+        return self.peers[source]
+
+    def recv(self, part: Part, source: int, tag: int, waits: bool = False) -> Call:
+        """Start receiving into memory."""
+        self.check(source, tag, receives=True)
+        if source == PROC_NULL:
+            return _from_nowhere()
+        into = part.target()
+        wanted = ANY if tag == ANY_TAG else tag
+        with translated():
+            work = self.channel.recv(into, self._from(source), wanted, async_op=True, _partial=True)
+        return self._began(Receive(self, work, into, part.store), waits)
+
+    def recv_any(
+        self, source: int, tag: int, take: Callable[[Call, Bytes], None], waits: bool = False
+    ) -> Call:
+        """Start receiving a message of any size; `take` gets its bytes at the end."""
+        self.check(source, tag, receives=True)
+        if source == PROC_NULL:
+            return _from_nowhere()
+        wanted = ANY if tag == ANY_TAG else tag
+        with translated():
+            work = self.channel.recv_array(self._from(source), wanted, async_op=True)
+        call = Receive(self, work, None, lambda data: take(call, data))
+        return self._began(call, waits)
+
+    def _began(self, call: Receive, waits: bool) -> Receive:
+        self.started = deque(r for r in self.started if (c := r()) is not None and not c.is_taken)
+        self.started.append(weakref.ref(call))
+        if not waits:
+            # The sender may wait for the answer while this program does something else.
+            call.works[0].on_end(call.take)
+        return call
+
+    def answer(self, source: int, tag: int, wants_data: bool) -> None:
+        """Tell the sender of a synchronous message that a receive has taken it."""
+        key = (self.key | tag) << 1
+        self.services.send(np.array([wants_data], np.uint8), source, key, async_op=True)
+
+    def probe(self, source: int, tag: int, waits: bool) -> tuple[int, int, int] | None:
+        """Return source, tag and bytes of a message, or None if none has come."""
+        self.check(source, tag, receives=True)
+        if source == PROC_NULL:
+            return _NOTHING
+        wanted = ANY if tag == ANY_TAG else tag
+        with translated():
+            work = self.channel.probe(self._from(source), wanted, async_op=not waits)
+            if not waits and not work.is_completed():
+                work.cancel()
+                if not work.is_success():
+                    return None
+            if not waits and isinstance(work.exception(), PeerLostError):
+                # A rank that has freed the communicator sends nothing more; a receive says so.
+                return None
+            raise_first([work])
+        found = work.result()[0]
+        return self.place[found.source], found.tag, found.nbytes
+
+
+class Receive(Call):
+    """A receive.
+
+    Args:
+        state: Of the communicator.
+        work: The engine's receive.
+        into: The memory; None: the engine makes it.
+        store: Gets the bytes that were received.
+    """
+
+    def __init__(
+        self, state: CommState, work: Work, into: Bytes | None, store: Callable[[Bytes], None]
+    ) -> None:
+        super().__init__([work], self._end)
+        self._state, self._into, self._store = state, into, store
+        self._lock = threading.RLock()
+        self.is_taken = False
+        # Of a synchronous message that has to come again.
+        self._again: tuple[Work, Bytes] | None = None
+
+    def take(self) -> None:
+        """Answer a synchronous message, once; on the thread that ends the receive, or later."""
+        work, state = self.works[0] if self.works else None, self._state
+        if work is None or not work.is_completed():
+            return
+        with self._lock:
+            if self.is_taken:
+                return
+            self.is_taken = True
+            if self._into is None:
+                if work.is_success() and work.result()[0].dtype == np.int8:
+                    state.answer(work.source_rank(), work.tag(), wants_data=False)
+                return
+            pending: Any = work._pending
+            is_sync = isinstance(work.exception(), CollectiveMismatchError)
+            if not is_sync or pending.info & ~(1 << 31) != _SYNC:
+                return
+            # Receives that were started before took earlier messages of the same tag.
+            for reference in list(state.started):
+                earlier = reference()
+                if earlier is self:
+                    break
+                if earlier is not None:
+                    earlier.take()
+            source, tag, size = pending.peer, pending.tag[1], pending.nbytes
+            data = self._into[:size] if size <= len(self._into) else np.empty(size, np.uint8)
+            key = (state.key | tag) << 1 | 1
+            self._again = state.services.recv(data, source, key, async_op=True), data
+            self.found = state.place[source], tag, size
+            state.answer(source, tag, wants_data=True)
+
+    def cancel(self) -> None:
+        """End a receive that has taken no message."""
+        if not self.test():
+            self.works[0].cancel()
+            if isinstance(self.works[0].exception(), CollectiveTimeoutError):
+                self.is_done = self.is_cancelled = self.is_taken = True
+
+    def _end(self, call: Call) -> list[Work] | None:
+        self.take()
+        work, into = self.works[0], self._into
+        if self._again is not None:
+            work, data = self._again
+            if work is not self.works[0]:
+                return [work]
+            raise_first([work])
+            if into is not None and len(data) > len(into):
+                fail("ERR_TRUNCATE", f"{len(data)} bytes for {len(into)}")
+        else:
+            raise_first([work])
+            data = work.result()[0].view(np.uint8) if into is None else into[: work._received()]
+            self.found = self._state.place[work.source_rank()], work.tag(), len(data)
+        self._store(data)
+        return None
+
+
+def _from_nowhere() -> Call:
+    call = Call()
+    call.found = _NOTHING
+    return call
+
+
+def raise_first(works: Sequence[Work]) -> None:
+    """Raise the first error of works that have ended."""
+    for work in works:
+        if (error := work.exception()) is not None:
+            raise error
+
+
+def destroy(group: ProcessGroup) -> None:
+    """End a group."""
+    from unisono.core.c10d.lifecycle import destroy_process_group
+
+    destroy_process_group(group)

@@ -1,0 +1,365 @@
+"""Requests: calls under way, each made of works of unisono and of what to do at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self
+
+from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
+from unisono.adapters.mpi4py.errors import exception_of, require
+from unisono.adapters.mpi4py.handles import Handle, Status
+from unisono.core.operations.work import Work
+
+Finish = Callable[["Call"], "list[Work] | None"]
+EMPTY = ANY_SOURCE, ANY_TAG, 0
+
+
+class Call:
+    """A call under way.
+
+    Its works are waited for; then `finish` stores the result, or returns the works of a next part.
+
+    Attributes:
+        value: The result of a call for objects.
+        found: Source, tag and bytes of the message of a receive.
+    """
+
+    def __init__(self, works: Sequence[Work] = (), finish: Finish | None = None) -> None:
+        self.works, self._finish = list(works), finish
+        self.value: Any = None
+        self.found: tuple[int, int, int] = EMPTY
+        self.is_cancelled = self.is_done = False
+        self._error: BaseException | None = None
+
+    def _step(self) -> None:
+        """Go on after the end of the works."""
+        more = None
+        if self._finish is not None:
+            try:
+                more = self._finish(self)
+            except BaseException as error:
+                self._error = error
+        else:
+            self._error = next((e for w in self.works if (e := w.exception())), None)
+        self.works = more or []
+        if not more:
+            self.is_done, self._finish = True, None
+
+    def test(self) -> bool:
+        """Return whether the call has ended; goes on with it."""
+        while not self.is_done and all(work.is_completed() for work in self.works):
+            self._step()
+        return self.is_done
+
+    def wait(self) -> None:
+        """Wait for the end, and raise the call's error; works end by their time-outs."""
+        while not self.is_done:
+            for work in self.works:
+                work._pending.wait_or_expire(None)
+            self._step()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise exception_of(error) from error
+
+    def cancel(self) -> None:
+        """Do nothing: what was sent can be received."""
+
+
+class Plan:
+    """The object of a persistent request: makes a call at each start."""
+
+    def __init__(self, make: Callable[[], Call]) -> None:
+        self.make = make
+        self.call: Call | None = None
+
+
+def _note(call: Call, status: Status | None) -> None:
+    if status is not None:
+        status.set(*call.found, call.is_cancelled)
+
+
+class Request(Handle, root=True):
+    """A call under way."""
+
+    error = "ERR_REQUEST"
+
+    def __new__(cls, request: Request | None = None) -> Self:
+        self = super().__new__(cls, request)
+        if cls is Prequest and self.ob is not None and not isinstance(self.ob, Plan):
+            raise TypeError("expecting a persistent request")
+        if cls is Grequest and self.ob is not None:
+            raise TypeError("expecting a generalized request")
+        return self
+
+    def _call(self) -> Call | None:
+        """Return the call, None of a null or idle request."""
+        return self.ob.call if isinstance(self.ob, Plan) else self.ob
+
+    def _end(self) -> None:
+        if isinstance(self.ob, Plan):
+            self.ob.call = None
+        else:
+            self.ob = None
+
+    def _wait(self, status: Status | None) -> Any:
+        call = self._call()
+        if call is None:
+            if status is not None:
+                status.set(*EMPTY)
+            return None
+        try:
+            call.wait()
+        finally:
+            if call.is_done:
+                self._end()
+        _note(call, status)
+        return call.value
+
+    def Wait(self, status: Status | None = None) -> Literal[True]:
+        """Wait for the end."""
+        self._wait(status)
+        return True
+
+    def wait(self, status: Status | None = None) -> Any:
+        """Wait for the end, and return the object that was received."""
+        return self._wait(status)
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether the call has ended."""
+        return self.test(status)[0]
+
+    def test(self, status: Status | None = None) -> tuple[bool, Any]:
+        """Return whether the call has ended, and the object that was received."""
+        call = self._call()
+        if call is not None and not call.test():
+            return False, None
+        return True, self._wait(status)
+
+    def Get_status(self, status: Status | None = None) -> bool:
+        """Return whether the call has ended; it stays."""
+        call = self._call()
+        if call is None:
+            if status is not None:
+                status.set(*EMPTY)
+            return True
+        if call.test():
+            _note(call, status)
+        return call.is_done
+
+    get_status = Get_status
+
+    def Cancel(self) -> None:
+        """Cancel a message."""
+        _ = self.live
+        if (call := self._call()) is not None:
+            call.cancel()
+
+    cancel = Cancel
+
+    def Free(self) -> None:
+        """Forget the request; the call goes on."""
+        _ = self.live
+        self.ob = None
+
+    # ---- several --------------------------------------------------------------------------
+
+    @classmethod
+    def _any(cls, requests: Sequence[Request], status: Any, waits: bool) -> tuple[int, bool, Any]:
+        if all(r._call() is None for r in requests):
+            if status is not None:
+                status.set(*EMPTY)
+            return UNDEFINED, True, None
+        while True:
+            for at, request in enumerate(requests):
+                call = request._call()
+                if call is not None and call.test():
+                    return at, True, request._wait(status)
+            if not waits:
+                return UNDEFINED, False, None
+            _wait_a_moment(requests)
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
+        """Wait for one of the requests; return its place."""
+        return cls._any(requests, status, True)[0]
+
+    @classmethod
+    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
+        """Wait for one of the requests; return its place and object."""
+        at, _, value = cls._any(requests, status, True)
+        return at, value
+
+    @classmethod
+    def Testany(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool]:
+        """Return the place of a request that has ended, and whether there is one."""
+        return cls._any(requests, status, False)[:2]
+
+    @classmethod
+    def testany(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool, Any]:
+        """Return place, flag and object of a request that has ended."""
+        return cls._any(requests, status, False)
+
+    @classmethod
+    def Get_status_any(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool]:
+        """Return the place of a request that has ended; it stays."""
+        if all(r._call() is None for r in requests):
+            if status is not None:
+                status.set(*EMPTY)
+            return UNDEFINED, True
+        for at, request in enumerate(requests):
+            if request._call() is not None and request.Get_status(status):
+                return at, True
+        return UNDEFINED, False
+
+    get_status_any = Get_status_any
+
+    @classmethod
+    def _all(cls, requests: Sequence[Request], statuses: Any) -> list[Any]:
+        made = [Status() for _ in requests]
+        values, first = [], None
+        for request, status in zip(requests, made, strict=True):
+            try:
+                values.append(request._wait(status))
+            except BaseException as error:
+                values.append(None)
+                first = first or error
+        _give(made, statuses)
+        if first is not None:
+            raise first
+        return values
+
+    @classmethod
+    def Waitall(cls, requests: Sequence[Request], statuses: Any = None) -> Literal[True]:
+        """Wait for all requests."""
+        cls._all(requests, statuses)
+        return True
+
+    @classmethod
+    def waitall(cls, requests: Sequence[Request], statuses: Any = None) -> list[Any]:
+        """Wait for all requests; return their objects."""
+        return cls._all(requests, statuses)
+
+    @classmethod
+    def _all_ended(cls, requests: Sequence[Request]) -> bool:
+        ended = [(c := r._call()) is None or c.test() for r in requests]
+        return all(ended)
+
+    @classmethod
+    def Testall(cls, requests: Sequence[Request], statuses: Any = None) -> bool:
+        """Return whether all have ended."""
+        return cls.testall(requests, statuses)[0]
+
+    @classmethod
+    def testall(cls, requests: Sequence[Request], statuses: Any = None) -> tuple[bool, Any]:
+        """Return whether all have ended, and their objects."""
+        if not cls._all_ended(requests):
+            return False, None
+        return True, cls._all(requests, statuses)
+
+    @classmethod
+    def Get_status_all(cls, requests: Sequence[Request], statuses: Any = None) -> bool:
+        """Return whether all have ended; they stay."""
+        if not cls._all_ended(requests):
+            return False
+        made = [Status() for _ in requests]
+        for request, status in zip(requests, made, strict=True):
+            request.Get_status(status)
+        _give(made, statuses)
+        return True
+
+    get_status_all = Get_status_all
+
+    @classmethod
+    def _some(cls, requests: Sequence[Request], statuses: Any, waits: bool) -> tuple[Any, Any]:
+        if all(r._call() is None for r in requests):
+            return None, None
+        while True:
+            ended = [
+                at for at, r in enumerate(requests) if (c := r._call()) is not None and c.test()
+            ]
+            if ended or not waits:
+                break
+            _wait_a_moment(requests)
+        return ended, cls._all([requests[at] for at in ended], statuses)
+
+    @classmethod
+    def Waitsome(cls, requests: Sequence[Request], statuses: Any = None) -> list[int] | None:
+        """Wait for some of the requests; return their places."""
+        places: list[int] | None = cls._some(requests, statuses, True)[0]
+        return places
+
+    @classmethod
+    def waitsome(cls, requests: Sequence[Request], statuses: Any = None) -> tuple[Any, Any]:
+        """Wait for some of the requests; return places and objects."""
+        return cls._some(requests, statuses, True)
+
+    @classmethod
+    def Testsome(cls, requests: Sequence[Request], statuses: Any = None) -> list[int] | None:
+        """Return the places of those that have ended."""
+        places: list[int] | None = cls._some(requests, statuses, False)[0]
+        return places
+
+    @classmethod
+    def testsome(cls, requests: Sequence[Request], statuses: Any = None) -> tuple[Any, Any]:
+        """Return places and objects of those that have ended."""
+        return cls._some(requests, statuses, False)
+
+    @classmethod
+    def Get_status_some(cls, requests: Sequence[Request], statuses: Any = None) -> Any:
+        """Return the places of those that have ended; they stay."""
+        if all(r._call() is None for r in requests):
+            return None
+        ended = [at for at, r in enumerate(requests) if (c := r._call()) is not None and c.test()]
+        made = [Status() for _ in ended]
+        for at, status in zip(ended, made, strict=True):
+            requests[at].Get_status(status)
+        _give(made, statuses)
+        return ended
+
+    get_status_some = Get_status_some
+
+
+def _give(made: list[Status], statuses: Any) -> None:
+    """Fill the caller's statuses; a list gets as many as there are requests."""
+    if statuses is None:
+        return
+    if isinstance(statuses, list):
+        statuses += [Status() for _ in range(len(made) - len(statuses))]
+    for status, each in zip(statuses, made, strict=False):
+        status._fields[:] = each._fields
+
+
+def _wait_a_moment(requests: Sequence[Request]) -> None:
+    """Wait a little for the first call that has not ended."""
+    from unisono.core.base.deadline import Deadline
+
+    for request in requests:
+        call = request._call()
+        if call is not None and not call.is_done:
+            for work in call.works:
+                if not work.is_completed():
+                    work._pending.wait_or_expire(Deadline(0.0005))
+                    return
+
+
+class Prequest(Request):
+    """A persistent request."""
+
+    def Start(self) -> None:
+        """Start the call."""
+        plan = self.live
+        require(plan.call is None, "ERR_REQUEST", "the request is active")
+        plan.call = plan.make()
+
+    @classmethod
+    def Startall(cls, requests: Sequence[Prequest]) -> None:
+        """Start several calls."""
+        for request in requests:
+            request.Start()
+
+
+class Grequest(Request):
+    """A generalized request; there are none."""
+
+
+REQUEST_NULL = Request()

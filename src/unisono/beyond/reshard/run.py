@@ -1,0 +1,493 @@
+"""`reshard`: move arrays from one sharding to another, as often as wanted."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unisono.beyond.boxes import IndexBox
+from unisono.beyond.reshard.parts import ArrayParts, Convert, Memory, converter, named_parts
+from unisono.beyond.reshard.plan import (
+    BoxPacket,
+    BoxTransfer,
+    Gap,
+    check,
+    cover,
+    first_overlap,
+    packet_bytes,
+    packets,
+    schedule,
+)
+from unisono.beyond.shared_arrays import host_of
+from unisono.beyond.windows.window import Window, new_window
+from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.threads.streams import on_host
+from unisono.core.base.types import DType
+from unisono.core.c10d.objects.call import ObjectCall
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import Group, require_group
+from unisono.core.schedules import Schedule
+from unisono.errors import (
+    ClosedError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerLostError,
+)
+
+# Bytes of a packet. Larger: the slots of a rank cost memory, and do not fit into its caches.
+# Smaller: the Python code for each packet takes a larger part of the time.
+_LEAST_BYTES, _MOST_BYTES = 1 << 16, 2 << 20
+# Packets of a pair under way. One: the sender waits while its receiver copies.
+_SLOTS = 2
+# How long a wait lasts before it looks whether its peer lives; as in windows.
+_SLICE_S = 0.02
+_LINES = 40
+
+
+class PlannedArray(NamedTuple):
+    """What all ranks know of one array.
+
+    Attributes:
+        name: Its key in the dict; "" of a single array.
+        source: dtype of the sources.
+        target: dtype of the targets.
+        transfers: What moves.
+    """
+
+    name: str
+    source: DType
+    target: DType
+    transfers: list[BoxTransfer]
+
+    @property
+    def sent(self) -> DType:
+        """The dtype that is sent: the smaller one."""
+        return self.source if self.source.itemsize <= self.target.itemsize else self.target
+
+
+class _Send(NamedTuple):
+    """A packet that this rank sends: the copies into each slot, and, to another host, a slot."""
+
+    peer: int
+    copies: list[list[tuple[Convert, Memory, Memory]]]
+    far: Memory | None
+    offsets: list[int]
+
+
+class _Receive(NamedTuple):
+    """A packet that this rank gets: the copies out of each slot."""
+
+    peer: int
+    copies: list[list[tuple[Convert, Memory, Memory]]]
+
+
+class ReshardPlan:
+    """The transfers between the ranks; made by `reshard`. `run` moves the arrays.
+
+    `str(plan)` has a line for each pair of ranks and array.
+
+    Attributes:
+        schedule: The messages as a schedule, to count, draw and simulate.
+        schedule_nbytes: Its size of data, for `cost` and `simulate`.
+        moved_bytes: Bytes that all ranks send.
+        slot_bytes: Memory of this rank that the plan keeps besides the arrays.
+    """
+
+    schedule: Schedule
+    schedule_nbytes: int
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        arrays: Sequence[PlannedArray],
+        source: dict[str, ArrayParts],
+        target: dict[str, ArrayParts],
+        limit_s: float,
+    ) -> None:
+        self._group, self._arrays = group, arrays
+        rows = [(number, each) for number, a in enumerate(arrays) for each in a.transfers]
+        sizes = [a.sent.itemsize for a in arrays]
+        nbytes = [(each, each.box.size * sizes[number]) for number, each in rows]
+        self._slot = packet_bytes(nbytes, _LEAST_BYTES, _MOST_BYTES)
+        order = packets(rows, sizes, self._slot)
+        self.moved_bytes = sum(packet.nbytes for packet in order)
+        self._describe(order)
+        self._windows: list[Window] = []
+        self.slot_bytes, self._is_open = 0, True
+        self._saved, source = _apart(source, target)
+        self._local = [
+            (_converter(arrays[number].source, arrays[number].target), into, out)
+            for number, each in rows
+            if each.source == each.target == group.rank()
+            for name in [arrays[number].name]
+            for into in [target[name].memory_of(each.box)]
+            for out in [source[name].memory_of(each.box)]
+            if not _is_same(into, out)
+        ]
+        self._steps: list[_Send | _Receive] = []
+        if order:
+            self._open(order, source, target, Deadline(limit_s))
+
+    def _describe(self, order: Sequence[BoxPacket]) -> None:
+        pairs: Counter[tuple[int, int]] = Counter()
+        for packet in order:
+            pairs[packet.source, packet.target] += packet.nbytes
+        sends = [(a, b, nbytes) for (a, b), nbytes in pairs.items()]
+        self.schedule, self.schedule_nbytes = schedule(sends, self._group.size())
+
+    def _open(
+        self,
+        order: Sequence[BoxPacket],
+        source: dict[str, ArrayParts],
+        target: dict[str, ArrayParts],
+        deadline: Deadline,
+    ) -> None:
+        """Make the slots, and the steps of this rank."""
+        me = self._group.rank()
+        senders: dict[int, list[int]] = defaultdict(list)
+        for packet in order:
+            if packet.source not in senders[packet.target]:
+                senders[packet.target].append(packet.source)
+        self.slot_bytes = _SLOTS * self._slot * len(senders[me])
+        part = np.zeros(max(self.slot_bytes, 1), np.uint8)
+        self._windows = [
+            new_window(part, self._group, timeout=deadline.remaining()),
+            new_window(part[:1], self._group, timeout=deadline.remaining()),
+        ]
+        ready = self._windows[0]
+        del part
+        assert ready.memory is not None
+        staging = np.empty(0, np.uint8)
+        for packet in order:
+            if me not in (packet.source, packet.target):
+                continue
+            base = _SLOTS * self._slot * senders[packet.target].index(packet.source)
+            offsets = [base + slot * self._slot for slot in range(_SLOTS)]
+            if packet.target == me:
+                slots = [ready.memory.data[me][at:] for at in offsets]
+                copies = [self._copies(packet, slot, target, receives=True) for slot in slots]
+                self._steps.append(_Receive(packet.source, copies))
+                continue
+            near = ready.memory.data.get(packet.target)
+            if near is None and not staging.size:
+                staging = np.empty(self._slot, np.uint8)
+                self.slot_bytes += self._slot
+            slots = [staging if near is None else near[at:] for at in offsets]
+            given = target if packet.relayed else source
+            copies = [self._copies(packet, slot, given, receives=False) for slot in slots]
+            far = staging[: packet.nbytes] if near is None else None
+            self._steps.append(_Send(packet.target, copies, far, offsets))
+
+    def _copies(
+        self, packet: BoxPacket, slot: Any, given: dict[str, ArrayParts], *, receives: bool
+    ) -> list[tuple[Convert, Memory, Memory]]:
+        copies = []
+        for number, box, offset in packet.pieces:
+            array = self._arrays[number]
+            own = array.target if receives or packet.relayed else array.source
+            storage = array.sent.storage
+            inside = np.ndarray(box.shape, storage, slot, offset)
+            if receives:
+                row = _converter(array.sent, own), given[array.name].memory_of(box), inside
+            else:
+                row = _converter(own, array.sent), inside, given[array.name].memory_of(box)
+            copies.append(row)
+        return copies
+
+    @on_host
+    def run(self, *, timeout: Timeout | None = None) -> None:
+        """Move the arrays; a collective call of all ranks of the group.
+
+        On return the targets of this rank are complete, and its sources have come to the others.
+
+        Args:
+            timeout: Of the whole call; the group's if None.
+
+        Raises:
+            ClosedError: The plan was closed.
+            CollectiveMismatchError: A rank makes another call; no array is changed.
+            CollectiveTimeoutError, PeerLostError, CollectiveAbortedError: A rank did not take part
+                until the end. The targets are undefined, and the group is broken.
+        """
+        group = self._group
+        deadline = Deadline(group.timeout_s if timeout is None else timeout)
+        if not self._is_open:
+            error = ClosedError("ReshardPlan.run of a plan that was closed")
+            group.refuse("ReshardPlan.run", error)
+            raise error
+        group.agree(f"ReshardPlan.run({self.moved_bytes} bytes)", timeout=deadline.remaining())
+        try:
+            for memory, copied in self._saved:
+                np.copyto(copied, memory)
+            for convert, into, out in self._local:
+                convert(into, out)
+            sent: Counter[int] = Counter()
+            taken: Counter[int] = Counter()
+            for step in self._steps:
+                if isinstance(step, _Send):
+                    self._send(step, sent, deadline)
+                else:
+                    self._receive(step, taken, deadline)
+            for peer, number in sent.items():
+                # Until its packets were taken this rank must not leave.
+                for _ in range(min(number, _SLOTS)):
+                    self._wait(self._windows[1], peer, deadline)
+        except BaseException as error:
+            self._report(error)
+            raise
+
+    def _report(self, error: BaseException) -> None:
+        """End the call on the other ranks, which wait for packets, by the cause of this error."""
+        backend: Any = self._group.backends.get("cpu")
+        if backend is None or backend.broken():
+            return
+        kinds = {PeerLostError: "lost", CollectiveTimeoutError: "timeout"}
+        kind = next((kinds[each] for each in kinds if isinstance(error, each)), None)
+        if kind is None or not isinstance(error, CommunicationError) or error.context is None:
+            self._group.abort(f"{type(error).__name__} in ReshardPlan.run")
+            return
+        error.context = replace(error.context, usable=False)
+        reason = error.what.splitlines()[0].partition(": ")[2]
+        backend.fail(kind, f"{reason} (in ReshardPlan.run)", error.context.peers)
+
+    def _send(self, step: _Send, sent: Counter[int], deadline: Deadline) -> None:
+        ready, free = self._windows
+        number = sent[step.peer]
+        if number >= _SLOTS:
+            self._wait(free, step.peer, deadline)
+        slot = number % _SLOTS
+        for convert, into, out in step.copies[slot]:
+            convert(into, out)
+        if step.far is not None:
+            ready.put(step.far, step.peer, step.offsets[slot], timeout=deadline.remaining())
+        ready.signal(step.peer)
+        sent[step.peer] = number + 1
+
+    def _receive(self, step: _Receive, taken: Counter[int], deadline: Deadline) -> None:
+        ready, free = self._windows
+        number = taken[step.peer]
+        self._wait(ready, step.peer, deadline)
+        for convert, into, out in step.copies[number % _SLOTS]:
+            convert(into, out)
+        free.signal(step.peer)
+        taken[step.peer] = number + 1
+
+    def _wait(self, window: Window, peer: int, deadline: Deadline) -> None:
+        if not window.take_signal(peer, min(_SLICE_S, deadline.remaining())):
+            window.wait_signal(peer, timeout=deadline.remaining())
+
+    def close(self) -> None:
+        """Give the memory of the slots back; not a collective call. The arrays stay."""
+        self._is_open = False
+        for window in self._windows:
+            window.close()
+
+    def __str__(self) -> str:
+        ranks, lines = self._group.ranks, []
+        for array in self._arrays:
+            pairs: dict[tuple[int, int, bool], list[IndexBox]] = defaultdict(list)
+            for each in array.transfers:
+                pairs[each.source, each.target, each.relayed].append(each.box)
+            for (source, target, relayed), boxes in pairs.items():
+                nbytes = sum(box.size for box in boxes) * array.sent.itemsize
+                more = f" and {len(boxes) - 1} more" if len(boxes) > 1 else ""
+                way = "copies" if source == target else f"-> rank {ranks[target]}"
+                relay = ", relayed" if relayed else ""
+                name = f"{array.name} " if array.name else ""
+                lines.append(
+                    f"rank {ranks[source]} {way}: {name}{boxes[0]}{more}, {nbytes:,} bytes{relay}"
+                )
+        if len(lines) > _LINES:
+            lines[_LINES:] = [f"... and {len(lines) - _LINES} lines more"]
+        return "\n".join([f"{self!r}:", *lines])
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReshardPlan of {len(self._arrays)} arrays in group '{self._group.name}', "
+            f"{self.moved_bytes:,} bytes between ranks>"
+        )
+
+
+def _converter(given: DType, wanted: DType) -> Convert:
+    made = converter(given, wanted)
+    assert made is not None  # the ranks have checked it
+    return made
+
+
+def _apart(
+    source: dict[str, ArrayParts], target: dict[str, ArrayParts]
+) -> tuple[list[tuple[Memory, Memory]], dict[str, ArrayParts]]:
+    """Return each source that a target would overwrite, with a copy; and the sources with these."""
+    written = [
+        (name, box, view)
+        for name, parts in target.items()
+        for box, view in zip(parts.boxes, parts.views, strict=True)
+    ]
+    saved: list[tuple[Memory, Memory]] = []
+    made = {}
+    for name, parts in source.items():
+        views = list(parts.views)
+        for at, (box, view) in enumerate(zip(parts.boxes, parts.views, strict=True)):
+            # What stays in its place keeps its values.
+            if any(
+                np.may_share_memory(view, into)
+                and not ((name, box) == (other, its) and _is_same(into, view))
+                for other, its, into in written
+            ):
+                views[at] = np.empty(view.shape, view.dtype)
+                saved.append((view, views[at]))
+        made[name] = parts._replace(views=views)
+    return saved, made
+
+
+def _is_same(into: Memory, out: Memory) -> bool:
+    """Whether two views have the same elements, so that there is nothing to copy."""
+    one, other = into.__array_interface__, out.__array_interface__
+    return all(one[key] == other[key] for key in ("data", "shape", "strides", "typestr"))
+
+
+def reshard(
+    src: Any, dst: Any, group: Group = None, *, timeout: Timeout | None = None
+) -> ReshardPlan:
+    """Plan how arrays move from one sharding to another; a collective call.
+
+        plan = dist.reshard(rows, columns)      # all ranks of the group
+        plan.run()                              # as often as wanted
+
+    A rank takes what it has itself, then what ranks of its host have. Ranks that have the same
+    elements share the sending. A byte comes to a host once. Sources and targets may overlap; that
+    costs a copy of these sources. If the dtypes differ, elements are converted, and the smaller
+    dtype is sent.
+
+    Args:
+        src: What this rank has: a `Sharded`, a DTensor of torch, an array (the whole array is on
+            this rank), or None. Or a dict of these by name; a rank may have some names only.
+        dst: What this rank wants, likewise; written by `ReshardPlan.run`.
+        group: All ranks of both sides; the default group if None. Two jobs make a group over a
+            common store.
+        timeout: Of the call; the group's if None.
+
+    Raises:
+        CollectiveMismatchError: Ranks disagree about the shape or dtype of an array, or a rank's
+            arguments are wrong.
+        CollectiveError: Nobody has what a rank wants, or a rank wants an element twice. The text
+            has the rank, the array and the indices.
+        CollectiveTimeoutError, PeerLostError: See `unisono.errors`.
+
+    Examples: On rank 1 of 2
+        >>> row, column = np.array([[2 * rank, 2 * rank + 1]]), np.zeros((2, 1), int)
+        >>> plan = dist.reshard(
+        ...     dist.Sharded(row, (2, 2), mesh=[0, 1], placements=[0]),
+        ...     dist.Sharded(column, (2, 2), mesh=[0, 1], placements=[1]),
+        ... )
+        >>> plan.run()
+        >>> column.tolist()
+        [[1], [3]]
+    """
+    pg = require_group(group)
+    with ObjectCall(pg, "reshard", timeout, None) as call:
+        own: list[dict[str, ArrayParts]] = []
+
+        def describe() -> None:
+            rank = pg.ranks[pg.rank()]
+            own.append(named_parts("reshard", src, rank, write=False))
+            own.append(named_parts("reshard", dst, rank, write=True))
+
+        call.check(describe)
+        plain = [{name: parts._replace(views=[]) for name, parts in side.items()} for side in own]
+        rows = call.loads_all(call.all_gather(call.pack(lambda: (*plain, host_of(pg)))))
+        arrays = planned(call, pg, rows)
+        remaining_s = call.remaining_s
+    return ReshardPlan(pg, arrays, own[0], own[1], remaining_s)
+
+
+def planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[PlannedArray]:
+    """Return the transfers of all arrays; raises the same error on every rank.
+
+    Args:
+        call: For errors.
+        pg: The group.
+        rows: For each rank its sources and targets by name, and its host. One more row may be that
+            of a file.
+    """
+    hosts, load = [row[2] for row in rows], [0] * len(rows)
+    names = sorted({name for row in rows for name in row[1]})
+    arrays = []
+    for name in names:
+        sides = [[row[side].get(name) for row in rows] for side in (0, 1)]
+        sources, targets = ([each.boxes if each else [] for each in side] for side in sides)
+        text = f"array {name!r}" if name else "the array"
+        source, target = _dtypes(call, pg, text, sides)
+        for rank, boxes in enumerate(targets):
+            if (pair := first_overlap(boxes)) is not None:
+                raise CollectiveError(
+                    f"{call}: rank {pg.ranks[rank]} wants {pair[0]} and {pair[1]} of {text}, "
+                    "which overlap",
+                    context=call.context(rank),
+                )
+        if target is None:
+            continue
+        itemsize = min(target.itemsize, (source or target).itemsize)
+        found = cover(sources, targets, hosts, load, itemsize)
+        if isinstance(found, Gap) and found.rank == pg.size():
+            raise CollectiveError(
+                f"{call}: no rank has {found.box} of {text} for the file",
+                context=call.context(pg.rank()),
+            )
+        if isinstance(found, Gap):
+            raise CollectiveError(
+                f"{call}: rank {pg.ranks[found.rank]} wants {found.box} of {text}, which no rank "
+                "has",
+                context=call.context(found.rank),
+                hint="pass src on the ranks that have it",
+            )
+        check(sources, targets, found)
+        arrays.append(PlannedArray(name, source or target, target, found))
+    return arrays
+
+
+def _dtypes(
+    call: ObjectCall, pg: ProcessGroup, text: str, sides: Sequence[Sequence[ArrayParts | None]]
+) -> list[DType | None]:
+    """Return the dtypes of the sources and targets of an array; check them and the shapes."""
+    found: list[DType | None] = [None, None]
+    first: tuple[int, ArrayParts] | None = None
+    owner = [0, 0]
+    for side, parts in enumerate(sides):
+        for rank, each in enumerate(parts):
+            if each is None:
+                continue
+            first = first or (rank, each)
+            known = found[side]
+            if each.shape != first[1].shape:
+                raise CollectiveMismatchError(
+                    f"{call}: {text} has shape {list(first[1].shape)} on rank "
+                    f"{pg.ranks[first[0]]}, but {list(each.shape)} on rank {pg.ranks[rank]}",
+                    context=_blaming(call, pg, first[0], rank),
+                )
+            if known is not None and each.dtype is not None and each.dtype != known:
+                raise CollectiveMismatchError(
+                    f"{call}: {text} has dtype {known} on rank {pg.ranks[owner[side]]}, but "
+                    f"{each.dtype} on rank {pg.ranks[rank]}",
+                    context=_blaming(call, pg, owner[side], rank),
+                )
+            if known is None and each.dtype is not None:
+                found[side], owner[side] = each.dtype, rank
+    given, wanted = found
+    if given is not None and wanted is not None and converter(given, wanted) is None:
+        raise CollectiveMismatchError(
+            f"{call}: {text} has dtype {given} on rank {pg.ranks[owner[0]]}, which does not become "
+            f"{wanted} on rank {pg.ranks[owner[1]]}",
+            context=_blaming(call, pg, *owner),
+        )
+    return found
+
+
+def _blaming(call: ObjectCall, pg: ProcessGroup, *ranks: int) -> Any:
+    return replace(call.context(ranks[0]), peers=tuple(pg.ranks[rank] for rank in ranks))

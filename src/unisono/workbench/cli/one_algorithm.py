@@ -1,0 +1,93 @@
+"""`unisono explain NAME`: what an algorithm does, its cost, when it is good, and its rounds."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unisono.core.schedules import Schedule
+
+# The rounds that fit on a line.
+_ROUNDS = 6
+_WIDTH = 11
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the parts of a docstring: "does", its first sentence, then "use", "cost", "source"."""
+    first, _, rest = text.partition("\n")
+    found = {"does": first}
+    for name, part in re.findall(r"^(Use|Cost|Source): (.*(?:\n    .*)*)", rest, re.MULTILINE):
+        found[name.lower()] = " ".join(part.split())
+    return found
+
+
+def explain_algorithm(name: str) -> None:
+    """Print an algorithm, from the docstrings of its builders."""
+    from unisono.core.schedules.registry import operations_of
+
+    builders = operations_of(name)
+    texts = {op: sections(inspect.getdoc(builder) or "") for op, builder in builders.items()}
+    (op, first), *others = texts.items()
+    print(f"{name}, {op}: {first['does']}\n")
+    print(f"cost    {first.get('cost', 'not given')}")
+    print("        n: bytes of the whole data, p: ranks, L: ranks per host, H: hosts, m: pieces")
+    print(f"use     {first.get('use', 'not given')}")
+    print(f"source  {first.get('source', 'not given')}")
+    for line in picture(op, name):
+        print(line)
+    for other, text in others:
+        print(f"\n{other}: {text['does']}\n    cost  {text.get('cost', 'not given')}")
+    print(f"\ndraw it     unisono draw {op} -p 8 --algorithm {name} -o {name}.html")
+    print(f"compare it  unisono simulate {op} -p 64 --hosts 8 --net fat-tree -b 1M")
+
+
+def picture(op: str, name: str) -> Iterator[str]:
+    """Yield lines that show the first rounds on few ranks; none if it serves no such world."""
+    from unisono.core.schedules import available, build
+    from unisono.core.schedules.ir import ROOTED
+
+    for ranks in (4, 8):
+        if name in available(op, ranks, local=2):
+            schedule = build(op, name, ranks, 0 if op in ROOTED else -1, 1, 2)
+            hosts = f", {ranks // 2} hosts" if "local" in _parameters(op, name) else ""
+            yield f"\n{ranks} ranks{hosts}, {schedule.rounds} round{'s' * (schedule.rounds != 1)}"
+            yield from _table(schedule)
+            yield ">2 sends to rank 2   <1 stores what rank 1 sent   +1 reduces it into its own"
+            return
+
+
+def _parameters(op: str, name: str) -> set[str]:
+    from unisono.core.schedules.registry import operations_of
+
+    return set(inspect.signature(operations_of(name)[op]).parameters)
+
+
+def _table(schedule: Schedule) -> Iterator[str]:
+    """Yield a line per rank, with a column per round."""
+    import numpy as np
+
+    from unisono.core.schedules.ir import Op
+
+    shown = min(schedule.rounds, _ROUNDS)
+    signs = {
+        Op.SEND: ">", Op.POST: ">", Op.RECV: "<", Op.READ: "<", Op.RECV_REDUCE: "+",
+        Op.READ_REDUCE: "+",
+    }  # fmt: skip
+    cells: dict[tuple[int, int], list[str]] = {}
+    for k in range(shown):
+        for rank, op, peer, *_ in schedule.steps(k, np.arange(schedule.world_size)).tolist():
+            if op in signs:
+                text = signs[Op(op)] + ("all" if peer < 0 else str(peer))
+                each = cells.setdefault((rank, k), [])
+                if text not in each:
+                    each.append(text)
+    wide = max([_WIDTH, *(len(" ".join(each)) + 2 for each in cells.values())])
+    more = "..." if schedule.rounds > shown else ""
+    numbers = "".join(str(k + 1).ljust(wide) for k in range(shown))
+    yield f"round   {numbers}{more}".rstrip()
+    for rank in range(schedule.world_size):
+        row = [" ".join(cells.get((rank, k), [])).ljust(wide) for k in range(shown)]
+        yield f"rank {rank}  {''.join(row)}".rstrip()

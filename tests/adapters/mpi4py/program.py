@@ -1,0 +1,179 @@
+"""Every kind of call of `unisono.MPI`, against NumPy; run by `unisono run`."""
+
+import sys
+
+import numpy as np
+
+from unisono import MPI
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+right, left = (rank + 1) % size, (rank - 1) % size
+rows = np.arange(size * 3.0).reshape(size, 3) + 1  # row r is rank r's data
+mine = rows[rank].copy()
+
+
+def same(got, expected):
+    np.testing.assert_allclose(got, expected)
+
+
+def raised(call, *arguments):
+    """Return the error of a call."""
+    try:
+        call(*arguments)
+    except (MPI.Exception, NotImplementedError) as error:
+        return error
+    raise AssertionError("no error")
+
+
+def collectives():
+    out = np.empty(3)
+    comm.Allreduce(mine, out)
+    same(out, rows.sum(0))
+    comm.Allreduce([mine, 3, MPI.DOUBLE], [out, MPI.DOUBLE], MPI.PROD)
+    same(out, rows.prod(0))
+    comm.Scan(mine, out, MPI.MAX)
+    same(out, rows[: rank + 1].max(0))
+    out[:] = -1
+    comm.Exscan(mine, out)
+    same(out, rows[:rank].sum(0) if rank else [-1, -1, -1])
+    table = np.empty((size, 3))
+    request = comm.Iallgather(mine, table)
+    request.Wait()
+    same(table, rows)
+    planned = comm.Bcast_init(out, root=size - 1)
+    for value in (4.0, 5.0):
+        out[:] = value if rank == size - 1 else 0
+        planned.Start()
+        planned.Wait()
+        same(out, [value] * 3)
+    planned.Free()
+    counts = [r + 1 for r in range(size)]
+    joined = np.empty(sum(counts))
+    comm.Allgatherv(np.full(rank + 1, rank, "d"), [joined, counts, MPI.DOUBLE])
+    same(joined, np.repeat(np.arange(size), counts))
+    part = np.empty(1)
+    comm.Reduce_scatter_block(np.arange(size, dtype="d"), part)
+    same(part, [size * rank])
+    pairs = np.array([(10.0 - rank, rank)], [("value", "d"), ("index", "i")])
+    kind = MPI.DOUBLE_INT
+    raw = np.zeros(kind.extent, np.uint8)
+    raw[:8], raw[8:12] = pairs["value"].view(np.uint8), pairs["index"].view(np.uint8)
+    best = np.zeros_like(raw)
+    comm.Allreduce([raw, 1, kind], [best, 1, kind], MPI.MINLOC)
+    assert (best[:8].view("d")[0], best[8:12].view("i")[0]) == (11.0 - size, size - 1)
+    assert comm.allreduce(rank, MPI.SUM) == size * (size - 1) // 2
+    assert comm.alltoall([(rank, r) for r in range(size)]) == [(r, rank) for r in range(size)]
+    assert comm.scan(1) == rank + 1
+
+
+def messages():
+    # In order with tags, from any source, and a synchronous one that is not done too early.
+    if rank == 0:
+        for _ in range(1, size):
+            status = MPI.Status()
+            comm.Recv(np.empty(4), MPI.ANY_SOURCE, 7, status)
+            assert status.Get_count(MPI.DOUBLE) == 2
+            assert status.source in range(1, size)
+    else:
+        comm.Send(np.full(2, rank, "d"), 0, 7)
+    sent = comm.Issend(mine, right, 3)
+    assert not sent.Test()
+    comm.Barrier()
+    got = np.empty(3)
+    comm.Recv(got, left, 3)
+    sent.Wait()
+    same(got, rows[left])
+    sent = comm.issend({"from": rank}, right, 4)
+    assert comm.mprobe(left, 4).recv() == {"from": left}
+    sent.wait()
+    # The receiver does something else after Irecv, and the answer comes in any case.
+    request = comm.Irecv(got, left, 5)
+    comm.Ssend(mine * 2, right, 5)
+    comm.Barrier()
+    request.Wait()
+    same(got, rows[left] * 2)
+    column = MPI.DOUBLE.Create_vector(3, 1, size).Commit()
+    grid = np.zeros((3, size))
+    grid[:, 0] = mine
+    comm.Sendrecv([grid, 1, column], right, 1, got, left, 1)
+    same(got, rows[left])
+    comm.Isend(np.ones(5), rank, 6)
+    assert raised(comm.Recv, np.empty(2), rank, 6).Get_error_class() == MPI.ERR_TRUNCATE
+    assert raised(comm.Send, mine, size).error_class == MPI.ERR_RANK
+    assert raised(MPI.COMM_NULL.Get_size).error_class == MPI.ERR_COMM
+
+
+def communicators():
+    half = comm.Split(rank % 2, -rank)
+    assert half.size == len(range(rank % 2, size, 2))
+    assert half.allgather(rank) == sorted(range(rank % 2, size, 2), reverse=True)
+    half.Free()
+    assert half == MPI.COMM_NULL
+    cart = comm.Create_cart([size], periods=[True])
+    around = np.empty(2)
+    cart.Neighbor_allgather(np.array([float(rank)]), around)
+    same(around, [left, right])
+    cart.Free()
+    if size > 1:
+        side = comm.Split(int(rank > 0), rank)
+        other = side.Create_intercomm(0, comm, 1 if rank == 0 else 0)
+        assert sorted(other.allgather(rank)) == ([*range(1, size)] if rank == 0 else [0])
+        both = other.Merge(high=rank > 0)
+        assert both.allgather(rank) == list(range(size))
+        for each in (both, other, side):
+            each.Free()
+
+
+def windows():
+    win = MPI.Win.Allocate(8 * size, 8, comm=comm)
+    win.Fence()
+    win.Put(np.array([float(rank)]), right, rank)
+    win.Fence()
+    assert np.frombuffer(win.tomemory(), "d")[left] == left
+    comm.Barrier()
+    win.Lock(0)
+    win.Accumulate(np.ones(1), 0, size - 1)
+    win.Unlock(0)
+    comm.Barrier()
+    found = np.empty(1)
+    win.Lock(0, MPI.LOCK_SHARED)
+    win.Get(found, 0, size - 1)
+    win.Unlock(0)
+    assert found[0] == size + (size - 1 if size > 1 else 0)
+    win.Free()
+    memory = np.zeros(2, "i")
+    win = MPI.Win.Create(memory, 4, comm=comm)
+    win.Fence()
+    win.Put(np.array([rank + 1], "i"), right, 1)
+    win.Fence()
+    assert memory.tolist() == [0, left + 1]
+    win.Free()
+
+
+def files(path):
+    mode = MPI.MODE_CREATE | MPI.MODE_RDWR | MPI.MODE_DELETE_ON_CLOSE
+    file = MPI.File.Open(comm, path, mode)
+    kind = MPI.DOUBLE.Create_subarray([size, 3], [1, 3], [rank, 0]).Commit()
+    file.Set_view(0, MPI.DOUBLE, kind)
+    file.Write_all(mine)
+    file.Sync()
+    file.Set_view(0, MPI.DOUBLE)
+    table = np.empty((size, 3))
+    file.Read_at_all(0, table)
+    same(table, rows)
+    file.Close()
+
+
+def refusals():
+    text = str(raised(comm.Spawn, "program"))
+    assert text.startswith("unisono.MPI has no Intracomm.Spawn: ranks are started by")
+
+
+collectives()
+messages()
+communicators()
+windows()
+files(sys.argv[1])
+refusals()
+print("done")

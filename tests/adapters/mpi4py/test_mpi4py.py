@@ -1,0 +1,83 @@
+"""Programs for mpi4py on unisono: every kind of call against NumPy, and mpi4py's own tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.mpi4py.run_suite import chosen, run_file
+from unisono.adapters.mpi4py.buffers import memory_of
+from unisono.adapters.mpi4py.refused import page
+from unisono.errors import UnsupportedError
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program under `unisono run`."""
+    launcher = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", str(ranks)]
+    return subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_calls_agree_with_numpy(ranks: int, tmp_path: Path) -> None:
+    """Collective calls, messages, communicators, windows and files give NumPy's results."""
+    done = run(ranks, str(PROGRAM), str(tmp_path / "file"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == ranks
+
+
+def test_takes_the_place_of_mpi4py(tmp_path: Path) -> None:
+    """`python -m unisono.mpi4py` runs a program that imports mpi4py."""
+    program = tmp_path / "program.py"
+    program.write_text("from mpi4py import MPI\nprint(MPI.COMM_WORLD.size, MPI.get_vendor()[0])\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono.mpi4py", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "1 unisono\n"), done.stderr
+
+
+def test_the_page_lists_what_is_refused() -> None:
+    """The reference is what `python -m unisono.adapters.mpi4py.refused` writes."""
+    text = Path("docs/reference/mpi4py.md").read_text(encoding="utf-8")
+    assert text == page()
+
+
+# At 2 ranks; see CONTRIBUTING.md for the whole table.
+_FILES = ["test_cco_obj", "test_comm", "test_group", "test_op", "test_status", "test_request"]
+
+
+@pytest.mark.whole
+def test_own_suite_of_mpi4py() -> None:
+    """mpi4py's tests pass where they are: UNISONO_MPI4PY_TESTS names their folder."""
+    folder = os.environ.get("UNISONO_MPI4PY_TESTS")
+    if not folder:
+        pytest.skip("UNISONO_MPI4PY_TESTS does not name the folder test/ of mpi4py's source")
+    for file in chosen(Path(folder), _FILES):
+        outcome = run_file(file, 2)
+        assert outcome.ended, file.name
+        assert not {n for n, word in outcome.tests.items() if word == "failed"}, file.name
+
+
+class _OnGpu:
+    """An array that says it is on a GPU."""
+
+    def __dlpack__(self, **how: object) -> object:
+        raise AssertionError("its memory was asked for")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+def test_memory_of_a_gpu_is_refused() -> None:
+    """The error comes before anything reads the memory."""
+    with pytest.raises(UnsupportedError) as caught:
+        memory_of(_OnGpu(), writes=False)
+    assert str(caught.value) == "unisono.MPI takes memory of the CPU, and this is on a GPU"

@@ -1,0 +1,309 @@
+"""Files of arrays, and versions of weights, against NumPy, safetensors and hashes."""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.support.calls import check_usable, fails
+from tests.support.forks import all_ended, end_all, forked
+from tests.support.shardings import (
+    numbered,
+    part_of,
+    random_layout,
+    random_shape,
+    random_view,
+    spread,
+)
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    PeerLostError,
+    UnsupportedError,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path
+
+
+def random_arrays(rank, seed, *, complete, fill):
+    """Return random parts of three arrays, and a check of their values."""
+    shared, own = np.random.default_rng(seed), np.random.default_rng((seed, rank))
+    cuts = np.random.default_rng((seed, complete))
+    size, arrays, checks = dist.get_world_size(), {}, []
+    for name, dtype in zip("abc", (np.int64, np.float32, np.uint8), strict=True):
+        shape = random_shape(shared)
+        ranks = sorted(cuts.choice(size, int(cuts.integers(1, size + 1)), False).tolist())
+        boxes = spread(random_layout(cuts, shape, ranks, complete=complete), ranks, size)[rank]
+        views = [random_view(own, box, np.int64).astype(dtype, order="K") for box in boxes]
+        data = numbered(shape).astype(dtype)
+        for box, view in zip(boxes, views, strict=True):
+            if fill:
+                view[...] = part_of(data, box)
+            checks.append((view, part_of(data, box)))
+        arrays[name] = dist.Sharded(views, shape, starts=[box.begins for box in boxes])
+    return arrays, checks
+
+
+def save_random(rank, folder):
+    for seed in range(10):
+        arrays, _ = random_arrays(rank, seed, complete=True, fill=True)
+        dist.save_arrays(arrays, folder / f"{seed}.safetensors")
+
+
+def load_random(rank, folder):
+    for seed in range(10):
+        arrays, checks = random_arrays(rank, seed, complete=False, fill=False)
+        dist.load_arrays(arrays, folder / f"{seed}.safetensors")
+        for got, wanted in checks:
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_4_ranks_save_and_6_load(folder, world):
+    world(save_random, 4, args=(folder,))
+    world(load_random, 6, args=(folder,))
+    load = pytest.importorskip("safetensors.numpy").load_file
+    for seed in range(10):
+        for name, dtype in zip("abc", (np.int64, np.float32, np.uint8), strict=True):
+            array = load(folder / f"{seed}.safetensors")[name]
+            np.testing.assert_array_equal(array, numbered(array.shape).astype(dtype))
+
+
+@pytest.mark.ranks(2)
+def test_a_file_of_safetensors_is_read(rank, folder):
+    tools = pytest.importorskip("safetensors.torch")
+    torch = pytest.importorskip("torch")
+    data = torch.arange(12.0).reshape(3, 4)
+    if rank == 0:
+        tools.save_file({"w": data.bfloat16(), "v": data}, folder / "x.safetensors", {"k": "v"})
+    dist.barrier()
+    w, v = torch.zeros(3, 2), torch.zeros(3, 4, dtype=torch.bfloat16)
+    halves = dist.Sharded(w, (3, 4), mesh=[0, 1], placements=[1])
+    dist.load_arrays({"w": halves, "v": v}, folder / "x.safetensors")
+    assert torch.equal(w, data[:, 2 * rank : 2 * rank + 2])
+    assert torch.equal(v, data.bfloat16())
+
+
+@pytest.mark.ranks(2)
+def test_files_in_bfloat16(rank, folder):
+    x = np.array([1.0, 1.00390625, 3.14159, -2e38], np.float32)
+    dist.save_arrays({"x": x, "n": np.arange(3)}, folder / "x", dtype="bfloat16")
+    y, n = np.zeros(4, np.float32), np.zeros(3, int)
+    dist.load_arrays({"x": y, "n": n}, folder / "x")
+    np.testing.assert_array_equal(y.view(np.uint32) & 0xFFFF, 0)
+    np.testing.assert_allclose(y, x, rtol=2**-8)
+    assert n.tolist() == [0, 1, 2]
+    if rank == 0:
+        raw = (folder / "x").read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        assert header["x"] == {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arrays_of_a_file(rank, folder):
+    path = folder / "x"
+    with fails(CollectiveError, "failed on rank", ": no rank has [2:4] of array 'x' for the file"):
+        dist.save_arrays({"x": dist.Sharded([np.zeros(2)], (4,), starts=[(0,)])}, path)
+    for arrays, error, text in (
+        (np.zeros(3), ArgumentTypeError, "arrays must be a dict of arrays by name, got ndarray"),
+        ({}, ArgumentTypeError, "'nonsense' is no dtype of NumPy or torch"),
+        (
+            {"x": np.zeros(3, "S3")},
+            UnsupportedError,
+            "array 'x' of |S3 cannot be stored as |S3",
+        ),
+    ):
+        dtype = "nonsense" if rank and "nonsense" in text else None
+        with fails(error if rank else CollectiveMismatchError, text):
+            dist.save_arrays(arrays if rank else {}, path, dtype=dtype)
+    assert os.listdir(folder) == []
+    dist.save_arrays({"x": np.zeros(3)}, path)
+    for arrays, text in (
+        ({"y": np.zeros(3)}, f"{path} has no array 'y'"),
+        (
+            {"x": np.zeros(4)},
+            f"array 'x' is float64[3] in {path}, which does not become float64[4]",
+        ),
+        ({"x": np.zeros(3, int)}, "which does not become int64[3]"),
+    ):
+        with fails(CollectiveError, f"cannot read {path}", "rank 1", text):
+            dist.load_arrays(arrays if rank else {}, path)
+    with fails(CollectiveError, "No such file"):
+        dist.load_arrays({}, folder / "none")
+    check_usable()
+
+
+BROKEN = [
+    b"",
+    b"\x02\0\0\0\0\0\0\0",
+    b"\xff" * 8 + b"{}",
+    b"\x02\0\0\0\0\0\0\0[]",
+    b"\x02\0\0\0\0\0\0\0{x",
+    b"\x0a\0\0\0\0\0\0\0" + b'{"x": 1}  ',
+]
+
+
+def header_of(entry, data=b""):
+    text = json.dumps({"x": entry}).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+BROKEN += [
+    header_of({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"1234567"),
+    header_of({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, b"12345678"),
+    header_of({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, b"12345678"),
+    header_of({"dtype": "X1", "shape": [2], "data_offsets": [0, 8]}, b"12345678"),
+    header_of({"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}, b"12345678"),
+    header_of({"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]}, b"12345678"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_broken_files(folder, number):
+    path = folder / "0000000001.safetensors"
+    path.write_bytes(BROKEN[number])
+    x = np.full(2, 7, np.float32)
+    with pytest.raises(InvalidArgumentError) as caught:
+        dist.Subscriber(folder).take({"x": x})
+    assert f"{path} is no whole file of safetensors' format: " in caught.value.what
+    assert x.tolist() == [7, 7]
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_versions(rank, folder):
+    publisher = dist.Publisher(folder / "new", keep=2)
+    subscriber = dist.Subscriber(folder / "new")
+    together = dist.Subscriber(folder / "new", group=dist.group.WORLD)
+    x, y, z = np.zeros(3), np.zeros(6), np.zeros(6)
+    part = dist.Sharded(x, (6,), mesh=[0, 1], placements=[0])
+    assert subscriber.take({"w": y}) is None
+    assert together.take({"w": z}) is None
+    for number in (1, 2, 3):
+        x[:] = 10 * number + rank
+        assert publisher.publish({"w": part}) == number
+        wanted = np.repeat([10 * number, 10 * number + 1], 3)
+        # A subscriber may leave out versions.
+        if number != 2:
+            assert subscriber.take({"w": y}) == number
+            np.testing.assert_array_equal(y, wanted)
+            assert subscriber.take({"w": y}) is None
+        assert together.take({"w": z}) == number
+        np.testing.assert_array_equal(z, wanted)
+        dist.barrier()
+    names = [f"{number:010}.safetensors" for number in (2, 3)]
+    assert sorted(os.listdir(folder / "new")) == names
+    dist.barrier()
+    # A restart.
+    if rank == 0:
+        (folder / "new" / "0000000004.safetensors.0123456789ab.incomplete").touch()
+    again = dist.Publisher(folder / "new", keep=1)
+    assert again.version == 3
+    assert again.publish({"w": part}) == 4
+    late = dist.Subscriber(folder / "new")
+    assert late.take({"w": y}) == 4
+    dist.barrier()
+    assert os.listdir(folder / "new") == ["0000000004.safetensors"]
+    with fails(CollectiveError, "cannot take", "has no array 'v'"):
+        dist.Subscriber(folder / "new", group=dist.group.WORLD).take({"v": y})
+    with fails(InvalidArgumentError, "keep=0: expected at least 1 version"):
+        dist.Publisher(folder, keep=0)
+    check_usable()
+
+
+def test_a_version_that_is_always_gone(folder, monkeypatch):
+    (folder / "0000000001.safetensors").touch()
+    subscriber = dist.Subscriber(folder)
+    monkeypatch.setattr(subscriber, "_open", lambda number, opened: False)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        subscriber.take({}, timeout=0.01)
+    assert caught.value.what == (
+        f"Subscriber.take timed out after 10 ms: each version of {folder} was removed before it "
+        "could be opened"
+    )
+
+
+N = 50_000
+
+
+def content(number):
+    """Return the arrays of a version, whose hash the version itself holds."""
+    data = np.random.default_rng(number).integers(0, 1 << 30, N)
+    digest = np.frombuffer(hashlib.sha256(data.tobytes()).digest(), np.uint8)
+    return data, digest
+
+
+def is_whole(data, digest):
+    return hashlib.sha256(data.tobytes()).digest() == digest.tobytes()
+
+
+def publishes_until_killed(rank, folder, meeting, kill_s, victim):
+    """Publish versions in a process of its own until one of the two publishing ranks is killed."""
+    store = dist.FileStore(str(meeting), 2)
+    group = dist.ProcessGroup(store, rank, 2, timeout=60)
+    publisher = dist.Publisher(folder, group)
+    group.barrier()
+    if rank == victim:
+        threading.Timer(kill_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            data, digest = content(publisher.version + 1)
+            half = slice(rank * N // 2, (rank + 1) * N // 2)
+            part = dist.Sharded(data[half], (N,), mesh=[0, 1], placements=[0])
+            publisher.publish({"data": part, "digest": digest})
+    except PeerLostError as error:
+        if victim not in error.context.peers:
+            raise
+    finally:
+        group.close()
+
+
+def one_round(folder, seed):
+    """Kill a publishing rank at a random moment; subscribers see whole versions only."""
+    random = np.random.default_rng(seed)
+    victim, seen = int(random.integers(2)), []
+    kill_s = float(random.exponential(0.2))
+    meeting = folder.with_name(f"{folder.name}-meeting-{seed}")
+    args = folder, meeting, kill_s, victim
+    ranks = [forked(publishes_until_killed, rank, *args) for rank in range(2)]
+    data, digest = np.zeros(N, np.int64), np.zeros(32, np.uint8)
+    subscriber, ended, limit_s = dist.Subscriber(folder), {}, time.monotonic() + 60
+    while not all_ended(ranks, ended) and time.monotonic() < limit_s:
+        if subscriber.take({"data": data, "digest": digest}) is not None:
+            assert is_whole(data, digest), subscriber.version
+            seen.append(subscriber.version)
+    meeting.unlink(missing_ok=True)
+    end_all(ranks, ended)
+    # No hang: the other rank ends by itself, with an error that names the victim.
+    assert [ended.get(pid) for pid in ranks] == [9 * (rank == victim) for rank in range(2)]
+    assert seen == sorted(set(seen))
+    # The last whole version is there for who comes late, and a new publisher goes on after it.
+    late = dist.Subscriber(folder)
+    taken = late.take({"data": data, "digest": digest})
+    assert taken is None or is_whole(data, digest)
+    assert (taken or 0) >= max(seen, default=0)
+    return taken or 0
+
+
+def test_a_publisher_that_dies_leaves_the_last_whole_version(folder):
+    last = 0
+    for seed in range(3):
+        now = one_round(folder, seed)
+        assert now >= last
+        last = now
+
+
+@pytest.mark.whole("300 kills take minutes")
+def test_300_publishers_that_die(folder):
+    for seed in range(300):
+        one_round(folder / str(seed % 10), 1000 + seed)

@@ -1,0 +1,314 @@
+"""Encrypted sockets, with somebody between the two ends."""
+
+import contextlib
+import errno
+import socket
+import ssl
+import subprocess
+import threading
+
+import pytest
+
+from unisono.core.base.net import tls
+from unisono.core.base.net.tls import SecuredSocket, TlsPolicy, TlsRule, rule_for, secret_of
+from unisono.errors import InvalidArgumentError, UnsupportedError
+
+pytestmark = pytest.mark.skipif(bool(tls.why_no_tls()), reason=str(tls.why_no_tls()))
+
+SECRET = secret_of(b"token", "rank", b"end")
+HEAD_BYTES = 5
+
+
+class Tap:
+    """Two ends and the wire between them, of which the test passes on what it likes."""
+
+    def __init__(self, client=SECRET, server=SECRET):
+        ours, self.near = socket.socketpair()
+        self.far, theirs = socket.socketpair()
+        for sock in (ours, theirs, self.near, self.far):
+            sock.setblocking(False)
+        self.client = SecuredSocket(ours, [client])
+        self.server = SecuredSocket(theirs, [server], is_server=True)
+        self.seen = b""
+
+    def close(self):
+        for sock in (self.client, self.server, self.near, self.far):
+            sock.close()
+
+    def taken(self, sock):
+        """The bytes that an end has sent."""
+        try:
+            data = sock.recv(1 << 20)
+        except BlockingIOError:
+            return b""
+        self.seen += data
+        return data
+
+    def pass_on(self):
+        self.far.sendall(self.taken(self.near))
+        self.near.sendall(self.taken(self.far))
+
+    def shake(self):
+        for _ in range(4):
+            for end in (self.client, self.server):
+                with contextlib.suppress(BlockingIOError):
+                    end.send(b"")
+                self.pass_on()
+        assert self.client.tls.is_ready
+        assert self.server.tls.is_ready
+
+    def records(self, *texts):
+        """Send texts from the client, a record each; return the records."""
+        found = []
+        for text in texts:
+            assert self.client.send(text) == len(text)
+            found.append(self.taken(self.near))
+            assert len(found[-1]) > len(text) + HEAD_BYTES
+        return found
+
+
+@pytest.fixture
+def tap():
+    tap = Tap()
+    tap.shake()
+    yield tap
+    tap.close()
+
+
+def refused(tap):
+    """What the server raises instead of wrong data."""
+    with pytest.raises(OSError, match="changed, lost, repeated or reordered") as caught:
+        tap.server.recv(100)
+    assert caught.value.errno == errno.EBADMSG
+    # For good.
+    with pytest.raises(OSError, match="changed, lost, repeated or reordered"):
+        tap.server.recv(100)
+
+
+def test_bytes_arrive_and_are_not_seen(tap):
+    text = b"the bytes of an array" * 5000
+    sent, got = 0, b""
+    while len(got) < len(text):
+        with contextlib.suppress(BlockingIOError):
+            sent += tap.client.send(text[sent:])
+        tap.pass_on()
+        with contextlib.suppress(BlockingIOError):
+            got += tap.server.recv(30_000)
+    assert got == text
+    assert b"the bytes" not in tap.seen
+    assert b"token" not in tap.seen
+
+
+def test_a_short_read_leaves_the_rest_for_the_next(tap):
+    (record,) = tap.records(b"0123456789")
+    tap.far.sendall(record)
+    assert tap.server.recv(4) == b"0123"
+    # No selector reports these.
+    assert tls.has_unread(tap.server)
+    assert tap.server.recv(100) == b"456789"
+    assert not tls.has_unread(tap.server)
+
+
+@pytest.mark.parametrize("at", [0, 3, HEAD_BYTES, HEAD_BYTES + 4, -1])
+def test_a_changed_record_ends_the_connection(tap, at):
+    (record,) = tap.records(b"0123456789")
+    changed = bytearray(record)
+    changed[at] ^= 1
+    if at == 3:  # the length: what is missing comes
+        changed += bytes(300)
+    tap.far.sendall(changed)
+    refused(tap)
+
+
+def test_a_repeated_record_ends_the_connection(tap):
+    (record,) = tap.records(b"once")
+    tap.far.sendall(record)
+    assert tap.server.recv(100) == b"once"
+    tap.far.sendall(record)
+    refused(tap)
+
+
+def test_reordered_records_end_the_connection(tap):
+    first, second = tap.records(b"first", b"second")
+    tap.far.sendall(second + first)
+    refused(tap)
+
+
+def test_a_lost_record_ends_the_connection(tap):
+    _, second = tap.records(b"first", b"second")
+    tap.far.sendall(second)
+    refused(tap)
+
+
+def test_a_record_of_another_connection_ends_the_connection(tap):
+    other = Tap()
+    other.shake()
+    (record,) = other.records(b"of another")
+    tap.far.sendall(record)
+    refused(tap)
+    other.close()
+
+
+def test_a_record_sent_back_ends_the_connection(tap):
+    (record,) = tap.records(b"there")
+    tap.near.sendall(record)
+    with pytest.raises(OSError, match="changed, lost, repeated or reordered"):
+        tap.client.recv(100)
+
+
+def test_a_cut_record_gives_no_data(tap):
+    (record,) = tap.records(b"0123456789")
+    tap.far.sendall(record[:-1])
+    tap.far.close()
+    assert tap.server.recv(100) == b""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(secret_of(b"another token", "rank", b"end"), id="token"),
+        pytest.param(secret_of(b"token", "store", b"end"), id="purpose"),
+        pytest.param(secret_of(b"token", "rank", b"another end"), id="end"),
+    ],
+)
+def test_another_key_is_refused_by_both_ends(other):
+    tap = Tap(client=other)
+    errors = []
+    for _ in range(4):
+        for end in (tap.client, tap.server):
+            try:
+                end.recv(1)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                errors.append(error)
+            tap.pass_on()
+    assert errors
+    assert {each.errno for each in errors} == {errno.EPROTO}
+    assert {each.strerror for each in errors} == {"the other end has another token, or none"}
+    assert tap.client.tls.is_other_secret
+    assert tap.server.tls.is_other_secret
+    tap.close()
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2"
+    subprocess.run([*words.split(), "-subj", "/CN=x"], cwd=tmp_path, check=True, timeout=60)
+    return tmp_path
+
+
+def test_a_server_with_a_certificate_only_is_refused(certificate):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+
+    def serve():
+        with theirs, pytest.raises(ssl.SSLError):
+            context.wrap_socket(theirs, server_side=True)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with SecuredSocket(ours, [SECRET]) as client, pytest.raises(OSError, match="certificate"):
+        client.sendall(b"secret")
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (ssl.TLSVersion.TLSv1_2, "the other end has no TLS 1.3"),
+        (ssl.TLSVersion.TLSv1_3, "the other end has another token, or none"),
+    ],
+)
+def test_a_client_without_the_key_is_refused(version, reason):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = version
+    ours, theirs = socket.socketpair()
+
+    def call():
+        with theirs, pytest.raises(ssl.SSLError):
+            context.wrap_socket(theirs)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    ours.settimeout(20)
+    server = SecuredSocket(ours, [SECRET], is_server=True)
+    with server, pytest.raises(OSError, match=reason):
+        server.recv(1)
+    thread.join()
+
+
+def test_a_plain_end_is_named():
+    ours, theirs = socket.socketpair()
+    with theirs, SecuredSocket(ours, [SECRET]) as client:
+        theirs.sendall(b"hello, I do not encrypt")
+        with pytest.raises(OSError, match="the other end does not encrypt"):
+            client.recv(1)
+        assert client.tls.first_byte == ord("h")
+
+
+def test_a_blocking_socket_waits_and_has_a_time_out():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.05)
+    theirs.settimeout(20)
+    with SecuredSocket(ours, [SECRET]) as client:
+        with pytest.raises(TimeoutError):
+            client.sendall(b"nobody answers")
+        client.settimeout(20)
+        server = SecuredSocket(theirs, [SECRET], is_server=True)
+        data = bytes(range(256)) * 20_000
+        thread = threading.Thread(target=client.sendall, args=(data,))
+        thread.start()
+        got = bytearray(len(data))
+        view = memoryview(got)
+        while view:
+            view = view[server.recv_into(view) :]
+        thread.join()
+        assert got == data
+        server.close()
+
+
+def test_rules(monkeypatch):
+    def rule(mode, token):
+        monkeypatch.setenv("UNISONO_TLS", mode)
+        return rule_for(token)
+
+    assert rule("auto", "") is rule("off", "t") is TlsRule.NONE
+    assert rule("auto", "t") is TlsRule.OTHER_HOSTS
+    assert rule("on", "t") is TlsRule.ALL
+    with pytest.raises(InvalidArgumentError, match="is none of auto, on, off and cert"):
+        rule("yes", "t")
+    with pytest.raises(InvalidArgumentError, match="and there is no token"):
+        rule("on", "")
+    with pytest.raises(InvalidArgumentError, match="UNISONO_TLS=cert needs UNISONO_TLS_CERT"):
+        rule("cert", "")
+    monkeypatch.setenv("UNISONO_TLS_CERT", "/nowhere")
+    monkeypatch.setenv("UNISONO_TLS_PKEY", "/nowhere")
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE", "/nowhere")
+    with pytest.raises(InvalidArgumentError, match="UNISONO_TLS=cert cannot use the file /nowhere"):
+        rule("cert", "")
+
+
+def test_without_openssl(monkeypatch, caplog):
+    monkeypatch.setattr(tls, "why_no_tls", lambda: "it is not there")
+    monkeypatch.setenv("UNISONO_TLS", "auto")
+    assert rule_for("t") is TlsRule.NONE
+    assert "connections to other hosts are not encrypted: it is not there" in caplog.text
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    with pytest.raises(
+        UnsupportedError, match="UNISONO_TLS=on cannot encrypt connections here: it is not there"
+    ):
+        rule_for("t")
+
+
+def test_one_end_does_not_decide_alone():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        ours.sendall(b"\x16")
+        with pytest.raises(tls.TlsRefusal, match="it encrypts, and this end does not"):
+            TlsPolicy(TlsRule.NONE, []).answer(theirs)
+        assert TlsPolicy(TlsRule.ALL, []).forbids(theirs)
+        assert not TlsPolicy(TlsRule.NONE, []).forbids(theirs)

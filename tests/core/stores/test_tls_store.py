@@ -1,0 +1,187 @@
+"""Stores behind TLS: who is refused and why, and what somebody on the way sees and can do."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from unisono.core.base.net import tls
+from unisono.core.base.net.sockets import listen
+from unisono.core.stores import TCPStore, start_server
+from unisono.core.stores.tcp.server import ServerOptions
+from unisono.errors import HandshakeError, StoreConnectionError
+
+pytestmark = pytest.mark.skipif(bool(tls.why_no_tls()), reason=str(tls.why_no_tls()))
+
+TOKEN = "the job's secret"
+
+
+@contextlib.contextmanager
+def serving(monkeypatch, mode, token=TOKEN, **options):
+    """A server with this UNISONO_TLS."""
+    monkeypatch.setenv("UNISONO_TLS", mode)
+    options = ServerOptions(token=token.encode(), **options)
+    with contextlib.closing(start_server(listen("127.0.0.1", 0), options)) as server:
+        yield server
+
+
+class Relay:
+    """Passes bytes between a client and a server, through `change(data, to_server)`."""
+
+    def __init__(self, port, change=lambda data, to_server: data):
+        self.seen = b""
+        self._change = change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._target = port
+        self._socks = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._socks += [near, far]
+                for ends in ((near, far, True), (far, near, False)):
+                    thread = threading.Thread(target=self._pump, args=ends)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pump(self, source, target, to_server):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                target.sendall(self._change(data, to_server))
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        for sock in (self._listener, *self._socks):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in (self._listener, *self._socks):
+            sock.close()
+
+
+def test_keys_and_values_are_not_seen(server_kind, monkeypatch):
+    with serving(monkeypatch, "on") as server, contextlib.closing(Relay(server.port)) as relay:
+        with TCPStore("127.0.0.1", relay.port, token=TOKEN) as store:
+            store.set("name of a key", b"value of it" * 100_000)
+            assert store.get("name of a key") == b"value of it" * 100_000
+            assert store.add("n", 2) == 2
+        assert len(relay.seen) > 2_000_000
+        for text in (b"name of a key", b"value of it", TOKEN.encode(), b"UNISONO"):
+            assert text not in relay.seen
+    with serving(monkeypatch, "off") as server, contextlib.closing(Relay(server.port)) as relay:
+        with TCPStore("127.0.0.1", relay.port, token=TOKEN) as store:
+            store.set("name of a key", b"value of it")
+        assert b"name of a key" in relay.seen
+
+
+@pytest.mark.parametrize("to_server", [True, False])
+def test_changed_bytes_end_the_connection(server_kind, monkeypatch, to_server):
+    armed = threading.Event()
+
+    def change(data, is_to_server):
+        if armed.is_set() and is_to_server == to_server:
+            return data[:-1] + bytes([data[-1] ^ 1])
+        return data
+
+    with (
+        serving(monkeypatch, "on") as server,
+        contextlib.closing(Relay(server.port, change)) as relay,
+        TCPStore("127.0.0.1", relay.port, token=TOKEN) as store,
+    ):
+        store.set("k", b"v")
+        armed.set()
+        with pytest.raises(StoreConnectionError, match=r"TLS record|closed|reset"):
+            store.get("k")
+        armed.clear()
+        assert store.get("k") == b"v"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "client", "reason"),
+    [
+        ("on", "on", "another", "it has another token than this client"),
+        ("off", "on", TOKEN, "it encrypts its connections, and this client does not"),
+        ("on", "off", TOKEN, "this client encrypts its connections, and the server does not"),
+    ],
+)
+def test_ends_that_differ_refuse_each_other(
+    server_kind, monkeypatch, here, there, client, reason, caplog
+):
+    with serving(monkeypatch, there) as server:
+        monkeypatch.setenv("UNISONO_TLS", here)
+        with pytest.raises(HandshakeError, match=reason) as caught:
+            TCPStore("127.0.0.1", server.port, token=client, timeout=20)
+        assert TOKEN not in str(caught.value)
+    assert TOKEN not in caplog.text
+
+
+def test_a_server_without_a_token_is_named(server_kind, monkeypatch):
+    with serving(monkeypatch, "off", token="") as server:
+        monkeypatch.setenv("UNISONO_TLS", "on")
+        with pytest.raises(
+            HandshakeError, match="this client has a token, and the server has none"
+        ):
+            TCPStore("127.0.0.1", server.port, token=TOKEN, timeout=20)
+
+
+def test_a_server_that_does_not_encrypt_is_named(monkeypatch):
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"220 mail.example.org\r\n")
+                sock.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        match = r"the connection to the store server at .* cannot be encrypted: the other end "
+        with pytest.raises(HandshakeError, match=match):
+            TCPStore("127.0.0.1", listener.getsockname()[1], token=TOKEN, timeout=20)
+        thread.join()
+
+
+def test_a_client_without_a_token_is_refused_if_all_must_encrypt(server_kind, monkeypatch):
+    with serving(monkeypatch, "on") as server:
+        monkeypatch.setenv("UNISONO_TLS", "auto")
+        with pytest.raises(HandshakeError, match="it encrypts its connections"):
+            TCPStore("127.0.0.1", server.port, token="", timeout=20)
+
+
+def test_silent_strangers_hold_up_nobody(server_kind, monkeypatch):
+    with serving(monkeypatch, "on", max_greetings=300) as server, contextlib.ExitStack() as stack:
+        for first in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01") * 70:
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            sock.sendall(first)
+        with TCPStore("127.0.0.1", server.port, token=TOKEN, timeout=20) as store:
+            store.set("k", b"v")
+            assert store.get("k") == b"v"
+
+
+def test_many_clients_and_large_values(server_kind, monkeypatch):
+    with serving(monkeypatch, "on") as server:
+        value = bytes(range(256)) * 16_384
+
+        def use(number):
+            with TCPStore("127.0.0.1", server.port, token=TOKEN) as store:
+                store.set(f"k{number}", value)
+                got.append(store.multi_get([f"k{number}"] * 3) == [value] * 3)
+
+        got = []
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == [True] * 4

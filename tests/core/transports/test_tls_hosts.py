@@ -1,0 +1,139 @@
+"""Jobs on two hosts, with a stranger who reads every packet between them."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import netns
+from unisono.core.base.net.tls import why_no_tls
+from unisono.core.engines import is_native_built
+
+pytestmark = [
+    pytest.mark.whole("a job of 4 ranks on 2 hosts, three times"),
+    pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not())),
+    pytest.mark.skipif(bool(why_no_tls()), reason=str(why_no_tls())),
+]
+
+LIMIT_S = 60
+NATIVE = "native" if is_native_built() else "reference"
+
+# Prints what it has seen of these words when its input ends.
+READER = """
+import select, socket, sys
+with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as sock:
+    sock.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # SO_RCVBUFFORCE
+    sock.bind(("eth0", 0))
+    print("ready", flush=True)
+    words, seen, nbytes = [w.encode() for w in sys.argv[1:]], set(), 0
+    while True:
+        ready, _, _ = select.select([sock, sys.stdin], [], [])
+        if sock in ready:
+            data = sock.recv(1 << 17)
+            nbytes += len(data)
+            seen |= {w.decode() for w in words if w in data}
+        elif sys.stdin in ready:
+            break
+print(nbytes, *sorted(seen), sep=",", flush=True)
+"""
+
+# Every way of bytes between hosts: store, links, wires, objects, files of a restart.
+JOB = """
+import numpy as np, unisono as dist
+dist.init_process_group(timeout=40)
+rank, size = dist.get_rank(), dist.get_world_size()
+dist.distributed_c10d._get_default_store().set(f"KEYWORD{rank}", "VALUEWORD")
+word = np.frombuffer(b"ARRAYWORD" * 7282, np.uint8)
+for nbytes in (9, 4096, 65538):
+    x = word[:nbytes].copy() if rank == 0 else np.zeros(nbytes, np.uint8)
+    dist.broadcast(x, 0)
+    assert (x == word[:nbytes]).all()
+x = np.full(1 << 20, rank + 1.0)
+dist.all_reduce(x)
+assert (x == size * (size + 1) / 2).all()
+found = [None] * size
+dist.all_gather_object(found, f"OBJECTWORD{rank}")
+assert found == [f"OBJECTWORD{each}" for each in range(size)]
+out = np.zeros(3 * size)
+dist.all_gather_into_tensor(out, np.full(3, float(rank)))
+assert (out == np.repeat(np.arange(size), 3)).all()
+ring = np.full(300_000, float(rank))
+got = np.zeros(300_000)
+work = dist.isend(ring, (rank + 1) % size)
+dist.recv(got, (rank - 1) % size)
+work.wait()
+assert (got == (rank - 1) % size).all()
+dist.barrier()
+print(repr(dist.distributed_c10d._get_default_group()), flush=True)
+dist.destroy_process_group()
+"""
+WORDS = ("KEYWORD", "VALUEWORD", "ARRAYWORD", "OBJECTWORD", netns.TOKEN)
+
+
+@contextlib.contextmanager
+def reader(host, found):
+    """Somebody who reads the packets of a host; what was seen comes into `found`."""
+    process = subprocess.Popen(
+        host.inside(sys.executable, "-c", READER, *WORDS),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield
+    finally:
+        found += process.communicate(timeout=20)[0].strip().split(",")
+
+
+def run_job(network, *, environments, engine=NATIVE):
+    """Run JOB on two ranks of each host; return the exit codes and the output."""
+    ranks = []
+    for at, (host, more) in enumerate(zip(network.hosts, environments, strict=True)):
+        for rank in (2 * at, 2 * at + 1):
+            world = {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": network.hosts[0].v4}
+            world |= {"MASTER_PORT": 29655, "UNISONO_ENGINE": engine} | more
+            ranks.append(
+                subprocess.Popen(
+                    host.inside(sys.executable, "-c", JOB),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env=os.environ
+                    | {"UNISONO_TLS": "auto"}
+                    | {name: str(value) for name, value in world.items()},
+                )
+            )
+    try:
+        output = "".join(rank.communicate(timeout=LIMIT_S)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    return [rank.returncode for rank in ranks], output
+
+
+@pytest.mark.parametrize("engine", sorted({NATIVE, "reference"}))
+def test_a_job_with_a_token_is_not_read(engine):
+    with netns.Network(2) as network:
+        seen = []
+        with reader(network.hosts[1], seen):
+            codes, output = run_job(network, environments=[{}, {}], engine=engine)
+        assert codes == [0] * 4, output
+        assert output.count("between_hosts=TLS-by-token") == 4, output
+        assert int(seen[0]) > 1 << 20
+        assert seen[1:] == []
+        assert netns.TOKEN not in output
+
+
+def test_without_encryption_everything_is_read():
+    # Otherwise the test above would prove nothing.
+    with netns.Network(2) as network:
+        seen = []
+        with reader(network.hosts[1], seen):
+            codes, output = run_job(network, environments=[{"UNISONO_TLS": "off"}] * 2)
+        assert codes == [0] * 4, output
+        assert {"KEYWORD", "VALUEWORD", "ARRAYWORD", "OBJECTWORD"} <= set(seen[1:]), seen
+        assert netns.TOKEN not in seen
