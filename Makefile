@@ -32,7 +32,7 @@ help:
 	@echo "make test-portable  a sample of the tests as on macOS: Linux's own facilities are hidden"
 	@echo "make test-arm  the C++ engine for aarch64, under qemu (Debian, root)"
 	@echo "make test-pythons  a wheel and a sample of tests for each Python (PYTHONS='...')"
-	@echo "make servers install redis, etcd, Slurm and Open MPI for tests (Debian, root)"
+	@echo "make servers install redis, etcd, Slurm, Open MPI and sshd for tests (Debian, root)"
 	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
@@ -70,12 +70,12 @@ test-all: check
 # Slurm loads libpmix.so, which only the package for developers has.
 servers:
 	@command -v redis-server >/dev/null && command -v etcd >/dev/null && command -v srun >/dev/null \
-		&& command -v mpirun.openmpi >/dev/null \
+		&& command -v mpirun.openmpi >/dev/null && test -x /usr/sbin/sshd \
 		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 			redis-server etcd-server slurmctld slurmd slurm-client libpmix-dev \
-			openmpi-bin >/dev/null; } \
-		|| echo "redis, etcd, Slurm or Open MPI is not there: tests that need it will be skipped"
+			openmpi-bin openssh-server openssh-client >/dev/null; } \
+		|| echo "redis, etcd, Slurm, Open MPI or sshd is not there: tests that need it will be skipped"
 
 # Not in the extra `test`: they are large, and some require torch, which may not be there.
 frameworks: $(STAMP)

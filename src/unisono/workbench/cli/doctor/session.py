@@ -35,13 +35,15 @@ class Session:
         self, options: argparse.Namespace, nprocs: int, show: Callable[[str], None]
     ) -> None:
         fields = node_options(options)
+        self._errors_only = getattr(options, "doctor", True) == "errors"
+        self._show = show
         self._run_id = str(fields["run_id"])
         self._plan = ExamPlan(
             nprocs=nprocs,
             limits=fields["limits"],
             meeting=fields["meeting"],
             wanted=getattr(options, "hosts", ()),
-            show=show,
+            show=(lambda line: None) if self._errors_only else show,
         )
         self.facts: Examination
         self.found: list[Finding] = []
@@ -90,8 +92,10 @@ class Session:
             RendezvousError: A finding would stop the job.
         """
         self.examine(store, canceled)
-        for line in self.lines((ERROR, WARNING)):
-            self._plan.show(line)
+        # With `--hosts` what the first host shows is enough.
+        if not self._errors_only or (self.exit_code and WARNING in self._severities):
+            for line in self.lines((ERROR, WARNING)):
+                self._show(line)
         if self.exit_code:
             raise RendezvousError("the doctor found errors, so no worker was started")
 

@@ -56,8 +56,7 @@ def worker_commands(
         unbuffered: Whether Python must not buffer its output.
     """
     first, *others = _split(options.command)
-    options.command = first
-    programs = [(options, parser)]
+    programs = [(argparse.Namespace(**vars(options) | {"command": first}), parser)]
     for number, words in enumerate(others, 2):
         following = argparse.ArgumentParser(
             prog=f"{parser.prog} (program {number})",

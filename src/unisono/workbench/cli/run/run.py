@@ -26,11 +26,14 @@ from unisono.launcher.output.files import LogOptions
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.report import error_document, render, signal_name
 from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
+from unisono.launcher.ssh.hosts import HostsLaunch
+from unisono.launcher.ssh.remote import follow, send_result
 from unisono.launcher.stats import prepare_stats, take_stats
 from unisono.launcher.workers.cpu_binding import MODES
 from unisono.workbench.cli.flags import add_flag, add_parser, non_negative, seconds
 from unisono.workbench.cli.nodes import add_node_flags, node_options, unknown_conf
 from unisono.workbench.cli.run.dry_run import describe
+from unisono.workbench.cli.run.hosts import add_hosts_flags, describe_hosts, hosts_spec
 from unisono.workbench.cli.run.output import add_output_flags, log_options
 from unisono.workbench.cli.run.programs import add_program_flags, worker_commands
 from unisono.workbench.cli.run.status_line import make_status_line
@@ -54,6 +57,7 @@ examples:
   unisono run -n 2 a.py : -n 1 b.py        one world, two programs
   unisono run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint host1 \\
       --max-restarts 3 -n 8 train.py       8 workers on each of 2 to 4 hosts
+  unisono run --hosts a:4,b:2 train.py     6 workers on two hosts, through ssh
 """
 
 
@@ -106,6 +110,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "workers of this node that are Python programs and use torch (all; 0: none)",
     )
     add_node_flags(parser)
+    add_hosts_flags(parser)
     add_output_flags(parser)
     add_torchrun_flags(parser)
 
@@ -120,7 +125,7 @@ def _run(options: argparse.Namespace) -> int:
     commands = worker_commands(options, options.parser, unbuffered=unbuffered)
     # Workers that write to the terminal directly would write into the status line.
     through = not terminal or logs.stdout(len(commands), terminal) != "inherited"
-    shown = through and not options.dry_run
+    shown = through and not options.dry_run and not options.hosts
     status = make_status_line(len(commands)) if shown else None
     if warning := unknown_conf(options):
         _show(warning)
@@ -136,23 +141,24 @@ def _run(options: argparse.Namespace) -> int:
         warm=len(commands) if options.warm is None else options.warm,
         **nodes,
     )
+    hosts = hosts_spec(options, spec, _run) if options.hosts else None
     if options.dry_run:
-        print(describe(spec))
+        print(describe_hosts(hosts, options) if hosts else describe(spec))
         return 0
-    if spec.is_single_node and not options.standalone:
+    if spec.is_single_node and not options.standalone and not hosts:
         _warn_of_other_launcher()
     _warn_of_absent_workers(logs, len(commands))
-    stats = prepare_stats() if options.stats else ""
+    stats = prepare_stats() if options.stats and not hosts else ""
     descendants = fork_launcher(spec.signals)
+    follow()
     late = _LateSignals(spec.signals)
     notify = _show if status is None else partial(_show, write_line=status.write_line)
-    agent = Agent(spec, notify=notify, descendants=descendants)
-    if options.doctor:
-        # It loads more than a launch needs.
-        from unisono.workbench.cli.doctor.session import Session
-
-        session = Session(options, len(commands), lambda line: agent.notify(f"doctor: {line}"))
-        agent.examine = session.examine_before_run
+    agent: Agent | HostsLaunch
+    if hosts:
+        agent = HostsLaunch(hosts, notify)
+    else:
+        agent = Agent(spec, notify=notify, descendants=descendants)
+        _prepare_examination(agent, options, len(commands))
     with _shown_warnings(agent.notify):
         result = agent.run()
     if stats:
@@ -167,6 +173,15 @@ def _run(options: argparse.Namespace) -> int:
         # At its end Python would flush again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)
     return result.exit_code
+
+
+def _prepare_examination(agent: Agent, options: argparse.Namespace, nprocs: int) -> None:
+    if options.doctor:
+        # It loads more than a launch needs.
+        from unisono.workbench.cli.doctor.session import Session
+
+        session = Session(options, nprocs, lambda line: agent.notify(f"doctor: {line}"))
+        agent.examine = session.examine_before_run
 
 
 def _report(result: LaunchResult, may_wait: Callable[[], bool], limit_s: float) -> bool:
@@ -287,6 +302,8 @@ def _write_json(path: str, document: Mapping[str, Any]) -> None:
 
 
 def _print_report(result: LaunchResult) -> None:
+    if send_result(result):
+        return
     if result.signum is not None:
         _show(f"stopped by {signal_name(result.signum)}")
     # `render` reports a failure that ended the job, unless its node could not publish it.

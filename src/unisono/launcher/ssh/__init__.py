@@ -1,0 +1,1 @@
+"""One launch on several hosts, through ssh."""
