@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.adapters.mpi4py.constants import PROC_NULL
-from unisono.adapters.mpi4py.datatypes import Datatype, Layout, by_code, named
+from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, by_code, named
 from unisono.core.platform.memory import is_readable
 from unisono.errors import UnsupportedError
 
@@ -193,7 +193,7 @@ def _code(text: str | None) -> str:
     return text.lstrip("@=<>!")
 
 
-class Part(NamedTuple):
+class Run(NamedTuple):
     """Some elements in memory.
 
     Attributes:
@@ -206,7 +206,7 @@ class Part(NamedTuple):
     memory: Bytes
     offset: int
     count: int  # type: ignore[assignment]
-    kind: Layout
+    kind: TypeMap
 
     @property
     def nbytes(self) -> int:
@@ -259,12 +259,12 @@ class Part(NamedTuple):
             return None
         return data.view(kind.dtype) if kind.size % kind.dtype.itemsize == 0 else None
 
-    def slice(self, first: int, count: int) -> Part:
+    def slice(self, first: int, count: int) -> Run:
         """Return some of the elements."""
-        return Part(self.memory, self.offset + first * self.kind.extent, count, self.kind)
+        return Run(self.memory, self.offset + first * self.kind.extent, count, self.kind)
 
 
-def kind_of(kind: Any) -> Layout | None:
+def kind_of(kind: Any) -> TypeMap | None:
     """Return the layout of a datatype or type string; None for the null datatype."""
     if isinstance(kind, Datatype):
         return kind.ob  # type: ignore[no-any-return]
@@ -298,7 +298,7 @@ def _words(message: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
     return array, counts, displs, kind
 
 
-def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, Layout | None]:
+def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, TypeMap | None]:
     if array is None or array is BOTTOM:
         if array is None and kind is None:
             return NONE, named["BYTE"].ob
@@ -309,7 +309,7 @@ def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, Layout | None]:
     return memory, kind_of(kind)
 
 
-def _usable(kind: Layout | None, what: str) -> Layout:
+def _usable(kind: TypeMap | None, what: str) -> TypeMap:
     if kind is None:
         raise ValueError(f"message: cannot {what}, datatype is null")
     if kind.extent <= 0:
@@ -317,10 +317,10 @@ def _usable(kind: Layout | None, what: str) -> Layout:
     return kind
 
 
-EMPTY_PART = Part(NONE, 0, 0, named["BYTE"].ob)
+EMPTY_PART = Run(NONE, 0, 0, named["BYTE"].ob)
 
 
-def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Part:
+def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Run:
     """Return the elements of a message; `blocks`: of one of as many equal parts."""
     if peer == PROC_NULL:
         return EMPTY_PART
@@ -362,7 +362,7 @@ def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Part:
         if number:
             raise ValueError("message: datatype is null")
         kind = named["BYTE"].ob
-    return Part(memory, offset, number, kind)
+    return Run(memory, offset, number, kind)
 
 
 def _numbers(given: Any, blocks: int) -> list[int]:
@@ -376,7 +376,7 @@ def _is_integral(given: Any) -> bool:
     return not isinstance(given, (list, tuple)) and np.ndim(given) == 0
 
 
-def vector(message: Any, writes: bool, blocks: int) -> list[Part]:
+def vector(message: Any, writes: bool, blocks: int) -> list[Run]:
     """Return the blocks of a message with counts and displacements."""
     if message is None:
         raise TypeError("message: expecting buffer or list/tuple")
@@ -409,10 +409,10 @@ def vector(message: Any, writes: bool, blocks: int) -> list[Part]:
             raise ValueError("message: datatype is null")
         kind = named["BYTE"].ob
     extent = kind.extent
-    return [Part(memory, p * extent, n, kind) for n, p in zip(sizes, places, strict=True)]
+    return [Run(memory, p * extent, n, kind) for n, p in zip(sizes, places, strict=True)]
 
 
-def vector_w(message: Any, writes: bool, blocks: int) -> list[Part]:
+def vector_w(message: Any, writes: bool, blocks: int) -> list[Run]:
     """Return the blocks of a message with a datatype for each; displacements count bytes."""
     counts: Any = None
     displs: Any = None
@@ -438,7 +438,7 @@ def vector_w(message: Any, writes: bool, blocks: int) -> list[Part]:
     parts = []
     for size, place, each in zip(sizes, places, types, strict=True):
         kind = kind_of(each) or named["BYTE"].ob
-        parts.append(Part(memory, place, size, kind))
+        parts.append(Run(memory, place, size, kind))
     return parts
 
 

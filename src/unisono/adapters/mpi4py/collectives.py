@@ -1,4 +1,4 @@
-"""Collective calls on arrays: each returns a `Call`, for its blocking, started and planned form."""
+"""Collective calls on arrays: each returns an `Ongoing`, for its blocking, started and planned form."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Any
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import IN_PLACE, Bytes, Part, simple, vector, vector_w
+from unisono.adapters.mpi4py.buffers import IN_PLACE, Bytes, Run, simple, vector, vector_w
 from unisono.adapters.mpi4py.constants import PROC_NULL, ROOT
 from unisono.adapters.mpi4py.errors import require
 from unisono.adapters.mpi4py.messages import CommState, raise_first
 from unisono.adapters.mpi4py.ops import SUM, Op
-from unisono.adapters.mpi4py.requests import Call
+from unisono.adapters.mpi4py.requests import Ongoing
 from unisono.core.operations.work import Work
 
-Parse = Callable[[Any, bool, int], "list[Part]"]
+Parse = Callable[[Any, bool, int], "list[Run]"]
 
 
 def _is_in_place(message: Any) -> bool:
     return message is None or message is IN_PLACE
 
 
-def _blocks(message: Any, writes: bool, blocks: int) -> list[Part]:
+def _blocks(message: Any, writes: bool, blocks: int) -> list[Run]:
     """Return the equal blocks of a message for all ranks."""
     one = simple(message, writes, blocks=blocks)
     return [one.slice(k * one.count, one.count) for k in range(blocks)]
 
 
-def _call(works: Sequence[Work], finish: Callable[[], object] | None = None) -> Call:
-    def end(call: Call) -> None:
+def _call(works: Sequence[Work], finish: Callable[[], object] | None = None) -> Ongoing:
+    def end(call: Ongoing) -> None:
         raise_first(call.works)
         if finish is not None:
             finish()
 
-    return Call(works, end)
+    return Ongoing(works, end)
 
 
-def _store(parts: Sequence[Part], data: Sequence[Bytes]) -> Callable[[], None] | None:
+def _store(parts: Sequence[Run], data: Sequence[Bytes]) -> Callable[[], None] | None:
     """Return what writes received data to where it belongs, if it is not there."""
     if all(part.is_plain for part in parts):
         return None
@@ -58,19 +58,19 @@ def check_root(state: CommState, root: int) -> None:
         require(ok, "ERR_ROOT", f"root {root}")
 
 
-def barrier(state: CommState) -> Call:
+def barrier(state: CommState) -> Ongoing:
     """All ranks have come."""
     if state.is_inter:
         return _call([state.channel.barrier(async_op=state.is_async)])
     return _call([state.group.barrier(async_op=state.is_async)])
 
 
-def bcast(state: CommState, buf: Any, root: int = 0) -> Call:
+def bcast(state: CommState, buf: Any, root: int = 0) -> Ongoing:
     """Copy the root's data to all ranks."""
     check_root(state, root)
     if state.is_inter:
         if root == PROC_NULL:
-            return Call()
+            return Ongoing()
         part = simple(buf, root != ROOT)
         sends = {peer: [part] for peer in range(len(state.peers))} if root == ROOT else {}
         return exchange(state, sends, {} if root == ROOT else {root: [part]})
@@ -80,7 +80,7 @@ def bcast(state: CommState, buf: Any, root: int = 0) -> Call:
     return _call([work], _store([part], [data]) if state.rank != root else None)
 
 
-def exchange(state: CommState, sends: dict[int, list[Part]], recvs: dict[int, list[Part]]) -> Call:
+def exchange(state: CommState, sends: dict[int, list[Run]], recvs: dict[int, list[Run]]) -> Ongoing:
     """Messages inside a collective call of an inter-communicator, by rank of the other side."""
     number = state.group.counts["mpi"]
     state.group.counts["mpi"] += 1
@@ -100,11 +100,11 @@ def exchange(state: CommState, sends: dict[int, list[Part]], recvs: dict[int, li
     return _call(works, _store([p for p, _ in stores], [d for _, d in stores]))
 
 
-def _gather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any, root: int) -> Call:
+def _gather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any, root: int) -> Ongoing:
     check_root(state, root)
     if state.is_inter:
         if root == PROC_NULL:
-            return Call()
+            return Ongoing()
         if root != ROOT:
             return exchange(state, {root: [simple(sendbuf, False)]}, {})
         parts = parse(recvbuf, True, len(state.peers))
@@ -120,21 +120,21 @@ def _gather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any, root: in
     return _call([work], _store(parts, outputs))
 
 
-def gather(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+def gather(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Ongoing:
     """All ranks' data on the root."""
     return _gather(state, _blocks, sendbuf, recvbuf, root)
 
 
-def gatherv(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+def gatherv(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Ongoing:
     """As gather, with different sizes."""
     return _gather(state, vector, sendbuf, recvbuf, root)
 
 
-def _scatter(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any, root: int) -> Call:
+def _scatter(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any, root: int) -> Ongoing:
     check_root(state, root)
     if state.is_inter:
         if root == PROC_NULL:
-            return Call()
+            return Ongoing()
         if root != ROOT:
             return exchange(state, {}, {root: [simple(recvbuf, True)]})
         parts = parse(sendbuf, False, len(state.peers))
@@ -155,17 +155,17 @@ def _scatter(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any, root: i
     return _call([work], _store([part], [output]))
 
 
-def scatter(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+def scatter(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Ongoing:
     """Move a part of the root's data on each rank."""
     return _scatter(state, _blocks, sendbuf, recvbuf, root)
 
 
-def scatterv(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Call:
+def scatterv(state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0) -> Ongoing:
     """As scatter, with different sizes."""
     return _scatter(state, vector, sendbuf, recvbuf, root)
 
 
-def _allgather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Call:
+def _allgather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Ongoing:
     if state.is_inter:
         parts = parse(recvbuf, True, len(state.peers))
         mine = simple(sendbuf, False)
@@ -180,17 +180,17 @@ def _allgather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Ca
     )
 
 
-def allgather(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def allgather(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """All ranks' data on all ranks."""
     return _allgather(state, _blocks, sendbuf, recvbuf)
 
 
-def allgatherv(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def allgatherv(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """As allgather, with different sizes."""
     return _allgather(state, vector, sendbuf, recvbuf)
 
 
-def _alltoall(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Call:
+def _alltoall(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Ongoing:
     if state.is_inter:
         outs, ins = (parse(b, w, len(state.peers)) for b, w in ((recvbuf, True), (sendbuf, False)))
         sends = {peer: [part] for peer, part in enumerate(ins)}
@@ -206,17 +206,17 @@ def _alltoall(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Cal
     )
 
 
-def alltoall(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def alltoall(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """Move a part of each rank's data on each rank."""
     return _alltoall(state, _blocks, sendbuf, recvbuf)
 
 
-def alltoallv(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def alltoallv(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """As alltoall, with different sizes."""
     return _alltoall(state, vector, sendbuf, recvbuf)
 
 
-def alltoallw(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def alltoallw(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """As alltoall, with different sizes and datatypes."""
     return _alltoall(state, vector_w, sendbuf, recvbuf)
 
@@ -224,7 +224,7 @@ def alltoallw(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
 # ---- reductions -------------------------------------------------------------------------------
 
 
-def _reduced(state: CommState, mine: Part, output: Part | None, op: Op, last: int) -> Call:
+def _reduced(state: CommState, mine: Run, output: Run | None, op: Op, last: int) -> Ongoing:
     """Gather all ranks' data, and reduce that of the ranks before `last`, for `output`."""
     data = mine.pack()
     rows = np.empty((state.size, len(data)), np.uint8)
@@ -240,14 +240,14 @@ def _reduced(state: CommState, mine: Part, output: Part | None, op: Op, last: in
     return _call([work], finish)
 
 
-def _put(output: Part, data: Bytes) -> None:
+def _put(output: Run, data: Bytes) -> None:
     if output.is_plain:
         output.pack()[:] = data
     else:
         output.store(data)
 
 
-def _pair(sendbuf: Any, recvbuf: Any, blocks: int = 1) -> tuple[Part, Part]:
+def _pair(sendbuf: Any, recvbuf: Any, blocks: int = 1) -> tuple[Run, Run]:
     """Return input and output of a reduction; both may be one memory."""
     output = simple(recvbuf, True, blocks=blocks)
     if _is_in_place(sendbuf):
@@ -260,7 +260,7 @@ def _pair(sendbuf: Any, recvbuf: Any, blocks: int = 1) -> tuple[Part, Part]:
     return mine, output
 
 
-def _kernel(state: CommState, op: Op, part: Part, name: str, *settings: Any, into: Part) -> Call:
+def _kernel(state: CommState, op: Op, part: Run, name: str, *settings: Any, into: Run) -> Ongoing:
     """Reduce in place of the output by a kernel of the engine."""
     reduce_op = op.live.kernel(part.kind)
     source, target = part.pack(), into.target()
@@ -271,7 +271,7 @@ def _kernel(state: CommState, op: Op, part: Part, name: str, *settings: Any, int
     return _call([work], _store([into], [target]))
 
 
-def allreduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
+def allreduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
     """Make the reduction of all ranks' data, on all ranks."""
     mine, output = _pair(sendbuf, recvbuf)
     if state.is_inter:
@@ -281,7 +281,7 @@ def allreduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Cal
     return _kernel(state, op, mine, "all_reduce", into=output)
 
 
-def _reduced_across(state: CommState, mine: Part, output: Part | None, op: Op) -> Call:
+def _reduced_across(state: CommState, mine: Run, output: Run | None, op: Op) -> Ongoing:
     """Reduce the data of the other side, which it sends to this rank."""
     count = len(state.peers)
     data = mine.pack()
@@ -292,7 +292,7 @@ def _reduced_across(state: CommState, mine: Part, output: Part | None, op: Op) -
     assert inner is not None
     reduction = op.live
 
-    def finish(call: Call) -> None:
+    def finish(call: Ongoing) -> None:
         inner(call)
         if output is not None and len(data):
             _put(output, reduction.fold(rows, mine))
@@ -301,13 +301,13 @@ def _reduced_across(state: CommState, mine: Part, output: Part | None, op: Op) -
     return call
 
 
-def _raw(data: Bytes) -> Part:
+def _raw(data: Bytes) -> Run:
     from unisono.adapters.mpi4py.datatypes import named
 
-    return Part(data, 0, len(data), named["BYTE"].ob)
+    return Run(data, 0, len(data), named["BYTE"].ob)
 
 
-def reduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Call:
+def reduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Ongoing:
     """Make the reduction of all ranks' data, on the root."""
     check_root(state, root)
     if state.is_inter:
@@ -325,9 +325,9 @@ def reduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int
     return _kernel(state, op, mine, "reduce", root, into=output)
 
 
-def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: int) -> Call:
+def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: int) -> Ongoing:
     if root == PROC_NULL:
-        return Call()
+        return Ongoing()
     if root != ROOT:
         return exchange(state, {root: [simple(sendbuf, False)]}, {})
     output = simple(recvbuf, True)
@@ -336,7 +336,7 @@ def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: in
     inner = call._finish
     assert inner is not None
 
-    def finish(call: Call) -> None:
+    def finish(call: Ongoing) -> None:
         inner(call)
         if output.nbytes:
             _put(output, op.live.fold(rows, output))
@@ -347,7 +347,7 @@ def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: in
 
 def reduce_scatter(
     state: CommState, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Op = SUM
-) -> Call:
+) -> Ongoing:
     """Make the reduction of all ranks' data, a part on each rank."""
     size = state.size
     if _is_in_place(sendbuf):
@@ -379,12 +379,12 @@ def reduce_scatter(
     return _scattered(state, mine, output, counts, op)
 
 
-def _scattered(state: CommState, mine: Part, output: Part, counts: Sequence[int], op: Op) -> Call:
+def _scattered(state: CommState, mine: Run, output: Run, counts: Sequence[int], op: Op) -> Ongoing:
     first = sum(counts[: state.rank])
     kernel = op.live.kernel(mine.kind)
     if state.is_inter or kernel is None:
         whole = np.empty(mine.nbytes, np.uint8)
-        into = Part(whole, 0, mine.count, _packed(mine))
+        into = Run(whole, 0, mine.count, _packed(mine))
         if state.is_inter:
             call = _reduced_across(state, mine, into, op)
         else:
@@ -393,7 +393,7 @@ def _scattered(state: CommState, mine: Part, output: Part, counts: Sequence[int]
         assert inner is not None
         size = mine.kind.size
 
-        def finish(call: Call) -> None:
+        def finish(call: Ongoing) -> None:
             inner(call)
             _put(output, whole[first * size : (first + counts[state.rank]) * size])
 
@@ -412,13 +412,13 @@ def _scattered(state: CommState, mine: Part, output: Part, counts: Sequence[int]
     return _call([work], lambda: _put(output, target))
 
 
-def _packed(part: Part) -> Any:
+def _packed(part: Run) -> Any:
     from unisono.adapters.mpi4py.datatypes import named
 
     return part.kind if part.is_plain else named["BYTE"].Create_contiguous(part.kind.size).ob
 
 
-def reduce_scatter_block(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
+def reduce_scatter_block(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
     """As reduce_scatter, with equal parts."""
     size = state.size
     if _is_in_place(sendbuf):
@@ -436,7 +436,7 @@ def reduce_scatter_block(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = 
     return _scattered(state, mine, output, [output.count] * size, op)
 
 
-def scan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
+def scan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
     """Make the reduction of the data of the ranks up to this one."""
     mine, output = _pair(sendbuf, recvbuf)
     if op.live.kernel(mine.kind) is None:
@@ -444,7 +444,7 @@ def scan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
     return _kernel(state, op, mine, "scan", into=output)
 
 
-def exscan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
+def exscan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
     """Make the reduction of the data of the ranks before this one."""
     mine, output = _pair(sendbuf, recvbuf)
     # Rank 0 keeps its output, so the engine must not work in it.
@@ -454,7 +454,7 @@ def exscan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Call:
 # ---- neighbours -------------------------------------------------------------------------------
 
 
-def _neighbors(state: CommState, ins: list[Part], outs: list[Part]) -> Call:
+def _neighbors(state: CommState, ins: list[Run], outs: list[Run]) -> Ongoing:
     links = state.topology.links
     used_in, used_out = links.linked
     inputs, parts = [ins[k].pack() for k in used_in], [outs[k] for k in used_out]
@@ -463,37 +463,37 @@ def _neighbors(state: CommState, ins: list[Part], outs: list[Part]) -> Call:
     return _call([work], _store(parts, outputs))
 
 
-def neighbor_allgather(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def neighbor_allgather(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """Each rank's data on its neighbours."""
     return _neighbor_allgather(state, _blocks, sendbuf, recvbuf)
 
 
-def neighbor_allgatherv(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def neighbor_allgatherv(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """As neighbor_allgather, with different sizes."""
     return _neighbor_allgather(state, vector, sendbuf, recvbuf)
 
 
-def _neighbor_allgather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Call:
+def _neighbor_allgather(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Ongoing:
     sources, targets = (len(each) for each in state.topology.edges(state))
     mine = simple(sendbuf, False)
     return _neighbors(state, [mine] * targets, parse(recvbuf, True, sources))
 
 
-def _neighbor_alltoall(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Call:
+def _neighbor_alltoall(state: CommState, parse: Parse, sendbuf: Any, recvbuf: Any) -> Ongoing:
     sources, targets = (len(each) for each in state.topology.edges(state))
     return _neighbors(state, parse(sendbuf, False, targets), parse(recvbuf, True, sources))
 
 
-def neighbor_alltoall(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def neighbor_alltoall(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """Move a part of each rank's data on each neighbour."""
     return _neighbor_alltoall(state, _blocks, sendbuf, recvbuf)
 
 
-def neighbor_alltoallv(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def neighbor_alltoallv(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """As neighbor_alltoall, with different sizes."""
     return _neighbor_alltoall(state, vector, sendbuf, recvbuf)
 
 
-def neighbor_alltoallw(state: CommState, sendbuf: Any, recvbuf: Any) -> Call:
+def neighbor_alltoallw(state: CommState, sendbuf: Any, recvbuf: Any) -> Ongoing:
     """As neighbor_alltoall, with different sizes and datatypes."""
     return _neighbor_alltoall(state, vector_w, sendbuf, recvbuf)

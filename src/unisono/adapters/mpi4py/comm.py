@@ -19,10 +19,10 @@ from unisono.adapters.mpi4py import collectives
 from unisono.adapters.mpi4py.buffers import IN_PLACE, Bytes, memory_of, simple
 from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS, PROC_NULL, ROOT
 from unisono.adapters.mpi4py.errors import exception_of, fail, require, translated
-from unisono.adapters.mpi4py.handles import Attributes, Group, Handle, Info, Ranks, Status
+from unisono.adapters.mpi4py.handles import Attributes, Group, Handle, Info, Status, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
-from unisono.adapters.mpi4py.requests import Call, Plan, Prequest, Request
+from unisono.adapters.mpi4py.requests import Ongoing, Persistent, Prequest, Request
 from unisono.core.c10d.collectives import all_gather_into_tensor as _all_gather
 from unisono.core.c10d.collectives import all_reduce as _all_reduce
 from unisono.core.c10d.new_groups import new_group, split_group
@@ -80,7 +80,7 @@ class Pickle:
 pickle = Pickle()
 
 
-class _Serializer:
+class ProgramPickle:
     """The program's pickle, for unisono's calls for objects."""
 
     name = "mpi4py"
@@ -94,7 +94,7 @@ class _Serializer:
         return pickle.loads(header)
 
 
-_own_serializer: Any = _Serializer()
+_own_serializer: Any = ProgramPickle()
 
 
 def _serializer() -> Any:
@@ -107,7 +107,7 @@ def _bytes(obj: Any) -> Bytes:
     return np.frombuffer(pickle.dumps(obj), np.uint8)
 
 
-def _take_object(call: Call, data: Bytes) -> None:
+def _take_object(call: Ongoing, data: Bytes) -> None:
     call.value = pickle.loads(data) if len(data) else None
 
 
@@ -153,9 +153,9 @@ class Message(Handle, root=True):
 
     probe, iprobe = Probe, Iprobe
 
-    def _received(self, buf: Any, is_object: bool) -> Call:
+    def _received(self, buf: Any, is_object: bool) -> Ongoing:
         taken = self.live
-        call = Call()
+        call = Ongoing()
         call.found = taken.found
         if self is not MESSAGE_NO_PROC:
             self.ob = None
@@ -218,7 +218,7 @@ class Comm(Attributes, Handle, root=True):
 
     def Get_group(self) -> Group:
         """Return the ranks as a group."""
-        return Group.of(Ranks(self.live.group.ranks))
+        return Group.of(WorldRanks(self.live.group.ranks))
 
     def Is_inter(self) -> bool:
         """Return whether messages go to another group."""
@@ -282,7 +282,7 @@ class Comm(Attributes, Handle, root=True):
 
     def Idup(self, info: Info | None = None) -> tuple[Self, Request]:
         """As Dup; it waits for the other ranks."""
-        return self.Dup(info), Request.of(Call())
+        return self.Dup(info), Request.of(Ongoing())
 
     Idup_with_info = Idup
 
@@ -381,9 +381,9 @@ class Comm(Attributes, Handle, root=True):
         if status is not None:
             status.set(*call.found)
 
-    def _started(self, mode: str, buf: Any, dest: int, tag: int) -> Call:
+    def _started(self, mode: str, buf: Any, dest: int, tag: int) -> Ongoing:
         state = self.live
-        call: Call = state.send(simple(buf, False, dest).pack(), dest, tag, mode)
+        call: Ongoing = state.send(simple(buf, False, dest).pack(), dest, tag, mode)
         return call
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -415,7 +415,7 @@ class Comm(Attributes, Handle, root=True):
     def _planned(self, mode: str, buf: Any, dest: int, tag: int) -> Prequest:
         self.live.check(dest, tag)
         simple(buf, False, dest)
-        return Prequest.of(Plan(lambda: self._started(mode, buf, dest, tag)))
+        return Prequest.of(Persistent(lambda: self._started(mode, buf, dest, tag)))
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
         """Plan a send."""
@@ -435,7 +435,7 @@ class Comm(Attributes, Handle, root=True):
         """Plan a receive."""
         state, part = self.live, simple(buf, True, source)
         state.check(source, tag, receives=True)
-        return Prequest.of(Plan(lambda: state.recv(part, source, tag)))
+        return Prequest.of(Persistent(lambda: state.recv(part, source, tag)))
 
     def Isendrecv(
         self,
@@ -550,17 +550,17 @@ class Comm(Attributes, Handle, root=True):
         """As ssend, without waiting."""
         return Request.of(self.live.send(_bytes(obj), dest, tag, "s"))
 
-    def _recv(self, buf: Any, source: int, tag: int, waits: bool) -> Call:
+    def _recv(self, buf: Any, source: int, tag: int, waits: bool) -> Ongoing:
         most = (
             None if buf is None else buf if isinstance(buf, int) else len(memory_of(buf, True)[0])
         )
 
-        def take(call: Call, data: Bytes) -> None:
+        def take(call: Ongoing, data: Bytes) -> None:
             if most is not None and most >= 0 and len(data) > most:
                 fail("ERR_TRUNCATE", f"{len(data)} bytes for {most}")
             _take_object(call, data)
 
-        call: Call = self.live.recv_any(source, tag, take, waits)
+        call: Ongoing = self.live.recv_any(source, tag, take, waits)
         return call
 
     def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
@@ -755,10 +755,10 @@ def _gathered(state: Any, obj: Any) -> list[Any]:
     return [pickle.loads(out) for out in outs]
 
 
-def _both(received: Call, sent: Call) -> Call:
+def _both(received: Ongoing, sent: Ongoing) -> Ongoing:
     """Return a call that ends with a receive and a send."""
 
-    class Both(Call):
+    class Both(Ongoing):
         def test(self) -> bool:
             done = received.test()
             self.found = received.found
@@ -852,7 +852,7 @@ def add_forms(cls: type, names: str, function_of: Callable[[str], Any]) -> None:
                 setattr(cls, method.__name__, method)
 
 
-def _forms(name: str, function: Callable[..., Call]) -> list[Any]:
+def _forms(name: str, function: Callable[..., Ongoing]) -> list[Any]:
     def blocking(self: Any, *arguments: Any, **how: Any) -> None:
         with translated():
             function(self.live.now, *arguments, **how).wait()
@@ -863,7 +863,7 @@ def _forms(name: str, function: Callable[..., Call]) -> list[Any]:
 
     def planned(self: Any, *arguments: Any, info: Any = None, **how: Any) -> Prequest:
         state = self.live
-        return Prequest.of(Plan(lambda: function(state, *arguments, **how)))
+        return Prequest.of(Persistent(lambda: function(state, *arguments, **how)))
 
     names = name, f"I{name[0].lower()}{name[1:]}", f"{name}_init"
     made = []

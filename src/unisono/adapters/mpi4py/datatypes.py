@@ -16,7 +16,7 @@ from unisono.adapters.mpi4py.handles import RAISES, Attributes, Handle, predefin
 Ints = npt.NDArray[np.int64]
 
 
-class Layout:
+class TypeMap:
     """The bytes of one element.
 
     Attributes:
@@ -237,7 +237,7 @@ class Datatype(Attributes, Handle, root=True):
         return self._joined([(places, old)], recipe, bounds)
 
     @classmethod
-    def _joined(cls, parts: list[tuple[Ints, Layout]], recipe: Any, bounds: Any = None) -> Self:
+    def _joined(cls, parts: list[tuple[Ints, TypeMap]], recipe: Any, bounds: Any = None) -> Self:
         """Return a datatype of elements of others, each at some places."""
         offsets = [(p[:, None] + old.offsets).reshape(-1) for p, old in parts]
         lengths = [np.tile(old.lengths, len(p)) for p, old in parts]
@@ -260,14 +260,14 @@ class Datatype(Attributes, Handle, root=True):
             np.concatenate([np.zeros(0, np.int64), *offsets]),
             np.concatenate([np.zeros(0, np.int64), *lengths]),
         )
-        return cls.of(Layout(pieces, bounds, dtype, ends, recipe))
+        return cls.of(TypeMap(pieces, bounds, dtype, ends, recipe))
 
     def Dup(self) -> Self:
         """Return an equal datatype."""
         old = self.live
         recipe: Any = (_N["COMBINER_DUP"], [], [], [], [self])
         ends = old.element_ends
-        new = Layout((old.offsets, old.lengths), (old.lb, old.extent), old.dtype, ends, recipe)
+        new = TypeMap((old.offsets, old.lengths), (old.lb, old.extent), old.dtype, ends, recipe)
         made = type(self).of(new)
         self.copy_attributes(made)
         return made
@@ -413,7 +413,7 @@ class Datatype(Attributes, Handle, root=True):
         old = self.live
         recipe: Any = (_N["COMBINER_RESIZED"], [], [lb, extent], [], [self])
         ends = old.element_ends
-        new = Layout((old.offsets, old.lengths), (lb, extent), old.dtype, ends, recipe)
+        new = TypeMap((old.offsets, old.lengths), (lb, extent), old.dtype, ends, recipe)
         return type(self).of(new)
 
     Resized = Create_resized
@@ -440,7 +440,7 @@ class Datatype(Attributes, Handle, root=True):
             old = named[name].ob
             pieces = old.offsets, old.lengths
             recipe: Any = (_N[combiner], numbers, [], [], [])
-            _pairs[key] = Layout(pieces, (0, old.size), old.dtype, old.element_ends, recipe)
+            _pairs[key] = TypeMap(pieces, (0, old.size), old.dtype, old.element_ends, recipe)
         return cls.of(_pairs[key])
 
     @classmethod
@@ -509,7 +509,7 @@ def _lists(lengths: Sequence[int], places: Sequence[int]) -> tuple[list[int], li
     return first, second
 
 
-def typealign(kind: Layout) -> int:
+def typealign(kind: TypeMap) -> int:
     """Return the alignment of a datatype."""
     if kind.dtype is not None:
         return kind.dtype.alignment
@@ -517,21 +517,21 @@ def typealign(kind: Layout) -> int:
     return max((typealign(each) for each in types), default=1)
 
 
-def _basic(name: str, dtype: np.dtype[Any]) -> Layout:
+def _basic(name: str, dtype: np.dtype[Any]) -> TypeMap:
     size = dtype.itemsize
-    made = Layout(([0], [size]), (0, size), dtype, [size], (_N["COMBINER_NAMED"], [], [], [], []))
+    made = TypeMap(([0], [size]), (0, size), dtype, [size], (_N["COMBINER_NAMED"], [], [], [], []))
     made.name = f"MPI_{name}"
     return made
 
 
-def _pair(value: Datatype, index: Datatype, combiner: int, name: str = "") -> Layout:
+def _pair(value: Datatype, index: Datatype, combiner: int, name: str = "") -> TypeMap:
     first, second = value.live, index.live
     dtype = np.dtype([("value", first.dtype), ("index", second.dtype)], align=True)
     assert dtype.fields is not None
     at = dtype.fields["index"][1]
     ends = [first.size, first.size + second.size]
     recipe: Any = (combiner, [], [], [], [value, index])
-    made = Layout(([0, at], [first.size, second.size]), (0, dtype.itemsize), dtype, ends, recipe)
+    made = TypeMap(([0, at], [first.size, second.size]), (0, dtype.itemsize), dtype, ends, recipe)
     made.name = name
     return made
 
@@ -540,7 +540,7 @@ named: dict[str, Datatype] = {}
 """All predefined datatypes, by name."""
 
 _codes_of: dict[int, str] = {}
-_pairs: dict[Any, Layout] = {}
+_pairs: dict[Any, TypeMap] = {}
 DATATYPE_NULL = Datatype()
 
 for _each in _C.split():

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Part, simple
+from unisono.adapters.mpi4py.buffers import Run, simple
 from unisono.adapters.mpi4py.comm import Comm, _split
 from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS
-from unisono.adapters.mpi4py.datatypes import Datatype, Layout, named
+from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, named
 from unisono.adapters.mpi4py.errors import fail, require, translated
 from unisono.adapters.mpi4py.handles import (
     RAISES,
@@ -24,11 +24,11 @@ from unisono.adapters.mpi4py.handles import (
     Errhandler,
     Group,
     Handle,
-    Ranks,
     Status,
+    WorldRanks,
 )
 from unisono.adapters.mpi4py.messages import CommState
-from unisono.adapters.mpi4py.requests import Call, Request
+from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.c10d.objects.functions import all_gather_object
 
@@ -41,7 +41,7 @@ _ERRORS = {
 }
 
 
-class FileState:
+class SharedFile:
     """The object of a file."""
 
     def __init__(self, comm: Any, path: str, amode: int) -> None:
@@ -50,7 +50,12 @@ class FileState:
         self.errhandler, self.atomic, self.position = RAISES, False, 0
         self.attributes: dict[int, Any] = {}
         self.name = path
-        self.view: tuple[int, Layout, Layout, str] = 0, named["BYTE"].ob, named["BYTE"].ob, "native"
+        self.view: tuple[int, TypeMap, TypeMap, str] = (
+            0,
+            named["BYTE"].ob,
+            named["BYTE"].ob,
+            "native",
+        )
         self.kinds: Any = named["BYTE"], named["BYTE"]
         self.pending: Any = None
         self.fd = -1
@@ -112,7 +117,7 @@ class FileState:
             row += 1
         return pieces
 
-    def write(self, offset: int, part: Part) -> int:
+    def write(self, offset: int, part: Run) -> int:
         """Write elements at an offset of the view, in bytes; return the bytes."""
         data, at = part.pack(), 0
         for place, size in self.places(offset, len(data)):
@@ -122,7 +127,7 @@ class FileState:
             at += size
         return at
 
-    def read(self, offset: int, part: Part) -> int:
+    def read(self, offset: int, part: Run) -> int:
         """Read elements; return the bytes, fewer at the end of the file."""
         data, at = np.zeros(part.nbytes, np.uint8), 0
         for place, size in self.places(offset, len(data)):
@@ -163,7 +168,7 @@ class File(Attributes, Handle, root=True):
     ) -> Self:
         """Open a file; a collective call."""
         with translated():
-            made = cls.of(FileState(comm.live, os.fsdecode(filename), amode))
+            made = cls.of(SharedFile(comm.live, os.fsdecode(filename), amode))
         made.Set_info(info)
         return made
 
@@ -218,7 +223,7 @@ class File(Attributes, Handle, root=True):
 
     def Get_group(self) -> Group:
         """Return the ranks."""
-        return Group.of(Ranks(self.live.comm.group.ranks))
+        return Group.of(WorldRanks(self.live.comm.group.ranks))
 
     def Set_view(
         self,
@@ -328,7 +333,7 @@ class File(Attributes, Handle, root=True):
 
     # ---- reads and writes -----------------------------------------------------------------
 
-    def _move(self, way: str, kind: str, offset: int, buf: Any) -> Call:
+    def _move(self, way: str, kind: str, offset: int, buf: Any) -> Ongoing:
         """Read or write at an explicit offset or a pointer; `way`: at, own, shared or ordered."""
         state, writes_file = self.live, kind == "Write"
         part = simple(buf, not writes_file)
@@ -352,7 +357,7 @@ class File(Attributes, Handle, root=True):
         except OSError as error:
             wrong = "ERR_READ_ONLY" if writes_file and not self._may_write() else _name_of(error)
             fail(wrong, str(error))
-        call = Call()
+        call = Ongoing()
         call.found = ANY_SOURCE, ANY_TAG, done
         return call
 
@@ -364,7 +369,7 @@ def _add(name: str, way: str, kind: str, *, collective: bool) -> None:
     """Add the blocking, the started and, of a collective call, the split form."""
     at = way == "at"
 
-    def run(self: File, arguments: tuple[Any, ...]) -> Call:
+    def run(self: File, arguments: tuple[Any, ...]) -> Ongoing:
         offset, buf = arguments if at else (0, *arguments)
         call = self._move(way, kind, offset, buf)
         if collective:

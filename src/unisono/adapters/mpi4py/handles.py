@@ -199,7 +199,7 @@ _keyvals: dict[int, tuple[Any, Any]] = {}
 _freed: dict[int, tuple[Any, Any]] = {}
 
 
-class Handler:
+class ErrorHandler:
     """What an error handler does."""
 
     def __init__(self, call: Callable[[Any, int], object]) -> None:
@@ -226,7 +226,7 @@ class Errhandler(Handle, root=True):
         self.ob = None
 
 
-ERRORS_RETURN = Errhandler.of(Handler(lambda of, code: None))
+ERRORS_RETURN = Errhandler.of(ErrorHandler(lambda of, code: None))
 RAISES = ERRORS_RETURN.ob
 
 
@@ -348,7 +348,7 @@ class Info(Handle, root=True):
             self.ob.clear()
 
 
-class Ranks(tuple[int, ...]):
+class WorldRanks(tuple[int, ...]):
     """Global ranks in order, the object of a group."""
 
 
@@ -391,7 +391,7 @@ class Group(Handle, root=True):
         return NUMBERS["SIMILAR" if sorted(mine) == sorted(other) else "UNEQUAL"]
 
     def _made(self, ranks: Iterable[int]) -> Self:
-        made = Ranks(ranks)
+        made = WorldRanks(ranks)
         return type(self).of(made if made else EMPTY)
 
     def Dup(self) -> Self:
@@ -454,8 +454,8 @@ class Group(Handle, root=True):
         self.ob = None
 
 
-EMPTY = Ranks()
-WORLD_RANKS: list[Ranks] = [Ranks((0,))]
+EMPTY = WorldRanks()
+WORLD_RANKS: list[WorldRanks] = [WorldRanks((0,))]
 
 
 class Status:

@@ -13,9 +13,9 @@ from unisono.adapters.mpi4py import comm as comms
 from unisono.adapters.mpi4py import constants, errors, handles, messages, requests, topology
 from unisono.adapters.mpi4py.buffers import AUTOMATIC, BOTTOM, IN_PLACE, buffer, memory_of
 from unisono.adapters.mpi4py.datatypes import Datatype, by_code, named, typealign
-from unisono.adapters.mpi4py.handles import EMPTY, Group, Handler, Info, Ranks, predefined
+from unisono.adapters.mpi4py.handles import EMPTY, ErrorHandler, Group, Info, WorldRanks, predefined
 from unisono.adapters.mpi4py.ops import OPS, Op
-from unisono.adapters.mpi4py.requests import Call, Request
+from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
 from unisono.core.c10d.new_groups import new_group
 from unisono.core.groups.world import current
@@ -48,7 +48,7 @@ def _start() -> dict[str, Any]:
             numbers["LASTUSEDCODE"]: constants.ERR_LASTCODE,
         }
     Group.me = world.ranks[me]
-    handles.WORLD_RANKS[0] = Ranks(world.ranks)
+    handles.WORLD_RANKS[0] = WorldRanks(world.ranks)
     _state["initialized"] = True
     comms.SELF[0] = comms.Intracomm.of(second)
     return {
@@ -183,7 +183,7 @@ def Flush_buffer() -> None:
 
 def Iflush_buffer() -> Request:
     """Return a request that is done."""
-    return Request.of(Call())
+    return Request.of(Ongoing())
 
 
 def Alloc_mem(size: int, info: Any = None) -> buffer:
@@ -265,7 +265,7 @@ def _get_parent() -> topology.Intercomm:
 comms.Comm.Attach_buffer = _attach  # type: ignore[attr-defined]
 comms.Comm.Detach_buffer = _detach  # type: ignore[attr-defined]
 comms.Comm.Flush_buffer = lambda self: None  # type: ignore[attr-defined]
-comms.Comm.Iflush_buffer = lambda self: Request.of(Call())  # type: ignore[attr-defined]
+comms.Comm.Iflush_buffer = lambda self: Request.of(Ongoing())  # type: ignore[attr-defined]
 comms.Comm.Get_parent = staticmethod(_get_parent)  # type: ignore[attr-defined]
 
 
@@ -274,13 +274,13 @@ def _abort(of: Any, code: int) -> None:
         of.Abort(code)
 
 
-ERRORS_ARE_FATAL = handles.Errhandler.of(Handler(_abort))
-ERRORS_ABORT = handles.Errhandler.of(Handler(_abort))
+ERRORS_ARE_FATAL = handles.Errhandler.of(ErrorHandler(_abort))
+ERRORS_ABORT = handles.Errhandler.of(ErrorHandler(_abort))
 
 
 def _create_errhandler(cls: Any, errhandler_fn: Any) -> Any:
     """Make an error handler."""
-    return handles.Errhandler.of(Handler(errhandler_fn))
+    return handles.Errhandler.of(ErrorHandler(errhandler_fn))
 
 
 handles.Attributes.Create_errhandler = classmethod(_create_errhandler)

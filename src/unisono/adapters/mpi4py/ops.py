@@ -8,18 +8,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Bytes, Part, buffer, simple
-from unisono.adapters.mpi4py.datatypes import Datatype, Layout
+from unisono.adapters.mpi4py.buffers import Bytes, Run, buffer, simple
+from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap
 from unisono.adapters.mpi4py.errors import fail, require
 from unisono.adapters.mpi4py.handles import Handle
 from unisono.core.base.types import ReduceOp, dtype_of_numpy, reduce_ops_of
 from unisono.core.operations.reductions import maxloc, minloc
 
 _MOST = 32
-_own: list[Reduction] = []
+_own: list[Combiner] = []
 
 
-class Reduction:
+class Combiner:
     """What an operation does.
 
     Attributes:
@@ -34,7 +34,7 @@ class Reduction:
         self.function: Callable[..., Any] | None = None
         self.commutes = True
 
-    def kernel(self, kind: Layout) -> ReduceOp | None:
+    def kernel(self, kind: TypeMap) -> ReduceOp | None:
         """Return the engine's operation if it has one for a datatype."""
         if self.engine is None or kind.dtype is None or kind.dtype.names:
             return None
@@ -42,14 +42,14 @@ class Reduction:
         has = has and self.engine.op in reduce_ops_of(dtype_of_numpy(kind.dtype))
         return self.engine if has else None
 
-    def fold(self, parts: Sequence[Bytes], part: Part) -> Bytes:
+    def fold(self, parts: Sequence[Bytes], part: Run) -> Bytes:
         """Return the reduction of packed data, in the order of the list."""
         result = parts[-1].copy()
         for data in reversed(parts[:-1]):
             self.apply(data, result, part)
         return result
 
-    def apply(self, data: Bytes, result: Bytes, part: Part) -> None:
+    def apply(self, data: Bytes, result: Bytes, part: Run) -> None:
         """Set `result` to data (op) result, both packed."""
         if self.function is not None:
             # Of packed memory, which a datatype without gaps describes.
@@ -69,16 +69,16 @@ class Reduction:
         if part.kind.dtype is not None and part.kind.dtype.names:
             out = np.empty(len(second), part.kind.dtype)
             out[:] = value
-            whole = Part(out.view(np.uint8), 0, len(second), part.kind)
+            whole = Run(out.view(np.uint8), 0, len(second), part.kind)
             result[:] = whole.pack()
         else:
             second[...] = value
 
 
-def _pairs(data: Bytes, kind: Layout) -> Any:
+def _pairs(data: Bytes, kind: TypeMap) -> Any:
     count = len(data) // kind.size
     out = np.zeros(count, kind.dtype)
-    Part(out.view(np.uint8), 0, count, kind).store(data)
+    Run(out.view(np.uint8), 0, count, kind).store(data)
     return out.view(kind.dtype) if not kind.is_plain else data.view(kind.dtype)
 
 
@@ -117,7 +117,7 @@ class Op(Handle, root=True):
         """Make an operation of a function (in, in and out, datatype)."""
         if len(_own) >= _MOST:
             raise RuntimeError(f"cannot create more than {_MOST} user-defined operations")
-        made = Reduction(lambda x, y: function(x, y, None), None)
+        made = Combiner(lambda x, y: function(x, y, None), None)
         made.function, made.commutes = function, bool(commute)
         _own.append(made)
         return cls.of(made)
@@ -170,7 +170,7 @@ def _made() -> dict[str, Op]:
         "REPLACE": (lambda x, y: y, lambda a, b: a, None),
         "NO_OP": (lambda x, y: x, lambda a, b: b, None),
     }
-    return {name: Op.of(Reduction(*row)) for name, row in rows.items()}
+    return {name: Op.of(Combiner(*row)) for name, row in rows.items()}
 
 
 OPS = _made()

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Part, memory_of, simple
+from unisono.adapters.mpi4py.buffers import Run, memory_of, simple
 from unisono.adapters.mpi4py.datatypes import Datatype
 from unisono.adapters.mpi4py.errors import require
 
 
-def _elements(kind: Any, buf: Any, writes: bool) -> Part:
+def _elements(kind: Any, buf: Any, writes: bool) -> Run:
     """Return the elements of a datatype in a buffer."""
     layout = kind.live
     if isinstance(buf, (list, tuple)):
@@ -21,10 +21,10 @@ def _elements(kind: Any, buf: Any, writes: bool) -> Part:
     room = len(memory) - low - span
     step = layout.extent
     count = 0 if not layout.size or room < 0 else 1 if step <= 0 else 1 + room // step
-    return Part(memory, 0, count, layout)
+    return Run(memory, 0, count, layout)
 
 
-def _swapped(part: Part, data: Any) -> Any:
+def _swapped(part: Run, data: Any) -> Any:
     """Return data in the other byte order: external32 is big-endian."""
     dtype = part.kind.dtype
     if dtype is None or dtype.names:
@@ -52,7 +52,7 @@ def unpack(self: Datatype, inbuf: Any, position: int, outbuf: Any, comm: Any) ->
     return _get(_elements(self, outbuf, True), inbuf, position, False)
 
 
-def _get(part: Part, inbuf: Any, position: int, swap: bool) -> int:
+def _get(part: Run, inbuf: Any, position: int, swap: bool) -> int:
     memory, _ = memory_of(inbuf[0] if isinstance(inbuf, (list, tuple)) else inbuf, False)
     end = position + part.nbytes
     require(end <= len(memory), "ERR_ARG", f"{end} bytes of {len(memory)}")

@@ -10,11 +10,11 @@ from unisono.adapters.mpi4py.errors import exception_of, require
 from unisono.adapters.mpi4py.handles import Handle, Status
 from unisono.core.operations.work import Work
 
-Finish = Callable[["Call"], "list[Work] | None"]
+Finish = Callable[["Ongoing"], "list[Work] | None"]
 EMPTY = ANY_SOURCE, ANY_TAG, 0
 
 
-class Call:
+class Ongoing:
     """A call under way.
 
     Its works are waited for; then `finish` stores the result, or returns the works of a next part.
@@ -65,15 +65,15 @@ class Call:
         """Do nothing: what was sent can be received."""
 
 
-class Plan:
+class Persistent:
     """The object of a persistent request: makes a call at each start."""
 
-    def __init__(self, make: Callable[[], Call]) -> None:
+    def __init__(self, make: Callable[[], Ongoing]) -> None:
         self.make = make
-        self.call: Call | None = None
+        self.call: Ongoing | None = None
 
 
-def _note(call: Call, status: Status | None) -> None:
+def _note(call: Ongoing, status: Status | None) -> None:
     if status is not None:
         status.set(*call.found, call.is_cancelled)
 
@@ -85,18 +85,18 @@ class Request(Handle, root=True):
 
     def __new__(cls, request: Request | None = None) -> Self:
         self = super().__new__(cls, request)
-        if cls is Prequest and self.ob is not None and not isinstance(self.ob, Plan):
+        if cls is Prequest and self.ob is not None and not isinstance(self.ob, Persistent):
             raise TypeError("expecting a persistent request")
         if cls is Grequest and self.ob is not None:
             raise TypeError("expecting a generalized request")
         return self
 
-    def _call(self) -> Call | None:
+    def _call(self) -> Ongoing | None:
         """Return the call, None of a null or idle request."""
-        return self.ob.call if isinstance(self.ob, Plan) else self.ob
+        return self.ob.call if isinstance(self.ob, Persistent) else self.ob
 
     def _end(self) -> None:
-        if isinstance(self.ob, Plan):
+        if isinstance(self.ob, Persistent):
             self.ob.call = None
         else:
             self.ob = None

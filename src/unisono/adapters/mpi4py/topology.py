@@ -12,7 +12,7 @@ from unisono.adapters.mpi4py import collectives
 from unisono.adapters.mpi4py.comm import Comm, Intracomm, _split, add_forms
 from unisono.adapters.mpi4py.constants import NUMBERS, PROC_NULL
 from unisono.adapters.mpi4py.errors import require, translated
-from unisono.adapters.mpi4py.handles import Group, Ranks
+from unisono.adapters.mpi4py.handles import Group, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.beyond.neighbors import _graph_table
 from unisono.core.backends.neighbors import NeighborMessages
@@ -27,7 +27,7 @@ class Weights(int):
 UNWEIGHTED, WEIGHTS_EMPTY = Weights(10), Weights(11)
 
 
-class Topology:
+class Neighborhood:
     """Neighbours of the ranks.
 
     Attributes:
@@ -235,7 +235,7 @@ def _on_grid(state: CommState, shape: Sequence[int], periods: Sequence[Any]) -> 
                 row.append(at)
         table.append((row, row))
     wraps = [bool(p) for p in periods]
-    state.topology = Topology("CART", table, shape=shape, periods=wraps)
+    state.topology = Neighborhood("CART", table, shape=shape, periods=wraps)
     state.topology.connect(state.rank)
     return state
 
@@ -337,7 +337,7 @@ def create_graph(
         return Graphcomm.of(None)
     rows = [list(edges[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
     made = CommState(group)
-    made.topology = Topology("GRAPH", [(row, row) for row in rows], index=ends)
+    made.topology = Neighborhood("GRAPH", [(row, row) for row in rows], index=ends)
     made.topology.connect(made.rank)
     return Graphcomm.of(made)
 
@@ -347,7 +347,7 @@ def _dist_graph(self: Intracomm, row: _Row, weights: Any) -> Distgraphcomm:
         made = CommState(_split(self.live.group, 0, self.live.rank))
         rows: list[Any] = [None] * made.size
         objects.all_gather_object(rows, (row.sources, row.targets), made.group)
-    made.topology = Topology("DIST_GRAPH", rows, weights=weights)
+    made.topology = Neighborhood("DIST_GRAPH", rows, weights=weights)
     made.topology.connect(made.rank)
     return Distgraphcomm.of(made)
 
@@ -454,7 +454,7 @@ class Intercomm(Comm):
 
     def Get_remote_group(self) -> Group:
         """Return the other group."""
-        return Group.of(Ranks(self.live.remote))
+        return Group.of(WorldRanks(self.live.remote))
 
     def Get_remote_size(self) -> int:
         """Return the number of ranks of the other group."""

@@ -16,7 +16,7 @@ from unisono.adapters.mpi4py.buffers import (
     BOTTOM,
     NONE,
     Bytes,
-    Part,
+    Run,
     buffer,
     kind_of,
     memory_of,
@@ -24,12 +24,12 @@ from unisono.adapters.mpi4py.buffers import (
 )
 from unisono.adapters.mpi4py.comm import COMM_NULL, SELF, Comm, _split
 from unisono.adapters.mpi4py.constants import NUMBERS, PROC_NULL
-from unisono.adapters.mpi4py.datatypes import Layout
+from unisono.adapters.mpi4py.datatypes import TypeMap
 from unisono.adapters.mpi4py.errors import fail, require, translated
-from unisono.adapters.mpi4py.handles import RAISES, Attributes, Group, Handle, Ranks
+from unisono.adapters.mpi4py.handles import RAISES, Attributes, Group, Handle, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
-from unisono.adapters.mpi4py.requests import Call, Request
+from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.base.deadline import Deadline
 from unisono.core.c10d.objects.functions import all_gather_object
@@ -111,7 +111,7 @@ class WinState:
 class _Target:
     """Some elements in the part of a rank."""
 
-    def __init__(self, state: WinState, origin: Part, rank: int, given: Any) -> None:
+    def __init__(self, state: WinState, origin: Run, rank: int, given: Any) -> None:
         self.state, self.rank = state, rank
         require(0 <= rank < state.comm.size, "ERR_RANK", f"rank {rank}")
         size, unit = state.places[rank]
@@ -130,7 +130,7 @@ class _Target:
             elif len(words) == 3:
                 count = origin.count if words[1] is None else int(words[1])
                 kind = kind_of(words[2]) or kind
-        self.kind: Layout = kind
+        self.kind: TypeMap = kind
         self.offset = disp * unit
         self.pieces = list(_pieces(kind, count, self.offset))
         ends = [at + n for at, n in self.pieces]
@@ -170,7 +170,7 @@ class _Target:
         return before
 
 
-def _pieces(kind: Layout, count: int, offset: int) -> Iterator[tuple[int, int]]:
+def _pieces(kind: TypeMap, count: int, offset: int) -> Iterator[tuple[int, int]]:
     if kind.is_plain:
         if count * kind.size:
             yield offset, count * kind.size
@@ -237,7 +237,7 @@ class Win(Attributes, Handle, root=True):
 
     def Get_group(self) -> Group:
         """Return the ranks."""
-        return Group.of(Ranks(self.live.comm.group.ranks))
+        return Group.of(WorldRanks(self.live.comm.group.ranks))
 
     def Get_name(self) -> str:
         """Return the name."""
@@ -354,7 +354,7 @@ class Win(Attributes, Handle, root=True):
 
     def _request(self, call: Callable[..., None], *arguments: Any) -> Request:
         call(*arguments)
-        return Request.of(Call())
+        return Request.of(Ongoing())
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
         """As Put, with a request."""
@@ -490,11 +490,11 @@ def _or_self(comm: Any) -> Any:
     return SELF[0] if comm is None else comm
 
 
-def _like(part: Part, to: _Target) -> Part:
-    return Part(part.memory, part.offset, part.count, to.kind if to.kind.dtype else part.kind)
+def _like(part: Run, to: _Target) -> Run:
+    return Run(part.memory, part.offset, part.count, to.kind if to.kind.dtype else part.kind)
 
 
-def _fill(part: Part, data: Bytes) -> None:
+def _fill(part: Run, data: Bytes) -> None:
     if part.is_plain:
         part.pack()[: len(data)] = data[: part.nbytes]
     else:
