@@ -9,14 +9,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from unisono.adapters.mpi4py.constants import NUMBERS
-from unisono.adapters.mpi4py.errors import fail, require
-from unisono.adapters.mpi4py.handles import RAISES, Attributes, Handle, predefined
+from unisono.adapters.mpi4py.errors import NUMBERS, fail, require
+from unisono.adapters.mpi4py.handles import Attributes, Described, Handle, predefined
 
 Ints = npt.NDArray[np.int64]
 
 
-class TypeMap:
+class TypeMap(Described):
     """The bytes of one element.
 
     Attributes:
@@ -53,8 +52,7 @@ class TypeMap:
             and self.size == self.extent
             and (not self.size or (len(offsets) == 1 and offsets[0] == 0))
         )
-        self.name, self.info = "", {}  # type: ignore[var-annotated]
-        self.errhandler, self.attributes = RAISES, {}  # type: ignore[var-annotated]
+        super().__init__()
 
     @property
     def true_bounds(self) -> tuple[int, int]:

@@ -7,20 +7,18 @@ have descriptors of their own here.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Run, simple
 from unisono.adapters.mpi4py.comm import Comm, _split
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS
 from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, named
-from unisono.adapters.mpi4py.errors import fail, require, translated
+from unisono.adapters.mpi4py.errors import ANY_SOURCE, ANY_TAG, NUMBERS, fail, require, translated
 from unisono.adapters.mpi4py.handles import (
     RAISES,
     Attributes,
+    Described,
     Errhandler,
     Group,
     Handle,
@@ -28,6 +26,7 @@ from unisono.adapters.mpi4py.handles import (
     WorldRanks,
 )
 from unisono.adapters.mpi4py.messages import CommState
+from unisono.adapters.mpi4py.packing import Run, simple
 from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.c10d.objects.functions import all_gather_object
@@ -41,21 +40,15 @@ _ERRORS = {
 }
 
 
-class SharedFile:
+class SharedFile(Described):
     """The object of a file."""
 
     def __init__(self, comm: Any, path: str, amode: int) -> None:
         self.comm = CommState(_split(comm.group, 0, comm.rank))
-        self.path, self.amode, self.info = path, amode, {}  # type: ignore[var-annotated]
-        self.errhandler, self.atomic, self.position = RAISES, False, 0
-        self.attributes: dict[int, Any] = {}
-        self.name = path
-        self.view: tuple[int, TypeMap, TypeMap, str] = (
-            0,
-            named["BYTE"].ob,
-            named["BYTE"].ob,
-            "native",
-        )
+        super().__init__(path)
+        self.path, self.amode, self.atomic, self.position = path, amode, False, 0
+        byte: TypeMap = named["BYTE"].ob
+        self.view = 0, byte, byte, "native"
         self.kinds: Any = named["BYTE"], named["BYTE"]
         self.pending: Any = None
         self.fd = -1
@@ -71,7 +64,6 @@ class SharedFile:
         self.shared = new_window(np.zeros(1, np.int64), self.comm.group)
         if amode & _N["MODE_APPEND"]:
             self.position = os.fstat(self.fd).st_size
-        self.lock = threading.Lock()
 
     def _open(self, first: bool) -> tuple[str, str] | None:
         amode = self.amode

@@ -7,9 +7,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS, SUCCESS, UNDEFINED
+from unisono.adapters.mpi4py.errors import (
+    ANY_SOURCE,
+    ANY_TAG,
+    NUMBERS,
+    SUCCESS,
+    UNDEFINED,
+    fail,
+    require,
+)
 from unisono.adapters.mpi4py.errors import Exception as MPIException
-from unisono.adapters.mpi4py.errors import fail, require
 
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -95,6 +102,16 @@ class Handle:
         _ = self.live
         require((self.family, id(self.ob)) not in predefined, self.error, "predefined")
         self.ob = None
+
+
+class Described:
+    """What communicators, datatypes, windows and files have: name, hints, attributes, handler."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.info: dict[str, str] = {}
+        self.attributes: dict[Any, Any] = {}
+        self.errhandler = RAISES
 
 
 class Attributes:

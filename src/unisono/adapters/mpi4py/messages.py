@@ -8,6 +8,7 @@ of int8 and drops its data; the receiver then asks the sender for them again.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import threading
 import weakref
@@ -17,11 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Bytes, Run
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
-from unisono.adapters.mpi4py.errors import fail, require, translated
-from unisono.adapters.mpi4py.handles import RAISES
-from unisono.adapters.mpi4py.requests import Ongoing
+from unisono.adapters.mpi4py.buffers import Bytes
+from unisono.adapters.mpi4py.errors import (
+    ANY_SOURCE,
+    ANY_TAG,
+    PROC_NULL,
+    TAG_UB_VALUE,
+    fail,
+    require,
+    translated,
+)
+from unisono.adapters.mpi4py.handles import Described
+from unisono.adapters.mpi4py.packing import Run
+from unisono.adapters.mpi4py.requests import Both, Ongoing
 from unisono.core.base.types import code_of, dtype_named
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.operations.work import Work
@@ -32,7 +41,7 @@ _SYNC = code_of(dtype_named("int8"))
 _NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
 
 
-class CommState:
+class CommState(Described):
     """The object of a communicator.
 
     Attributes:
@@ -52,19 +61,24 @@ class CommState:
         self.is_inter = channel is not None
         self.peers = tuple(peers) if self.is_inter else tuple(range(group.size()))
         self.rank, self.size = group.rank(), group.size()
-        self.name, self.info, self.errhandler = "", {}, RAISES  # type: ignore[var-annotated]
-        self.attributes: dict[int, Any] = {}
+        super().__init__()
         self.topology: Any = None
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
-        digest = hashlib.blake2b(self.channel.key.encode(), digest_size=4).digest()
-        self.key = int.from_bytes(digest, "little") >> 1 << 30
         self.started: deque[weakref.ref[Receipt]] = deque()
         self.is_async = True
         self._now: CommState | None = None
-        self.buffer: Any = None
-        self.inner: Any = None
-        self.remote: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def key(self) -> int:
+        """What tells its answers from those of other communicators."""
+        digest = hashlib.blake2b(self.channel.key.encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 1 << 30
+
+    @property
+    def remote(self) -> tuple[int, ...]:
+        """Global ranks of those that messages go to."""
+        return tuple(self.channel.ranks[peer] for peer in self.peers)
 
     @property
     def now(self) -> CommState:
@@ -171,6 +185,16 @@ class CommState:
         """Tell the sender of a synchronous message that a receive has taken it."""
         key = (self.key | tag) << 1
         self.services.send(np.array([wants_data], np.uint8), source, key, async_op=True)
+
+    def both(self, data: Bytes, dest: int, tag: int, receive: Callable[[], Ongoing]) -> Ongoing:
+        """Start a receive and a send; of a send that is refused no receive stays."""
+        self.check(dest, tag)
+        received = receive()
+        try:
+            return Both(received, self.send(data, dest, tag))
+        except BaseException:
+            received.cancel()
+            raise
 
     def probe(self, source: int, tag: int, waits: bool) -> tuple[int, int, int] | None:
         """Return source, tag and bytes of a message, or None if none has come."""

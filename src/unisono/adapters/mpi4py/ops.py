@@ -1,4 +1,4 @@
-"""Reduction operations: those of the engine, others by NumPy, and the program's own."""
+"""Reduction operations, the engine's, NumPy's and the program's own, and the calls with them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Bytes, Run, buffer, simple
+from unisono.adapters.mpi4py.buffers import Bytes, buffer
+from unisono.adapters.mpi4py.collectives import (
+    _call,
+    _is_in_place,
+    _raw,
+    _store,
+    check_root,
+    exchange,
+)
 from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap
-from unisono.adapters.mpi4py.errors import fail, require
+from unisono.adapters.mpi4py.errors import PROC_NULL, ROOT, fail, require
 from unisono.adapters.mpi4py.handles import Handle
+from unisono.adapters.mpi4py.messages import CommState
+from unisono.adapters.mpi4py.packing import Run, simple
+from unisono.adapters.mpi4py.requests import Ongoing
 from unisono.core.base.types import ReduceOp, dtype_of_numpy, reduce_ops_of
 from unisono.core.operations.reductions import maxloc, minloc
 
@@ -175,3 +186,227 @@ def _made() -> dict[str, Op]:
 
 OPS = _made()
 SUM = OPS["SUM"]
+
+
+# ---- collective calls that reduce ----
+
+
+def _reduced(state: CommState, mine: Run, output: Run | None, op: Op, last: int) -> Ongoing:
+    """Gather all ranks' data, and reduce that of the ranks before `last`, for `output`."""
+    data = mine.pack()
+    rows = np.empty((state.size, len(data)), np.uint8)
+    work = state.group.all_gather_into_tensor(rows, data, async_op=state.is_async)
+    reduction = op.live
+
+    def finish() -> None:
+        if output is None or last == 0 or not len(data):
+            return
+        result = reduction.fold(list(rows[:last]), mine)
+        _put(output, result)
+
+    return _call([work], finish)
+
+
+def _put(output: Run, data: Bytes) -> None:
+    if output.is_plain:
+        output.pack()[:] = data
+    else:
+        output.store(data)
+
+
+def _pair(sendbuf: Any, recvbuf: Any, blocks: int = 1) -> tuple[Run, Run]:
+    """Return input and output of a reduction; both may be one memory."""
+    output = simple(recvbuf, True, blocks=blocks)
+    if _is_in_place(sendbuf):
+        return output, output
+    mine = simple(sendbuf, False, blocks=blocks)
+    if mine.kind is not output.kind:
+        raise ValueError("mismatch in send and receive MPI datatypes")
+    if mine.count != output.count:
+        raise ValueError(f"mismatch in send count {mine.count} and receive count {output.count}")
+    return mine, output
+
+
+def _kernel(state: CommState, op: Op, part: Run, name: str, *settings: Any, into: Run) -> Ongoing:
+    """Reduce in place of the output by a kernel of the engine."""
+    reduce_op = op.live.kernel(part.kind)
+    source, target = part.pack(), into.target()
+    if part is not into:
+        target[:] = source
+    array = part.typed(target)
+    work = getattr(state.group, name)(array, *settings, reduce_op, async_op=state.is_async)
+    return _call([work], _store([into], [target]))
+
+
+def allreduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
+    """Make the reduction of all ranks' data, on all ranks."""
+    mine, output = _pair(sendbuf, recvbuf)
+    if state.is_inter:
+        return _reduced_across(state, mine, output, op)
+    if op.live.kernel(mine.kind) is None:
+        return _reduced(state, mine, output, op, state.size)
+    return _kernel(state, op, mine, "all_reduce", into=output)
+
+
+def _reduced_across(state: CommState, mine: Run, output: Run | None, op: Op) -> Ongoing:
+    """Reduce the data of the other side, which it sends to this rank."""
+    count = len(state.peers)
+    data = mine.pack()
+    rows = [np.empty(len(data), np.uint8) for _ in range(count)]
+    wanted = {k: [_raw(rows[k])] for k in range(count)} if output is not None else {}
+    call = exchange(state, {k: [_raw(data)] for k in range(count)}, wanted)
+    inner = call._finish
+    assert inner is not None
+    reduction = op.live
+
+    def finish(call: Ongoing) -> None:
+        inner(call)
+        if output is not None and len(data):
+            _put(output, reduction.fold(rows, mine))
+
+    call._finish = finish
+    return call
+
+
+def reduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Ongoing:
+    """Make the reduction of all ranks' data, on the root."""
+    check_root(state, root)
+    if state.is_inter:
+        return _reduce_inter(state, sendbuf, recvbuf, op, root)
+    if state.rank != root:
+        mine = simple(sendbuf, False)
+        if op.live.kernel(mine.kind) is None:
+            return _reduced(state, mine, None, op, 0)
+        array = mine.typed(mine.pack())
+        work = state.group.reduce(array, root, op.live.kernel(mine.kind), async_op=state.is_async)
+        return _call([work])
+    mine, output = _pair(sendbuf, recvbuf)
+    if op.live.kernel(mine.kind) is None:
+        return _reduced(state, mine, output, op, state.size)
+    return _kernel(state, op, mine, "reduce", root, into=output)
+
+
+def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: int) -> Ongoing:
+    if root == PROC_NULL:
+        return Ongoing()
+    if root != ROOT:
+        return exchange(state, {root: [simple(sendbuf, False)]}, {})
+    output = simple(recvbuf, True)
+    rows = [np.empty(output.nbytes, np.uint8) for _ in state.peers]
+    call = exchange(state, {}, {k: [_raw(row)] for k, row in enumerate(rows)})
+    inner = call._finish
+    assert inner is not None
+
+    def finish(call: Ongoing) -> None:
+        inner(call)
+        if output.nbytes:
+            _put(output, op.live.fold(rows, output))
+
+    call._finish = finish
+    return call
+
+
+def reduce_scatter(
+    state: CommState, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Op = SUM
+) -> Ongoing:
+    """Make the reduction of all ranks' data, a part on each rank."""
+    size = state.size
+    if _is_in_place(sendbuf):
+        mine = simple(recvbuf, True)
+        if recvcounts is None:
+            whole, rest = divmod(mine.count, size)
+            counts = [whole + (k < rest) for k in range(size)]
+        else:
+            counts = [int(n) for n in recvcounts]
+        if sum(counts) > mine.count:
+            raise ValueError(f"mismatch in receive count {mine.count} and sum(counts)")
+        output = mine.slice(0, counts[state.rank])
+        mine = mine.slice(0, sum(counts))
+    else:
+        output = simple(recvbuf, True)
+        mine = simple(sendbuf, False)
+        if recvcounts is None:
+            rows = np.empty((size, 1), np.int64)
+            state.group.all_gather_into_tensor(rows, np.array([output.count]))
+            counts = rows[:, 0].tolist()
+        else:
+            counts = [int(n) for n in recvcounts]
+        if mine.kind is not output.kind:
+            raise ValueError("mismatch in send and receive MPI datatypes")
+        if mine.count != sum(counts):
+            raise ValueError(f"mismatch in send count {mine.count} and sum(counts) {sum(counts)}")
+        if output.count != counts[state.rank]:
+            raise ValueError(f"mismatch in receive count {output.count}")
+    return _scattered(state, mine, output, counts, op)
+
+
+def _scattered(state: CommState, mine: Run, output: Run, counts: Sequence[int], op: Op) -> Ongoing:
+    first = sum(counts[: state.rank])
+    kernel = op.live.kernel(mine.kind)
+    if state.is_inter or kernel is None:
+        whole = np.empty(mine.nbytes, np.uint8)
+        into = Run(whole, 0, mine.count, _packed(mine))
+        if state.is_inter:
+            call = _reduced_across(state, mine, into, op)
+        else:
+            call = _reduced(state, mine, into, op, state.size)
+        inner = call._finish
+        assert inner is not None
+        size = mine.kind.size
+
+        def finish(call: Ongoing) -> None:
+            inner(call)
+            _put(output, whole[first * size : (first + counts[state.rank]) * size])
+
+        call._finish = finish
+        return call
+    data = mine.typed(mine.pack())
+    target = np.empty(counts[state.rank] * mine.kind.size, np.uint8)
+    per = len(data) // max(mine.count, 1)
+    sizes = [n * per for n in counts]
+    how: Any = {} if len(set(sizes)) == 1 else {"input_split_sizes": sizes}
+    work = state.group.reduce_scatter_tensor(
+        *(mine.typed(target), data, kernel),
+        **how,
+        async_op=state.is_async,
+    )
+    return _call([work], lambda: _put(output, target))
+
+
+def _packed(part: Run) -> Any:
+    from unisono.adapters.mpi4py.datatypes import named
+
+    return part.kind if part.is_plain else named["BYTE"].Create_contiguous(part.kind.size).ob
+
+
+def reduce_scatter_block(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
+    """As reduce_scatter, with equal parts."""
+    size = state.size
+    if _is_in_place(sendbuf):
+        block = simple(recvbuf, True, blocks=size)
+        mine = block.slice(0, block.count * size)
+        output = block
+    else:
+        output = simple(recvbuf, True)
+        block = simple(sendbuf, False, blocks=size)
+        mine = block.slice(0, block.count * size)
+        if mine.kind is not output.kind:
+            raise ValueError("mismatch in send and receive MPI datatypes")
+        if block.count != output.count:
+            raise ValueError(f"mismatch in send count {block.count} and count {output.count}")
+    return _scattered(state, mine, output, [output.count] * size, op)
+
+
+def scan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
+    """Make the reduction of the data of the ranks up to this one."""
+    mine, output = _pair(sendbuf, recvbuf)
+    if op.live.kernel(mine.kind) is None:
+        return _reduced(state, mine, output, op, state.rank + 1)
+    return _kernel(state, op, mine, "scan", into=output)
+
+
+def exscan(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
+    """Make the reduction of the data of the ranks before this one."""
+    mine, output = _pair(sendbuf, recvbuf)
+    # Rank 0 keeps its output, so the engine must not work in it.
+    return _reduced(state, mine, output, op, state.rank)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
-from unisono.adapters.mpi4py.errors import exception_of, require
+from unisono.adapters.mpi4py.errors import ANY_SOURCE, ANY_TAG, UNDEFINED, exception_of, require
 from unisono.adapters.mpi4py.handles import Handle, Status
 from unisono.core.operations.work import Work
 
@@ -63,6 +62,31 @@ class Ongoing:
 
     def cancel(self) -> None:
         """Do nothing: what was sent can be received."""
+
+
+class Both(Ongoing):
+    """A call that ends with a receive and a send."""
+
+    def __init__(self, received: Ongoing, sent: Ongoing) -> None:
+        super().__init__([*received.works, *sent.works])
+        self._received, self._sent = received, sent
+
+    def test(self) -> bool:
+        """Return whether both have ended."""
+        done = self._received.test()
+        self.is_done = self._sent.test() and done
+        self._take()
+        return self.is_done
+
+    def wait(self) -> None:
+        """Wait for both."""
+        self._received.wait()
+        self._sent.wait()
+        self.is_done = True
+        self._take()
+
+    def _take(self) -> None:
+        self.found, self.value = self._received.found, self._received.value
 
 
 class Persistent:

@@ -12,23 +12,14 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import (
-    BOTTOM,
-    NONE,
-    Bytes,
-    Run,
-    buffer,
-    kind_of,
-    memory_of,
-    simple,
-)
+from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, buffer, memory_of
 from unisono.adapters.mpi4py.comm import COMM_NULL, SELF, Comm, _split
-from unisono.adapters.mpi4py.constants import NUMBERS, PROC_NULL
 from unisono.adapters.mpi4py.datatypes import TypeMap
-from unisono.adapters.mpi4py.errors import fail, require, translated
-from unisono.adapters.mpi4py.handles import RAISES, Attributes, Group, Handle, WorldRanks
+from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, fail, require, translated
+from unisono.adapters.mpi4py.handles import Attributes, Described, Group, Handle, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
+from unisono.adapters.mpi4py.packing import Run, kind_of, simple
 from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.base.deadline import Deadline
@@ -38,7 +29,7 @@ _POSTED, _COMPLETED = 1, 2
 _ACCESS, _UPDATE = 0, 1
 
 
-class WinState:
+class WinState(Described):
     """The object of a window.
 
     Attributes:
@@ -48,6 +39,7 @@ class WinState:
     """
 
     def __init__(self, state: CommState, given: Bytes | None, size: int, unit: int, flavor: str):
+        super().__init__()
         self.comm = CommState(_split(state.group, 0, state.rank))
         self.flavor = NUMBERS[f"WIN_FLAVOR_{flavor}"]
         group = self.comm.group
@@ -60,9 +52,8 @@ class WinState:
         self.public = np.asarray(self.window.local)[:size]
         self.memory = self.public if given is None else given
         self.seen = None if given is None else given.copy()
-        self.name, self.info, self.errhandler = "", {}, RAISES  # type: ignore[var-annotated]
         self.is_separate = given is not None
-        self.attributes: dict[int, Any] = {
+        self.attributes |= {
             NUMBERS["WIN_BASE"]: int(self.memory.__array_interface__["data"][0]) if size else 0,
             NUMBERS["WIN_SIZE"]: size,
             NUMBERS["WIN_DISP_UNIT"]: unit,
