@@ -64,8 +64,6 @@ def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
         raise TypeError(f"expecting a buffer, got {type(given).__name__}")
     address, is_read_only = words["data"]
     kind = np.dtype(words["typestr"])
-    if not kind.isnative:
-        raise BufferError("mismatched byte order")
     size = math.prod(words["shape"]) * kind.itemsize
     strides = words.get("strides")
     dense = [math.prod(words["shape"][k + 1 :]) * kind.itemsize for k in range(len(words["shape"]))]
@@ -79,7 +77,7 @@ def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
         raise BufferError("memory is not writable")
     if size and not is_readable(address, size):
         raise UnsupportedError("unisono.MPI takes memory of the CPU, and this is on a GPU")
-    return at_address(address, size, given), kind.char
+    return at_address(address, size, given), kind.char if kind.isnative else ""
 
 
 class _Tensor(ctypes.Structure):
@@ -136,7 +134,8 @@ def _of_capsule(given: Any, writes: bool) -> tuple[Bytes, str]:
     # Two lanes of float are a long complex number.
     letter = "c" if tensor.code == 2 and tensor.lanes == 2 else "iuf??cb"[tensor.code]
     nbytes = tensor.bits * tensor.lanes // 8
-    code = "?" if letter == "b" else np.dtype(f"{letter}{nbytes}").char
+    # What is neither a number nor a truth value goes as bytes.
+    code = "?" if letter == "b" else "B" if letter == "?" else np.dtype(f"{letter}{nbytes}").char
     # From here on the tensor is freed with the memory, not with the capsule.
     rename(capsule, _USED[is_new])
     free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(managed.deleter) if managed.deleter else None
@@ -153,7 +152,10 @@ _USED = b"used_dltensor", b"used_dltensor_versioned"
 
 
 def memory_of(given: Any, writes: bool) -> tuple[Bytes, str]:
-    """Return the bytes of an array, in the order of its memory, and the code of its elements."""
+    """Return the bytes of an array, in the order of its memory, and the code of its elements.
+
+    The code is empty if they are in the other byte order.
+    """
     array = np.asarray(given) if isinstance(given, buffer) else given
     if not isinstance(given, np.ndarray):
         try:
@@ -172,10 +174,9 @@ def memory_of(given: Any, writes: bool) -> tuple[Bytes, str]:
             raise ValueError("ndarray is not contiguous")
     if writes and not array.flags.writeable:
         raise BufferError("buffer source array is read-only")
-    if not array.dtype.isnative:
-        raise BufferError("mismatched byte order")
     kind = array.dtype
     code = f"{kind.char}{kind.itemsize}" if kind.kind == "V" else kind.char
+    code = code if kind.isnative else ""
     return array.reshape(-1).view(np.uint8) if array.size else NONE, code
 
 
@@ -188,7 +189,7 @@ def view_size(given: Any) -> int:
 def _code(text: str | None) -> str:
     text = text or "B"
     if text[0] in "><!" and text[1:] not in ("b", "B", "c", "?") and text[0] != "<":
-        raise BufferError("mismatched byte order")
+        return ""
     return text.lstrip("@=<>!")
 
 

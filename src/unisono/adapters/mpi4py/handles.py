@@ -86,6 +86,10 @@ class Handle:
         """Return the handle of a number."""
         return cls.of(_objects[handle] if handle else None)
 
+    def tohandle(self) -> int:
+        """Return `handle`."""
+        return self.handle
+
     def toint(self) -> int:
         """Return -1: there is no C handle."""
         return -1

@@ -139,7 +139,9 @@ class CommState(Described):
 
         # The receiver waits for the data while this program may do something else.
         answered.on_end(again)
-        return Ongoing([sent, answered], end)
+        call = Ongoing([sent, answered], end)
+        call.is_own = to == services.rank()
+        return call
 
     # ---- receive --------------------------------------------------------------------------
 

@@ -306,13 +306,23 @@ def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: in
     return call
 
 
+def _source(state: CommState, sendbuf: Any, output: Run) -> Run | None:
+    """Return the input, None if it is in place: then it may be given as the same memory, too."""
+    if _is_in_place(sendbuf):
+        return None
+    mine = simple(sendbuf, False)
+    places = [each.memory.ctypes.data + each.offset for each in (mine, output)]
+    return None if places[0] == places[1] and not state.is_inter else mine
+
+
 def reduce_scatter(
     state: CommState, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Op = SUM
 ) -> Ongoing:
     """Make the reduction of all ranks' data, a part on each rank."""
-    size = state.size
-    if _is_in_place(sendbuf):
-        mine = simple(recvbuf, True)
+    size, output = state.size, simple(recvbuf, True)
+    mine = _source(state, sendbuf, output)
+    if mine is None:
+        mine = output
         if recvcounts is None:
             whole, rest = divmod(mine.count, size)
             counts = [whole + (k < rest) for k in range(size)]
@@ -323,8 +333,6 @@ def reduce_scatter(
         output = mine.slice(0, counts[state.rank])
         mine = mine.slice(0, sum(counts))
     else:
-        output = simple(recvbuf, True)
-        mine = simple(sendbuf, False)
         if recvcounts is None:
             rows = np.empty((size, 1), np.int64)
             state.group.all_gather_into_tensor(rows, np.array([output.count]))
@@ -381,13 +389,11 @@ def _packed(part: Run) -> Any:
 
 def reduce_scatter_block(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ongoing:
     """As reduce_scatter, with equal parts."""
-    size = state.size
-    if _is_in_place(sendbuf):
-        block = simple(recvbuf, True, blocks=size)
-        mine = block.slice(0, block.count * size)
-        output = block
+    size, output = state.size, simple(recvbuf, True)
+    if _source(state, sendbuf, output) is None:
+        output = simple(recvbuf, True, blocks=size)
+        mine = output.slice(0, output.count * size)
     else:
-        output = simple(recvbuf, True)
         block = simple(sendbuf, False, blocks=size)
         mine = block.slice(0, block.count * size)
         if mine.kind is not output.kind:

@@ -124,6 +124,8 @@ def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, TypeMap | None]:
         return NONE, named["BYTE"].ob if kind is None else kind_of(kind)
     memory, code = memory_of(array, writes)
     if kind is None:
+        if not code:
+            raise BufferError("mismatched byte order")
         return memory, by_code[code].ob
     return memory, kind_of(kind)
 
