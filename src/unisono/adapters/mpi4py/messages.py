@@ -38,6 +38,7 @@ from unisono.core.transports.messages import ANY_TAG as ANY
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 
 _SYNC = code_of(dtype_named("int8"))
+_ABSENT = LookupError("no message has come")
 _NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
 
 
@@ -207,6 +208,9 @@ class CommState(Described):
         with translated():
             work = self.channel.probe(self._from(source), wanted, async_op=not waits)
             if not waits and not work.is_completed():
+                # With an error of its own: a time-out asks the other ranks what they do.
+                pending: Any = work._pending
+                pending._comm.transport.messages.cancel(pending, _ABSENT)
                 work.cancel()
                 if not work.is_success():
                     return None
