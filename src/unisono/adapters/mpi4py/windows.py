@@ -171,10 +171,24 @@ def _pieces(kind: TypeMap, count: int, offset: int) -> Iterator[tuple[int, int]]
             yield offset + element * kind.extent + at, size
 
 
-class Win(Attributes, Handle, root=True):
-    """A window."""
+class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[misc]
+    """A window; an array, so that `memoryview` gives the memory of this rank's part."""
 
     error = "ERR_WIN"
+
+    def __new__(cls, win: Win | None = None) -> Self:
+        if win is not None and not isinstance(win, Win):
+            raise TypeError(f"expected a Win, got {type(win).__name__}")
+        return cls.of(None if win is None else win.ob)
+
+    @classmethod
+    def of(cls, ob: Any) -> Self:
+        """Return a handle of an object."""
+        self = (NONE if ob is None else ob.memory).view(cls)
+        self.ob = ob
+        return self  # type: ignore[no-any-return]
+
+    __ne__, __repr__, __reduce_ex__ = object.__ne__, object.__repr__, object.__reduce_ex__
 
     @classmethod
     def _make(cls, comm: Any, given: Bytes | None, size: int, unit: int, flavor: str) -> Self:
