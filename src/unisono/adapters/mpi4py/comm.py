@@ -101,10 +101,7 @@ class Message(Handle, root=True):
             return call
         part = simple(buf, True, taken.found[0])
         require(len(taken.data) <= part.nbytes, "ERR_TRUNCATE")
-        if part.is_plain:
-            part.pack()[: len(taken.data)] = taken.data
-        else:
-            part.store(taken.data)
+        part.fill(taken.data)
         return call
 
     def Recv(self, buf: Any, status: Status | None = None) -> None:

@@ -132,10 +132,7 @@ class SharedFile(Described):
             at += done
             if done < size:
                 break
-        if part.is_plain:
-            part.pack()[:at] = data[:at]
-        else:
-            part.store(data[:at])
+        part.fill(data[:at])
         return at
 
     @property

@@ -202,16 +202,9 @@ def _reduced(state: CommState, mine: Run, output: Run | None, op: Op, last: int)
         if output is None or last == 0 or not len(data):
             return
         result = reduction.fold(list(rows[:last]), mine)
-        _put(output, result)
+        output.fill(result)
 
     return _call([work], finish)
-
-
-def _put(output: Run, data: Bytes) -> None:
-    if output.is_plain:
-        output.pack()[:] = data
-    else:
-        output.store(data)
 
 
 def _pair(sendbuf: Any, recvbuf: Any, blocks: int = 1) -> tuple[Run, Run]:
@@ -262,7 +255,7 @@ def _reduced_across(state: CommState, mine: Run, output: Run | None, op: Op) -> 
     def finish(call: Ongoing) -> None:
         inner(call)
         if output is not None and len(data):
-            _put(output, reduction.fold(rows, mine))
+            output.fill(reduction.fold(rows, mine))
 
     call._finish = finish
     return call
@@ -300,7 +293,7 @@ def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: in
     def finish(call: Ongoing) -> None:
         inner(call)
         if output.nbytes:
-            _put(output, op.live.fold(rows, output))
+            output.fill(op.live.fold(rows, output))
 
     call._finish = finish
     return call
@@ -364,7 +357,7 @@ def _scattered(state: CommState, mine: Run, output: Run, counts: Sequence[int], 
 
         def finish(call: Ongoing) -> None:
             inner(call)
-            _put(output, whole[first * size : (first + counts[state.rank]) * size])
+            output.fill(whole[first * size : (first + counts[state.rank]) * size])
 
         call._finish = finish
         return call
@@ -378,7 +371,7 @@ def _scattered(state: CommState, mine: Run, output: Run, counts: Sequence[int], 
         **how,
         async_op=state.is_async,
     )
-    return _call([work], lambda: _put(output, target))
+    return _call([work], lambda: output.fill(target))
 
 
 def _packed(part: Run) -> Any:

@@ -75,6 +75,13 @@ class Run(NamedTuple):
             memory, index = self._index()
             memory[index[: len(data)]] = data[: len(index)]
 
+    def fill(self, data: Bytes) -> None:
+        """Write data, which may be shorter."""
+        if self.kind.is_plain:
+            self.pack()[: len(data)] = data[: self.nbytes]
+        else:
+            self.store(data)
+
     def typed(self, data: Bytes) -> Any:
         """Return packed data as elements of NumPy's dtype, if there is one."""
         kind = self.kind
@@ -306,10 +313,7 @@ def _get(part: Run, inbuf: Any, position: int, swap: bool) -> int:
     require(end <= len(memory), "ERR_ARG", f"{end} bytes of {len(memory)}")
     data = memory[position:end].copy()
     data = _swapped(part, data) if swap else data
-    if part.is_plain:
-        part.pack()[:] = data
-    else:
-        part.store(data)
+    part.fill(data)
     return end
 
 

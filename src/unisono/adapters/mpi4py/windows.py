@@ -186,7 +186,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         """Return a handle of an object."""
         self = (NONE if ob is None else ob.memory).view(cls)
         self.ob = ob
-        return self  # type: ignore[no-any-return]
+        return self
 
     __ne__, __repr__, __reduce_ex__ = object.__ne__, object.__repr__, object.__reduce_ex__
 
@@ -294,7 +294,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         with translated():
             self._own(target_rank)
             data = _Target(state, part, target_rank, target).get()
-        _fill(part, data)
+        part.fill(data)
 
     def _own(self, rank: int) -> None:
         """Make what this rank has done to its own part seen."""
@@ -329,7 +329,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
             before = to.update(change)
             self._own(target_rank)
         if into is not None:
-            _fill(into, before)
+            into.fill(before)
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
@@ -355,7 +355,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
             to = _Target(state, parts[0], target_rank, target_disp)
             before = to.update(lambda now: new if np.array_equal(now, old) else None)
             self._own(target_rank)
-        _fill(parts[2], before)
+        parts[2].fill(before)
 
     def _request(self, call: Callable[..., None], *arguments: Any) -> Request:
         call(*arguments)
@@ -497,13 +497,6 @@ def _or_self(comm: Any) -> Any:
 
 def _like(part: Run, to: _Target) -> Run:
     return Run(part.memory, part.offset, part.count, to.kind if to.kind.dtype else part.kind)
-
-
-def _fill(part: Run, data: Bytes) -> None:
-    if part.is_plain:
-        part.pack()[: len(data)] = data[: part.nbytes]
-    else:
-        part.store(data)
 
 
 def _type(message: Any) -> Any:
