@@ -228,6 +228,14 @@ class Datatype(Attributes, Handle, root=True):
         """Return a datatype of blocks (offset in bytes, number of elements) of this one."""
         old = self.live
         pairs = np.array([b for b in blocks if b[1] > 0], np.int64).reshape(-1, 2)
+        if old.is_plain and old.elements == 1 and old.size:
+            # Without a row for each element: there may be billions.
+            begins, sizes = pairs[:, 0], pairs[:, 1] * old.size
+            low = int(begins.min()) if len(begins) else 0
+            high = int((begins + sizes).max()) if len(begins) else 0
+            ends = range(old.size, int(sizes.sum()) + 1, old.size)
+            made = TypeMap((begins, sizes), bounds or (low, high - low), old.dtype, ends, recipe)
+            return type(self).of(made)
         firsts = np.repeat(
             pairs[:, 0] - np.r_[0, np.cumsum(pairs[:, 1])[:-1]] * old.extent, pairs[:, 1]
         )
