@@ -145,6 +145,7 @@ docs: $(STAMP)
 	@$(BIN)/python tools/environment_page.py
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
+	@$(BIN)/python tools/mpi4py_page.py
 	@$(BIN)/python tools/pictures.py
 	@$(BIN)/python tools/promises_page.py
 	@$(BIN)/python benchmarks/tables.py

@@ -20,6 +20,9 @@ ALLOWED = {
     "Network": "public in simulate and in testing.hosts",
     "Group": "public in unisono.ray",
     "Program": "public in schedules, and in simulate as the graph of a GOAL file",
+    "Message": "public in unisono.MPI: mpi4py's name",
+    "Op": "public in unisono.MPI: mpi4py's name",
+    "Request": "public in unisono.MPI: mpi4py's name",
 }
 _CPP = re.compile(
     r"^(?:class|struct|enum(?: class)?)\s+(?:alignas\([^)]*\)\s+)?(\w+)\b(?!::)[^;]*$", re.MULTILINE

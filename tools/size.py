@@ -32,7 +32,7 @@ SHELVES = {
     "core": 25_550,
     "launcher": 3_900,  # 3,200, and hosts through ssh
     "beyond": 5_400,  # 2,120, windows, ranks that stay, and reshards
-    "adapters": 4_710,
+    "adapters": 9_280,  # 4,710, and mpi4py's names
     "testing": 1_850,
     "workbench": 11_500,  # 8,290, replay, synthesize, one hand for the flags
     "": 1_120,  # the public modules, and the module paths of torch.distributed
@@ -77,6 +77,10 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         9,
         "torch's signature, and a tag",
     ),
+    ("src/unisono/adapters/mpi4py/comm.py", "Comm methods"): (37, "mpi4py's names"),
+    ("src/unisono/adapters/mpi4py/datatypes.py", "Datatype methods"): (31, "mpi4py's names"),
+    ("src/unisono/adapters/mpi4py/names.py", "definitions"): (28, "mpi4py's names"),
+    ("src/unisono/adapters/mpi4py/windows.py", "Win methods"): (33, "mpi4py's names"),
 }
 
 NO_CODE = {

@@ -5,6 +5,6 @@ mpi4py's own modules in Python, such as `mpi4py.util.pkl5`, are used if mpi4py i
 
 from __future__ import annotations
 
-from unisono.adapters.mpi4py.replace import replace
+from unisono.adapters.mpi4py.names import replace
 
 replace()

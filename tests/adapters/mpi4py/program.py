@@ -104,6 +104,22 @@ def messages():
     assert raised(MPI.COMM_NULL.Get_size).error_class == MPI.ERR_COMM
 
 
+def refused_messages():
+    """A send that is refused leaves no receive, which would take the next message."""
+    into = np.zeros(2)
+    for bad in (np.zeros(4)[::2], object()):
+        try:
+            comm.Sendrecv(bad, right, 5, into, left, 5)
+        except (TypeError, ValueError):
+            continue
+        raise AssertionError("no error")
+    comm.Sendrecv(np.full(2, rank, "d"), right, 5, into, left, 5)
+    same(into, [left] * 2)
+    comm.barrier()
+    assert not comm.Iprobe(left, 6)
+    assert comm.Improbe(left, 6) is None
+
+
 def communicators():
     half = comm.Split(rank % 2, -rank)
     assert half.size == len(range(rank % 2, size, 2))
@@ -126,6 +142,11 @@ def communicators():
 
 
 def windows():
+    window = MPI.Win.Allocate(8, 1, comm=comm)
+    memoryview(window)[:4] = bytes([rank + 1] * 4)
+    assert window != MPI.WIN_NULL
+    assert window.tomemory()[3] == rank + 1
+    window.Free()
     win = MPI.Win.Allocate(8 * size, 8, comm=comm)
     win.Fence()
     win.Put(np.array([float(rank)]), right, rank)
@@ -172,6 +193,7 @@ def refusals():
 
 collectives()
 messages()
+refused_messages()
 communicators()
 windows()
 files(sys.argv[1])

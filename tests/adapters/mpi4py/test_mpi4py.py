@@ -11,7 +11,7 @@ import pytest
 
 from tests.adapters.mpi4py.run_suite import chosen, run_file
 from unisono.adapters.mpi4py.buffers import memory_of
-from unisono.adapters.mpi4py.refused import page
+from unisono.adapters.mpi4py.names import page
 from unisono.errors import UnsupportedError
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -45,7 +45,7 @@ def test_takes_the_place_of_mpi4py(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_what_is_refused() -> None:
-    """The reference is what `python -m unisono.adapters.mpi4py.refused` writes."""
+    """The reference is what `make docs` writes."""
     text = Path("docs/reference/mpi4py.md").read_text(encoding="utf-8")
     assert text == page()
 

@@ -2,5 +2,5 @@
 
 `names` puts them together; `comm`, `topology`, `windows` and `files` have the classes. An argument
 becomes memory in `buffers`, and a datatype is a list of bytes in `datatypes`. Each call is a
-`requests.Call`. Groups, messages, windows and collective calls are unisono's own.
+`requests.Ongoing`. Groups, messages, windows and collective calls are unisono's own.
 """

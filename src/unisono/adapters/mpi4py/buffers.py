@@ -1,4 +1,4 @@
-"""From mpi4py's arguments (an array, or [array, count, displacement, datatype]) to memory."""
+"""The memory of arrays: buffers, DLPack, CUDA's interface and addresses."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import ctypes
 import math
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unisono.adapters.mpi4py.constants import PROC_NULL
-from unisono.adapters.mpi4py.datatypes import Datatype, Layout, by_code, named
 from unisono.core.platform.memory import is_readable
 from unisono.errors import UnsupportedError
 
 Bytes = npt.NDArray[np.uint8]
+
+
 NONE = np.empty(0, np.uint8)
 
 
@@ -65,8 +64,6 @@ def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
         raise TypeError(f"expecting a buffer, got {type(given).__name__}")
     address, is_read_only = words["data"]
     kind = np.dtype(words["typestr"])
-    if not kind.isnative:
-        raise BufferError("mismatched byte order")
     size = math.prod(words["shape"]) * kind.itemsize
     strides = words.get("strides")
     dense = [math.prod(words["shape"][k + 1 :]) * kind.itemsize for k in range(len(words["shape"]))]
@@ -80,7 +77,7 @@ def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
         raise BufferError("memory is not writable")
     if size and not is_readable(address, size):
         raise UnsupportedError("unisono.MPI takes memory of the CPU, and this is on a GPU")
-    return at_address(address, size, given), kind.char
+    return at_address(address, size, given), kind.char if kind.isnative else ""
 
 
 class _Tensor(ctypes.Structure):
@@ -137,7 +134,8 @@ def _of_capsule(given: Any, writes: bool) -> tuple[Bytes, str]:
     # Two lanes of float are a long complex number.
     letter = "c" if tensor.code == 2 and tensor.lanes == 2 else "iuf??cb"[tensor.code]
     nbytes = tensor.bits * tensor.lanes // 8
-    code = "?" if letter == "b" else np.dtype(f"{letter}{nbytes}").char
+    # What is neither a number nor a truth value goes as bytes.
+    code = "?" if letter == "b" else "B" if letter == "?" else np.dtype(f"{letter}{nbytes}").char
     # From here on the tensor is freed with the memory, not with the capsule.
     rename(capsule, _USED[is_new])
     free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(managed.deleter) if managed.deleter else None
@@ -154,7 +152,10 @@ _USED = b"used_dltensor", b"used_dltensor_versioned"
 
 
 def memory_of(given: Any, writes: bool) -> tuple[Bytes, str]:
-    """Return the bytes of an array, in the order of its memory, and the code of its elements."""
+    """Return the bytes of an array, in the order of its memory, and the code of its elements.
+
+    The code is empty if they are in the other byte order.
+    """
     array = np.asarray(given) if isinstance(given, buffer) else given
     if not isinstance(given, np.ndarray):
         try:
@@ -173,10 +174,9 @@ def memory_of(given: Any, writes: bool) -> tuple[Bytes, str]:
             raise ValueError("ndarray is not contiguous")
     if writes and not array.flags.writeable:
         raise BufferError("buffer source array is read-only")
-    if not array.dtype.isnative:
-        raise BufferError("mismatched byte order")
     kind = array.dtype
     code = f"{kind.char}{kind.itemsize}" if kind.kind == "V" else kind.char
+    code = code if kind.isnative else ""
     return array.reshape(-1).view(np.uint8) if array.size else NONE, code
 
 
@@ -189,257 +189,8 @@ def view_size(given: Any) -> int:
 def _code(text: str | None) -> str:
     text = text or "B"
     if text[0] in "><!" and text[1:] not in ("b", "B", "c", "?") and text[0] != "<":
-        raise BufferError("mismatched byte order")
+        return ""
     return text.lstrip("@=<>!")
-
-
-class Part(NamedTuple):
-    """Some elements in memory.
-
-    Attributes:
-        memory: The whole buffer.
-        offset: Of the first element, in bytes.
-        count: Number of elements.
-        kind: Their datatype.
-    """
-
-    memory: Bytes
-    offset: int
-    count: int  # type: ignore[assignment]
-    kind: Layout
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return self.count * self.kind.size
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the data is contiguous."""
-        return self.kind.is_plain
-
-    def _index(self) -> Any:
-        index = self.kind.index(self.count) + self.offset
-        memory = self.memory
-        if self.memory is NONE and len(index) and self.offset >= 0 and index.min() > 1 << 12:
-            # BOTTOM: the places are addresses.
-            low = int(index.min())
-            memory, index = at_address(low, int(index.max()) + 1 - low), index - low
-        if len(index) and (index.min() < 0 or index.max() >= len(memory)):
-            raise ValueError(f"message: datatype reaches outside the buffer of {len(memory)} bytes")
-        return memory, index
-
-    def pack(self) -> Bytes:
-        """Return the data: the memory itself if it is contiguous, else a copy."""
-        if self.kind.is_plain:
-            end = self.offset + self.nbytes
-            if end > len(self.memory):
-                raise ValueError(
-                    f"message: buffer of {len(self.memory)} bytes is too small, {end} needed"
-                )
-            return self.memory[self.offset : end]
-        memory, index = self._index()
-        packed: Bytes = memory[index]
-        return packed
-
-    def target(self) -> Bytes:
-        """Return memory for a receive: the memory itself if it is contiguous, else a copy."""
-        return self.pack()
-
-    def store(self, data: Bytes) -> None:
-        """Write received data, which may be shorter, unless it is in the memory already."""
-        if not self.kind.is_plain:
-            memory, index = self._index()
-            memory[index[: len(data)]] = data[: len(index)]
-
-    def typed(self, data: Bytes) -> Any:
-        """Return packed data as elements of NumPy's dtype, if there is one."""
-        kind = self.kind
-        if kind.dtype is None:
-            return None
-        return data.view(kind.dtype) if kind.size % kind.dtype.itemsize == 0 else None
-
-    def slice(self, first: int, count: int) -> Part:
-        """Return some of the elements."""
-        return Part(self.memory, self.offset + first * self.kind.extent, count, self.kind)
-
-
-def kind_of(kind: Any) -> Layout | None:
-    """Return the layout of a datatype or type string; None for the null datatype."""
-    if isinstance(kind, Datatype):
-        return kind.ob  # type: ignore[no-any-return]
-    if isinstance(kind, str):
-        return by_code[kind].ob  # type: ignore[no-any-return]
-    raise TypeError(f"expecting a datatype or typecode, got {type(kind).__name__}")
-
-
-def _is_kind(value: Any) -> bool:
-    return isinstance(value, (Datatype, str))
-
-
-def _words(message: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
-    """Return array, counts, displacements and datatype of an argument."""
-    if not isinstance(message, (list, tuple)):
-        return message, None, None, None
-    if not 2 <= len(message) <= 4:
-        raise ValueError("message: expecting 2 to 4 items")
-    array, counts, displs, kind = message[0], None, None, None
-    if len(message) == 2:
-        counts = message[1]
-        if _is_kind(counts):
-            counts, kind = None, counts
-    elif len(message) == 3:
-        counts, kind = message[1:]
-    else:
-        counts, displs, kind = message[1:]
-    pair = (tuple,) if vector else (tuple, list)
-    if len(message) < 4 and isinstance(counts, pair):
-        counts, displs = counts
-    return array, counts, displs, kind
-
-
-def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, Layout | None]:
-    if array is None or array is BOTTOM:
-        if array is None and kind is None:
-            return NONE, named["BYTE"].ob
-        return NONE, named["BYTE"].ob if kind is None else kind_of(kind)
-    memory, code = memory_of(array, writes)
-    if kind is None:
-        return memory, by_code[code].ob
-    return memory, kind_of(kind)
-
-
-def _usable(kind: Layout | None, what: str) -> Layout:
-    if kind is None:
-        raise ValueError(f"message: cannot {what}, datatype is null")
-    if kind.extent <= 0:
-        raise ValueError(f"message: cannot {what}, datatype extent {kind.extent}")
-    return kind
-
-
-EMPTY_PART = Part(NONE, 0, 0, named["BYTE"].ob)
-
-
-def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Part:
-    """Return the elements of a message; `blocks`: of one of as many equal parts."""
-    if peer == PROC_NULL:
-        return EMPTY_PART
-    if message is None:
-        raise TypeError("message: expecting buffer or list/tuple")
-    array, count, displ, given = _words(message, False)
-    memory, kind = _base(array, given, writes)
-    length, offset = len(memory), 0
-    if displ is not None and (at := operator.index(displ)) != 0:
-        if at < 0:
-            raise ValueError(f"message: negative displacement {at}")
-        offset = at * _usable(kind, "handle displacement").extent
-        if offset > length:
-            raise ValueError(f"message: displacement {at} out of bounds")
-        length -= offset
-    if count is not None:
-        number = operator.index(count)
-        if number < 0:
-            raise ValueError(f"message: negative count {number}")
-        if number > 0 and array is None:
-            raise ValueError(f"message: buffer is None but count is {number}")
-    elif length:
-        extent = _usable(kind, "infer count").extent
-        number, rest = divmod(length, extent)
-        if rest:
-            raise ValueError(
-                f"message: cannot infer count, buffer length {length} is not a multiple of "
-                f"datatype extent {extent}"
-            )
-        if blocks > 1 and number % blocks:
-            raise ValueError(
-                f"message: cannot infer count, number of entries {number} is not a multiple of "
-                f"required number of blocks {blocks}"
-            )
-        number //= max(blocks, 1)
-    else:
-        number = 0
-    if kind is None:
-        if number:
-            raise ValueError("message: datatype is null")
-        kind = named["BYTE"].ob
-    return Part(memory, offset, number, kind)
-
-
-def _numbers(given: Any, blocks: int) -> list[int]:
-    values = [operator.index(each) for each in np.asarray(given).reshape(-1).tolist()]
-    if len(values) != blocks:
-        raise ValueError(f"expecting {blocks} items, got {len(values)}")
-    return values
-
-
-def _is_integral(given: Any) -> bool:
-    return not isinstance(given, (list, tuple)) and np.ndim(given) == 0
-
-
-def vector(message: Any, writes: bool, blocks: int) -> list[Part]:
-    """Return the blocks of a message with counts and displacements."""
-    if message is None:
-        raise TypeError("message: expecting buffer or list/tuple")
-    array, counts, displs, given = _words(message, True)
-    memory, kind = _base(array, given, writes)
-    if counts is None:
-        total = 0
-        if len(memory):
-            extent = _usable(kind, "infer count").extent
-            total, rest = divmod(len(memory), extent)
-            if rest:
-                raise ValueError(
-                    f"message: cannot infer count, buffer length {len(memory)} is not a multiple "
-                    f"of datatype extent {extent}"
-                )
-        whole, rest = divmod(total, max(blocks, 1))
-        sizes = [whole + (k < rest) for k in range(blocks)]
-    elif _is_integral(counts):
-        sizes = [operator.index(counts)] * blocks
-    else:
-        sizes = _numbers(counts, blocks)
-    if displs is None:
-        places = [sum(sizes[:k]) for k in range(blocks)]
-    elif _is_integral(displs):
-        places = [operator.index(displs) * k for k in range(blocks)]
-    else:
-        places = _numbers(displs, blocks)
-    if kind is None:
-        if any(sizes):
-            raise ValueError("message: datatype is null")
-        kind = named["BYTE"].ob
-    extent = kind.extent
-    return [Part(memory, p * extent, n, kind) for n, p in zip(sizes, places, strict=True)]
-
-
-def vector_w(message: Any, writes: bool, blocks: int) -> list[Part]:
-    """Return the blocks of a message with a datatype for each; displacements count bytes."""
-    counts: Any = None
-    displs: Any = None
-    if len(message) == 2:
-        array, kinds = message
-    elif len(message) == 3:
-        array, (counts, displs), kinds = message
-    elif len(message) == 4:
-        array, counts, displs, kinds = message
-    else:
-        raise ValueError("message: expecting 2 to 4 items")
-    if array is BOTTOM:
-        if counts is None or displs is None:
-            raise ValueError("message: BOTTOM requires counts and displs")
-        memory = NONE
-    else:
-        memory = NONE if array is None else memory_of(array, writes)[0]
-    sizes = [1] * blocks if counts is None and displs is None else _numbers(counts, blocks)
-    places = [0] * blocks if counts is None and displs is None else _numbers(displs, blocks)
-    types: Sequence[Any] = list(kinds)
-    if len(types) != blocks:
-        raise ValueError(f"expecting {blocks} items, got {len(types)}")
-    parts = []
-    for size, place, each in zip(sizes, places, types, strict=True):
-        kind = kind_of(each) or named["BYTE"].ob
-        parts.append(Part(memory, place, size, kind))
-    return parts
 
 
 class buffer(np.ndarray[Any, Any]):

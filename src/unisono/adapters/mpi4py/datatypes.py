@@ -9,14 +9,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from unisono.adapters.mpi4py.constants import NUMBERS
-from unisono.adapters.mpi4py.errors import fail, require
-from unisono.adapters.mpi4py.handles import RAISES, Attributes, Handle, predefined
+from unisono.adapters.mpi4py.errors import NUMBERS, fail, require
+from unisono.adapters.mpi4py.handles import Attributes, Described, Handle, predefined
 
 Ints = npt.NDArray[np.int64]
 
 
-class Layout:
+class TypeMap(Described):
     """The bytes of one element.
 
     Attributes:
@@ -53,8 +52,7 @@ class Layout:
             and self.size == self.extent
             and (not self.size or (len(offsets) == 1 and offsets[0] == 0))
         )
-        self.name, self.info = "", {}  # type: ignore[var-annotated]
-        self.errhandler, self.attributes = RAISES, {}  # type: ignore[var-annotated]
+        super().__init__()
 
     @property
     def true_bounds(self) -> tuple[int, int]:
@@ -230,6 +228,14 @@ class Datatype(Attributes, Handle, root=True):
         """Return a datatype of blocks (offset in bytes, number of elements) of this one."""
         old = self.live
         pairs = np.array([b for b in blocks if b[1] > 0], np.int64).reshape(-1, 2)
+        if old.is_plain and old.elements == 1 and old.size:
+            # Without a row for each element: there may be billions.
+            begins, sizes = pairs[:, 0], pairs[:, 1] * old.size
+            low = int(begins.min()) if len(begins) else 0
+            high = int((begins + sizes).max()) if len(begins) else 0
+            ends = range(old.size, int(sizes.sum()) + 1, old.size)
+            made = TypeMap((begins, sizes), bounds or (low, high - low), old.dtype, ends, recipe)
+            return type(self).of(made)
         firsts = np.repeat(
             pairs[:, 0] - np.r_[0, np.cumsum(pairs[:, 1])[:-1]] * old.extent, pairs[:, 1]
         )
@@ -237,7 +243,7 @@ class Datatype(Attributes, Handle, root=True):
         return self._joined([(places, old)], recipe, bounds)
 
     @classmethod
-    def _joined(cls, parts: list[tuple[Ints, Layout]], recipe: Any, bounds: Any = None) -> Self:
+    def _joined(cls, parts: list[tuple[Ints, TypeMap]], recipe: Any, bounds: Any = None) -> Self:
         """Return a datatype of elements of others, each at some places."""
         offsets = [(p[:, None] + old.offsets).reshape(-1) for p, old in parts]
         lengths = [np.tile(old.lengths, len(p)) for p, old in parts]
@@ -260,14 +266,14 @@ class Datatype(Attributes, Handle, root=True):
             np.concatenate([np.zeros(0, np.int64), *offsets]),
             np.concatenate([np.zeros(0, np.int64), *lengths]),
         )
-        return cls.of(Layout(pieces, bounds, dtype, ends, recipe))
+        return cls.of(TypeMap(pieces, bounds, dtype, ends, recipe))
 
     def Dup(self) -> Self:
         """Return an equal datatype."""
         old = self.live
         recipe: Any = (_N["COMBINER_DUP"], [], [], [], [self])
         ends = old.element_ends
-        new = Layout((old.offsets, old.lengths), (old.lb, old.extent), old.dtype, ends, recipe)
+        new = TypeMap((old.offsets, old.lengths), (old.lb, old.extent), old.dtype, ends, recipe)
         made = type(self).of(new)
         self.copy_attributes(made)
         return made
@@ -413,7 +419,7 @@ class Datatype(Attributes, Handle, root=True):
         old = self.live
         recipe: Any = (_N["COMBINER_RESIZED"], [], [lb, extent], [], [self])
         ends = old.element_ends
-        new = Layout((old.offsets, old.lengths), (lb, extent), old.dtype, ends, recipe)
+        new = TypeMap((old.offsets, old.lengths), (lb, extent), old.dtype, ends, recipe)
         return type(self).of(new)
 
     Resized = Create_resized
@@ -440,7 +446,7 @@ class Datatype(Attributes, Handle, root=True):
             old = named[name].ob
             pieces = old.offsets, old.lengths
             recipe: Any = (_N[combiner], numbers, [], [], [])
-            _pairs[key] = Layout(pieces, (0, old.size), old.dtype, old.element_ends, recipe)
+            _pairs[key] = TypeMap(pieces, (0, old.size), old.dtype, old.element_ends, recipe)
         return cls.of(_pairs[key])
 
     @classmethod
@@ -509,7 +515,7 @@ def _lists(lengths: Sequence[int], places: Sequence[int]) -> tuple[list[int], li
     return first, second
 
 
-def typealign(kind: Layout) -> int:
+def typealign(kind: TypeMap) -> int:
     """Return the alignment of a datatype."""
     if kind.dtype is not None:
         return kind.dtype.alignment
@@ -517,21 +523,21 @@ def typealign(kind: Layout) -> int:
     return max((typealign(each) for each in types), default=1)
 
 
-def _basic(name: str, dtype: np.dtype[Any]) -> Layout:
+def _basic(name: str, dtype: np.dtype[Any]) -> TypeMap:
     size = dtype.itemsize
-    made = Layout(([0], [size]), (0, size), dtype, [size], (_N["COMBINER_NAMED"], [], [], [], []))
+    made = TypeMap(([0], [size]), (0, size), dtype, [size], (_N["COMBINER_NAMED"], [], [], [], []))
     made.name = f"MPI_{name}"
     return made
 
 
-def _pair(value: Datatype, index: Datatype, combiner: int, name: str = "") -> Layout:
+def _pair(value: Datatype, index: Datatype, combiner: int, name: str = "") -> TypeMap:
     first, second = value.live, index.live
     dtype = np.dtype([("value", first.dtype), ("index", second.dtype)], align=True)
     assert dtype.fields is not None
     at = dtype.fields["index"][1]
     ends = [first.size, first.size + second.size]
     recipe: Any = (combiner, [], [], [], [value, index])
-    made = Layout(([0, at], [first.size, second.size]), (0, dtype.itemsize), dtype, ends, recipe)
+    made = TypeMap(([0, at], [first.size, second.size]), (0, dtype.itemsize), dtype, ends, recipe)
     made.name = name
     return made
 
@@ -540,7 +546,7 @@ named: dict[str, Datatype] = {}
 """All predefined datatypes, by name."""
 
 _codes_of: dict[int, str] = {}
-_pairs: dict[Any, Layout] = {}
+_pairs: dict[Any, TypeMap] = {}
 DATATYPE_NULL = Datatype()
 
 for _each in _C.split():

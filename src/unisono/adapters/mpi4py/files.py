@@ -7,28 +7,27 @@ have descriptors of their own here.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Part, simple
 from unisono.adapters.mpi4py.comm import Comm, _split
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS
-from unisono.adapters.mpi4py.datatypes import Datatype, Layout, named
-from unisono.adapters.mpi4py.errors import fail, require, translated
+from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, named
+from unisono.adapters.mpi4py.errors import ANY_SOURCE, ANY_TAG, NUMBERS, fail, require, translated
 from unisono.adapters.mpi4py.handles import (
     RAISES,
     Attributes,
+    Described,
     Errhandler,
     Group,
     Handle,
-    Ranks,
     Status,
+    WorldRanks,
 )
 from unisono.adapters.mpi4py.messages import CommState
-from unisono.adapters.mpi4py.requests import Call, Request
+from unisono.adapters.mpi4py.packing import Run, simple
+from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.c10d.objects.functions import all_gather_object
 
@@ -41,16 +40,15 @@ _ERRORS = {
 }
 
 
-class FileState:
+class SharedFile(Described):
     """The object of a file."""
 
     def __init__(self, comm: Any, path: str, amode: int) -> None:
         self.comm = CommState(_split(comm.group, 0, comm.rank))
-        self.path, self.amode, self.info = path, amode, {}  # type: ignore[var-annotated]
-        self.errhandler, self.atomic, self.position = RAISES, False, 0
-        self.attributes: dict[int, Any] = {}
-        self.name = path
-        self.view: tuple[int, Layout, Layout, str] = 0, named["BYTE"].ob, named["BYTE"].ob, "native"
+        super().__init__(path)
+        self.path, self.amode, self.atomic, self.position = path, amode, False, 0
+        byte: TypeMap = named["BYTE"].ob
+        self.view = 0, byte, byte, "native"
         self.kinds: Any = named["BYTE"], named["BYTE"]
         self.pending: Any = None
         self.fd = -1
@@ -66,7 +64,6 @@ class FileState:
         self.shared = new_window(np.zeros(1, np.int64), self.comm.group)
         if amode & _N["MODE_APPEND"]:
             self.position = os.fstat(self.fd).st_size
-        self.lock = threading.Lock()
 
     def _open(self, first: bool) -> tuple[str, str] | None:
         amode = self.amode
@@ -112,7 +109,7 @@ class FileState:
             row += 1
         return pieces
 
-    def write(self, offset: int, part: Part) -> int:
+    def write(self, offset: int, part: Run) -> int:
         """Write elements at an offset of the view, in bytes; return the bytes."""
         data, at = part.pack(), 0
         for place, size in self.places(offset, len(data)):
@@ -122,7 +119,7 @@ class FileState:
             at += size
         return at
 
-    def read(self, offset: int, part: Part) -> int:
+    def read(self, offset: int, part: Run) -> int:
         """Read elements; return the bytes, fewer at the end of the file."""
         data, at = np.zeros(part.nbytes, np.uint8), 0
         for place, size in self.places(offset, len(data)):
@@ -135,10 +132,7 @@ class FileState:
             at += done
             if done < size:
                 break
-        if part.is_plain:
-            part.pack()[:at] = data[:at]
-        else:
-            part.store(data[:at])
+        part.fill(data[:at])
         return at
 
     @property
@@ -163,7 +157,7 @@ class File(Attributes, Handle, root=True):
     ) -> Self:
         """Open a file; a collective call."""
         with translated():
-            made = cls.of(FileState(comm.live, os.fsdecode(filename), amode))
+            made = cls.of(SharedFile(comm.live, os.fsdecode(filename), amode))
         made.Set_info(info)
         return made
 
@@ -218,7 +212,7 @@ class File(Attributes, Handle, root=True):
 
     def Get_group(self) -> Group:
         """Return the ranks."""
-        return Group.of(Ranks(self.live.comm.group.ranks))
+        return Group.of(WorldRanks(self.live.comm.group.ranks))
 
     def Set_view(
         self,
@@ -328,7 +322,7 @@ class File(Attributes, Handle, root=True):
 
     # ---- reads and writes -----------------------------------------------------------------
 
-    def _move(self, way: str, kind: str, offset: int, buf: Any) -> Call:
+    def _move(self, way: str, kind: str, offset: int, buf: Any) -> Ongoing:
         """Read or write at an explicit offset or a pointer; `way`: at, own, shared or ordered."""
         state, writes_file = self.live, kind == "Write"
         part = simple(buf, not writes_file)
@@ -352,7 +346,7 @@ class File(Attributes, Handle, root=True):
         except OSError as error:
             wrong = "ERR_READ_ONLY" if writes_file and not self._may_write() else _name_of(error)
             fail(wrong, str(error))
-        call = Call()
+        call = Ongoing()
         call.found = ANY_SOURCE, ANY_TAG, done
         return call
 
@@ -364,7 +358,7 @@ def _add(name: str, way: str, kind: str, *, collective: bool) -> None:
     """Add the blocking, the started and, of a collective call, the split form."""
     at = way == "at"
 
-    def run(self: File, arguments: tuple[Any, ...]) -> Call:
+    def run(self: File, arguments: tuple[Any, ...]) -> Ongoing:
         offset, buf = arguments if at else (0, *arguments)
         call = self._move(way, kind, offset, buf)
         if collective:

@@ -7,9 +7,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, NUMBERS, SUCCESS, UNDEFINED
+from unisono.adapters.mpi4py.errors import (
+    ANY_SOURCE,
+    ANY_TAG,
+    NUMBERS,
+    SUCCESS,
+    UNDEFINED,
+    fail,
+    require,
+)
 from unisono.adapters.mpi4py.errors import Exception as MPIException
-from unisono.adapters.mpi4py.errors import fail, require
 
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -79,6 +86,10 @@ class Handle:
         """Return the handle of a number."""
         return cls.of(_objects[handle] if handle else None)
 
+    def tohandle(self) -> int:
+        """Return `handle`."""
+        return self.handle
+
     def toint(self) -> int:
         """Return -1: there is no C handle."""
         return -1
@@ -95,6 +106,16 @@ class Handle:
         _ = self.live
         require((self.family, id(self.ob)) not in predefined, self.error, "predefined")
         self.ob = None
+
+
+class Described:
+    """What communicators, datatypes, windows and files have: name, hints, attributes, handler."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.info: dict[str, str] = {}
+        self.attributes: dict[Any, Any] = {}
+        self.errhandler = RAISES
 
 
 class Attributes:
@@ -199,7 +220,7 @@ _keyvals: dict[int, tuple[Any, Any]] = {}
 _freed: dict[int, tuple[Any, Any]] = {}
 
 
-class Handler:
+class ErrorHandler:
     """What an error handler does."""
 
     def __init__(self, call: Callable[[Any, int], object]) -> None:
@@ -226,7 +247,7 @@ class Errhandler(Handle, root=True):
         self.ob = None
 
 
-ERRORS_RETURN = Errhandler.of(Handler(lambda of, code: None))
+ERRORS_RETURN = Errhandler.of(ErrorHandler(lambda of, code: None))
 RAISES = ERRORS_RETURN.ob
 
 
@@ -348,7 +369,7 @@ class Info(Handle, root=True):
             self.ob.clear()
 
 
-class Ranks(tuple[int, ...]):
+class WorldRanks(tuple[int, ...]):
     """Global ranks in order, the object of a group."""
 
 
@@ -391,7 +412,7 @@ class Group(Handle, root=True):
         return NUMBERS["SIMILAR" if sorted(mine) == sorted(other) else "UNEQUAL"]
 
     def _made(self, ranks: Iterable[int]) -> Self:
-        made = Ranks(ranks)
+        made = WorldRanks(ranks)
         return type(self).of(made if made else EMPTY)
 
     def Dup(self) -> Self:
@@ -454,8 +475,8 @@ class Group(Handle, root=True):
         self.ob = None
 
 
-EMPTY = Ranks()
-WORLD_RANKS: list[Ranks] = [Ranks((0,))]
+EMPTY = WorldRanks()
+WORLD_RANKS: list[WorldRanks] = [WorldRanks((0,))]
 
 
 class Status:

@@ -8,6 +8,7 @@ of int8 and drops its data; the receiver then asks the sender for them again.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import threading
 import weakref
@@ -17,11 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Bytes, Part
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, PROC_NULL, TAG_UB_VALUE
-from unisono.adapters.mpi4py.errors import fail, require, translated
-from unisono.adapters.mpi4py.handles import RAISES
-from unisono.adapters.mpi4py.requests import Call
+from unisono.adapters.mpi4py.buffers import Bytes
+from unisono.adapters.mpi4py.errors import (
+    ANY_SOURCE,
+    ANY_TAG,
+    PROC_NULL,
+    TAG_UB_VALUE,
+    fail,
+    require,
+    translated,
+)
+from unisono.adapters.mpi4py.handles import Described
+from unisono.adapters.mpi4py.packing import Run
+from unisono.adapters.mpi4py.requests import Both, Ongoing
 from unisono.core.base.types import code_of, dtype_named
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.operations.work import Work
@@ -29,10 +38,11 @@ from unisono.core.transports.messages import ANY_TAG as ANY
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 
 _SYNC = code_of(dtype_named("int8"))
+_ABSENT = LookupError("no message has come")
 _NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
 
 
-class CommState:
+class CommState(Described):
     """The object of a communicator.
 
     Attributes:
@@ -52,19 +62,24 @@ class CommState:
         self.is_inter = channel is not None
         self.peers = tuple(peers) if self.is_inter else tuple(range(group.size()))
         self.rank, self.size = group.rank(), group.size()
-        self.name, self.info, self.errhandler = "", {}, RAISES  # type: ignore[var-annotated]
-        self.attributes: dict[int, Any] = {}
+        super().__init__()
         self.topology: Any = None
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
-        digest = hashlib.blake2b(self.channel.key.encode(), digest_size=4).digest()
-        self.key = int.from_bytes(digest, "little") >> 1 << 30
-        self.started: deque[weakref.ref[Receive]] = deque()
+        self.started: deque[weakref.ref[Receipt]] = deque()
         self.is_async = True
         self._now: CommState | None = None
-        self.buffer: Any = None
-        self.inner: Any = None
-        self.remote: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def key(self) -> int:
+        """What tells its answers from those of other communicators."""
+        digest = hashlib.blake2b(self.channel.key.encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 1 << 30
+
+    @property
+    def remote(self) -> tuple[int, ...]:
+        """Global ranks of those that messages go to."""
+        return tuple(self.channel.ranks[peer] for peer in self.peers)
 
     @property
     def now(self) -> CommState:
@@ -90,11 +105,11 @@ class CommState:
         ok = 0 <= tag <= TAG_UB_VALUE or (receives and tag == ANY_TAG)
         require(ok, "ERR_TAG", f"tag {tag} is not in 0..{TAG_UB_VALUE}")
 
-    def send(self, data: Bytes, dest: int, tag: int, mode: str = "") -> Call:
+    def send(self, data: Bytes, dest: int, tag: int, mode: str = "") -> Ongoing:
         """Start sending; the mode is that of the letter in the call's name."""
         self.check(dest, tag)
         if dest == PROC_NULL:
-            return Call()
+            return Ongoing()
         with translated():
             peer = self.peers[dest]
             if mode == "s":
@@ -102,9 +117,9 @@ class CommState:
             if mode == "b":
                 data = data.copy()
             work = self.channel.send(data, peer, tag, async_op=True)
-        return Call() if mode == "b" else Call([work])
+        return Ongoing() if mode == "b" else Ongoing([work])
 
-    def _send_synchronously(self, data: Bytes, peer: int, tag: int) -> Call:
+    def _send_synchronously(self, data: Bytes, peer: int, tag: int) -> Ongoing:
         services, to, key = self.services, self.channel.ranks[peer], self.key | tag
         answer = np.zeros(1, np.uint8)
         answered = services.recv(answer, to, key << 1, async_op=True)
@@ -118,14 +133,16 @@ class CommState:
                     answer[0] = 0
                     sent_again.append(services.send(data, to, key << 1 | 1, async_op=True))
 
-        def end(call: Call) -> list[Work] | None:
+        def end(call: Ongoing) -> list[Work] | None:
             raise_first(call.works)
             again()
             return [sent_again.pop()] if sent_again else None
 
         # The receiver waits for the data while this program may do something else.
         answered.on_end(again)
-        return Call([sent, answered], end)
+        call = Ongoing([sent, answered], end)
+        call.is_own = to == services.rank()
+        return call
 
     # ---- receive --------------------------------------------------------------------------
 
@@ -135,7 +152,7 @@ class CommState:
             return self.peers[0] if len(self.peers) == 1 else None
         return self.peers[source]
 
-    def recv(self, part: Part, source: int, tag: int, waits: bool = False) -> Call:
+    def recv(self, part: Run, source: int, tag: int, waits: bool = False) -> Ongoing:
         """Start receiving into memory."""
         self.check(source, tag, receives=True)
         if source == PROC_NULL:
@@ -144,11 +161,11 @@ class CommState:
         wanted = ANY if tag == ANY_TAG else tag
         with translated():
             work = self.channel.recv(into, self._from(source), wanted, async_op=True, _partial=True)
-        return self._began(Receive(self, work, into, part.store), waits)
+        return self._began(Receipt(self, work, into, part.store), waits)
 
     def recv_any(
-        self, source: int, tag: int, take: Callable[[Call, Bytes], None], waits: bool = False
-    ) -> Call:
+        self, source: int, tag: int, take: Callable[[Ongoing, Bytes], None], waits: bool = False
+    ) -> Ongoing:
         """Start receiving a message of any size; `take` gets its bytes at the end."""
         self.check(source, tag, receives=True)
         if source == PROC_NULL:
@@ -156,10 +173,10 @@ class CommState:
         wanted = ANY if tag == ANY_TAG else tag
         with translated():
             work = self.channel.recv_array(self._from(source), wanted, async_op=True)
-        call = Receive(self, work, None, lambda data: take(call, data))
+        call = Receipt(self, work, None, lambda data: take(call, data))
         return self._began(call, waits)
 
-    def _began(self, call: Receive, waits: bool) -> Receive:
+    def _began(self, call: Receipt, waits: bool) -> Receipt:
         self.started = deque(r for r in self.started if (c := r()) is not None and not c.is_taken)
         self.started.append(weakref.ref(call))
         if not waits:
@@ -172,6 +189,16 @@ class CommState:
         key = (self.key | tag) << 1
         self.services.send(np.array([wants_data], np.uint8), source, key, async_op=True)
 
+    def both(self, data: Bytes, dest: int, tag: int, receive: Callable[[], Ongoing]) -> Ongoing:
+        """Start a receive and a send; of a send that is refused no receive stays."""
+        self.check(dest, tag)
+        received = receive()
+        try:
+            return Both(received, self.send(data, dest, tag))
+        except BaseException:
+            received.cancel()
+            raise
+
     def probe(self, source: int, tag: int, waits: bool) -> tuple[int, int, int] | None:
         """Return source, tag and bytes of a message, or None if none has come."""
         self.check(source, tag, receives=True)
@@ -181,6 +208,9 @@ class CommState:
         with translated():
             work = self.channel.probe(self._from(source), wanted, async_op=not waits)
             if not waits and not work.is_completed():
+                # With an error of its own: a time-out asks the other ranks what they do.
+                pending: Any = work._pending
+                pending._comm.transport.messages.cancel(pending, _ABSENT)
                 work.cancel()
                 if not work.is_success():
                     return None
@@ -192,7 +222,7 @@ class CommState:
         return self.place[found.source], found.tag, found.nbytes
 
 
-class Receive(Call):
+class Receipt(Ongoing):
     """A receive.
 
     Args:
@@ -250,7 +280,7 @@ class Receive(Call):
             if isinstance(self.works[0].exception(), CollectiveTimeoutError):
                 self.is_done = self.is_cancelled = self.is_taken = True
 
-    def _end(self, call: Call) -> list[Work] | None:
+    def _end(self, call: Ongoing) -> list[Work] | None:
         self.take()
         work, into = self.works[0], self._into
         if self._again is not None:
@@ -268,8 +298,8 @@ class Receive(Call):
         return None
 
 
-def _from_nowhere() -> Call:
-    call = Call()
+def _from_nowhere() -> Ongoing:
+    call = Ongoing()
     call.found = _NOTHING
     return call
 

@@ -1,17 +1,272 @@
-"""Pack and Unpack of datatypes."""
+"""From mpi4py's arguments, such as [array, count, displacement, datatype], to runs of elements.
+
+Also Pack and Unpack of datatypes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import Part, memory_of, simple
-from unisono.adapters.mpi4py.datatypes import Datatype
-from unisono.adapters.mpi4py.errors import require
+from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, at_address, memory_of
+from unisono.adapters.mpi4py.datatypes import Datatype, TypeMap, by_code, named
+from unisono.adapters.mpi4py.errors import PROC_NULL, require
 
 
-def _elements(kind: Any, buf: Any, writes: bool) -> Part:
+class Run(NamedTuple):
+    """Some elements in memory.
+
+    Attributes:
+        memory: The whole buffer.
+        offset: Of the first element, in bytes.
+        count: Number of elements.
+        kind: Their datatype.
+    """
+
+    memory: Bytes
+    offset: int
+    count: int  # type: ignore[assignment]
+    kind: TypeMap
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.count * self.kind.size
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the data is contiguous."""
+        return self.kind.is_plain
+
+    def _index(self) -> Any:
+        index = self.kind.index(self.count) + self.offset
+        memory = self.memory
+        if self.memory is NONE and len(index) and self.offset >= 0 and index.min() > 1 << 12:
+            # BOTTOM: the places are addresses.
+            low = int(index.min())
+            memory, index = at_address(low, int(index.max()) + 1 - low), index - low
+        if len(index) and (index.min() < 0 or index.max() >= len(memory)):
+            raise ValueError(f"message: datatype reaches outside the buffer of {len(memory)} bytes")
+        return memory, index
+
+    def pack(self) -> Bytes:
+        """Return the data: the memory itself if it is contiguous, else a copy."""
+        if self.kind.is_plain:
+            end = self.offset + self.nbytes
+            if end > len(self.memory):
+                raise ValueError(
+                    f"message: buffer of {len(self.memory)} bytes is too small, {end} needed"
+                )
+            return self.memory[self.offset : end]
+        memory, index = self._index()
+        packed: Bytes = memory[index]
+        return packed
+
+    def target(self) -> Bytes:
+        """Return memory for a receive: the memory itself if it is contiguous, else a copy."""
+        return self.pack()
+
+    def store(self, data: Bytes) -> None:
+        """Write received data, which may be shorter, unless it is in the memory already."""
+        if not self.kind.is_plain:
+            memory, index = self._index()
+            memory[index[: len(data)]] = data[: len(index)]
+
+    def fill(self, data: Bytes) -> None:
+        """Write data, which may be shorter."""
+        if self.kind.is_plain:
+            self.pack()[: len(data)] = data[: self.nbytes]
+        else:
+            self.store(data)
+
+    def typed(self, data: Bytes) -> Any:
+        """Return packed data as elements of NumPy's dtype, if there is one."""
+        kind = self.kind
+        if kind.dtype is None:
+            return None
+        return data.view(kind.dtype) if kind.size % kind.dtype.itemsize == 0 else None
+
+    def slice(self, first: int, count: int) -> Run:
+        """Return some of the elements."""
+        return Run(self.memory, self.offset + first * self.kind.extent, count, self.kind)
+
+
+def kind_of(kind: Any) -> TypeMap | None:
+    """Return the layout of a datatype or type string; None for the null datatype."""
+    if isinstance(kind, Datatype):
+        return kind.ob  # type: ignore[no-any-return]
+    if isinstance(kind, str):
+        return by_code[kind].ob  # type: ignore[no-any-return]
+    raise TypeError(f"expecting a datatype or typecode, got {type(kind).__name__}")
+
+
+def _words(message: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
+    """Return array, counts, displacements and datatype of an argument."""
+    if not isinstance(message, (list, tuple)):
+        return message, None, None, None
+    if not 2 <= len(message) <= 4:
+        raise ValueError("message: expecting 2 to 4 items")
+    array, counts, displs, kind = message[0], None, None, None
+    if len(message) == 2:
+        counts = message[1]
+        if isinstance(counts, (Datatype, str)):
+            counts, kind = None, counts
+    elif len(message) == 3:
+        counts, kind = message[1:]
+    else:
+        counts, displs, kind = message[1:]
+    pair = (tuple,) if vector else (tuple, list)
+    if len(message) < 4 and isinstance(counts, pair):
+        counts, displs = counts
+    return array, counts, displs, kind
+
+
+def _base(array: Any, kind: Any, writes: bool) -> tuple[Bytes, TypeMap | None]:
+    if array is None or array is BOTTOM:
+        if array is None and kind is None:
+            return NONE, named["BYTE"].ob
+        return NONE, named["BYTE"].ob if kind is None else kind_of(kind)
+    memory, code = memory_of(array, writes)
+    if kind is None:
+        if not code:
+            raise BufferError("mismatched byte order")
+        return memory, by_code[code].ob
+    return memory, kind_of(kind)
+
+
+def _usable(kind: TypeMap | None, what: str) -> TypeMap:
+    if kind is None:
+        raise ValueError(f"message: cannot {what}, datatype is null")
+    if kind.extent <= 0:
+        raise ValueError(f"message: cannot {what}, datatype extent {kind.extent}")
+    return kind
+
+
+EMPTY_PART = Run(NONE, 0, 0, named["BYTE"].ob)
+
+
+def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Run:
+    """Return the elements of a message; `blocks`: of one of as many equal parts."""
+    if peer == PROC_NULL:
+        return EMPTY_PART
+    if message is None:
+        raise TypeError("message: expecting buffer or list/tuple")
+    array, count, displ, given = _words(message, False)
+    memory, kind = _base(array, given, writes)
+    length, offset = len(memory), 0
+    if displ is not None and (at := operator.index(displ)) != 0:
+        if at < 0:
+            raise ValueError(f"message: negative displacement {at}")
+        offset = at * _usable(kind, "handle displacement").extent
+        if offset > length:
+            raise ValueError(f"message: displacement {at} out of bounds")
+        length -= offset
+    if count is not None:
+        number = operator.index(count)
+        if number < 0:
+            raise ValueError(f"message: negative count {number}")
+        if number > 0 and array is None:
+            raise ValueError(f"message: buffer is None but count is {number}")
+    elif length:
+        extent = _usable(kind, "infer count").extent
+        number, rest = divmod(length, extent)
+        if rest:
+            raise ValueError(
+                f"message: cannot infer count, buffer length {length} is not a multiple of "
+                f"datatype extent {extent}"
+            )
+        if blocks > 1 and number % blocks:
+            raise ValueError(
+                f"message: cannot infer count, number of entries {number} is not a multiple of "
+                f"required number of blocks {blocks}"
+            )
+        number //= max(blocks, 1)
+    else:
+        number = 0
+    if kind is None:
+        if number:
+            raise ValueError("message: datatype is null")
+        kind = named["BYTE"].ob
+    return Run(memory, offset, number, kind)
+
+
+def _numbers(given: Any, blocks: int) -> list[int]:
+    values = [operator.index(each) for each in np.asarray(given).reshape(-1).tolist()]
+    if len(values) != blocks:
+        raise ValueError(f"expecting {blocks} items, got {len(values)}")
+    return values
+
+
+def vector(message: Any, writes: bool, blocks: int) -> list[Run]:
+    """Return the blocks of a message with counts and displacements."""
+    if message is None:
+        raise TypeError("message: expecting buffer or list/tuple")
+    array, counts, displs, given = _words(message, True)
+    memory, kind = _base(array, given, writes)
+    if counts is None:
+        total = 0
+        if len(memory):
+            extent = _usable(kind, "infer count").extent
+            total, rest = divmod(len(memory), extent)
+            if rest:
+                raise ValueError(
+                    f"message: cannot infer count, buffer length {len(memory)} is not a multiple "
+                    f"of datatype extent {extent}"
+                )
+        whole, rest = divmod(total, max(blocks, 1))
+        sizes = [whole + (k < rest) for k in range(blocks)]
+    elif np.ndim(counts) == 0:
+        sizes = [operator.index(counts)] * blocks
+    else:
+        sizes = _numbers(counts, blocks)
+    if displs is None:
+        places = [sum(sizes[:k]) for k in range(blocks)]
+    elif np.ndim(displs) == 0:
+        places = [operator.index(displs) * k for k in range(blocks)]
+    else:
+        places = _numbers(displs, blocks)
+    if kind is None:
+        if any(sizes):
+            raise ValueError("message: datatype is null")
+        kind = named["BYTE"].ob
+    extent = kind.extent
+    return [Run(memory, p * extent, n, kind) for n, p in zip(sizes, places, strict=True)]
+
+
+def vector_w(message: Any, writes: bool, blocks: int) -> list[Run]:
+    """Return the blocks of a message with a datatype for each; displacements count bytes."""
+    counts: Any = None
+    displs: Any = None
+    if len(message) == 2:
+        array, kinds = message
+    elif len(message) == 3:
+        array, (counts, displs), kinds = message
+    elif len(message) == 4:
+        array, counts, displs, kinds = message
+    else:
+        raise ValueError("message: expecting 2 to 4 items")
+    if array is BOTTOM:
+        if counts is None or displs is None:
+            raise ValueError("message: BOTTOM requires counts and displs")
+        memory = NONE
+    else:
+        memory = NONE if array is None else memory_of(array, writes)[0]
+    sizes = [1] * blocks if counts is None and displs is None else _numbers(counts, blocks)
+    places = [0] * blocks if counts is None and displs is None else _numbers(displs, blocks)
+    types: Sequence[Any] = list(kinds)
+    if len(types) != blocks:
+        raise ValueError(f"expecting {blocks} items, got {len(types)}")
+    parts = []
+    for size, place, each in zip(sizes, places, types, strict=True):
+        kind = kind_of(each) or named["BYTE"].ob
+        parts.append(Run(memory, place, size, kind))
+    return parts
+
+
+def _elements(kind: Any, buf: Any, writes: bool) -> Run:
     """Return the elements of a datatype in a buffer."""
     layout = kind.live
     if isinstance(buf, (list, tuple)):
@@ -21,10 +276,10 @@ def _elements(kind: Any, buf: Any, writes: bool) -> Part:
     room = len(memory) - low - span
     step = layout.extent
     count = 0 if not layout.size or room < 0 else 1 if step <= 0 else 1 + room // step
-    return Part(memory, 0, count, layout)
+    return Run(memory, 0, count, layout)
 
 
-def _swapped(part: Part, data: Any) -> Any:
+def _swapped(part: Run, data: Any) -> Any:
     """Return data in the other byte order: external32 is big-endian."""
     dtype = part.kind.dtype
     if dtype is None or dtype.names:
@@ -52,16 +307,13 @@ def unpack(self: Datatype, inbuf: Any, position: int, outbuf: Any, comm: Any) ->
     return _get(_elements(self, outbuf, True), inbuf, position, False)
 
 
-def _get(part: Part, inbuf: Any, position: int, swap: bool) -> int:
+def _get(part: Run, inbuf: Any, position: int, swap: bool) -> int:
     memory, _ = memory_of(inbuf[0] if isinstance(inbuf, (list, tuple)) else inbuf, False)
     end = position + part.nbytes
     require(end <= len(memory), "ERR_ARG", f"{end} bytes of {len(memory)}")
     data = memory[position:end].copy()
     data = _swapped(part, data) if swap else data
-    if part.is_plain:
-        part.pack()[:] = data
-    else:
-        part.store(data)
+    part.fill(data)
     return end
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
-from unisono.adapters.mpi4py.constants import ANY_SOURCE, ANY_TAG, UNDEFINED
-from unisono.adapters.mpi4py.errors import exception_of, require
+from unisono.adapters.mpi4py.errors import ANY_SOURCE, ANY_TAG, UNDEFINED, exception_of, require
 from unisono.adapters.mpi4py.handles import Handle, Status
 from unisono.core.operations.work import Work
 
-Finish = Callable[["Call"], "list[Work] | None"]
+Finish = Callable[["Ongoing"], "list[Work] | None"]
 EMPTY = ANY_SOURCE, ANY_TAG, 0
 
 
-class Call:
+class Ongoing:
     """A call under way.
 
     Its works are waited for; then `finish` stores the result, or returns the works of a next part.
@@ -22,13 +22,14 @@ class Call:
     Attributes:
         value: The result of a call for objects.
         found: Source, tag and bytes of the message of a receive.
+        is_own: Whether it is a synchronous send to this rank.
     """
 
     def __init__(self, works: Sequence[Work] = (), finish: Finish | None = None) -> None:
         self.works, self._finish = list(works), finish
         self.value: Any = None
         self.found: tuple[int, int, int] = EMPTY
-        self.is_cancelled = self.is_done = False
+        self.is_cancelled = self.is_done = self.is_own = False
         self._error: BaseException | None = None
 
     def _step(self) -> None:
@@ -49,6 +50,9 @@ class Call:
         """Return whether the call has ended; goes on with it."""
         while not self.is_done and all(work.is_completed() for work in self.works):
             self._step()
+        if self.is_own and not self.is_done:
+            # Other threads of this process end it, while the program may only test.
+            time.sleep(0.0005)
         return self.is_done
 
     def wait(self) -> None:
@@ -65,15 +69,40 @@ class Call:
         """Do nothing: what was sent can be received."""
 
 
-class Plan:
+class Both(Ongoing):
+    """A call that ends with a receive and a send."""
+
+    def __init__(self, received: Ongoing, sent: Ongoing) -> None:
+        super().__init__([*received.works, *sent.works])
+        self._received, self._sent = received, sent
+
+    def test(self) -> bool:
+        """Return whether both have ended."""
+        done = self._received.test()
+        self.is_done = self._sent.test() and done
+        self._take()
+        return self.is_done
+
+    def wait(self) -> None:
+        """Wait for both."""
+        self._received.wait()
+        self._sent.wait()
+        self.is_done = True
+        self._take()
+
+    def _take(self) -> None:
+        self.found, self.value = self._received.found, self._received.value
+
+
+class Persistent:
     """The object of a persistent request: makes a call at each start."""
 
-    def __init__(self, make: Callable[[], Call]) -> None:
+    def __init__(self, make: Callable[[], Ongoing]) -> None:
         self.make = make
-        self.call: Call | None = None
+        self.call: Ongoing | None = None
 
 
-def _note(call: Call, status: Status | None) -> None:
+def _note(call: Ongoing, status: Status | None) -> None:
     if status is not None:
         status.set(*call.found, call.is_cancelled)
 
@@ -85,18 +114,18 @@ class Request(Handle, root=True):
 
     def __new__(cls, request: Request | None = None) -> Self:
         self = super().__new__(cls, request)
-        if cls is Prequest and self.ob is not None and not isinstance(self.ob, Plan):
+        if cls is Prequest and self.ob is not None and not isinstance(self.ob, Persistent):
             raise TypeError("expecting a persistent request")
         if cls is Grequest and self.ob is not None:
             raise TypeError("expecting a generalized request")
         return self
 
-    def _call(self) -> Call | None:
+    def _call(self) -> Ongoing | None:
         """Return the call, None of a null or idle request."""
-        return self.ob.call if isinstance(self.ob, Plan) else self.ob
+        return self.ob.call if isinstance(self.ob, Persistent) else self.ob
 
     def _end(self) -> None:
-        if isinstance(self.ob, Plan):
+        if isinstance(self.ob, Persistent):
             self.ob.call = None
         else:
             self.ob = None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
 from unisono.adapters.mpi4py import collectives
 from unisono.adapters.mpi4py.comm import Comm, Intracomm, _split, add_forms
-from unisono.adapters.mpi4py.constants import NUMBERS, PROC_NULL
-from unisono.adapters.mpi4py.errors import require, translated
-from unisono.adapters.mpi4py.handles import Group, Ranks
+from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, require, translated
+from unisono.adapters.mpi4py.handles import Group, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
+from unisono.adapters.mpi4py.objects import _bytes, pickle
 from unisono.beyond.neighbors import _graph_table
 from unisono.core.backends.neighbors import NeighborMessages
 from unisono.core.c10d.new_groups import new_group
@@ -27,7 +27,7 @@ class Weights(int):
 UNWEIGHTED, WEIGHTS_EMPTY = Weights(10), Weights(11)
 
 
-class Topology:
+class Neighborhood:
     """Neighbours of the ranks.
 
     Attributes:
@@ -131,8 +131,6 @@ class Topocomm(Intracomm):
 
     def neighbor_alltoall(self, sendobj: list[Any]) -> list[Any]:
         """Return one object of each neighbour."""
-        from unisono.adapters.mpi4py.comm import _bytes, pickle
-
         sources, targets = self.degrees
         if len(sendobj) != targets:
             raise ValueError(f"expecting {targets} items, got {len(sendobj)}")
@@ -149,7 +147,6 @@ add_forms(
     Topocomm,
     "Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv "
     "Neighbor_alltoallw",
-    lambda name: getattr(collectives, name),
 )
 
 
@@ -235,7 +232,7 @@ def _on_grid(state: CommState, shape: Sequence[int], periods: Sequence[Any]) -> 
                 row.append(at)
         table.append((row, row))
     wraps = [bool(p) for p in periods]
-    state.topology = Topology("CART", table, shape=shape, periods=wraps)
+    state.topology = Neighborhood("CART", table, shape=shape, periods=wraps)
     state.topology.connect(state.rank)
     return state
 
@@ -287,11 +284,6 @@ class Distgraphcomm(Topocomm):
         return *self.inoutedges, None if weights is None else tuple(map(list, weights))
 
 
-class _Row(NamedTuple):
-    sources: list[int]
-    targets: list[int]
-
-
 def _weights(given: Any, ranks: Sequence[int]) -> list[int] | None:
     if given is None or given is UNWEIGHTED:
         return None
@@ -337,17 +329,17 @@ def create_graph(
         return Graphcomm.of(None)
     rows = [list(edges[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
     made = CommState(group)
-    made.topology = Topology("GRAPH", [(row, row) for row in rows], index=ends)
+    made.topology = Neighborhood("GRAPH", [(row, row) for row in rows], index=ends)
     made.topology.connect(made.rank)
     return Graphcomm.of(made)
 
 
-def _dist_graph(self: Intracomm, row: _Row, weights: Any) -> Distgraphcomm:
+def _dist_graph(self: Intracomm, row: tuple[list[int], list[int]], weights: Any) -> Distgraphcomm:
     with translated():
         made = CommState(_split(self.live.group, 0, self.live.rank))
         rows: list[Any] = [None] * made.size
-        objects.all_gather_object(rows, (row.sources, row.targets), made.group)
-    made.topology = Topology("DIST_GRAPH", rows, weights=weights)
+        objects.all_gather_object(rows, row, made.group)
+    made.topology = Neighborhood("DIST_GRAPH", rows, weights=weights)
     made.topology.connect(made.rank)
     return Distgraphcomm.of(made)
 
@@ -362,8 +354,8 @@ def create_dist_graph_adjacent(
     reorder: bool = False,
 ) -> Distgraphcomm:
     """Return a graph of which each rank knows its own edges."""
-    row = _Row(list(sources or []), list(destinations or []))
-    incoming, outgoing = _weights(sourceweights, row.sources), _weights(destweights, row.targets)
+    row = list(sources or []), list(destinations or [])
+    incoming, outgoing = _weights(sourceweights, row[0]), _weights(destweights, row[1])
     weights = None if incoming is None and outgoing is None else (incoming or [], outgoing or [])
     return _dist_graph(self, row, weights)
 
@@ -393,7 +385,7 @@ def create_dist_graph(
     flat = [edge for each, _ in everything for edge in each]
     mine_in = [e for e in flat if e[1] == state.rank]
     mine_out = [e for e in flat if e[0] == state.rank]
-    row = _Row([e[0] for e in mine_in], [e[1] for e in mine_out])
+    row = [e[0] for e in mine_in], [e[1] for e in mine_out]
     has = any(flag for _, flag in everything)
     pair = ([e[2] for e in mine_in], [e[2] for e in mine_out]) if has else None
     return _dist_graph(self, row, pair)
@@ -419,7 +411,7 @@ class InterState(CommState):
 
     Attributes:
         inner: Carries the messages of collective calls.
-        remote: Global ranks of the other side.
+        is_first: Whether this side comes first in its groups.
     """
 
     def __init__(self, group: Any, remote: Sequence[int]) -> None:
@@ -428,7 +420,7 @@ class InterState(CommState):
         both = [*first, *second]
         made = [new_group(both, use_local_synchronization=True, sort_ranks=False) for _ in "ab"]
         super().__init__(group, made[0], [both.index(r) for r in remote])
-        self.inner, self.remote, self.is_first = made[1], tuple(remote), mine == first
+        self.inner, self.is_first = made[1], mine == first
 
     def duplicate(self) -> InterState:
         """Return another one of the same ranks."""
@@ -454,7 +446,7 @@ class Intercomm(Comm):
 
     def Get_remote_group(self) -> Group:
         """Return the other group."""
-        return Group.of(Ranks(self.live.remote))
+        return Group.of(WorldRanks(self.live.remote))
 
     def Get_remote_size(self) -> int:
         """Return the number of ranks of the other group."""

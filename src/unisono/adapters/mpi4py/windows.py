@@ -12,24 +12,15 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.buffers import (
-    BOTTOM,
-    NONE,
-    Bytes,
-    Part,
-    buffer,
-    kind_of,
-    memory_of,
-    simple,
-)
+from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, buffer, memory_of
 from unisono.adapters.mpi4py.comm import COMM_NULL, SELF, Comm, _split
-from unisono.adapters.mpi4py.constants import NUMBERS, PROC_NULL
-from unisono.adapters.mpi4py.datatypes import Layout
-from unisono.adapters.mpi4py.errors import fail, require, translated
-from unisono.adapters.mpi4py.handles import RAISES, Attributes, Group, Handle, Ranks
+from unisono.adapters.mpi4py.datatypes import TypeMap
+from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, fail, require, translated
+from unisono.adapters.mpi4py.handles import Attributes, Described, Group, Handle, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
-from unisono.adapters.mpi4py.requests import Call, Request
+from unisono.adapters.mpi4py.packing import Run, kind_of, simple
+from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.base.deadline import Deadline
 from unisono.core.c10d.objects.functions import all_gather_object
@@ -38,7 +29,7 @@ _POSTED, _COMPLETED = 1, 2
 _ACCESS, _UPDATE = 0, 1
 
 
-class WinState:
+class WinState(Described):
     """The object of a window.
 
     Attributes:
@@ -48,6 +39,7 @@ class WinState:
     """
 
     def __init__(self, state: CommState, given: Bytes | None, size: int, unit: int, flavor: str):
+        super().__init__()
         self.comm = CommState(_split(state.group, 0, state.rank))
         self.flavor = NUMBERS[f"WIN_FLAVOR_{flavor}"]
         group = self.comm.group
@@ -60,9 +52,8 @@ class WinState:
         self.public = np.asarray(self.window.local)[:size]
         self.memory = self.public if given is None else given
         self.seen = None if given is None else given.copy()
-        self.name, self.info, self.errhandler = "", {}, RAISES  # type: ignore[var-annotated]
         self.is_separate = given is not None
-        self.attributes: dict[int, Any] = {
+        self.attributes |= {
             NUMBERS["WIN_BASE"]: int(self.memory.__array_interface__["data"][0]) if size else 0,
             NUMBERS["WIN_SIZE"]: size,
             NUMBERS["WIN_DISP_UNIT"]: unit,
@@ -111,7 +102,7 @@ class WinState:
 class _Target:
     """Some elements in the part of a rank."""
 
-    def __init__(self, state: WinState, origin: Part, rank: int, given: Any) -> None:
+    def __init__(self, state: WinState, origin: Run, rank: int, given: Any) -> None:
         self.state, self.rank = state, rank
         require(0 <= rank < state.comm.size, "ERR_RANK", f"rank {rank}")
         size, unit = state.places[rank]
@@ -130,7 +121,7 @@ class _Target:
             elif len(words) == 3:
                 count = origin.count if words[1] is None else int(words[1])
                 kind = kind_of(words[2]) or kind
-        self.kind: Layout = kind
+        self.kind: TypeMap = kind
         self.offset = disp * unit
         self.pieces = list(_pieces(kind, count, self.offset))
         ends = [at + n for at, n in self.pieces]
@@ -170,7 +161,7 @@ class _Target:
         return before
 
 
-def _pieces(kind: Layout, count: int, offset: int) -> Iterator[tuple[int, int]]:
+def _pieces(kind: TypeMap, count: int, offset: int) -> Iterator[tuple[int, int]]:
     if kind.is_plain:
         if count * kind.size:
             yield offset, count * kind.size
@@ -180,10 +171,24 @@ def _pieces(kind: Layout, count: int, offset: int) -> Iterator[tuple[int, int]]:
             yield offset + element * kind.extent + at, size
 
 
-class Win(Attributes, Handle, root=True):
-    """A window."""
+class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[misc]
+    """A window; an array, so that `memoryview` gives the memory of this rank's part."""
 
     error = "ERR_WIN"
+
+    def __new__(cls, win: Win | None = None) -> Self:
+        if win is not None and not isinstance(win, Win):
+            raise TypeError(f"expected a Win, got {type(win).__name__}")
+        return cls.of(None if win is None else win.ob)
+
+    @classmethod
+    def of(cls, ob: Any) -> Self:
+        """Return a handle of an object."""
+        self = (NONE if ob is None else ob.memory).view(cls)
+        self.ob = ob
+        return self
+
+    __ne__, __repr__, __reduce_ex__ = object.__ne__, object.__repr__, object.__reduce_ex__
 
     @classmethod
     def _make(cls, comm: Any, given: Bytes | None, size: int, unit: int, flavor: str) -> Self:
@@ -237,7 +242,7 @@ class Win(Attributes, Handle, root=True):
 
     def Get_group(self) -> Group:
         """Return the ranks."""
-        return Group.of(Ranks(self.live.comm.group.ranks))
+        return Group.of(WorldRanks(self.live.comm.group.ranks))
 
     def Get_name(self) -> str:
         """Return the name."""
@@ -289,7 +294,7 @@ class Win(Attributes, Handle, root=True):
         with translated():
             self._own(target_rank)
             data = _Target(state, part, target_rank, target).get()
-        _fill(part, data)
+        part.fill(data)
 
     def _own(self, rank: int) -> None:
         """Make what this rank has done to its own part seen."""
@@ -324,7 +329,7 @@ class Win(Attributes, Handle, root=True):
             before = to.update(change)
             self._own(target_rank)
         if into is not None:
-            _fill(into, before)
+            into.fill(before)
 
     def Fetch_and_op(
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
@@ -350,11 +355,11 @@ class Win(Attributes, Handle, root=True):
             to = _Target(state, parts[0], target_rank, target_disp)
             before = to.update(lambda now: new if np.array_equal(now, old) else None)
             self._own(target_rank)
-        _fill(parts[2], before)
+        parts[2].fill(before)
 
     def _request(self, call: Callable[..., None], *arguments: Any) -> Request:
         call(*arguments)
-        return Request.of(Call())
+        return Request.of(Ongoing())
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
         """As Put, with a request."""
@@ -490,15 +495,8 @@ def _or_self(comm: Any) -> Any:
     return SELF[0] if comm is None else comm
 
 
-def _like(part: Part, to: _Target) -> Part:
-    return Part(part.memory, part.offset, part.count, to.kind if to.kind.dtype else part.kind)
-
-
-def _fill(part: Part, data: Bytes) -> None:
-    if part.is_plain:
-        part.pack()[: len(data)] = data[: part.nbytes]
-    else:
-        part.store(data)
+def _like(part: Run, to: _Target) -> Run:
+    return Run(part.memory, part.offset, part.count, to.kind if to.kind.dtype else part.kind)
 
 
 def _type(message: Any) -> Any:

@@ -125,14 +125,15 @@ class Messages(AnyMessages):
         for source in transfer.among if transfer.peer is None else (transfer.peer,):
             self._links.notice_end(source, transfer.context)
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: Transfer, error: BaseException | None = None) -> None:
+        error = error or Cancelled()
         with self.matching:
             entry = self._entries.get(transfer.context)
             posted = entry is not None and _remove(entry.posted, transfer)
         if posted:
-            transfer.finish(Cancelled())
+            transfer.finish(error)
         elif not transfer.done():
-            self._links.cancel_frames(lambda other: other is transfer, Cancelled())
+            self._links.cancel_frames(lambda other: other is transfer, error)
             transfer.wait_until(Deadline(_COPY_S))
 
     def claim(self, source: int, key: Key) -> Transfer | None:
