@@ -54,6 +54,8 @@ def test_a_question_is_found(text):
 
 # What C++ alone has: each class with the reason why Python has no class of this name.
 CPP_ALONE = {
+    "TlsContext": "OpenSSL is loaded by C++; without it nothing is encrypted",
+    "TlsSession": "as TlsContext",
     "TlsContext": "what sessions share in OpenSSL",
     "TlsSession": "SecuredSocket calls it; Python's ssl has no keys of both ends before 3.13",
     "Segment": "memory that ranks share",
