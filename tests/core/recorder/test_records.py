@@ -104,6 +104,8 @@ def test_a_record_says_when_its_caller_began_to_wait(rank, engine):
     times = [record.wait_begun_ns for record in dist.trace_records(group)[1:3]]
     assert before_ns - slack_ns < times[1] < after_ns + slack_ns
     assert times[0] + pause_s * 0.9e9 < times[1] + slack_ns
+    dist.wait_any([dist.all_reduce(x, group=group, async_op=True)])
+    assert dist.trace_records(group)[-1].wait_begun_ns
 
 
 @pytest.mark.ranks(2)

@@ -1,5 +1,6 @@
 """The table of launchers, with the environments that they make."""
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.support.together import on_threads
 from unisono.core.base.net.sockets import listen
+from unisono.core.platform import processes
 from unisono.core.rendezvous import meeting, rendezvous
 from unisono.core.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone, local_rank
 from unisono.core.rendezvous.meeting import host_of_mpiexec, hosts_of_rank_0, job_ports
@@ -279,6 +281,16 @@ def meet_all(environment, env, launcher, world_size):
         assert (got_rank, got_size) == (rank, world_size)
         met.append(store)
     return met
+
+
+def test_an_invented_line_about_oneself_names_no_other_launcher(monkeypatch):
+    """Under qemu-user a process reads in /proc/PID/stat of itself what no other process reads."""
+    me, own, real = os.getpid(), f"/proc/{os.getpid()}/stat", processes.read_text
+    found = meeting._launcher_process("NO_SUCH_VARIABLE"), processes.entry_of(me)
+    assert found[1].parent == os.getppid()
+    invented = "1 (python) R 0 1" + " 0" * 50
+    monkeypatch.setattr(processes, "read_text", lambda at: invented if at == own else real(at))
+    assert (meeting._launcher_process("NO_SUCH_VARIABLE"), processes.entry_of(me)) == found
 
 
 def test_ranks_of_one_host_meet_in_a_file(environment, monkeypatch, tmp_path):

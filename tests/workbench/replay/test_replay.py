@@ -11,7 +11,7 @@ from unisono.core.recorder.flight_recorder import GroupRecords, Origin, RankReco
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.cli.main import main
 from unisono.workbench.replay.engine import COMPUTE, RankSpan, changed, critical_path, play
-from unisono.workbench.replay.job import Job, JobCall, JobGroup, JobStep, find_marks
+from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, JobStep, find_marks
 from unisono.workbench.replay.pricing import RecordedTimes, Simulated
 from unisono.workbench.replay.records import job_of, op_of
 from unisono.workbench.simulate import machine
@@ -219,6 +219,35 @@ def test_a_replay_as_recorded_is_the_recording(tmp_path):
             RankSpan(3 * SECOND, 4 * SECOND, 0), RankSpan(5 * SECOND + late, 7 * SECOND, 1),
         ]  # fmt: skip
     assert run.marks_ps == [round((7 + 10 * step) * SECOND) for step in range(5)]
+
+
+@pytest.mark.parametrize(("factor", "end"), [(1, 12), (2, 22), (0.1, 3)])
+def test_a_send_that_waited_for_its_receiver_waits_for_it_again(factor, end):
+    """Recorded: the send at 0, the receive at 10, and both end at 12."""
+    call = JobCall("m", MESSAGE, 0, (0, 1), 8, begins_ps={0: 0, 1: 10}, ends_ps={0: 12, 1: 12})
+    steps = [[JobStep(0, 0, True, True)], [JobStep(10, 0, True, True)]]
+    job = changed(Job([JobGroup("g", (0, 1))], [call], steps, [0, 0], [], []), 1.0, {1: factor})
+    assert play(job, RecordedTimes(job)).ends == [{0: end, 1: end}]
+    # One that ended before the receiver asked did not wait.
+    early = replace(job, calls=[replace(call, ends_ps={0: 4, 1: 12})])
+    assert play(early, RecordedTimes(early)).ends == [{0: 4, 1: end}]
+
+
+def test_a_call_that_nobody_waited_for_blocks_nobody(tmp_path):
+    ranks = own(tmp_path, *[[record(1, at_s=0, took_s=9), begun(record(2, at_s=12))]] * 2)
+    job = job_of(ranks, join(ranks))
+    assert job.steps[0] == [
+        JobStep(0, 0, makes=True), JobStep(12 * SECOND, 1, makes=True, waits=True),
+    ]  # fmt: skip
+
+
+def test_calls_of_the_same_time_are_in_their_order(tmp_path):
+    """Nobody waited for the first; the second waited at once, or it is not known."""
+    for second in (begun(record(2)), record(1, "send", peer=1)):
+        other = record(1, "recv", peer=0) if second.is_message else second
+        ranks = own(tmp_path, [record(1), second], [record(1), other])
+        job = job_of(ranks, join(ranks))
+        assert [step.call for step in job.steps[0] if step.makes] == [0, 1]
 
 
 def test_the_command(tmp_path, capsys):

@@ -182,6 +182,20 @@ def test_calls_that_overlap_are_asynchronous(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_item_of_several_tensors_is_that_of_their_type(tmp_path):
+    mine = [
+        entry(
+            n, n, "allreduce_coalesced", DEFAULT, input_sizes=[[4], [4, 4]], input_dtypes=[of] * 2
+        )
+        for n, of in enumerate(("Float", "Half", "ComplexDouble", "Bool", "Float8_e5m2"), 1)
+    ]
+    files = dumps.write(tmp_path, [dumps.dump(mine, g0=(0, 1))] * 2)
+    found = by_rank(read_files(files))
+    assert [(c.itemsize, c.nbytes) for c in job_of(found, join(found)).calls] == [
+        (4, 80), (2, 40), (16, 320), (1, 20), (1, 20),
+    ]  # fmt: skip
+
+
 def test_a_dump_of_gloo_has_no_ends(tmp_path, capsys):
     mine = [dumps.gloo_entry(n, n, "allreduce", DEFAULT) for n in (1, 2, 3)]
     files = dumps.write(tmp_path, [dumps.gloo_dump(mine, (0, 1))] * 2)
@@ -282,6 +296,10 @@ def test_messages_and_deps_of_chakra():
             [[node(1, COLL), node(2, COLL)], [node(1, COLL)]],
             "all_reduce #2 of group 'all ranks' is made by rank 0, but not by rank 1",
         ),
+        *(
+            ([[node(1, COLL, comm_size=size)]], " has comm_size .*, expected a number of 0 or more")
+            for size in (-1, "many")
+        ),
     ],
 )
 def test_wrong_chakra_traces(nodes, expected):
@@ -302,8 +320,47 @@ def test_wrong_chakra_traces(nodes, expected):
     ],
 )
 def test_no_chakra_trace(content):
+    is_none(content)
+
+
+def is_none(content):
     with pytest.raises(InvalidArgumentError, match="this is no Chakra trace: "):
         chakra.nodes_of(content)
+
+
+def wired(number, kind):
+    """Return a field of a wire type."""
+    value = {0: b"\x01", 1: b"\x01" * 8, 2: b"\x02ab", 5: b"\x01" * 4}[kind]
+    return varint(number << 3 | kind) + value
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2, 5])
+def test_wrong_wire_types_of_chakra(kind):
+    attribute = {
+        0: (7, 9, 11, 13, 15, 17, 27), 1: (3, 21, 25), 2: (1, 29, 4, 31), 5: (5, 19, 23),
+    }  # fmt: skip
+    node_fields = {0: (1, 3, 7), 1: (), 2: (2, 10), 5: ()}
+    for right, numbers in attribute.items():
+        for number in numbers:
+            content = trace(field(10, wired(number, kind)))
+            if kind == right or number in (4, 31):
+                assert len(chakra.nodes_of(content)) == 1
+            else:
+                is_none(content)
+    for right, numbers in node_fields.items():
+        for number in numbers:
+            if kind != right:
+                is_none(trace(wired(number, kind)))
+    for number in (4, 5):
+        if kind in (1, 5):
+            is_none(trace(wired(number, kind)))
+        else:
+            assert chakra.nodes_of(trace(wired(number, kind)))[0].deps
+
+
+def test_nodes_have_numbers_of_their_own():
+    with pytest.raises(InvalidArgumentError, match=r"no Chakra trace: 2 nodes have the number 7$"):
+        chakra.nodes_of(trace(node(1, COMP), node(7, COMP), node(7, COLL)))
 
 
 # ---- refusals ---------------------------------------------------------------------------------
@@ -328,6 +385,15 @@ def test_wrong_files_are_named(tmp_path, capsys):
         nameless, capsys=capsys
     )
     bad.unlink()
+    first, second = tmp_path / "a.2.et", tmp_path / "b.02.et"
+    for each in (first, second):
+        each.write_bytes(trace(node(1, COLL)))
+    expected = f"replay: {first} and {second} are both of rank 2"
+    assert expected in call(first, second, capsys=capsys)
+    assert " are both of rank " in expected
+    assert "replay: no file of rank 0, or ranks are not" in call(first, capsys=capsys)
+    for each in (first, second):
+        each.unlink()
     own(tmp_path, steps_of(0), steps_of(1))
     (tmp_path / "trace_rank_0").unlink()
     assert "replay: no file of rank 0, or ranks are not numbered from 0" in call(
@@ -359,6 +425,15 @@ def test_calls_at_the_end_that_have_not_ended_are_left_out(tmp_path, capsys):
     own(tmp_path, [*steps_of(0), record(11, at_s=60, took_s=None)], steps_of(1))
     assert main(["replay", str(tmp_path)]) == 0
     assert "left out, its time counts as compute: all_reduce (1)" in capsys.readouterr().out
+
+
+def test_a_message_of_a_rank_to_itself_is_left_out(tmp_path, capsys):
+    own(
+        tmp_path,
+        [begun(record(1)), record(1, "send", at_s=1, peer=0), record(1, "recv", at_s=2, peer=0)],
+    )
+    assert main(["replay", str(tmp_path)]) == 0
+    assert "left out, its time counts as compute: message (2)" in capsys.readouterr().out
 
 
 def test_messages_are_replayed(tmp_path):

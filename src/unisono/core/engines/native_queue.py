@@ -85,12 +85,9 @@ class QueuedCall:
             engine = self.engine
             outputs = output if isinstance(output, list) else [] if output is None else [output]
             new = engine.pending_type(outputs, None, engine.runs_here)
-            native, trace = self.native, engine.comm.trace
-            if native is not None and trace is not None and native.record:
-                # Not a method of `native`, which keeps the arrays.
-                new.note_wait = partial(trace.recorder.note_wait, native.record)
+            native = self.native
+            new.recorded = engine.comm.trace, self._record if native is None else native.record
             new.ends_with(self)
-            new.recorded = engine.comm.trace, self.seq
             # Atomic: another thread or a signal handler may be here as well.
             made = vars(self).setdefault("made", new)
             _engine.track(self)

@@ -12,13 +12,12 @@ from abc import abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
-from unisono.core.base.threads.completion import Completion, Pending
+from unisono.core.base.threads.completion import Completion
 from unisono.core.base.threads.reentry import has_lock
 from unisono.core.base.threads.worker import WorkerThread
 from unisono.core.engines.api import Call, Communicator, Engine, Task
@@ -163,7 +162,6 @@ class OrderedEngine(Engine):
                     self._worker.start(self._progress)
                     seq = self._put(task, completion)
                 task.seq = seq
-                completion.recorded = self.comm.trace, seq
                 self._begin_record(task, completion, inline=inline)
         except BaseException as error:
             if now:
@@ -189,8 +187,7 @@ class OrderedEngine(Engine):
             task.record = trace.recorder.begin(kind, *words)
         elif inline:
             trace.recorder.note_wait(task.record)
-        if not inline and isinstance(completion, Pending):
-            completion.note_wait = partial(trace.recorder.note_wait, task.record)
+        completion.recorded = trace, task.record
 
     def _start_record(self, task: Task) -> None:
         if self.comm.trace is not None:

@@ -66,7 +66,8 @@ class StreamCall(Pending):
             self._real.expire()
 
     def wait_or_expire(self, limit: Deadline | None) -> bool:
-        self.require_other_thread()
+        if not self._done:
+            self.require_other_thread()
         if not self._begun.wait_until(limit):
             return False
         if self._real is not None and not self._real.wait_or_expire(limit):

@@ -175,7 +175,7 @@ class Work:
         """
         trace, number = self._pending.recorded
         for record in [] if trace is None else trace.records()[::-1]:
-            if record.seq == number and not record.is_message and record.ended_ns is not None:
+            if record.number == number and record.ended_ns is not None:
                 return float(record.ended_ns - record.started_ns) / 1e6
         raise UnsupportedError(
             f"{self._op} has no duration: it is no collective, has not ended, or has no record",
@@ -462,6 +462,8 @@ def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
                 "they go on"
             )
     index = next(i for i, call in enumerate(calls) if call.done())
+    # It has ended; this records that somebody waited for it.
+    calls[index].wait_or_expire(None)
     error = calls[index].error
     if error is not None:
         raise error

@@ -49,7 +49,8 @@ class ProcessEntry(NamedTuple):
 
 def entry_of(pid: int) -> ProcessEntry | None:
     """Return the line of a process; None if there is none."""
-    fields = stat_fields(pid)
+    # Of its main thread: under qemu-user, a process reads an invented line about itself elsewhere.
+    fields = stat_fields(f"{pid}/task/{pid}")
     if not fields:
         return None
     # If the main thread ended before other threads, the state is Z but the process runs.

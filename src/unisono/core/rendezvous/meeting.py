@@ -21,7 +21,7 @@ from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.net.interfaces import chosen_hosts, published_hosts, reachable_hosts
 from unisono.core.base.net.ports import allowed_ports
 from unisono.core.platform.posix import require_posix
-from unisono.core.platform.processes import initial_environment, stat_fields
+from unisono.core.platform.processes import entry_of, initial_environment
 from unisono.core.rendezvous.launchers import LauncherPlace, first_value
 from unisono.core.rendezvous.pmi import carry
 from unisono.core.rendezvous.search import ANSWER_S, search, serve_at
@@ -266,8 +266,6 @@ def _launcher_process(marker: str) -> str:
 
 def _parent(pid: int) -> tuple[int, str]:
     """Return the parent of a process and the parent's start time."""
-    try:
-        parent = int(stat_fields(pid)[1])
-        return parent, stat_fields(parent)[19]
-    except IndexError:
-        return os.getppid(), ""
+    if (own := entry_of(pid)) and (above := entry_of(own.parent)):
+        return own.parent, above.started
+    return os.getppid(), ""

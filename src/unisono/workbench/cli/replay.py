@@ -178,13 +178,16 @@ def read_job(paths: Sequence[str]) -> Job:
             f"replay: {other} is no Chakra trace (FILE.RANK.et), but {traces[0]} is one"
         )
     if traces:
-        found = {}
+        found, named = {}, dict[int, Path]()
         for each in traces:
             number = re.search(r"(\d+)\.et$", each.name)
             if number is None:
                 raise InvalidArgumentError(f"replay: the name of {each} does not end in RANK.et")
+            rank = int(number[1])
+            if (other := named.setdefault(rank, each)) is not each:
+                raise InvalidArgumentError(f"replay: {other} and {each} are both of rank {rank}")
             try:
-                found[int(number[1])] = chakra.nodes_of(each.read_bytes())
+                found[rank] = chakra.nodes_of(each.read_bytes())
             except (OSError, InvalidArgumentError) as error:
                 text = error.what if isinstance(error, InvalidArgumentError) else error.strerror
                 raise InvalidArgumentError(f"replay: cannot read {each}: {text}") from None

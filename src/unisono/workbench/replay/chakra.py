@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import heapq
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.replay.job import MESSAGE, Job, JobCall, JobGroup, JobStep, find_marks
+from unisono.workbench.replay.job import (
+    MESSAGE,
+    Job,
+    JobCall,
+    JobGroup,
+    JobStep,
+    check_ranks,
+    find_marks,
+)
 
 _SEND, _RECV, _COLLECTIVE = 5, 6, 7
 _COLLECTIVES = (
@@ -28,6 +36,16 @@ _PS_PER_US = 1_000_000
 # Wire types of protobuf, and the fields of a value that are numbers or texts.
 _VARINT, _I64, _BYTES, _I32 = 0, 1, 2, 5
 _DOUBLE, _FLOAT, _SINTS, _STRING = 3, 5, (15, 17), 29
+# The wire types of the fields that are read: of a node, and of an attribute.
+_OF_NODE = {
+    **dict.fromkeys((1, 3, 7), (_VARINT,)), **dict.fromkeys((2, 10), (_BYTES,)),
+    **dict.fromkeys((4, 5), (_VARINT, _BYTES)),
+}  # fmt: skip
+_OF_ATTRIBUTE = {
+    **dict.fromkeys((1, _STRING), (_BYTES,)), **dict.fromkeys((_DOUBLE, 21, 25), (_I64,)),
+    **dict.fromkeys((_FLOAT, 19, 23), (_I32,)),
+    **dict.fromkeys((7, 9, 11, 13, *_SINTS, 27), (_VARINT,)),
+}  # fmt: skip
 # Collectives whose size in Chakra is that of one rank's input, as in ASTRA-sim.
 _OF_A_RANK = ("all_gather", "gather")
 
@@ -59,6 +77,9 @@ def nodes_of(content: bytes) -> list[ChakraNode]:
             messages.append(content[at : at + size])
             at += size
         nodes = [_node(message) for message in messages[1:]]
+        number, count = next(iter(Counter(node.id for node in nodes).most_common(1)), (0, 0))
+        if count > 1:
+            raise ValueError(f"{count} nodes have the number {number}")
     except (IndexError, ValueError, struct.error) as error:
         raise InvalidArgumentError(f"this is no Chakra trace: {error}") from None
     if not nodes:
@@ -78,28 +99,30 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
             raise ValueError("a number has more than 64 bits")
 
 
-def _fields(content: bytes) -> Iterator[tuple[int, int, Any]]:
-    """Yield number, wire type and value of each field of a message."""
+def _fields(content: bytes, kinds: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, int, Any]]:
+    """Yield number, wire type and value of each field of a message; check known wire types."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)
-        kind = key & 7
+        number, kind = key >> 3, key & 7
+        if kind not in (expected := kinds.get(number, (kind,))):
+            raise ValueError(f"field {number} has wire type {kind}, expected {expected[0]}")
         if kind == _VARINT:
             value, at = _varint(content, at)
-            yield key >> 3, kind, value
+            yield number, kind, value
             continue
         if kind not in (_I64, _BYTES, _I32):
             raise ValueError(f"a field of wire type {kind}")
         size, at = _varint(content, at) if kind == _BYTES else (8 if kind == _I64 else 4, at)
         if at + size > len(content):
             raise ValueError(f"a field of {size} bytes in {len(content) - at}")
-        yield key >> 3, kind, content[at : at + size]
+        yield number, kind, content[at : at + size]
         at += size
 
 
 def _node(content: bytes) -> ChakraNode:
     node = ChakraNode()
-    for number, kind, value in _fields(content):
+    for number, kind, value in _fields(content, _OF_NODE):
         if number in (4, 5):
             at = 0
             while kind == _BYTES and at < len(value):
@@ -108,13 +131,13 @@ def _node(content: bytes) -> ChakraNode:
             if kind == _VARINT:
                 node.deps.append(value)
         elif number == 1:
-            node.id = int(value)
+            node.id = value
         elif number == 2:
             node.name = value.decode()
         elif number == 3:
-            node.type = int(value)
+            node.type = value
         elif number == 7:
-            node.duration_us = int(value)
+            node.duration_us = value
         elif number == 10:
             name, found = _attribute(value)
             node.attributes[name] = found
@@ -123,7 +146,7 @@ def _node(content: bytes) -> ChakraNode:
 
 def _attribute(content: bytes) -> tuple[str, Any]:
     name, found = "", None
-    for number, kind, value in _fields(content):
+    for number, kind, value in _fields(content, _OF_ATTRIBUTE):
         if number == 1:
             name = value.decode()
         elif number == _STRING:
@@ -153,8 +176,10 @@ def job_of(
             name it.
 
     Raises:
-        InvalidArgumentError: Ranks differ in the calls of a group, or nodes wait for each other.
+        InvalidArgumentError: A rank is missing, ranks differ in the calls of a group, nodes wait
+            for each other, or an attribute is no number.
     """
+    check_ranks(traces)
     members: defaultdict[str, list[int]] = defaultdict(list)
     for rank, nodes in sorted(traces.items()):
         for name in sorted({_group(node) for node in nodes if node.type == _COLLECTIVE}):
@@ -171,6 +196,21 @@ def job_of(
 
 def _group(node: ChakraNode) -> str:
     return str(node.attributes.get("pg_name") or "")
+
+
+def _number(rank: int, node: ChakraNode, name: str) -> int:
+    """Return an attribute that is a number of 0 or more, as is one that is not there."""
+    value = node.attributes.get(name) or 0
+    try:
+        number = int(value)
+    except (ValueError, OverflowError):
+        number = -1
+    if number < 0:
+        raise InvalidArgumentError(
+            f"replay: rank {rank}: node {node.id} has {name} {value!r}, expected a number of 0 or "
+            "more"
+        )
+    return number
 
 
 class _Maker:
@@ -224,10 +264,10 @@ class _Maker:
 
     def _call(self, rank: int, node: ChakraNode) -> int:
         has = node.attributes
-        size = int(has.get("comm_size") or 0)
+        size = _number(rank, node, "comm_size")
         if node.type == _COLLECTIVE:
-            kind = int(has.get("comm_type") or 0)
-            if not 0 <= kind < len(_COLLECTIVES):
+            kind = _number(rank, node, "comm_type")
+            if kind >= len(_COLLECTIVES):
                 raise InvalidArgumentError(
                     f"replay: rank {rank}: node {node.id} has comm_type {kind}, expected 0 to 9"
                 )
@@ -237,7 +277,7 @@ class _Maker:
             nbytes = size * len(members) if op in _OF_A_RANK else size
             where: tuple[object, ...] = ("group", group)
         else:
-            src, dst = (int(has.get(key) or 0) for key in ("comm_src", "comm_dst"))
+            src, dst = (_number(rank, node, key) for key in ("comm_src", "comm_dst"))
             src, dst = (rank, dst) if node.type == _SEND else (src, rank)
             op, group, members, nbytes = MESSAGE, 0, (src, dst), size
             where = "message", src, dst, has.get("comm_tag")

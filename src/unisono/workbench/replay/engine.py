@@ -20,8 +20,11 @@ class Pricing(Protocol):
     def ends(self, call: int, begins: Mapping[int, int]) -> Mapping[int, int]:
         """Return when a collective ends on each rank, from when each begins it."""
 
-    def sent(self, call: int, made_ps: int) -> int:
-        """Return when a message has left its sender."""
+    def sent(self, call: int, made_ps: int, asked_ps: int | None) -> int | None:
+        """Return when a message has left its sender.
+
+        None: it depends on when the receiver asks for it, of which `asked_ps` is None: not yet.
+        """
 
     def received(self, call: int, sent_ps: int, asked_ps: int) -> int:
         """Return when a message has come, from when its ranks made the calls."""
@@ -154,10 +157,13 @@ class _Runner:
             return
         source, target = each.members
         self._played.begins[call][rank] = clock
-        if rank == source:
-            self._end(call, source, self._pricing.sent(call, clock))
-        if len(self._clocks[call]) == 2 or source == target:
-            sent, asked = (self._clocks[call][end] for end in (source, target))
+        sent, asked = (self._clocks[call].get(end) for end in (source, target))
+        if sent is None:
+            return
+        left = self._pricing.sent(call, sent, asked)
+        if left is not None and source not in self._played.ends[call]:
+            self._end(call, source, left)
+        if asked is not None:
             self._end(call, target, self._pricing.received(call, sent, asked))
 
     def _resolve(self, call: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from unisono.core.base.text import name_ranks
+from unisono.errors import InvalidArgumentError
 
 MESSAGE = "message"
 """The operation of a send with its receive."""
@@ -84,6 +87,19 @@ class Job:
     start_ps: list[int]
     marks: list[int]
     notes: list[str]
+
+
+def check_ranks(ranks: Collection[int], named: Iterable[int] = ()) -> None:
+    """Check that there are files of ranks 0 to n-1, and of all ranks that a file names.
+
+    Raises:
+        InvalidArgumentError: A rank has no file.
+    """
+    if missing := sorted({*named, *range(len(ranks))} - set(ranks)):
+        raise InvalidArgumentError(
+            f"replay: no file of {name_ranks(missing)}, or ranks are not numbered from 0",
+            hint="give the files of all ranks",
+        )
 
 
 def find_marks(keys: Sequence[object]) -> list[int]:

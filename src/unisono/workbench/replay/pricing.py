@@ -58,10 +58,17 @@ class RecordedTimes:
             for rank, at in begins.items()
         }
 
-    def sent(self, call: int, made_ps: int) -> int:
-        """Return the end of a send that takes as long as the recorded one."""
-        source, _ = self._calls[call].members
-        return made_ps + self._calls[call].ends_ps[source] - self._begins[call][source]
+    def sent(self, call: int, made_ps: int, asked_ps: int | None) -> int | None:
+        """Return the end of a send that takes as long as the recorded one.
+
+        One that ended after its receiver had asked takes as long after both calls as that.
+        """
+        source, target = self._calls[call].members
+        then, end = self._begins[call], self._calls[call].ends_ps[source]
+        if end <= then[target]:
+            return made_ps + end - then[source]
+        late = end - max(then.values())
+        return None if asked_ps is None else max(made_ps, max(made_ps, asked_ps) + late)
 
     def received(self, call: int, sent_ps: int, asked_ps: int) -> int:
         """Return the end of a receive that takes as long after both calls as the recorded one."""
@@ -194,8 +201,8 @@ class Simulated:
             self._done[done] = ran.result.finish_ps.reshape(-1, kind.copies).max(axis=1)
         return dict(zip(members, (base + self._done[done]).tolist(), strict=True))
 
-    def sent(self, call: int, made_ps: int) -> int:
-        """Return when the sender has done its work."""
+    def sent(self, call: int, made_ps: int, asked_ps: int | None = None) -> int:
+        """Return when the sender has done its work, for which it waits for no receiver."""
         costs, nbytes = self._net.costs(""), np.array([self._job.calls[call].nbytes])
         return made_ps + costs.send_ps + int(costs.messages.busy_ps(nbytes)[0])
 

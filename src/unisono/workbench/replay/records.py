@@ -19,17 +19,21 @@ from unisono.workbench.replay.job import (
     JobCall,
     JobGroup,
     JobStep,
+    check_ranks,
     find_marks,
 )
+from unisono.workbench.trace.decoding import itemsize_of
 from unisono.workbench.trace.joined import JoinedCall, JoinedGroup, begin_of
 
 # Names of operations without "_", in small letters; the longest that begins a name counts.
 _STARTS = {"allreducebarrier": "barrier"} | {op.replace("_", ""): op for op in OPERATIONS}
 _PS = 1000
+# In place of a time: nobody has waited for the call.
+_NEVER = -1
 
 
 class _CallEvent(NamedTuple):
-    """A call of a rank: when it was made, ended, and waited for (None: not known)."""
+    """A call of a rank: when it was made, ended, and waited for (None: not known; or `_NEVER`)."""
 
     begin_ps: int
     end_ps: int
@@ -55,13 +59,7 @@ def job_of(ranks: Mapping[int, RankRecords], groups: Sequence[JoinedGroup]) -> J
         InvalidArgumentError: The file of a rank is missing, ranks made different calls, or there
             are no calls.
     """
-    world = {rank for group in groups for rank in group.ranks} | set(ranks)
-    gaps = [rank for number, rank in enumerate(sorted(ranks)) if number != rank]
-    if missing := sorted(world - set(ranks)) or gaps[:1]:
-        raise InvalidArgumentError(
-            f"replay: no file of {name_ranks(missing)}, or ranks are not numbered from 0",
-            hint="give the files of all ranks",
-        )
+    check_ranks(ranks, {rank for group in groups for rank in group.ranks})
     builder = _Builder(ranks)
     for group in groups:
         builder.add_group(group)
@@ -95,6 +93,8 @@ class _Builder:
             self._add(number, group, call)
         for message in group.messages:
             send, receive = message.send, message.receive
+            if message.source == message.target:  # no communication
+                continue
             if send and receive and send.ended_ns and receive.ended_ns:
                 found = {message.source: send, message.target: receive}
                 self._put(number, MESSAGE, f"send #{send.seq}", send.nbytes, found)
@@ -137,8 +137,10 @@ class _Builder:
                 self._endless = True
             ends[rank] = last if record.ended_ns is None else record.ended_ns * _PS
             ends[rank] = max(ends[rank], begins[rank])
-        first = next(iter(found.values()))
-        item = first.nbytes // first.count if first.count and first.nbytes % first.count == 0 else 1
+        rank, first = next(iter(found.items()))
+        # torch's files have the count of one tensor, and the bytes of all.
+        is_foreign = rank in self._foreign
+        item = itemsize_of(first.dtype) if is_foreign else first.nbytes // max(1, first.count)
         call = len(self._calls)
         self._calls.append(
             JobCall(
@@ -148,10 +150,10 @@ class _Builder:
         )  # fmt: skip
         self._keys[call] = group, op, nbytes, first.file, first.line
         for rank, record in found.items():
-            wait = record.wait_begun_ns
-            self._events[rank].append(
-                _CallEvent(begins[rank], ends[rank], None if wait is None else wait * _PS, call)
-            )
+            wait = None if record.wait_begun_ns is None else record.wait_begun_ns * _PS
+            if wait is None and op != MESSAGE and rank not in self._foreign:
+                wait = _NEVER
+            self._events[rank].append(_CallEvent(begins[rank], ends[rank], wait, call))
 
     def _begin(self, rank: int, record: TraceRecord) -> int:
         # A call of NCCL is made long before the GPU begins it.
@@ -170,7 +172,7 @@ class _Builder:
         ]  # fmt: skip
         steps, starts = [], []
         for _, events in sorted(self._events.items()):
-            points = sorted(_points(sorted(events)))
+            points = sorted(_points(sorted(events, key=lambda e: (e.begin_ps, e.end_ps, e.call))))
             starts.append(points[0][0] - zero if points else 0)
             steps.append(list(_steps(points)))
         keys = [self._keys[step.call] for step in steps[0] if step.makes]
@@ -214,7 +216,9 @@ def _points(events: Sequence[_CallEvent]) -> Iterator[_ThreadPoint]:
             wait = next((other for other in later if other >= end), end)
             # Before what is done then.
             wait = max(end, wait - 1)
-        if wait is None or wait <= begin:
+        if wait == _NEVER:
+            yield begin, begin, call, True, False
+        elif wait is None or wait <= begin:
             yield begin, end, call, True, True
         else:
             yield begin, begin, call, True, False

@@ -95,13 +95,14 @@ def _record(entry: dict[str, Any], number: int, ranks: tuple[int, ...]) -> Trace
     if is_message and ends:
         member = int(ends.replace("<-", "->").split("->")[1])
         peer = ranks[member] if member < len(ranks) else member
+    dtype = _BY_TORCH.get(dtypes[0], dtypes[0])
     return TraceRecord(
         number=number,
         seq=entry["p2p_seq_id" if is_message else "collective_seq_id"],
         op=op,
-        dtype=_BY_TORCH.get(dtypes[0], dtypes[0]),
+        dtype=dtype,
         count=math.prod(sizes[0]) if sizes[0] else 0,
-        nbytes=sum(map(math.prod, sizes)) * _itemsize(dtypes[0]) if sizes[0] else 0,
+        nbytes=sum(map(math.prod, sizes)) * itemsize_of(dtype) if sizes[0] else 0,
         algorithm="",
         route=route,
         peer=peer,
@@ -120,8 +121,9 @@ def _record(entry: dict[str, Any], number: int, ranks: tuple[int, ...]) -> Trace
     )
 
 
-def _itemsize(dtype: str) -> int:
-    bits = re.search(r"(\d+)$", _BY_TORCH.get(dtype, ""))
+def itemsize_of(dtype: str) -> int:
+    """Return the bytes of an element, from the name in a record; 1 if it does not say that."""
+    bits = re.fullmatch(r"[a-z]+(\d+)", dtype)
     return int(bits[1]) // 8 if bits else 1
 
 

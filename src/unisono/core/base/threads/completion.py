@@ -64,7 +64,7 @@ class Completion:
         done: Whether it is done from the start.
 
     Attributes:
-        recorded: The records of the group of a collective, and its number there.
+        recorded: The records of the group of a collective, and the number of its record; 0: none.
     """
 
     __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_open", "_source", "error", "recorded")
@@ -186,12 +186,9 @@ class Pending(Completion):
         count: Elements that a receive got; None as for `source`.
         deadline: When a waiting thread must call `expire`; None if the backend watches the time.
         prepared: Result of `Engine.prepare`, if the options ask for it.
-        note_wait: Records that a caller waits from now on; None if nobody wants to know.
     """
 
-    __slots__ = (
-        *("_runs_here", "count", "deadline", "note_wait", "outputs", "prepared", "source", "tag"),
-    )
+    __slots__ = ("_runs_here", "count", "deadline", "outputs", "prepared", "source", "tag")
 
     def __init__(
         self,
@@ -218,7 +215,6 @@ class Pending(Completion):
         self.count: int | None = None
         self.prepared: Any = None
         self._runs_here = runs_here
-        self.note_wait: Callable[[], object] | None = None
 
     def expire(self) -> None:
         """End the call with an error because its deadline has passed."""
@@ -237,8 +233,9 @@ class Pending(Completion):
         Raises:
             UsageError: The calling thread runs the call, and would wait for itself for ever.
         """
-        if self.note_wait is not None:
-            self.note_wait()
+        trace, number = self.recorded
+        if number:
+            trace.recorder.note_wait(number)
         if self._done:
             return True
         self.require_other_thread()

@@ -28,10 +28,10 @@ from unisono.core.base.source.where import place_of
 from unisono.core.platform.network import listeners, network_of
 from unisono.core.platform.processes import (
     all_pids,
+    entry_of,
     initial_environment,
     is_of_this_user,
     resident_bytes,
-    stat_fields,
     thread_names,
 )
 from unisono.core.rendezvous.endpoint import parse_endpoint
@@ -208,7 +208,7 @@ def _candidates(which: str | None) -> list[int]:
     if which is None:
         return mine
     if which.isdecimal():
-        parents = {pid: int(fields[1]) for pid in mine if (fields := stat_fields(pid))}
+        parents = {pid: entry.parent for pid in mine if (entry := entry_of(pid))}
         return [pid for pid in mine if int(which) in _line_of(pid, parents)]
     sign = f"TORCHELASTIC_RUN_ID={which}"
     return [pid for pid in mine if sign in initial_environment(pid)]
