@@ -54,8 +54,6 @@ def test_a_question_is_found(text):
 
 # What C++ alone has: each class with the reason why Python has no class of this name.
 CPP_ALONE = {
-    "TlsContext": "OpenSSL is loaded by C++; without it nothing is encrypted",
-    "TlsSession": "as TlsContext",
     "TlsContext": "what sessions share in OpenSSL",
     "TlsSession": "SecuredSocket calls it; Python's ssl has no keys of both ends before 3.13",
     "Segment": "memory that ranks share",
@@ -92,8 +90,8 @@ def parameters(node):
 
 
 CPP = classes_in(SOURCE / "_engine.pyi")
-# adapters/clusters/ray.py has Ray's names.
-FILES = {path: classes_in(path) for path in OTHERS if "clusters" not in path.parts}
+# These adapters have the names of Ray and of mpi4py.
+FILES = {path: classes_in(path) for path in OTHERS if not {"clusters", "mpi4py"} & set(path.parts)}
 PYTHON = {name: node for classes in FILES.values() for name, node in classes.items()}
 TWINS = set(CPP) - set(CPP_ALONE)
 
