@@ -46,7 +46,8 @@ def _preparing(call: str, group: Group, how: Mapping[str, Any]) -> Iterator[Proc
                 f"functional.{call} returns its result, so it takes no async_op",
                 hint=f"unisono.{call} returns a work, and writes to its arguments",
             )
-        if pg._block is not None and not pg._block.takes_all and OPS[call].coalesced:
+        block = pg._block_here()
+        if block is not None and not block.takes_all and OPS[call].coalesced:
             raise InvalidArgumentError(
                 f"functional.{call} in a coalescing block, which makes its calls at its end",
                 hint=f"unisono.{call} writes to its arguments, and may be called there",
