@@ -46,9 +46,10 @@ def _time_estimator(group: Group = None, device: Any = None) -> Iterator[TimeEst
             dist.all_reduce(x)
         print(found.estimated_time, "us")
 
-    Calls of other threads are made. The time is that of the chosen algorithm's rounds and bytes, with constants of a usual host, and
+    The time is that of the chosen algorithm's rounds and bytes, with constants of a usual host, and
     of a network of 2.5 Gb/s with the group's round trip. It shows which of two plans is faster; a
-    measured time may differ by several times. Other ranks need not make the calls.
+    measured time may differ by several times. Other ranks need not make the calls. Calls of other
+    threads are made.
 
     Args:
         group: The default group if None.
