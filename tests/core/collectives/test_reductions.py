@@ -1,7 +1,6 @@
 """Reductions that no kernel has: functions, NumPy's own dtypes, float16 and bfloat16 in float32."""
 
 import functools
-from functools import partial
 from types import FunctionType
 
 import numpy as np
