@@ -40,15 +40,17 @@ __all__ = [
 def _preparing(call: str, group: Group, how: Mapping[str, Any]) -> Iterator[ProcessGroup]:
     """Yield the group; the other ranks get an error of the block, which makes the arrays."""
     pg = member_group(group, call, stacklevel=5) or require_group(group)
+    name = call.removesuffix("_tensor").removesuffix("_into").removesuffix("_single")
     with reporting_bad_arguments(pg, call):
         if how.get("async_op"):
             raise UnsupportedError(
-                f"functional.{call} returns its result, so it takes no async_op",
+                f"functional.{name} returns its result, so it takes no async_op",
                 hint=f"unisono.{call} returns a work, and writes to its arguments",
             )
-        if pg._block is not None and not pg._block.takes_all and OPS[call].coalesced:
+        block = pg._block_here()
+        if block is not None and not block.takes_all and OPS[call].coalesced:
             raise InvalidArgumentError(
-                f"functional.{call} in a coalescing block, which makes its calls at its end",
+                f"functional.{name} in a coalescing block, which makes its calls at its end",
                 hint=f"unisono.{call} writes to its arguments, and may be called there",
             )
         yield pg

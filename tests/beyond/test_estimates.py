@@ -1,5 +1,7 @@
 """`_time_estimator`: the time of calls that are not made."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -62,6 +64,49 @@ def test_the_estimate_is_that_of_the_model(rank):
     by_ring = estimated(lambda: dist.all_reduce(x, algorithm="ring"))
     assert by_ring >= 2 * 0.75 * n / 5000
     assert estimated(lambda: dist.send(x, 0)) == pytest.approx(n / 5000, rel=0.1)
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_calls_of_objects_are_errors_and_change_nothing(rank):
+    group, objects, x = dist.group.WORLD, [None, None], np.ones(2)
+    root = objects if rank == 0 else None
+    calls = [
+        lambda: dist.all_gather_object(objects, "a"),
+        lambda: dist.gather_object("a", root),
+        lambda: dist.broadcast_object_list(objects),
+        lambda: dist.scatter_object_list(objects, root),
+        lambda: dist.all_reduce_object(1, max),
+        lambda: dist.send_object_list(objects, 1 - rank),
+        lambda: dist.recv_object_list(objects, 1 - rank),
+        lambda: dist.split_group(group, color=rank),
+        lambda: dist.new_window(x),
+        lambda: dist.shared_array(4),
+        lambda: dist.assert_equal(x),
+        dist.monitored_barrier,
+        dist.Counter,
+    ]
+    for call in calls:
+        with (
+            dist._time_estimator(),
+            pytest.raises(UnsupportedError, match="in a block of _time_estimator, which takes"),
+        ):
+            call()
+    if rank == 0:  # the other ranks need not make the call
+        with dist._time_estimator(), pytest.raises(InvalidArgumentError):
+            dist.broadcast(x, 99)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.ranks(2, kind="both")
+@pytest.mark.parametrize("block", [dist._time_estimator, dist._coalescing_manager])
+def test_calls_of_another_thread_are_made(rank, block):
+    group, x = dist.group.WORLD, np.ones(2)
+    for _ in range(2):  # C++ knows the call then
+        dist.all_reduce(np.ones(2))
+    with block(group), ThreadPoolExecutor() as pool:
+        pool.submit(group.all_reduce, x).result()
+        assert x.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.ranks(2)

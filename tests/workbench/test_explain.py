@@ -211,6 +211,22 @@ def test_each_algorithm_is_explained_from_its_docstrings(capsys):
         assert re.search(r"^[48] ranks(, [24] hosts)?, \d+ rounds?$", out, re.MULTILINE), out
 
 
+def test_the_commands_of_each_algorithm_run(capsys, monkeypatch, tmp_path):
+    from unisono.core.schedules.registry import ALGORITHMS
+
+    monkeypatch.chdir(tmp_path)
+    for name in ALGORITHMS:
+        assert main(["explain", name]) == 0
+        draw, compare = re.findall(r"it +unisono (.*)$", capsys.readouterr().out, re.MULTILINE)
+        assert main(draw.split()) == 0
+        words = compare.split()
+        op, p, hosts = words[1], int(words[3]), int(words[5])
+        assert name in available(op, p, local=p // hosts)
+        if p == 8:
+            assert main(words) == 0
+            assert f" {name} " in capsys.readouterr().out
+
+
 def test_the_picture_of_an_algorithm_has_its_messages(capsys):
     assert main(["explain", "recursive_doubling"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -227,6 +243,8 @@ def test_the_picture_of_an_algorithm_has_its_messages(capsys):
         (["ringg"], "argument OP: invalid choice: 'ringg' (choose from all_reduce, "),
         (["all_reduce"], "the following arguments are required: SIZE"),
         (["ring", "1M"], "ring is an algorithm, which has no SIZE"),
+        (["ring", "-p", "16"], "ring is an algorithm, which has no --ranks"),
+        (["ring", "--net", "no"], "ring is an algorithm, which has no --net"),
     ],
 )
 def test_words_that_are_no_operation_or_algorithm(capsys, words, expected):

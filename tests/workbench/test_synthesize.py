@@ -1,19 +1,21 @@
 """`unisono synthesize`: known optima, never slower than the shipped, files that run, refusals."""
 
+import math
 import re
+import shlex
 from random import Random
 
 import numpy as np
 import pytest
 
-from unisono.core.schedules import registry, select
+from unisono.core.schedules import available, registry, select
 from unisono.core.schedules.msccl import from_msccl, to_msccl
 from unisono.core.schedules.verify import verify
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.bench.algorithms import named
 from unisono.workbench.cli.main import main
 from unisono.workbench.cli.simulate import local_of, machine_of, topology_on
-from unisono.workbench.simulate import simulate
+from unisono.workbench.simulate import Graph, LinkSpec, simulate
 from unisono.workbench.simulate.bounds import least_us
 from unisono.workbench.synthesize import written
 from unisono.workbench.synthesize.plans import Levels, Problem, Shipped, Trees, links_of
@@ -138,6 +140,11 @@ def test_trees_without_a_way():
 def test_links_of_a_network():
     assert links_of(machine_of("dgx-1").network("", 8))[0, 1] == 2
     assert links_of(machine_of("switch").network("", 8)) == {}
+    lanes = {(0, 1): math.inf, (1, 0): 4.0, (1, 2): 2.0, (2, 1): math.inf}
+    graph = Graph(3, {ends: LinkSpec(0, gbps) for ends, gbps in lanes.items()})
+    assert links_of(graph) == {(0, 1): 2, (1, 0): 2, (1, 2): 1, (2, 1): 2}
+    free = Graph(2, {(0, 1): LinkSpec(0, math.inf), (1, 0): LinkSpec(0, math.inf)})
+    assert links_of(free) == {(0, 1): 1, (1, 0): 1}
 
 
 def run(capsys, *words):
@@ -153,12 +160,20 @@ def test_files_run_as_the_schedule(op, capsys, tmp_path):
     out = run(capsys, *words)
     (time,) = re.findall(r"^ +([\d.]+) ", out, re.MULTILINE)[:1]
     for command in re.findall(r"^wrote .*: unisono (.*)$", out, re.MULTILINE):
-        root = ["-r", "2"] if op == "reduce" else []
-        assert main([*command.split(), *root]) == 0
+        assert main(command.split()) == 0
         cells = capsys.readouterr().out.splitlines()[-1].split()
         # A program of MSCCL may have another order of messages that come at once.
         assert float(cells[3]) == pytest.approx(float(time), rel=0.05)
     assert f"--algorithm {python}:found_{op}" in out
+
+
+def test_the_command_of_a_file_has_the_model(capsys, tmp_path):
+    words = ["all_reduce", "-p", 8, "--net", "fat-tree", "--model", "alpha-beta"]
+    out = run(capsys, *words, "--candidates", 5, "-o", tmp_path / "a b.py")
+    (time,) = re.findall(r"^ +([\d.]+) ", out, re.MULTILINE)[:1]
+    (command,) = re.findall(r"^wrote .*: unisono (.*)$", out, re.MULTILINE)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[3] == time
 
 
 def test_a_program_of_msccl_that_is_read_back_is_the_same():
@@ -170,6 +185,48 @@ def test_a_program_of_msccl_that_is_read_back_is_the_same():
     assert moved[0].messages == moved[1].messages
     assert moved[0].nbytes == moved[1].nbytes
     assert np.array_equal(moved[0].link_busy_ps, moved[1].link_busy_ps)
+
+
+def test_the_limit_of_time_counts_among_the_shipped_algorithms():
+    net, seen = machine_of("switch"), []
+    problem = Problem("all_reduce", 16, 1, -1, MIB, net, net.network("", 16))
+    found = search(
+        problem, SearchLimits(9, 0.0, 0), lambda name: 1, lambda *told: seen.append(told)
+    )
+    assert found.ended == "seconds"
+    assert [each.plan for each in found.best] == [found.shipped.plan]
+    assert seen[0][:2] == (1, len(available("all_reduce", 16)))
+
+
+def test_a_wrong_builder_is_no_refusal_of_the_network(monkeypatch):
+    def wrong(self, problem):
+        raise InvalidArgumentError("wrong builder")
+
+    monkeypatch.setattr(Levels, "schedule", wrong)
+    with pytest.raises(InvalidArgumentError, match="wrong builder"):
+        find("all_reduce", 4, MIB, most=3)
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"), [("best", "best"), ("np", "synthesized"), ("STEPS", "synthesized")]
+)
+def test_the_name_of_a_file_is_that_of_its_function(stem, name):
+    assert written.name_of(stem) == name
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all", "reduce", "gather", "all_reduce"])
+def test_the_bound_counts_the_bytes_that_are_moved(op):
+    """It also counts the direction: on ndv2-2 the way to rank 1 is not the way from it."""
+    for net, p in (("switch", 6), ("ndv2-2", 16)):
+        machine = machine_of(net)
+        network, root = machine.network("", p), 1 if op in ("reduce", "gather") else -1
+        for nbytes in (1, 3, 5, 50, 512, 100_001):
+            bound_us = least_us(op, nbytes, network, machine.costs(""), root=root, itemsize=4)
+            for name in ("linear", "ring"):
+                if name in available(op, p):
+                    schedule = registry.build(op, name, p, root)
+                    done = simulate(schedule, nbytes, network, machine.costs(""), itemsize=4)
+                    assert bound_us <= done.last_us + 1e-9
 
 
 def test_a_limit_of_time_is_said(capsys):

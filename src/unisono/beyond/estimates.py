@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from threading import get_ident
+from typing import Any, NoReturn
 
 from unisono.core.backends import Pending
 from unisono.core.base import config
@@ -21,6 +22,8 @@ from unisono.core.schedules.ir import COLLECTIVES, ROOTED
 from unisono.core.schedules.registry import build
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
+# The labels of calls of arrays; another call would read the result.
+_OF_ARRAYS = (None, "isend", "irecv", "sendrecv", "gather_into_tensor")
 _SHARED_ROUND_US, _SHARED_BYTES_PER_US = 0.5, 5000.0
 """Of a round and of a copy in the memory of a host."""
 
@@ -45,7 +48,8 @@ def _time_estimator(group: Group = None, device: Any = None) -> Iterator[TimeEst
 
     The time is that of the chosen algorithm's rounds and bytes, with constants of a usual host, and
     of a network of 2.5 Gb/s with the group's round trip. It shows which of two plans is faster; a
-    measured time may differ by several times. Other ranks need not make the calls.
+    measured time may differ by several times. Other ranks need not make the calls. Calls of other
+    threads are made.
 
     Args:
         group: The default group if None.
@@ -85,12 +89,15 @@ class _Estimator:
     takes_all = True
 
     def __init__(self, group: Any, topology: Topology) -> None:
+        self.thread = get_ident()  # calls of other threads are made
         self.total_us = 0.0
         self._group = group
         self._topology = topology
 
     def record(self, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         """Add the time of a call of a method of the group."""
+        if (label := how.get("_label")) not in _OF_ARRAYS:
+            self.refuse(label)
         values = dict(zip(schema.parameters, arguments, strict=False)) | how
         kinds = {name: kind for name, kind in schema.parameters.items() if kind.lower() in "rwsv"}
         arrays = {name: [*leaves(values.get(name))] for name in kinds}
@@ -104,12 +111,15 @@ class _Estimator:
                 nbytes = p * max(sizes[name] for name, kind in kinds.items() if kind.islower())
             self.total_us += self._collective_us(collective, nbytes, how)
         else:
-            raise UnsupportedError(
-                f"{schema.name} in a block of _time_estimator, which takes collectives and messages"
-                " of arrays"
-            )
+            self.refuse(schema.name)
         outputs = [each for name, kind in kinds.items() if kind in "wW" for each in arrays[name]]
         return Work(Pending(outputs, done=True), schema.name, self._group)
+
+    def refuse(self, op: str) -> NoReturn:
+        """Raise the error of a call whose result the caller needs."""
+        raise UnsupportedError(
+            f"{op} in a block of _time_estimator, which takes collectives and messages of arrays"
+        )
 
     def _message_us(self, nbytes: int) -> float:
         if self._topology.shared_memory:

@@ -1,6 +1,7 @@
 """What unisono.ray must do, in a Ray cluster of this host."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 import signal
@@ -19,8 +20,10 @@ import unisono as dist
 import unisono.ray
 from tests.adapters.clusters import program, ranks
 from unisono.adapters.clusters import ray_collective
+from unisono.adapters.clusters.member import Transfers
 from unisono.adapters.mpi import library as mpi_library
 from unisono.core.base.deadline import Deadline
+from unisono.core.groups.process_group import group_timeout_s
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -441,11 +444,19 @@ def transfer_without_a_group_is_refused(actors):
     with holders(2) as (members, group):
         ref = made(members[0], "numpy", 4)
         ray.get(members[1].same.remote(ref))
+        limits = group.run(lambda actor: (Transfers.group.timeout_s, group_timeout_s(None)))
+        assert all(transfers_s == usual_s for transfers_s, usual_s in limits)
         group.close()
         with pytest.raises(NotInitializedError, match="a transfer between Ray actors that are in"):
             ray.get(members[1].same.remote(ref), timeout=60)
         with pytest.raises(ValueError, match="does not have tensor transport UNISONO_NUMPY"):
             made(members[0], "numpy", 4)
+        dropped = unisono.ray.init_group(members)
+        token = dropped._meeting.token
+        assert token in Transfers.actors
+        del dropped
+        gc.collect()
+        assert token not in Transfers.actors
 
 
 def transfer_that_ray_ends_wakes_the_other_actor(actors):

@@ -246,7 +246,7 @@ def test_calls_that_return_their_result_are_refused_in_a_block(rank):
         with (
             pytest.raises(
                 InvalidArgumentError,
-                match=r"functional\.\w+ in a coalescing block, which makes its calls at its end",
+                match=rf"functional\.{call} in a coalescing block, which makes its calls at",
             ),
             dist._coalescing_manager(),
         ):

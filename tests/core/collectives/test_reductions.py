@@ -1,15 +1,18 @@
 """Reductions that no kernel has: functions, NumPy's own dtypes, float16 and bfloat16 in float32."""
 
 import functools
+from types import FunctionType
 
 import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.core.operations.reductions import _digest_of
+from unisono.core.operations import reductions
+from unisono.core.operations.reductions import _digest_of, empty
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
+    CollectiveTimeoutError,
     InvalidArgumentError,
     UnsupportedError,
 )
@@ -114,6 +117,42 @@ def test_the_digest_of_a_function_is_that_of_what_it_does():
     assert len({_digest_of(each) for each in differ}) == len(differ)
     assert _digest_of(scaled(1)) == _digest_of(scaled(1))
     assert _digest_of(scaled(object())) == _digest_of(scaled(object()))
+
+
+def test_the_digest_of_a_closure_has_no_counters_and_no_empty_cells():
+    def counting(count):
+        def counted(a, b):
+            nonlocal count
+            count += 1
+            return a + b
+
+        def later(a, b):
+            return a + b if a is not None else missing
+
+        digests = _digest_of(counted), _digest_of(later)
+        missing = 1
+        return *digests, _digest_of(later) != digests[1], counted, missing
+
+    first, second = counting(0), counting(5)
+    assert first[:3] == (*second[:2], True)
+    first[3](1, 1)
+    assert _digest_of(first[3]) == first[0]
+    wide = functools.reduce(lambda f, _: lambda a, b: (f, f, f, f, f, f), range(9), np.add)
+    many = [list(range(10**5)), list(range(10**5 - 1))]
+    assert len({*map(_digest_of, [wide, *(functools.partial(wide, each) for each in many)])}) == 3
+
+
+@pytest.mark.ranks(2)
+def test_the_work_of_a_reduction_by_a_function_is_that_of_the_call(rank):
+    pg, x = dist.group.WORLD, np.ones(2)
+    for op in (np.maximum, dist.commutative(np.maximum), dist.ReduceOp.SUM):
+        work = pg.all_reduce(x, op)
+        assert work._get_op_type() == pg.all_reduce(np.ones(2))._get_op_type()
+        assert work._get_duration() >= 0
+    with dist.stream(dist.Stream()):
+        work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    assert work._get_duration() >= 0
 
 
 @pytest.mark.ranks(2, kind="both")
@@ -277,3 +316,31 @@ def test_leaves_that_require_gradients_are_written_as_by_a_kernel(rank):
     assert x.tolist() == [2.0] * 3
     with pytest.raises(InvalidArgumentError, match=r"returned torch\.float32 for torch\.int64"):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), lambda a, b: (a + b) / 2)
+
+
+@pytest.mark.ranks(4, kind="both")
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_an_error_between_two_rounds_ends_the_call_on_all_ranks(rank, fails_at):
+    made: list = []
+
+    def without_memory(like, *shape):
+        made.append(shape)
+        if rank == 1 and len(made) == fails_at:
+            raise MemoryError("no room")
+        return empty(like, *shape)
+
+    names = {**vars(reductions), "empty": without_memory}
+    own, x = FunctionType(reductions._in_pairs.__code__, names, "_in_pairs"), np.ones(2)
+    with pytest.raises(MemoryError if rank == 1 else CollectiveMismatchError, match="no room"):
+        own(dist.group.WORLD, dist.commutative(np.add), np.ones(2), "sum", "sum", None)
+    dist.all_reduce(x)
+    assert x.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.ranks(2)
+def test_a_commutative_reduction_has_no_time_with_timeout_0(rank):
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError):
+            dist.all_reduce(np.ones(2), dist.commutative(np.add), group, timeout=0)
+    dist.barrier()

@@ -134,6 +134,64 @@ def test_an_error_in_a_hook_around_a_call_of_objects_leaves_the_group_usable(ran
     assert objects == ["x" * 100_000] * 2
 
 
+@pytest.mark.ranks(3, kind="both")
+def test_hooks_see_messages_of_objects_and_reductions_in_pairs_once(rank):
+    pg, seen, objects = dist.new_group([0, 1, 2]), [], [None]
+    half = np.ones(2, np.float16)
+    pg.register_pre_hook(1, seen.append)
+    pg.register_post_hook(1, seen.append)
+    if rank == 0:
+        dist.send_object_list(["x" * 300_000], 1, pg)
+    elif rank == 1:
+        dist.recv_object_list(objects, 0, pg)
+        assert len(objects[0]) == 300_000
+    dist.monitored_barrier(pg)
+    dist.all_reduce(np.ones(2), dist.commutative(np.maximum), pg)
+    dist.all_reduce(np.ones(2), np.maximum, pg)
+    dist.all_reduce(half, group=pg, accumulate="float32")
+    assert half.tolist() == [3.0, 3.0]
+    messages = [[("send_object_list", "SEND", 1, 0)], [("recv_object_list", "RECV", 0, 0)], []]
+    befores, afters = seen[::2], seen[1::2]
+    assert [(call.op, call.name.name, call.root) for call in befores] == [
+        *(each[:3] for each in messages[rank]),
+        ("monitored_barrier", "UNKNOWN", -1),
+        *[("all_reduce", "ALLREDUCE", -1)] * 3,
+    ]
+    assert [call.op_id for call in befores] == [call.op_id for call in afters]
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_hook_that_raises_around_a_call_of_messages_breaks_no_later_call(rank):
+    pg, objects = dist.new_group([0, 1]), [None]
+
+    def refuse(call):
+        raise ValueError("not now")
+
+    def refused(call, kind):
+        if rank == 0:
+            with pytest.raises(kind, match="not now"):
+                call()
+        else:
+            call()
+
+    def send(text):
+        dist.send_object_list([text], 1, pg) if rank == 0 else dist.recv_object_list(objects, 0, pg)
+
+    if rank == 0:
+        pg.register_post_hook(1, refuse)
+    refused(lambda: send("x" * 300_000), ValueError)
+    refused(lambda: dist.monitored_barrier(pg), ValueError)
+    pg.unregister_post_hook(1)
+    if rank == 0:
+        pg.register_pre_hook(1, refuse)
+    with pytest.raises(ValueError if rank == 0 else CollectiveMismatchError):
+        dist.monitored_barrier(pg)
+    pg.unregister_pre_hook(1)
+    send("last")
+    dist.monitored_barrier(pg)
+    assert objects == ([None] if rank == 0 else ["last"])
+
+
 @pytest.mark.ranks(2)
 def test_an_error_in_a_hook_before_a_call_is_an_error_on_all_ranks(rank):
     pg, x = dist.new_group([0, 1]), np.ones(2)

@@ -1,5 +1,7 @@
 """Channels: each is the algorithm on ranks in another order; timed against formulas."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -111,3 +113,15 @@ def test_only_some_collectives_have_channels():
             InvalidArgumentError, match=" without posts to all, whole hosts, and 1 channel or more"
         ):
             in_channels(schedule, channels, per_host)
+
+
+def test_a_post_to_all_in_a_later_round_is_refused_at_once():
+    ring = build("all_reduce", "ring", 4)
+    post = np.array([[0, 5, -1, 1, 0, 1, 0, 1]])
+
+    def exchange(k, ranks):
+        yield ring.steps(k, ranks) if k < 3 else post[np.isin(post[:, 0], ranks)]
+
+    later = replace(ring, exchange=exchange, before=lambda ranks: (), after=lambda ranks: ())
+    with pytest.raises(InvalidArgumentError, match="without posts to all"):
+        in_channels(later, 2, 4)

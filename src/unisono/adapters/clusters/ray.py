@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from unisono.adapters.clusters.member import RankOutcome, Transfers
 from unisono.adapters.clusters.outcomes import OUTSIDE, CallOnRanks, collect
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.c10d.new_groups import new_group
+from unisono.core.groups.process_group import group_timeout_s
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -98,6 +100,7 @@ def init_group(
         raise
     if Transfers.actors is not None:
         Transfers.actors[meeting.token] = ids
+        weakref.finalize(group, Transfers.actors.pop, meeting.token, None)
     return group
 
 
@@ -251,7 +254,7 @@ def _join(
     def action() -> None:
         member.join(meeting, rank)
         if transfers and Transfers.token != meeting.token:
-            Transfers.group = new_group(group_desc="transfers")
+            Transfers.group = new_group(timeout=group_timeout_s(None), group_desc="transfers")
             Transfers.actors, Transfers.token = {meeting.token: ids}, meeting.token
 
     return member.attempt(meeting, rank, action)

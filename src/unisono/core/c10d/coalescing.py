@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from inspect import signature
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from unisono.core.backends import Pending
@@ -122,6 +123,7 @@ class _BlockRecorder:
     takes_all = False
 
     def __init__(self) -> None:
+        self.thread = get_ident()  # calls of other threads are no part of the block
         self._calls: list[_Recorded] = []
 
     def record(

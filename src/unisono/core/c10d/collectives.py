@@ -32,7 +32,7 @@ def _group(group: Group, call: str, how: Mapping[str, object]) -> ProcessGroup |
     """Return the group as `member_group` does; refuse keywords that only the method has."""
     pg = member_group(group, call, stacklevel=4)
     # A block checks the call that it makes in the end.
-    if pg is not None and pg._block is None and not how.keys() <= SHARED:
+    if pg is not None and not how.keys() <= SHARED and pg._block_here() is None:
         with reporting_bad_arguments(pg, call):
             check_keywords(call, call, how)
     return pg

@@ -9,6 +9,7 @@ Source: torch.distributed.monitored_barrier (2.13), which Gloo alone has.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -59,19 +60,24 @@ def monitored_barrier(
     """
     if (pg := member_group(group, "monitored_barrier")) is None:
         return
+    if (block := pg._block_here()) is not None and block.takes_all:
+        block.refuse("monitored_barrier")
     tag = _FIRST_TAG + pg.counts["monitored_barrier"]
     pg.counts["monitored_barrier"] += 1
     wrong: BaseException | None = None
+    hooks, seen = pg._hooks, None
     try:
         deadline = Deadline(pg.timeout_s if timeout is None else timeout)
+        seen = None if hooks is None else hooks.begin_named(pg, "monitored_barrier", -1)
     except BaseException as error:
         # The other ranks wait for this rank, so it takes part.
         wrong, deadline = error, Deadline(pg.timeout_s)
     state = _HERE if wrong is None else _REFUSED
-    if pg.rank() == 0:
-        verdict = _collect(pg, tag, deadline, wait_all_ranks, state)
-    else:
-        verdict = _report(pg, tag, deadline, state)
+    with nullcontext() if hooks is None else hooks.parts():
+        if pg.rank() == 0:
+            verdict = _collect(pg, tag, deadline, wait_all_ranks, state)
+        else:
+            verdict = _report(pg, tag, deadline, state)
     if wrong is not None:
         raise wrong
     missing, lost = np.flatnonzero(verdict == _MISSING), np.flatnonzero(verdict == _LOST)
@@ -90,6 +96,8 @@ def monitored_barrier(
                 usable=True,
             ),
         )
+    if hooks is not None and seen is not None:
+        hooks.end(seen, None)
 
 
 _HERE, _MISSING, _LOST, _REFUSED = range(4)

@@ -302,6 +302,8 @@ class ProcessGroup(Operations):
         """
         if isinstance(error, UsageError):
             error.name_call(op)
+        if (block := self._block_here()) is not None and block.takes_all:
+            return  # The other ranks need not make the call.
         self._part.refuse(self, op, error, arguments, wait=how.get("async_op") is not True)
 
     def place(self) -> CodePlace:

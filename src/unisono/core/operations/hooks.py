@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -31,7 +32,12 @@ HookOpName = Enum(
 )
 """c10d's names of operations; UNKNOWN: c10d has no such one."""
 
-_WHOLE = {"split_group": HookOpName.SPLIT, "new_window": HookOpName.NEW_WINDOW}
+_WHOLE = {
+    "split_group": HookOpName.SPLIT,
+    "new_window": HookOpName.NEW_WINDOW,
+    "send_object_list": HookOpName.SEND,
+    "recv_object_list": HookOpName.RECV,
+}
 
 
 class PreHookArgs(NamedTuple):
@@ -80,16 +86,17 @@ class Hooks:
         self.after: dict[int, Callable[[PostHookArgs], object]] = {}
         self.at_abort: dict[int, Callable[[], object]] = {}
         self._ids = itertools.count(1)
-        self._whole = 0  # the thread in a call that consists of calls, of objects for instance
+        # The threads in a call that consists of calls, of objects for instance.
+        self._whole: set[int] = set()
 
     def begin(
         self, group: Any, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]
     ) -> PreHookArgs | None:
         """Call the hooks before a call, but for a part; an error of one is an error of the call."""
-        if self._whole == get_ident():
+        if get_ident() in self._whole:
             return None
         if schema.name == "agree":
-            return self._begin(group, str(arguments[0]).partition("(")[0])
+            return self.begin_named(group, str(arguments[0]).partition("(")[0])
         values = dict(zip(schema.parameters, arguments, strict=False)) | how
         root = values.get("root", values.get("peer"))
         if root is None:
@@ -113,21 +120,40 @@ class Hooks:
             0 if is_message else number_of(group.backends) + 1,
         )
 
-    def begin_whole(self, group: Any, op: str) -> PreHookArgs | None:
-        """Begin a collective of this thread whose parts are calls; `end` ends it."""
-        if self._whole == get_ident():
+    def begin_whole(self, group: Any, op: str, peer: int | None = None) -> PreHookArgs | None:
+        """Begin a call of this thread whose parts are calls; `end` ends it.
+
+        Args:
+            group: The group.
+            op: Name of the function.
+            peer: Of messages: the other rank, -1 for any.
+        """
+        if get_ident() in self._whole:
             return None
-        call = self._begin(group, op)
-        self._whole = get_ident()
+        call = self.begin_named(group, op, peer)
+        self._whole.add(get_ident())
         return call
 
     def leave_whole(self) -> None:
         """End the parts of a call that `begin_whole` began."""
-        self._whole = 0
+        self._whole.discard(get_ident())
 
-    def _begin(self, group: Any, op: str) -> PreHookArgs:
-        name, number = _WHOLE.get(op, HookOpName.UNKNOWN), number_of(group.backends) + 1
-        return self._call_before(name, False, [], [], -1, next(self._ids), op, number)
+    @contextmanager
+    def parts(self) -> Iterator[None]:
+        """Make calls that are parts of a call whose begin the hooks have seen."""
+        is_outer = get_ident() not in self._whole
+        self._whole.add(get_ident())
+        try:
+            yield
+        finally:
+            if is_outer:
+                self.leave_whole()
+
+    def begin_named(self, group: Any, op: str, peer: int | None = None) -> PreHookArgs:
+        """Call the hooks before a call of this name; `peer` is as in `begin_whole`."""
+        name = _WHOLE.get(op, HookOpName.UNKNOWN)
+        root, number = (-1, number_of(group.backends) + 1) if peer is None else (peer, 0)
+        return self._call_before(name, False, [], [], root, next(self._ids), op, number)
 
     def _call_before(self, *values: Any) -> PreHookArgs:
         call = PreHookArgs(*values)
@@ -183,6 +209,11 @@ class Hooked:
     stream_queue: Any
     _block: Any
     _part: Any
+
+    def _block_here(self) -> Any:
+        """Return the block of calls that this thread is in, or None."""
+        block = self._block
+        return block if block is not None and block.thread == get_ident() else None
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], object]) -> None:
         """Call `hook(args)` before each call.

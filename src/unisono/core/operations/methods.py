@@ -469,7 +469,7 @@ class Operations(Hooked):
     def _call(self, schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         """Make a call; refuse a collective while another thread is in a collective call."""
         op = schema.name
-        block = self._block
+        block = None if self._block is None else self._block_here()
         if block is not None and (schema.coalesced or block.takes_all):
             work: Work = block.record(schema, arguments, how)
             return work

@@ -8,9 +8,10 @@ that is said to be commutative, pairs of ranks exchange their results instead.
 from __future__ import annotations
 
 import sys
-from functools import partial, reduce
+from contextlib import nullcontext, suppress
+from dis import get_instructions
+from functools import lru_cache, partial, reduce
 from hashlib import blake2b
-from inspect import getclosurevars
 from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -98,36 +99,64 @@ def _digest_of(function: Any) -> str:
 
     It is equal in all processes, so it has no address, and of other objects only the type.
     """
-    return blake2b(_described(function, 0).encode(), digest_size=4).hexdigest()
+    return blake2b(_described(function, 0, {}).encode(), digest_size=4).hexdigest()
 
 
-def _described(value: Any, depth: int) -> str:
+# A longer list is described by its length; the call would wait for the text.
+_MOST_ENTRIES = 64
+
+
+def _described(value: Any, depth: int, known: dict[tuple[int, int], str]) -> str:
+    """Return a text; `known` has those of functions by their ids, each for a depth."""
     below = depth + 1
     if depth > 8:  # a function may refer to itself
         return "..."
     if isinstance(value, (bool, int, float, complex, str, bytes, NoneType, np.generic)):
         return f"{type(value).__name__} {value!r}"
+    if isinstance(value, (tuple, list)) and len(value) > _MOST_ENTRIES:
+        return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(_described(each, below) for each in value)})"
+        return f"({', '.join(_described(each, below, known) for each in value)})"
     if isinstance(value, frozenset):
-        return f"{{{', '.join(sorted(_described(each, below) for each in value))}}}"
+        return f"{{{', '.join(sorted(_described(each, below, known) for each in value))}}}"
     if isinstance(value, CodeType):
         names = *value.co_names, *value.co_freevars
-        return f"{value.co_code.hex()} {names} {_described(value.co_consts, below)}"
+        return f"{value.co_code.hex()} {names} {_described(value.co_consts, below, known)}"
     if isinstance(value, commutative):
-        return f"commutative {_described(value.function, below)}"
+        return f"commutative {_described(value.function, below, known)}"
     if isinstance(value, partial):
         given = value.func, value.args, tuple(sorted(value.keywords.items()))
-        return f"partial {_described(given, below)}"
+        return f"partial {_described(given, below, known)}"
     if isinstance(value, MethodType):
-        return _described((type(value.__self__).__qualname__, value.__func__), below)
+        return _described((type(value.__self__).__qualname__, value.__func__), below, known)
     if isinstance(value, FunctionType):
-        cells = getclosurevars(value).nonlocals if value.__closure__ else {}
-        settings = {**cells, **(value.__kwdefaults__ or {})}
-        words = value.__code__, value.__defaults__, sorted(settings.items())
-        return _described(words, below)
+        at = id(value), depth
+        if at not in known:
+            settings = {**_cells_of(value), **(value.__kwdefaults__ or {})}
+            words = value.__code__, value.__defaults__, *sorted(settings.items())
+            text = _described(words, below, known)
+            known[at] = blake2b(text.encode(), digest_size=8).hexdigest()
+        return known[at]
     named: Any = value if hasattr(value, "__qualname__") else type(value)
     return f"{type(value).__name__} {named.__qualname__}"
+
+
+def _cells_of(function: FunctionType) -> dict[str, Any]:
+    """Return the values of a closure, but for counters and the like, which the code stores."""
+    code, values = function.__code__, dict[str, Any]()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not set yet
+            if name not in _stored(code):
+                values[name] = cell.cell_contents
+    return values
+
+
+@lru_cache(256)
+def _stored(code: CodeType) -> frozenset[str]:
+    """Return the names in closures that a code, or a code in it, stores."""
+    inner = [_stored(each) for each in code.co_consts if isinstance(each, CodeType)]
+    found = {each.argval for each in get_instructions(code) if each.opname == "STORE_DEREF"}
+    return frozenset(found).union(*inner)
 
 
 def function_for(tensor: Any, op: Any) -> Function | None:
@@ -150,12 +179,17 @@ def reduce_otherwise(
     root: int = -1,
 ) -> Work | None:
     """Make a reduction that no kernel has; return None if a kernel has it."""
-    if accumulate is not None:
-        settings = (op,) if root < 0 else (root, op)
-        return reduce_wide(group, name, accumulate, tensor, *settings, how=how)
-    if (function := function_for(tensor, op)) is None:
+    function = function_for(tensor, op) if accumulate is None else None
+    if accumulate is None and function is None:
         return None
-    return reduce_by(group, name, function, output, tensor, how, root)
+    with nullcontext() if group._hooks is None else group._hooks.parts():
+        if function is not None:
+            work = reduce_by(group, name, function, output, tensor, how, root)
+        else:
+            settings = (op,) if root < 0 else (root, op)
+            work = reduce_wide(group, name, accumulate, tensor, *settings, how=how)
+    work._op = name  # not that of its last part
+    return work
 
 
 def reduce_by(
@@ -208,7 +242,8 @@ def _in_pairs(
 
     The lower rank's part is the first argument on both ranks, so that they have the same bits.
     """
-    rank, size, due = group.rank(), group.size(), Deadline(timeout or group.timeout_s)
+    rank, size = group.rank(), group.size()
+    due = Deadline(group.timeout_s if timeout is None else timeout)
     power = 1 << (size.bit_length() - 1)
     # The ranks from `power` on only give their array, and get the result.
     low, high = range(size - power), range(power, size)
@@ -217,27 +252,30 @@ def _in_pairs(
     rounds = [targets for targets in rounds if targets]
     work = Work(Pending([mine], done=True), label, group)
     for number, targets in enumerate(rounds, 1):
-        to, sources = targets.get(rank), {target: source for source, target in targets.items()}
-        source, flat = sources.get(rank), mine.reshape(-1)
-        ins = [len(flat) if r == source else 0 for r in range(size)]
-        outs = [len(flat) if r == to else 0 for r in range(size)]
-        got, give = empty(flat, sum(ins)), flat[: sum(outs)]
-        how = {"output_split_sizes": ins, "input_split_sizes": outs, "_label": agreed}
-        work = group.all_to_all_single(got, give, timeout=due.remaining(), **how)
-        if source is None:
-            continue
-        got = got.reshape(mine.shape)
-        if rank >= power:
-            mine = got
-            continue
+        since = group.place()
         try:
+            to, sources = targets.get(rank), {target: source for source, target in targets.items()}
+            source, flat = sources.get(rank), mine.reshape(-1)
+            ins = [len(flat) if r == source else 0 for r in range(size)]
+            outs = [len(flat) if r == to else 0 for r in range(size)]
+            got, give = empty(flat, sum(ins)), flat[: sum(outs)]
+            how = {"output_split_sizes": ins, "input_split_sizes": outs, "_label": agreed}
+            work = group.all_to_all_single(got, give, timeout=due.remaining(), **how)
+            if source is None:
+                continue
+            got = got.reshape(mine.shape)
+            if rank >= power:
+                mine = got
+                continue
             result = function(mine, got) if rank < source else function(got, mine)
             _check(label, result, mine)
+            mine[...] = result
         except BaseException as error:
-            if number < len(rounds):
+            # The other ranks wait for this rank in this round, or in the next.
+            has_ended = number == len(rounds) and group.place() > since
+            if not has_ended and not group.is_known_to_all(error, since):
                 group.refuse(label, error)
             raise
-        mine[...] = result
     return work, mine
 
 
@@ -265,7 +303,7 @@ def _check(label: str, result: Any, output: Any) -> None:
 
 
 def reduce_wide(
-    group: Any, name: str, accumulate: str, tensor: Any, *settings: Any, how: Any
+    group: Any, name: str, accumulate: str | None, tensor: Any, *settings: Any, how: Any
 ) -> Work:
     """Reduce float16 or bfloat16 in float32, and round once.
 

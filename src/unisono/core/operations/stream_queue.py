@@ -48,7 +48,7 @@ class StreamCall(Pending):
     def begin(self, real: Pending) -> None:
         """End when `real`, the call that has begun, ends."""
         self._real = real
-        self.outputs = real.outputs
+        self.outputs, self.recorded = real.outputs, real.recorded
         self._begun.finish()
         real.add_callback(self._ended)
 

@@ -132,6 +132,11 @@ def _one_algorithm(options: argparse.Namespace) -> int:
         )
     if options.size is not None:
         options.parser.error(f"{options.op} is an algorithm, which has no SIZE")
+    flags = ("ranks", "hosts", "round_trip", "root", "algorithm", "net", "model")
+    for flag in flags:
+        if getattr(options, flag) != options.parser.get_default(flag):
+            given = flag.replace("_", "-")
+            options.parser.error(f"{options.op} is an algorithm, which has no --{given}")
     explain_algorithm(options.op)
     return 0
 

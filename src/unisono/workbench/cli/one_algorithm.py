@@ -26,6 +26,7 @@ def sections(text: str) -> dict[str, str]:
 
 def explain_algorithm(name: str) -> None:
     """Print an algorithm, from the docstrings of its builders."""
+    from unisono.core.schedules import available
     from unisono.core.schedules.registry import operations_of
 
     builders = operations_of(name)
@@ -40,23 +41,32 @@ def explain_algorithm(name: str) -> None:
         print(line)
     for other, text in others:
         print(f"\n{other}: {text['does']}\n    cost  {text.get('cost', 'not given')}")
-    print(f"\ndraw it     unisono draw {op} -p 8 --algorithm {name} -o {name}.html")
-    print(f"compare it  unisono simulate {op} -p 64 --hosts 8 --net fat-tree -b 1M")
+    small = _world(op, name)
+    p, hosts = (64, 8) if name in available(op, 64, local=8) else small
+    words = f"unisono draw {op} -p {small[0]} --hosts {small[1]}"
+    print(f"\ndraw it     {words} --algorithm {name} -o {name}.html")
+    print(f"compare it  unisono simulate {op} -p {p} --hosts {hosts} --net fat-tree -b 1M")
 
 
 def picture(op: str, name: str) -> Iterator[str]:
-    """Yield lines that show the first rounds on few ranks; none if it serves no such world."""
-    from unisono.core.schedules import available, build
+    """Yield lines that show the first rounds on few ranks."""
+    from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
 
-    for ranks in (4, 8):
-        if name in available(op, ranks, local=2):
-            schedule = build(op, name, ranks, 0 if op in ROOTED else -1, 1, 2)
-            hosts = f", {ranks // 2} hosts" if "local" in _parameters(op, name) else ""
-            yield f"\n{ranks} ranks{hosts}, {schedule.rounds} round{'s' * (schedule.rounds != 1)}"
-            yield from _table(schedule)
-            yield ">2 sends to rank 2   <1 stores what rank 1 sent   +1 reduces it into its own"
-            return
+    ranks, hosts = _world(op, name)
+    schedule = build(op, name, ranks, 0 if op in ROOTED else -1, 1, ranks // hosts)
+    of_hosts = f", {hosts} hosts" if "local" in _parameters(op, name) else ""
+    yield f"\n{ranks} ranks{of_hosts}, {schedule.rounds} round{'s' * (schedule.rounds != 1)}"
+    yield from _table(schedule)
+    yield ">2 sends to rank 2   <1 stores what rank 1 sent   +1 reduces it into its own"
+
+
+def _world(op: str, name: str) -> tuple[int, int]:
+    """Return few ranks that an algorithm serves, and their hosts."""
+    from unisono.core.schedules import available
+
+    ranks = 4 if name in available(op, 4, local=2) else 8
+    return ranks, ranks // 2
 
 
 def _parameters(op: str, name: str) -> set[str]:

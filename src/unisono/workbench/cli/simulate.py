@@ -306,7 +306,8 @@ def row_of(
             write_text(options.goal, to_goal(program))
     factor = OPS[options.op].bus_factor(p) if options.op in OPS else 1.0
     costs, plain_net = net.costs(name), net.network(name, p)
-    bound_us = least_us(options.op, nbytes, plain_net, costs, root=root)
+    size = options.itemsize
+    bound_us = least_us(options.op, nbytes, plain_net, costs, root=root, itemsize=size)
 
     def timed(time_us: float) -> SimulatedRow:
         algbw = nbytes / time_us / 1000 if time_us and options.op != "barrier" else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ _DESCRIPTION = """\
 Search for the schedule that takes the least virtual time on a network. The search changes the
 levels, their radix, order and way, the depth of the pipeline, and, where ranks have links of their
 own, trees over these links. Each candidate is proved. The shipped algorithms are candidates, so the
-result is never slower than they are in the simulator.
+result is not slower than they are in the simulator, unless --seconds ends the search before them.
 
 The same flags and seed give the same candidates in the same order. --seconds ends the search early,
 and the output shows it. -o writes the best as FILE.py, which all commands take as FILE.py:FUNCTION,
@@ -66,7 +67,7 @@ def _synthesize(options: argparse.Namespace) -> int:
     from unisono.core.schedules.ir import ROOTED
     from unisono.workbench.simulate.bounds import least_us
     from unisono.workbench.synthesize.plans import Problem
-    from unisono.workbench.synthesize.search import SearchLimits, search
+    from unisono.workbench.synthesize.search import ITEMSIZE, STALE, SearchLimits, search
 
     for output in options.output:
         if Path(output).suffix not in (".py", ".xml"):
@@ -91,11 +92,11 @@ def _synthesize(options: argparse.Namespace) -> int:
             lambda name: select(op, nbytes, topology, name).pipeline,
             told,
         )
-    bound_us = least_us(op, nbytes, network, net.costs(""), root=root)
+    bound_us = least_us(op, nbytes, network, net.costs(""), root=root, itemsize=ITEMSIZE)
     limit = {
         "seconds": f"the limit of {options.seconds:g} s ended the search: more time may find more",
         "candidates": f"after {options.candidates} plans, seed {options.seed}",
-        "plans": "no change gives a plan that was not tried",
+        "plans": f"the last {STALE:,} changes gave no plan that was not tried",
     }[found.ended]
     refused = f"{found.refused} more refused by the network; " if found.refused else ""
     print(f"# {len(found.best)} candidates, each proved; {refused}{limit}")
@@ -138,8 +139,8 @@ def _write(options: argparse.Namespace, output: str, best: Candidate, net: str) 
         about = f"{what}: {us_text(best.us)} us.\n\n{best.plan}; seed {options.seed}."
         write_text(output, to_python(best.schedule, name, about))
         algorithm = f"{output}:{name}"
-    hosts = f" --hosts {options.hosts}" if options.hosts else ""
-    print(
-        f"wrote {output}: unisono simulate {options.op} -p {options.ranks}{hosts} "
-        f"-b {options.size} --net {options.net} --algorithm {algorithm}"
-    )
+    words = ["unisono", "simulate", options.op, "-p", options.ranks, "-b", options.size]
+    words += ["--hosts", options.hosts] if options.hosts else []
+    words += ["-r", best.schedule.root] if best.schedule.root >= 0 else []
+    words += ["--net", options.net, *(["--model", options.model] if options.model else [])]
+    print(f"wrote {output}: {shlex.join(map(str, [*words, '--algorithm', algorithm]))}")

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from unisono.core.schedules.ir import VECTOR_COLLECTIVES
 from unisono.workbench.simulate.evaluators.costs import Costs
 from unisono.workbench.simulate.networks import Network
 
 
 def least_us(
-    collective: str, nbytes: int, network: Network, costs: Costs, *, root: int = 0, ranks: int = 0
+    collective: str,
+    nbytes: int,
+    network: Network,
+    costs: Costs,
+    *,
+    root: int = 0,
+    ranks: int = 0,
+    itemsize: int = 1,
 ) -> float:
     """Return a lower bound in microseconds.
 
@@ -31,13 +39,20 @@ def least_us(
         costs: The work of ranks; a message costs a send and a receive.
         root: The root, if there is one.
         ranks: Number of ranks; that of the network by default. `Channels` have more.
+        itemsize: Bytes per element; as in `simulate`, only whole elements of equal blocks count.
     """
     p = ranks or network.size
     if p == 1:
         return costs.start_ps / 1e6
-    source = np.full(p, max(root, 0))
-    latency, _ = network.alone(source, np.arange(p), np.zeros(p, np.int64))
-    others = np.delete(latency, source[0])
+    whole = itemsize if collective in VECTOR_COLLECTIVES else itemsize * p
+    nbytes -= nbytes % whole
+    if not nbytes and collective != "barrier":
+        return 0.0
+    source, target = np.full(p, max(root, 0)), np.arange(p)
+    if collective in ("reduce", "gather"):
+        source, target = target, source
+    latency, _ = network.alone(source, target, np.zeros(p, np.int64))
+    others = np.delete(latency, max(root, 0))
     moving = 0.0
     for members, gbps in network.cuts():
         g = p / members

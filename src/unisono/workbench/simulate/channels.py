@@ -81,6 +81,8 @@ def in_channels(schedule: Schedule, channels: int, per_host: int) -> Schedule:
         return rows
 
     checked(schedule.steps(0, np.arange(p)))
+    for k in range(1, schedule.stages):
+        checked(schedule.steps(k, np.array([max(schedule.root, 0)])))
 
     def moved(ranks: IntArray, by: int) -> IntArray:
         within, root = ranks % per_host, schedule.root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from math import gcd
+from math import gcd, isfinite
 from random import Random
 
 from unisono.core.schedules.algorithms.multi_level import COLLECTIVES, Level, digits, levelled
@@ -153,7 +153,7 @@ Plan = Shipped | Levels | Trees
 def links_of(network: Network) -> dict[tuple[int, int], int]:
     """Return how often each link has the least bandwidth; {} if ranks have no links of their own.
 
-    A link of less than a 16th of the widest counts as that.
+    A link of less than a 16th of the widest counts as that, one of no limit as the widest.
     """
     p = network.size
     gbps: dict[tuple[int, int], float] = {}
@@ -170,7 +170,9 @@ def links_of(network: Network) -> dict[tuple[int, int], int]:
             gbps |= {(rank, end): 1.0 for end in ends}
     if p > _TREE_RANKS or not gbps:
         return {}
-    least = max(min(gbps.values()), max(gbps.values()) / 16)
+    widest = max(filter(isfinite, gbps.values()), default=1.0)
+    gbps = {ends: min(each, widest) for ends, each in gbps.items()}
+    least = max(min(gbps.values()), widest / 16)
     return {ends: max(1, round(each / least)) for ends, each in gbps.items()}
 
 

@@ -9,6 +9,8 @@ from itertools import chain
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from unisono.core.schedules import available
 from unisono.core.schedules.ir import Schedule
 from unisono.core.schedules.registry import entry
@@ -21,8 +23,10 @@ from unisono.workbench.synthesize.plans import Plan, Problem, Shipped, first_pla
 MOST_RANKS = 512
 # Plans of a kind that are changed further. More: a wider search, less deep.
 _PARENTS = 8
+# Bytes per element in the simulator.
+ITEMSIZE = 4
 # Changes in a row that are known already, after which there are no more.
-_STALE = 1000
+STALE = 1000
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class SearchLimits(NamedTuple):
 
     Attributes:
         most: Candidates, the shipped algorithms not counted.
-        seconds: Limit of time; the shipped algorithms are always timed.
+        seconds: Limit of time; a shipped algorithm is always timed.
         seed: Seed of random numbers.
     """
 
@@ -54,7 +58,7 @@ class Synthesis:
 
     Attributes:
         best: All candidates, the fastest first.
-        shipped: The fastest shipped algorithm, as a group takes it; None if none runs.
+        shipped: The fastest shipped algorithm, as a group takes it; None if none was timed.
         refused: Plans that the network refused.
         ended: Why the search ended: "candidates", "seconds", or "plans" if there are no more.
     """
@@ -73,7 +77,7 @@ def search(
 ) -> Synthesis:
     """Search for the schedule that takes the least time.
 
-    The shipped algorithms come first, so the result is never slower than they are. With one seed
+    The shipped algorithms come first, those of the fewest steps before the others. With one seed
     the plans are the same, in the same order.
 
     Args:
@@ -95,6 +99,7 @@ def search(
     known: list[Plan] = [
         Shipped(name, depth_of(name) if entry(problem.op, name).pipelined else 1) for name in names
     ]
+    known.sort(key=lambda plan: _count_steps(plan, problem))
     random, found, refused = Random(limits.seed), list[Candidate](), 0
     begun, ended = time.monotonic(), "plans"
     shipped: Candidate | None = None
@@ -103,7 +108,7 @@ def search(
         if done >= limits.most:
             ended = "candidates"
             break
-        if done >= 0 and time.monotonic() - begun > limits.seconds:
+        if (found or done >= 0) and time.monotonic() - begun > limits.seconds:
             ended = "seconds"
             break
         candidate = _candidate(plan, problem)
@@ -112,15 +117,21 @@ def search(
             continue
         found.append(candidate)
         found.sort(key=_order)
+        tried, most = done + 1, limits.most
         if done < 0:
-            shipped = found[0]
-        else:
-            progress(done + 1, limits.most, f"{found[0].us:,.1f} us: {found[0].plan}")
+            shipped, tried, most = found[0], tried + len(known), len(known)
+        progress(tried, most, f"{found[0].us:,.1f} us: {found[0].plan}")
     if not found:
         raise InvalidArgumentError(
             f"no algorithm of {problem.op} runs on net {problem.machine.name}"
         )
     return Synthesis(tuple(found), shipped, refused, ended)
+
+
+def _count_steps(plan: Plan, problem: Problem) -> int:
+    """Return the steps of the last rank, which show how long a proof takes."""
+    schedule, last = plan.schedule(problem), np.array([problem.ranks - 1])
+    return sum(len(schedule.steps(k, last)) for k in range(schedule.stages)) if schedule else 0
 
 
 def _order(candidate: Candidate) -> tuple[float, int]:
@@ -138,7 +149,7 @@ def _plans(
             yield plan
     # A small world has few plans. All of them are known when changes find nothing new.
     stale = 0
-    while found and stale < _STALE:
+    while found and stale < STALE:
         # The best of each kind, the better ones more often, so that no kind displaces the others.
         kinds = sorted({type(each.plan).__name__ for each in found})
         kind = random.choice(kinds)
@@ -153,15 +164,14 @@ def _plans(
 
 def _candidate(plan: Plan, problem: Problem) -> Candidate | None:
     """Return the plan with its proved schedule and its time; None if it is refused."""
-    net = problem.machine
+    net, schedule = problem.machine, plan.schedule(problem)
+    if schedule is None:
+        return None
     try:
-        schedule = plan.schedule(problem)
-        if schedule is None:
-            return None
         run, network = net.in_channels(schedule, problem.local)
         verify(schedule)
         result = simulate(
-            run, problem.nbytes, network, net.costs(schedule.algorithm), itemsize=4,
+            run, problem.nbytes, network, net.costs(schedule.algorithm), itemsize=ITEMSIZE,
             padded=net.values["padded"], contended=net.values["model"] == "links",
         )  # fmt: skip
     except InvalidArgumentError:

@@ -12,6 +12,9 @@ from unisono.errors import InvalidArgumentError
 # 100 MB of text. Larger files take minutes to read.
 _MOST_ROWS = 2_000_000
 
+# Names that the file uses.
+_TAKEN = ("np", "Schedule", "ROUNDS", "STEPS", "ValueError")
+
 _TEXT = '''\
 """{about}
 
@@ -45,7 +48,8 @@ def {name}({parameters}):
 
 def name_of(stem: str) -> str:
     """Return the name of the function for a file."""
-    return stem if stem.isidentifier() and not keyword.iskeyword(stem) else "synthesized"
+    is_free = stem.isidentifier() and not keyword.iskeyword(stem) and stem not in _TAKEN
+    return stem if is_free else "synthesized"
 
 
 def to_python(schedule: Schedule, name: str, about: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -64,11 +64,10 @@ class ObjectCall:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._group.release_guard(self._caller)
-        if self._hooks is not None and self._seen is not None:
-            self._hooks.leave_whole()
-            if error is None:
-                self._hooks.end(self._seen, None)
+        try:
+            self._leave_whole(error)
+        finally:
+            self._group.release_guard(self._caller)
         known = error is None or error is self._error or isinstance(error, UnisonoError)
         if not known and error is not None and not self._group.is_known_to_all(error, self._since):
             # The other ranks wait for a later part of this call.
@@ -81,6 +80,8 @@ class ObjectCall:
 
     def begin(self) -> ObjectCall:
         """Check the serializer, and start the time of the call."""
+        if (block := self._group._block_here()) is not None and block.takes_all:
+            block.refuse(self._name)
         self._deadline = Deadline(self._timeout)
         if not isinstance(self._serializer, Serializer):
             raise ArgumentTypeError(
@@ -88,11 +89,28 @@ class ObjectCall:
             )
         return self
 
-    def _begin_whole(self) -> None:
+    @contextmanager
+    def messages(self, peer: int | None) -> Iterator[ObjectCall]:
+        """Begin a call of two ranks, whose parts are messages."""
+        self._begin_whole(-1 if peer is None else peer)
+        try:
+            yield self
+        except BaseException as error:
+            self._leave_whole(error)
+            raise
+        self._leave_whole(None)
+
+    def _begin_whole(self, peer: int | None = None) -> None:
         self.begin()
         self._hooks = self._group._hooks
         if self._hooks is not None:
-            self._seen = self._hooks.begin_whole(self._group, self._name)
+            self._seen = self._hooks.begin_whole(self._group, self._name, peer)
+
+    def _leave_whole(self, error: BaseException | None) -> None:
+        if self._hooks is not None and self._seen is not None:
+            self._hooks.leave_whole()
+            if error is None:
+                self._hooks.end(self._seen, None)
 
     @property
     def remaining_s(self) -> float:

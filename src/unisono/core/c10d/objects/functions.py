@@ -239,10 +239,10 @@ def send_object_list(
     _require_list(object_list)
     if is_proc_null(peer):
         return
-    call = ObjectCall(pg, "send_object_list", timeout, serializer).begin()
-    packet = call.pack(lambda: object_list)
-    call.wait([call.send(packet.first, peer, tag), *call.send_parts(packet, peer)])
-    call.end()
+    with ObjectCall(pg, "send_object_list", timeout, serializer).messages(peer) as call:
+        packet = call.pack(lambda: object_list)
+        call.wait([call.send(packet.first, peer, tag), *call.send_parts(packet, peer)])
+        call.end()
 
 
 @takes_own_keywords
@@ -285,19 +285,19 @@ def recv_object_list(
     _require_list(object_list)
     if is_proc_null(wanted):
         return PROC_NULL
-    call = ObjectCall(pg, "recv_object_list", timeout, serializer).begin()
-    first = np.empty(FIRST_BYTES, np.uint8)
-    source = pg.recv(first, wanted, tag, timeout=call.remaining_s).source_rank()
-    peer = pg.group_rank(source)
-    packet = call.arriving(first, peer)
-    call.recv_parts(packet, peer)
-    objects = call.loads(packet, peer)
-    if len(objects) != len(object_list):
-        raise CollectiveMismatchError(
-            f"{call}: rank {source} sent {len(objects)} objects, expected {len(object_list)}",
-            context=call.context(peer),
-        )
-    object_list[:] = objects
+    with ObjectCall(pg, "recv_object_list", timeout, serializer).messages(wanted) as call:
+        first = np.empty(FIRST_BYTES, np.uint8)
+        source = pg.recv(first, wanted, tag, timeout=call.remaining_s).source_rank()
+        peer = pg.group_rank(source)
+        packet = call.arriving(first, peer)
+        call.recv_parts(packet, peer)
+        objects = call.loads(packet, peer)
+        if len(objects) != len(object_list):
+            raise CollectiveMismatchError(
+                f"{call}: rank {source} sent {len(objects)} objects, expected {len(object_list)}",
+                context=call.context(peer),
+            )
+        object_list[:] = objects
     return source
 
 
