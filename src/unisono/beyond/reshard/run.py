@@ -263,10 +263,10 @@ class ReshardPlan:
                 for _ in range(min(number, _SLOTS)):
                     self._wait(self._windows[1], peer, deadline)
         except BaseException as error:
-            self._report(error)
+            self._report(error, deadline)
             raise
 
-    def _report(self, error: BaseException) -> None:
+    def _report(self, error: BaseException, deadline: Deadline) -> None:
         """End the call on the other ranks, which wait for packets, by the cause of this error."""
         backend: Any = self._group.backends.get("cpu")
         if backend is None or backend.broken():
@@ -277,7 +277,10 @@ class ReshardPlan:
             self._group.abort(f"{type(error).__name__} in ReshardPlan.run")
             return
         error.context = replace(error.context, usable=False)
-        backend.fail(kind, f"{error.what.splitlines()[0]} (in ReshardPlan.run)", error.context.peers)
+        reason = error.what.splitlines()[0].partition(": ")[2]
+        if kind == "timeout":
+            reason = f"timed out after {deadline}: {reason}"
+        backend.fail(kind, f"{reason} (in ReshardPlan.run)", error.context.peers)
 
     def _send(self, step: _Send, sent: Counter[int], deadline: Deadline) -> None:
         ready, free = self._windows
