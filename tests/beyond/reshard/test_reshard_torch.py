@@ -84,9 +84,9 @@ def test_fsdp2_cuts_what_tensor_parallelism_has_cut(sizes):
             wanted = Shard._custom_chunk(inner, sizes[0], dim=0)[i].tolist()
             assert of_boxes(n, sizes, placements, (i, j)) == wanted, (n, i, j)
             if n % (sizes[0] * sizes[1]) == 0:
-                left = placements[0]._split_tensor(
-                    torch.arange(n), sizes[0], with_padding=False
-                )[0][i]
+                left = placements[0]._split_tensor(torch.arange(n), sizes[0], with_padding=False)[
+                    0
+                ][i]
                 assert Shard._custom_chunk(left, sizes[1], dim=0)[j].tolist() == wanted
                 shape, offset = _compute_local_shape_and_global_offset(
                     (n,), sizes, [i, j], placements
