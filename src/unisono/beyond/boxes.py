@@ -152,8 +152,8 @@ def _in_order(
             order.append((at, dim, 1))
         elif pieces > 1 and later > 1 and shape[dim] % (pieces * later * sizes[at]):
             raise UnsupportedError(
-                f"placement {placements[at]!r} of {shape[dim]} indices in {later} pieces: torch has "
-                "more than one layout for it"
+                f"placement {placements[at]!r} of {shape[dim]} indices in {later} pieces: torch "
+                "has more than one layout for it"
             )
         else:
             order.insert(0, (at, dim, pieces))

@@ -70,7 +70,7 @@ class PlannedArray(NamedTuple):
     transfers: list[BoxTransfer]
 
     def sent(self, relayed: bool) -> DType:
-        """The dtype that is sent: the smaller one; that of the target if it is relayed."""
+        """Return the dtype that is sent: the smaller one; that of the target if it is relayed."""
         is_smaller = self.source.itemsize <= self.target.itemsize
         return self.source if is_smaller and not relayed else self.target
 
