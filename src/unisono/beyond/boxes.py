@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.core.base.integers import as_integer
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 IndexRange = tuple[int, int]
 
@@ -103,7 +103,8 @@ def placed_boxes(
     """Return the boxes that a placement gives to a rank, each with its place in the local array.
 
     The mesh dimensions cut one after another, as those of DTensor do: the pieces of a dimension
-    have ceil(n / size) indices, the last ones fewer or none.
+    have ceil(n / size) indices, the last ones fewer or none. A _StridedShard whose split_factor is
+    the product of the later ones of its dimension comes after these, as FSDP2 cuts what TP has cut.
 
     Args:
         shape: Of the global array.
@@ -117,6 +118,7 @@ def placed_boxes(
 
     Raises:
         InvalidArgumentError: The placement does not fit the mesh or the shape.
+        UnsupportedError: torch itself has more than one layout for it.
     """
     if len(placements) != mesh.ndim:
         raise InvalidArgumentError(
@@ -127,11 +129,35 @@ def placed_boxes(
     if not len(place):
         return None
     spans: list[list[IndexRange]] = [[(0, n)] for n in shape]
-    for cut, size, number in zip(cuts, mesh.shape, place[0].tolist(), strict=True):
-        if cut is not None:
-            dim, pieces = cut
-            spans[dim] = _piece(spans[dim], size, number, pieces)
+    for at, dim, pieces in _in_order(shape, mesh.shape, placements, cuts):
+        spans[dim] = _piece(spans[dim], mesh.shape[at], int(place[0][at]), pieces)
     return _product(spans)
+
+
+def _in_order(
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    placements: Sequence[Any],
+    cuts: Sequence[tuple[int, int] | None],
+) -> list[tuple[int, int, int]]:
+    """Return the mesh dimensions that cut, in their order, each with its dimension and pieces."""
+    order: list[tuple[int, int, int]] = []
+    for at, cut in reversed(list(enumerate(cuts))):
+        if cut is None:
+            continue
+        dim, pieces = cut
+        later = math.prod([sizes[other] for other, its, _ in order if its == dim])
+        if pieces == later:
+            # Also 1 of both.
+            order.append((at, dim, 1))
+        elif pieces > 1 and later > 1 and shape[dim] % (pieces * later * sizes[at]):
+            raise UnsupportedError(
+                f"placement {placements[at]!r} of {shape[dim]} indices in {later} pieces: torch "
+                "has more than one layout for it"
+            )
+        else:
+            order.insert(0, (at, dim, pieces))
+    return order
 
 
 def _cut_of(placement: Any, ndim: int) -> tuple[int, int] | None:

@@ -66,6 +66,8 @@ class CollectiveFile:
         self._name = name
         self._file = os.fdopen(fd, "rb" if size is not None else "wb", buffering=0)
         self._size = size
+        # A file that exists is not replaced.
+        self._is_new = False
 
     @on_host
     def write_block(
@@ -214,10 +216,10 @@ class CollectiveFile:
             raise UsageError(f"{self.path} was opened with mode {mode!r}")
 
     def _write_pieces(
-        self, pieces: Iterable[tuple[int, memoryview]], nbytes: int, *, timeout: Timeout | None
+        self, pieces: Iterable[tuple[int, memoryview]], nbytes: int, name: str, *, timeout: Any
     ) -> None:
         """Write pieces of `nbytes` that together the ranks have, each at its offset; collective."""
-        with ObjectCall(self._group, "write_block", timeout, None) as call:
+        with ObjectCall(self._group, name, timeout, None) as call:
             call.check(lambda: self._require_open(writes=True))
             call.label += f"({nbytes} bytes, byte {self.position})"
 
@@ -254,7 +256,11 @@ class CollectiveFile:
 
     def _rename(self) -> None:
         if self._group.rank() == 0:
-            os.replace(self._name, self.path)
+            if self._is_new:
+                os.link(self._name, self.path)
+                os.unlink(self._name)
+            else:
+                os.replace(self._name, self.path)
             folder = os.open(os.path.dirname(os.path.abspath(self.path)), os.O_RDONLY)
             try:
                 os.fsync(folder)

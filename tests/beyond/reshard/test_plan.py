@@ -62,7 +62,7 @@ def applied(shape, targets, transfers, most):
     for each in transfers:
         if each.source == each.target:
             write(each.target, each.box, part_of(data, each.box))
-    for packet in packets([(0, each) for each in transfers], [8], most):
+    for packet in packets([(0, each) for each in transfers], [(8, 8)], most):
         assert packet.nbytes <= most
         assert packet.source != packet.target
         ends = [0]

@@ -17,6 +17,7 @@ from tests.support.shardings import (
 )
 from tests.support.tools import tool
 from unisono.beyond.boxes import whole
+from unisono.core.base.deadline import Deadline
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -95,6 +96,8 @@ def test_several_hosts(monkeypatch):
 def _several_seeds(rank):
     for seed in range(20, 30):
         random_reshard(rank, seed)
+    for seed, dtypes in enumerate(((np.int16, np.int64), (np.float64, np.float32))):
+        random_reshard(rank, 40 + seed, dtypes)
 
 
 N = 700
@@ -166,7 +169,6 @@ def test_one_memory_for_source_and_target(rank):
         np.testing.assert_array_equal(x.reshape(4, 2), numbered((4, 4))[:, 2 * rank : 2 * rank + 2])
     # Nothing moves, and nothing is copied.
     plan = dist.reshard(x if rank else None, x if rank else None)
-    assert not plan._saved
     assert not plan._local
     plan.run()
 
@@ -358,6 +360,73 @@ def test_a_run_that_meets_another_call(rank):
     np.testing.assert_array_equal(x, -1)
     plan.run()
     np.testing.assert_array_equal(x, 1)
+
+
+@pytest.mark.ranks(2)
+def test_two_plans_of_one_size_are_told_apart(rank):
+    plans, got = [], np.zeros((2, 4))
+    for number in range(2):
+        src = np.full(4, 1.0 + number) if rank == 0 else None
+        plans.append(dist.reshard(src, got[number] if rank else None))
+    with fails(CollectiveMismatchError, "ReshardPlan.run(plan "):
+        plans[rank].run(timeout=20)
+    assert not got.any()
+    for plan in plans:
+        plan.run()
+    assert not rank or got[:, 0].tolist() == [1, 2]
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_a_plan_that_one_rank_cannot_make(rank):
+    import unisono.beyond.reshard.run as module
+
+    def fails_here(*arguments):
+        raise MemoryError("no copy")
+
+    for name in ("_apart", "_converter"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(module, name, fails_here)
+            with fails(CollectiveError, "no plan on rank 1: MemoryError('no copy')"):
+                dist.reshard(np.ones(4) if rank else None, np.zeros(4), timeout=20)
+    check_usable()
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_a_rank_that_is_late_is_named(rank):
+    n = 1 << 16
+    plan = dist.reshard(np.ones(n) if rank == 0 else None, np.zeros(n) if rank else None)
+    plan.run()
+    if rank == 0:
+        plan._send = lambda *_: plan._wait(plan._windows[0], 1, Deadline(30))
+    with pytest.raises(UnisonoError) as caught:
+        plan.run(timeout=0.5)
+    texts = ("in group 'default' timed out after ", f" on rank {rank} of 2: rank 0 did not signal")
+    assert all(text in caught.value.what for text in texts), caught.value.what
+
+
+@pytest.mark.ranks(1)
+def test_many_arrays_are_planned_fast(rank):
+    x, y = np.zeros((2000, 4)), np.zeros((2000, 4))
+    both = [{str(at): row for at, row in enumerate(rows)} for rows in (x, y)]
+    x += numbered(x.shape)
+    plan = dist.reshard(*both)
+    assert plan.slot_bytes <= 1
+    plan.run()
+    np.testing.assert_array_equal(x, y)
+    # Views of any stride and order over one memory.
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        memory = numbered((40,))
+        src, dst, wanted = {}, {}, {}
+        for at in range(4):
+            begin, other = random.integers(0, 30, 2)
+            src[str(at)] = memory[begin : begin + 9][:: random.choice([-1, 1])]
+            wanted[str(at)] = src[str(at)].copy()
+            dst[str(at)] = np.zeros(9, int) if at else memory[other : other + 9]
+        dist.reshard(src, dst).run()
+        for at in dst:
+            np.testing.assert_array_equal(dst[at], wanted[at])
 
 
 def runs_the_page(rank, folder):

@@ -1,8 +1,10 @@
 """Files of arrays, and versions of weights, against NumPy, safetensors and hashes."""
 
+import gc
 import hashlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -163,7 +165,6 @@ BROKEN += [
     header_of({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"1234567"),
     header_of({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, b"12345678"),
     header_of({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, b"12345678"),
-    header_of({"dtype": "X1", "shape": [2], "data_offsets": [0, 8]}, b"12345678"),
     header_of({"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}, b"12345678"),
     header_of({"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]}, b"12345678"),
 ]
@@ -204,21 +205,130 @@ def test_versions(rank, folder):
     names = [f"{number:010}.safetensors" for number in (2, 3)]
     assert sorted(os.listdir(folder / "new")) == names
     dist.barrier()
+    with fails(CollectiveError, "it has another publisher"):
+        dist.Publisher(folder / "new")
     # A restart.
+    del publisher
+    gc.collect()
+    foreign = "checkpoint.safetensors.0123456789ab.incomplete"
     if rank == 0:
         (folder / "new" / "0000000004.safetensors.0123456789ab.incomplete").touch()
+        (folder / "new" / foreign).touch()
+    dist.barrier()
     again = dist.Publisher(folder / "new", keep=1)
     assert again.version == 3
     assert again.publish({"w": part}) == 4
     late = dist.Subscriber(folder / "new")
     assert late.take({"w": y}) == 4
     dist.barrier()
-    assert os.listdir(folder / "new") == ["0000000004.safetensors"]
+    assert sorted(os.listdir(folder / "new")) == ["0000000004.safetensors", foreign]
     with fails(CollectiveError, "cannot take", "has no array 'v'"):
         dist.Subscriber(folder / "new", group=dist.group.WORLD).take({"v": y})
     with fails(InvalidArgumentError, "keep=0: expected at least 1 version"):
         dist.Publisher(folder, keep=0)
     check_usable()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_want_other_dtypes_of_a_file(rank, folder):
+    x = np.full(2, 1.5, np.float32)
+    half = dist.Sharded(x, (4,), mesh=[0, 1], placements=[0])
+    with fails(CollectiveMismatchError, "dtype=bfloat16", "dtype=float16"):
+        dist.save_arrays({"x": half}, folder / "x", dtype="float16" if rank else "bfloat16")
+    assert os.listdir(folder) == []
+    text = "safetensors' format has no array of the name '__metadata__'"
+    with fails(InvalidArgumentError, text):
+        dist.save_arrays({"__metadata__": x}, folder / "x")
+    check_usable()
+
+
+@pytest.mark.ranks(1)
+def test_a_version_is_never_replaced(rank, folder, monkeypatch):
+    publisher, subscriber, y = dist.Publisher(folder), dist.Subscriber(folder), np.zeros(1)
+    real, sync = os.fsync, []
+
+    def fails_for_folders(fd):
+        sync.append(fd)
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(5, "EIO")
+        return real(fd)
+
+    monkeypatch.setattr(os, "fsync", fails_for_folders)
+    with fails(CollectiveError, "cannot name"):
+        publisher.publish({"w": np.ones(1)})
+    assert sync
+    assert publisher.version == 1
+    monkeypatch.undo()
+    assert subscriber.take({"w": y}) == 1
+    # Another publisher on a file system without locks.
+    monkeypatch.setattr("unisono.beyond.reshard.versions.lock", lambda folder: None)
+    other = dist.Publisher(folder)
+    assert other.publish({"w": np.full(1, 2.0)}) == 2
+    assert publisher.publish({"w": np.full(1, 3.0)}) == 3
+    # It comes between the number and the name.
+    monkeypatch.setattr(publisher, "_newest", lambda: 2)
+    publisher.version = 2
+    with fails(CollectiveError, "cannot name", "File exists"):
+        publisher.publish({"w": np.full(1, 4.0)})
+    assert subscriber.take({"w": y}) == 3
+    assert y.tolist() == [3]
+    assert not [name for name in os.listdir(folder) if name.endswith("incomplete")]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_have_taken_other_versions(rank, folder):
+    publisher, y = dist.Publisher(folder), np.zeros(2)
+    subscriber = dist.Subscriber(folder, group=dist.group.WORLD)
+    publisher.publish({"w": np.ones(2)})
+    assert subscriber.take({"w": y}) == 1
+    if rank == 1:
+        y[:], subscriber = 0, dist.Subscriber(folder, group=dist.group.WORLD)
+    assert subscriber.take({"w": y}, timeout=20) == 1
+    assert y.tolist() == [1, 1]
+    assert subscriber.take({"w": y}, timeout=20) is None
+
+
+@pytest.mark.ranks(2)
+def test_an_old_version_that_cannot_be_removed(rank, folder):
+    publisher = dist.Publisher(folder, keep=1)
+    if rank == 0:
+        (folder / "0000000000.safetensors").mkdir()
+    for number in (1, 2, 3):
+        assert publisher.publish({"w": np.ones(2)}, timeout=20) == number
+    if rank == 0:
+        assert sorted(os.listdir(folder)) == [f"{n:010}.safetensors" for n in (0, 3)]
+
+
+@pytest.mark.ranks(1)
+def test_a_folder_made_anew(rank, folder):
+    place, y = folder / "new", np.zeros(1)
+    both = [dist.Subscriber(place), dist.Subscriber(place, group=dist.group.WORLD)]
+    for values in ((1, 2, 3), (99,)):
+        publisher = dist.Publisher(place)
+        for value in values:
+            publisher.publish({"w": np.full(1, float(value))})
+        for subscriber in both:
+            y[:] = 0
+            assert subscriber.take({"w": y}) == len(values)
+            assert y.tolist() == [values[-1]]
+            assert subscriber.take({"w": y}) is None
+        shutil.rmtree(place)
+        for subscriber in both:
+            assert subscriber.take({"w": y}) is None
+
+
+def test_an_unknown_dtype_beside_the_wanted_array(folder):
+    entries = {
+        "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        "s": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [4, 8]},
+    }
+    text, path = json.dumps(entries).encode(), folder / "0000000001.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + np.float32([7]).tobytes() + bytes(4))
+    w = np.zeros(1, np.float32)
+    with fails(InvalidArgumentError, f"array 's' in {path} has the unknown dtype F8_E8M0"):
+        dist.Subscriber(folder).take({"w": w, "s": np.zeros(4, np.uint8)})
+    assert dist.Subscriber(folder).take({"w": w}) == 1
+    assert w.tolist() == [7]
 
 
 def test_a_version_that_is_always_gone(folder, monkeypatch):
@@ -301,6 +411,7 @@ def test_a_publisher_that_dies_leaves_the_last_whole_version(folder):
         now = one_round(folder, seed)
         assert now >= last
         last = now
+    assert last > 0
 
 
 @pytest.mark.whole("300 kills take minutes")

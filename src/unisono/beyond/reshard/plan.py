@@ -263,13 +263,13 @@ def packet_bytes(transfers: Iterable[tuple[BoxTransfer, int]], least: int, most:
 
 
 def packets(
-    transfers: Iterable[tuple[int, BoxTransfer]], itemsizes: Sequence[int], most: int
+    transfers: Iterable[tuple[int, BoxTransfer]], itemsizes: Sequence[tuple[int, int]], most: int
 ) -> list[BoxPacket]:
     """Return the packets of all transfers but copies, in the order of all ranks.
 
     Args:
         transfers: Each with the number of its array.
-        itemsizes: Bytes of the elements of each array, as they are sent.
+        itemsizes: Bytes of the elements of each array, as they are sent and as they are relayed.
         most: Bytes of a packet.
     """
     pairs: dict[tuple[bool, int, int], list[BoxPacket]] = defaultdict(list)
@@ -277,8 +277,9 @@ def packets(
         if each.source == each.target:
             continue
         row = pairs[each.relayed, each.source, each.target]
-        for box in each.box.cut(most // itemsizes[array]):
-            nbytes = box.size * itemsizes[array]
+        itemsize = itemsizes[array][each.relayed]
+        for box in each.box.cut(most // itemsize):
+            nbytes = box.size * itemsize
             begin = -(-row[-1].nbytes // _ALIGNED) * _ALIGNED if row else most
             if begin + nbytes > most:
                 row.append(BoxPacket(each.source, each.target, each.relayed, [], 0))

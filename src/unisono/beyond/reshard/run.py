@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,6 +50,8 @@ _SLOTS = 2
 # How long a wait lasts before it looks whether its peer lives; as in windows.
 _SLICE_S = 0.02
 _LINES = 40
+# Plans that this process has made; a plan has the number of its first rank.
+_numbers = itertools.count(1)
 
 
 class PlannedArray(NamedTuple):
@@ -65,10 +69,10 @@ class PlannedArray(NamedTuple):
     target: DType
     transfers: list[BoxTransfer]
 
-    @property
-    def sent(self) -> DType:
-        """The dtype that is sent: the smaller one."""
-        return self.source if self.source.itemsize <= self.target.itemsize else self.target
+    def sent(self, relayed: bool) -> DType:
+        """Return the dtype that is sent: the smaller one; that of the target if it is relayed."""
+        is_smaller = self.source.itemsize <= self.target.itemsize
+        return self.source if is_smaller and not relayed else self.target
 
 
 class _Send(NamedTuple):
@@ -96,7 +100,8 @@ class ReshardPlan:
         schedule: The messages as a schedule, to count, draw and simulate.
         schedule_nbytes: Its size of data, for `cost` and `simulate`.
         moved_bytes: Bytes that all ranks send.
-        slot_bytes: Memory of this rank that the plan keeps besides the arrays.
+        slot_bytes: Memory of this rank that the plan keeps besides the arrays, with the copies of
+            sources that targets overwrite.
     """
 
     schedule: Schedule
@@ -108,31 +113,46 @@ class ReshardPlan:
         arrays: Sequence[PlannedArray],
         source: dict[str, ArrayParts],
         target: dict[str, ArrayParts],
-        limit_s: float,
+        number: int,
     ) -> None:
         self._group, self._arrays = group, arrays
         rows = [(number, each) for number, a in enumerate(arrays) for each in a.transfers]
-        sizes = [a.sent.itemsize for a in arrays]
-        nbytes = [(each, each.box.size * sizes[number]) for number, each in rows]
-        self._slot = packet_bytes(nbytes, _LEAST_BYTES, _MOST_BYTES)
-        order = packets(rows, sizes, self._slot)
+        sizes = [(a.sent(False).itemsize, a.sent(True).itemsize) for a in arrays]
+        nbytes = [(each, each.box.size * sizes[at][each.relayed]) for at, each in rows]
+        slot = packet_bytes(nbytes, _LEAST_BYTES, _MOST_BYTES)
+        order = packets(rows, sizes, slot)
         self.moved_bytes = sum(packet.nbytes for packet in order)
+        # What the ranks compare before a run; "" of a closed plan.
+        self._text = f"ReshardPlan.run(plan {number}, {self.moved_bytes} bytes)"
         self._describe(order)
         self._windows: list[Window] = []
-        self.slot_bytes, self._is_open = 0, True
-        self._saved, source = _apart(source, target)
-        self._local = [
-            (_converter(arrays[number].source, arrays[number].target), into, out)
-            for number, each in rows
+        self._origins = [
+            (name, origin)
+            for side in (source, target)
+            for name, parts in side.items()
+            for origin in parts.origins
+        ]
+        saved, source = _apart(source, target)
+        self._local: list[tuple[Convert, Memory, Memory]] = [
+            (np.copyto, copied, memory) for memory, copied in saved
+        ]
+        self._local += [
+            (_converter(arrays[at].source, arrays[at].target), into, out)
+            for at, each in rows
             if each.source == each.target == group.rank()
-            for name in [arrays[number].name]
+            for name in [arrays[at].name]
             for into in [target[name].memory_of(each.box)]
             for out in [source[name].memory_of(each.box)]
             if not _is_same(into, out)
         ]
         self._steps: list[_Send | _Receive] = []
-        if order:
-            self._open(order, source, target, Deadline(limit_s))
+        senders: dict[int, list[int]] = defaultdict(list)
+        for packet in order:
+            if packet.source not in senders[packet.target]:
+                senders[packet.target].append(packet.source)
+        part = np.zeros(max(_SLOTS * slot * len(senders[group.rank()]), 1), np.uint8)
+        self.slot_bytes = part.nbytes + sum(copied.nbytes for _, copied in saved)
+        self._unopened: Any = order, slot, senders, part, source, target
 
     def _describe(self, order: Sequence[BoxPacket]) -> None:
         pairs: Counter[tuple[int, int]] = Counter()
@@ -141,34 +161,35 @@ class ReshardPlan:
         sends = [(a, b, nbytes) for (a, b), nbytes in pairs.items()]
         self.schedule, self.schedule_nbytes = schedule(sends, self._group.size())
 
-    def _open(
+    def _open(self, deadline: Deadline) -> None:
+        """Make the slots, and the steps of this rank; collective."""
+        order, slot, senders, memory, source, target = self._unopened
+        self._unopened = None
+        if not order:
+            return
+        for part in (memory, memory[:1]):
+            self._windows.append(new_window(part, self._group, timeout=deadline.remaining()))
+        del part, memory
+        with ObjectCall(self._group, "reshard", deadline.remaining(), None) as call:
+            call.on_all(lambda: self._make_steps(order, slot, senders, source, target), "no plan")
+
+    def _make_steps(
         self,
         order: Sequence[BoxPacket],
+        size: int,
+        senders: dict[int, list[int]],
         source: dict[str, ArrayParts],
         target: dict[str, ArrayParts],
-        deadline: Deadline,
     ) -> None:
-        """Make the slots, and the steps of this rank."""
         me = self._group.rank()
-        senders: dict[int, list[int]] = defaultdict(list)
-        for packet in order:
-            if packet.source not in senders[packet.target]:
-                senders[packet.target].append(packet.source)
-        self.slot_bytes = _SLOTS * self._slot * len(senders[me])
-        part = np.zeros(max(self.slot_bytes, 1), np.uint8)
-        self._windows = [
-            new_window(part, self._group, timeout=deadline.remaining()),
-            new_window(part[:1], self._group, timeout=deadline.remaining()),
-        ]
         ready = self._windows[0]
-        del part
         assert ready.memory is not None
         staging = np.empty(0, np.uint8)
         for packet in order:
             if me not in (packet.source, packet.target):
                 continue
-            base = _SLOTS * self._slot * senders[packet.target].index(packet.source)
-            offsets = [base + slot * self._slot for slot in range(_SLOTS)]
+            base = _SLOTS * size * senders[packet.target].index(packet.source)
+            offsets = [base + slot * size for slot in range(_SLOTS)]
             if packet.target == me:
                 slots = [ready.memory.data[me][at:] for at in offsets]
                 copies = [self._copies(packet, slot, target, receives=True) for slot in slots]
@@ -176,8 +197,8 @@ class ReshardPlan:
                 continue
             near = ready.memory.data.get(packet.target)
             if near is None and not staging.size:
-                staging = np.empty(self._slot, np.uint8)
-                self.slot_bytes += self._slot
+                staging = np.empty(size, np.uint8)
+                self.slot_bytes += size
             slots = [staging if near is None else near[at:] for at in offsets]
             given = target if packet.relayed else source
             copies = [self._copies(packet, slot, given, receives=False) for slot in slots]
@@ -191,12 +212,12 @@ class ReshardPlan:
         for number, box, offset in packet.pieces:
             array = self._arrays[number]
             own = array.target if receives or packet.relayed else array.source
-            storage = array.sent.storage
-            inside = np.ndarray(box.shape, storage, slot, offset)
+            sent = array.sent(packet.relayed)
+            inside = np.ndarray(box.shape, sent.storage, slot, offset)
             if receives:
-                row = _converter(array.sent, own), given[array.name].memory_of(box), inside
+                row = _converter(sent, own), given[array.name].memory_of(box), inside
             else:
-                row = _converter(own, array.sent), inside, given[array.name].memory_of(box)
+                row = _converter(own, sent), inside, given[array.name].memory_of(box)
             copies.append(row)
         return copies
 
@@ -211,20 +232,23 @@ class ReshardPlan:
 
         Raises:
             ClosedError: The plan was closed.
+            UsageError: A tensor has other memory than when the plan was made.
             CollectiveMismatchError: A rank makes another call; no array is changed.
             CollectiveTimeoutError, PeerLostError, CollectiveAbortedError: A rank did not take part
                 until the end. The targets are undefined, and the group is broken.
         """
         group = self._group
         deadline = Deadline(group.timeout_s if timeout is None else timeout)
-        if not self._is_open:
-            error = ClosedError("ReshardPlan.run of a plan that was closed")
-            group.refuse("ReshardPlan.run", error)
-            raise error
-        group.agree(f"ReshardPlan.run({self.moved_bytes} bytes)", timeout=deadline.remaining())
         try:
-            for memory, copied in self._saved:
-                np.copyto(copied, memory)
+            if not self._text:
+                raise ClosedError("ReshardPlan.run of a plan that was closed")
+            for name, origin in self._origins:
+                origin.renew(name)
+        except Exception as error:
+            group.refuse("ReshardPlan.run", error)
+            raise
+        group.agree(self._text, timeout=deadline.remaining())
+        try:
             for convert, into, out in self._local:
                 convert(into, out)
             sent: Counter[int] = Counter()
@@ -239,10 +263,10 @@ class ReshardPlan:
                 for _ in range(min(number, _SLOTS)):
                     self._wait(self._windows[1], peer, deadline)
         except BaseException as error:
-            self._report(error)
+            self._report(error, deadline)
             raise
 
-    def _report(self, error: BaseException) -> None:
+    def _report(self, error: BaseException, deadline: Deadline) -> None:
         """End the call on the other ranks, which wait for packets, by the cause of this error."""
         backend: Any = self._group.backends.get("cpu")
         if backend is None or backend.broken():
@@ -254,6 +278,8 @@ class ReshardPlan:
             return
         error.context = replace(error.context, usable=False)
         reason = error.what.splitlines()[0].partition(": ")[2]
+        if kind == "timeout":
+            reason = f"timed out after {deadline}: {reason}"
         backend.fail(kind, f"{reason} (in ReshardPlan.run)", error.context.peers)
 
     def _send(self, step: _Send, sent: Counter[int], deadline: Deadline) -> None:
@@ -284,7 +310,7 @@ class ReshardPlan:
 
     def close(self) -> None:
         """Give the memory of the slots back; not a collective call. The arrays stay."""
-        self._is_open = False
+        self._text = ""
         for window in self._windows:
             window.close()
 
@@ -295,7 +321,7 @@ class ReshardPlan:
             for each in array.transfers:
                 pairs[each.source, each.target, each.relayed].append(each.box)
             for (source, target, relayed), boxes in pairs.items():
-                nbytes = sum(box.size for box in boxes) * array.sent.itemsize
+                nbytes = sum(box.size for box in boxes) * array.sent(relayed).itemsize
                 more = f" and {len(boxes) - 1} more" if len(boxes) > 1 else ""
                 way = "copies" if source == target else f"-> rank {ranks[target]}"
                 relay = ", relayed" if relayed else ""
@@ -324,26 +350,44 @@ def _apart(
     source: dict[str, ArrayParts], target: dict[str, ArrayParts]
 ) -> tuple[list[tuple[Memory, Memory]], dict[str, ArrayParts]]:
     """Return each source that a target would overwrite, with a copy; and the sources with these."""
-    written = [
-        (name, box, view)
-        for name, parts in target.items()
-        for box, view in zip(parts.boxes, parts.views, strict=True)
-    ]
+    # By their first bytes; `reach` has the last byte of each and all before.
+    written = sorted(
+        [
+            (*_bounds(view), name, box, view)
+            for name, parts in target.items()
+            for box, view in zip(parts.boxes, parts.views, strict=True)
+            if view.size
+        ],
+        key=lambda row: row[0],
+    )
+    lows = [row[0] for row in written]
+    reach = list(itertools.accumulate([row[1] for row in written], max))
     saved: list[tuple[Memory, Memory]] = []
     made = {}
     for name, parts in source.items():
         views = list(parts.views)
         for at, (box, view) in enumerate(zip(parts.boxes, parts.views, strict=True)):
+            low, high = _bounds(view)
+            last = bisect.bisect_left(lows, high) if view.size else 0
+            first = bisect.bisect_right(reach, low, 0, last)
             # What stays in its place keeps its values.
             if any(
                 np.may_share_memory(view, into)
                 and not ((name, box) == (other, its) and _is_same(into, view))
-                for other, its, into in written
+                for _, _, other, its, into in written[first:last]
             ):
                 views[at] = np.empty(view.shape, view.dtype)
                 saved.append((view, views[at]))
         made[name] = parts._replace(views=views)
     return saved, made
+
+
+def _bounds(view: Memory) -> tuple[int, int]:
+    """Return the address of the first byte of a view, and that behind the last one."""
+    spans = [stride * (n - 1) for stride, n in zip(view.strides, view.shape, strict=True)]
+    at = view.__array_interface__["data"][0]
+    low = at + sum(span for span in spans if span < 0)
+    return low, at + sum(span for span in spans if span > 0) + view.itemsize
 
 
 def _is_same(into: Memory, out: Memory) -> bool:
@@ -400,11 +444,17 @@ def reshard(
             own.append(named_parts("reshard", dst, rank, write=True))
 
         call.check(describe)
-        plain = [{name: parts._replace(views=[]) for name, parts in side.items()} for side in own]
-        rows = call.loads_all(call.all_gather(call.pack(lambda: (*plain, host_of(pg)))))
+        plain = [{name: parts.described() for name, parts in side.items()} for side in own]
+        mine = call.pack(lambda: (*plain, host_of(pg), next(_numbers)))
+        rows = call.loads_all(call.all_gather(mine))
         arrays = planned(call, pg, rows)
-        remaining_s = call.remaining_s
-    return ReshardPlan(pg, arrays, own[0], own[1], remaining_s)
+        made: list[ReshardPlan] = []
+        call.on_all(
+            lambda: made.append(ReshardPlan(pg, arrays, own[0], own[1], rows[0][3])), "no plan"
+        )
+        deadline = Deadline(call.remaining_s)
+    made[0]._open(deadline)
+    return made[0]
 
 
 def planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[PlannedArray]:

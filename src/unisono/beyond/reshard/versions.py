@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.c10d.queries import get_rank, is_initialized
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, require_group
+from unisono.core.platform.files import lock
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveTimeoutError,
@@ -50,6 +52,7 @@ _MOST_HEADER = 100_000_000
 # Bytes converted at once: they stay in a cache.
 _AT_ONCE = 1 << 20
 _VERSION = re.compile(r"(\d{10})\.safetensors")
+_INCOMPLETE = re.compile(_VERSION.pattern + r"\.[0-9a-f]{12}\.incomplete")
 
 
 @on_host
@@ -79,7 +82,19 @@ def save_arrays(
         CollectiveMismatchError: Ranks disagree, or a rank's arguments are wrong.
         CollectiveError: Nobody has a part of an array, or a rank cannot write.
     """
-    pg = require_group(group)
+    _save(arrays, path, require_group(group), dtype, timeout)
+
+
+def _save(
+    arrays: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    pg: ProcessGroup,
+    dtype: Any,
+    timeout: Timeout | None,
+    *,
+    is_new: bool = False,
+) -> None:
+    """Write a file; if `is_new`, there must be none of the name."""
     with ObjectCall(pg, "save_arrays", timeout, None) as call:
         own: list[Any] = []
 
@@ -90,6 +105,11 @@ def save_arrays(
                 )
             parts = named_parts("save_arrays", arrays, pg.ranks[pg.rank()], write=False)
             own.extend((parts, None if dtype is None else dtype_from(dtype)))
+            call.label += f"(dtype={own[1]})"
+            if "__metadata__" in parts:
+                raise InvalidArgumentError(
+                    "safetensors' format has no array of the name '__metadata__'"
+                )
             for name, each in parts.items():
                 if each.dtype is None:
                     continue
@@ -101,7 +121,7 @@ def save_arrays(
 
         call.check(describe)
         parts, wanted = own
-        plain = {name: each._replace(views=[]) for name, each in parts.items()}
+        plain = {name: each.described() for name, each in parts.items()}
         rows = call.loads_all(call.all_gather(call.pack(lambda: (plain, {}, pg.rank()))))
         targets = {}
         for row in rows:
@@ -116,7 +136,8 @@ def save_arrays(
     with open_file(path, "w", pg, timeout=timeout) as file:
         file.write_in_order(header if pg.rank() == 0 else header[:0], timeout=timeout)
         pieces = _pieces(pg.rank(), plans, parts, begins)
-        file._write_pieces(pieces, nbytes, timeout=timeout)
+        file._write_pieces(pieces, nbytes, "save_arrays", timeout=timeout)
+        file._is_new = is_new
 
 
 def _stored(dtype: DType, wanted: DType | None) -> DType:
@@ -165,9 +186,9 @@ def _pieces(
 
 
 class _StoredArray(NamedTuple):
-    """An array in a file: its dtype, and its memory."""
+    """An array in a file: its dtype, or the name of one that unisono has not; and its memory."""
 
-    dtype: DType
+    dtype: DType | str
     memory: np.ndarray[Any, Any]
 
 
@@ -188,6 +209,9 @@ def _opened(path: str) -> dict[str, _StoredArray]:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             found = {}
             for name, entry in entries.items():
+                if entry["dtype"] not in _DTYPES:
+                    found[name] = _StoredArray(str(entry["dtype"]), np.empty(0))
+                    continue
                 dtype, shape = dtype_named(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
                 begin, end = entry["data_offsets"]
                 nbytes = math.prod(shape) * dtype.itemsize
@@ -213,6 +237,8 @@ def _copy_out(
         if name not in stored:
             raise InvalidArgumentError(f"{path} has no array {name!r}")
         dtype, memory = stored[name]
+        if isinstance(dtype, str):
+            raise InvalidArgumentError(f"array {name!r} in {path} has the unknown dtype {dtype}")
         convert = converter(dtype, each.dtype)
         if memory.shape != each.shape or convert is None:
             raise InvalidArgumentError(
@@ -267,8 +293,10 @@ class Publisher:
         version = publisher.publish({"w": dist.Sharded(...)})                # between two steps
 
     A version is a file that gets its name when it is whole. If the publisher dies, the last whole
-    version stays, and a new publisher of the folder goes on after it. The ranks of the publisher
-    and the subscribers must see the folder: /dev/shm on one host, a network file system otherwise.
+    version stays, and a new publisher of the folder goes on after it. A folder has one publisher at
+    a time. The ranks of the publisher and the subscribers must see the folder: /dev/shm on one
+    host, a network file system otherwise. There a version that is removed while a rank copies it
+    may kill this process by SIGBUS: keep enough of them.
 
     Args:
         folder: Made if it does not exist.
@@ -281,7 +309,7 @@ class Publisher:
 
     Raises:
         InvalidArgumentError: `keep` is less than 1.
-        CollectiveError: The folder cannot be made.
+        CollectiveError: The folder cannot be made, or has another publisher.
     """
 
     def __init__(
@@ -311,11 +339,25 @@ class Publisher:
         if self._group.rank() != 0:
             return 0
         os.makedirs(self._folder, exist_ok=True)
+        folder = os.open(self._folder, os.O_RDONLY)
+        # The lock lasts as long as the publisher, or its process.
+        weakref.finalize(self, os.close, folder)
+        try:
+            lock(folder)
+        except BlockingIOError:
+            raise OSError(None, "it has another publisher") from None
+        except OSError:
+            # A file system without locks; a version is never replaced there either.
+            pass
         for name in os.listdir(self._folder):
             # Of a publisher that died.
-            if name.endswith(".incomplete"):
-                os.unlink(os.path.join(self._folder, name))
-        return max(_versions(self._folder), default=0)
+            if _INCOMPLETE.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self._folder, name))
+        return self._newest()
+
+    def _newest(self) -> int:
+        return max(_versions(self._folder), default=0) if self._group.rank() == 0 else 0
 
     def publish(self, arrays: Mapping[str, Any], *, timeout: Timeout | None = None) -> int:
         """Write the next version, and return its number; a collective call.
@@ -325,16 +367,25 @@ class Publisher:
             timeout: As there.
 
         Raises:
-            UnisonoError: As of `save_arrays`. There is no such version then.
+            UnisonoError: As of `save_arrays`. There is no such version then, but if only its name
+                could not be stored.
         """
-        number = self.version + 1
+        with ObjectCall(self._group, "Publisher.publish", timeout, None) as call:
+            # After an error there may be a version that not all ranks know.
+            newest: int = call.on_all(self._newest, f"cannot use {self._folder}")[0]
+        number = max(self.version, newest) + 1
         path = _path(self._folder, number)
-        save_arrays(arrays, path, self._group, dtype=self._dtype, timeout=timeout)
+        try:
+            _save(arrays, path, self._group, self._dtype, timeout, is_new=True)
+        except BaseException:
+            self.version = max([self.version, *_versions(self._folder)])
+            raise
         self.version = number
         if self._group.rank() == 0:
             for old in _versions(self._folder):
                 if old <= number - self._keep:
-                    with contextlib.suppress(FileNotFoundError):
+                    # What stays is removed after the next version.
+                    with contextlib.suppress(OSError):
                         os.unlink(_path(self._folder, old))
         return number
 
@@ -362,7 +413,10 @@ class Subscriber:
 
     @on_host
     def take(self, arrays: Mapping[str, Any], *, timeout: Timeout | None = None) -> int | None:
-        """Copy the newest version into arrays if it is newer; return its number, or None.
+        """Copy the newest version into arrays if it is another one; return its number, or None.
+
+        It has a smaller number than the one before if the folder was made anew. With a group all
+        ranks take it if one of them has not taken it.
 
         Args:
             arrays: As of `load_arrays`; ranks are those of the group or, without one, of the world.
@@ -383,9 +437,11 @@ class Subscriber:
             failed = f"cannot read {self._folder}"
             while True:
                 # The version that all see; the publisher may go on meanwhile.
-                seen = call.on_all(lambda: max(_versions(self._folder), default=0), failed)
-                number: int = min(seen)
-                if number <= self.version:
+                seen = call.on_all(
+                    lambda: (max(_versions(self._folder), default=0), self.version), failed
+                )
+                number: int = min(newest for newest, _ in seen)
+                if not number or all(number == taken for _, taken in seen):
                     return None
                 opened: list[dict[str, _StoredArray]] = []
                 done = call.on_all(lambda: self._open(number, opened), failed)  # noqa: B023
@@ -397,12 +453,12 @@ class Subscriber:
         return number
 
     def _take_alone(self, arrays: Mapping[str, Any], deadline: Deadline) -> int | None:
-        rank = get_rank() if is_initialized() else 0
+        rank = get_rank() if is_initialized() else -1
         parts = named_parts("take", arrays, rank, write=True)
         opened: list[dict[str, _StoredArray]] = []
         while True:
             number = max(_versions(self._folder), default=0)
-            if number <= self.version:
+            if number in (0, self.version):
                 return None
             if self._open(number, opened):
                 break
