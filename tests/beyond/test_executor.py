@@ -1,11 +1,13 @@
 """`Executor`: tasks on processes; dead workers, retries, cancelling, back-pressure."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent import futures
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import unisono
 from unisono.errors import InvalidArgumentError, UsageError, WorkerFailedError
 from unisono.futures import MPIPoolExecutor
+from unisono.launcher import payload
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,66 @@ def test_a_task_is_run_again_on_another_worker(tmp_path):
         assert (value, pid != before) == (5, True)
         with pytest.raises(WorkerFailedError, match=r"ended in the task \(attempt 2\): rank 0"):
             executor.submit(die).result()
+
+
+def test_an_idle_worker_that_died_is_not_blamed_on_a_task(executor):
+    before = executor.submit(os.getpid).result()
+    for child in multiprocessing.active_children():
+        if child.pid == before:
+            os.kill(before, signal.SIGKILL)
+            child.join()
+    found = [executor.submit(os.getpid) for _ in range(8)]
+    assert before not in {each.result() for each in found}
+
+
+def kill_all(pids):
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_that_die_at_once_are_all_replaced(executor):
+    old = {child.pid for child in multiprocessing.active_children()}
+    executor.bootup()
+    pids = {each.result() for each in [executor.submit(os.getpid) for _ in range(8)]}
+    assert pids <= old
+    with pytest.raises(WorkerFailedError, match="a worker of the executor ended in the task"):
+        executor.submit(kill_all, old).result()
+    assert executor.submit(square, 3).result() == 9
+    assert not old & {each.result() for each in [executor.submit(os.getpid) for _ in range(8)]}
+
+
+def die_before_the_result():
+    payload.Payload.send = lambda *args: os._exit(1)
+
+
+def test_a_worker_that_dies_between_its_answer_and_its_result(executor):
+    with pytest.raises(WorkerFailedError, match=r"ended in the task: rank . .* with code 1"):
+        executor.submit(die_before_the_result).result()
+    assert executor.submit(square, 3).result() == 9
+
+
+def start_once(path):
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+
+
+def test_a_task_that_cannot_be_run_again_fails(tmp_path):
+    path = str(tmp_path / "started")
+    executor = unisono.Executor(1, initializer=start_once, initargs=(path,), retries=1)
+    with pytest.raises(WorkerFailedError, match="the initializer failed on worker 0"):
+        executor.submit(die).result(60)
+    executor.shutdown()
+
+
+def test_a_fork_of_the_process_does_not_close_the_executor(executor):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        try:
+            executor._queue.close()
+        finally:
+            os._exit(executor._queue.is_closing)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def die():
