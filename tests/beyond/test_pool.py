@@ -29,6 +29,13 @@ def ranks():
         yield made
 
 
+@pytest.fixture
+def forked():
+    """A pool whose ranks a test may replace; in `ranks` that would be a leak."""
+    with unisono.pool(SIZE, start_method="fork", replace=True) as made:
+        yield made
+
+
 def sum_of_ranks(k):
     x = np.full(4, dist.get_rank() + k)
     dist.all_reduce(x)
@@ -404,14 +411,14 @@ def die_in_renewal():
     dist.barrier()
 
 
-def test_a_rank_that_dies_in_the_renewal_is_replaced(ranks):
-    ranks.run(remember, 5)
+def test_a_rank_that_dies_in_the_renewal_is_replaced(forked):
+    forked.run(remember, 5)
     with pytest.raises(OwnError, match="first") as caught:
-        ranks.run(die_in_renewal)
+        forked.run(die_in_renewal)
     assert "a rank of the pool ended: rank 1 " in caught.value.__notes__[-1]
     assert "exited with code 9" in caught.value.__notes__[-1]
-    assert ranks.run(sum_of_ranks, 0)[1][0] == sum(range(SIZE))
-    assert ranks[2].run(recall) == 10
+    assert forked.run(sum_of_ranks, 0)[1][0] == sum(range(SIZE))
+    assert forked[2].run(recall) == 10
 
 
 def test_a_rank_that_dies_in_the_renewal_ends_a_pool_without_replacement():
@@ -430,21 +437,21 @@ def die_when_told_to_report():
     dist.barrier()
 
 
-def test_a_rank_that_raises_and_then_dies_is_told_with_its_error(ranks):
+def test_a_rank_that_raises_and_then_dies_is_told_with_its_error(forked):
     with pytest.raises(OwnError, match="then dies") as caught:
-        ranks.run(die_when_told_to_report)
+        forked.run(die_when_told_to_report)
     assert "exited with code 7" in caught.value.__notes__[-1]
-    assert ranks.run(sum_of_ranks, 0)[1][0] == sum(range(SIZE))
+    assert forked.run(sum_of_ranks, 0)[1][0] == sum(range(SIZE))
 
 
 def die_before_the_result():
     payload.Payload.send = lambda *args: os._exit(1)
 
 
-def test_a_rank_that_dies_between_its_answer_and_its_result(ranks):
+def test_a_rank_that_dies_between_its_answer_and_its_result(forked):
     with pytest.raises(WorkerFailedError, match=r"a rank of the pool ended: rank 2 .* with code 1"):
-        ranks[2].run(die_before_the_result)
-    assert ranks.run(same, 1) == [1] * SIZE
+        forked[2].run(die_before_the_result)
+    assert forked.run(same, 1) == [1] * SIZE
 
 
 def test_an_iterable_of_map_may_make_arrays_and_no_calls(ranks):
@@ -552,20 +559,20 @@ def test_a_pool_beside_many_descriptors_and_a_stdout_without_a_file(monkeypatch)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_restarted_on_a_thread_outlives_the_thread(ranks):
+def test_a_rank_restarted_on_a_thread_outlives_the_thread(forked):
     def restart():
         with pytest.raises(WorkerFailedError):
-            ranks[1].run(os._exit, 4)
+            forked[1].run(os._exit, 4)
 
     thread = threading.Thread(target=restart)
     thread.start()
     thread.join()
-    pids = ranks.pids()
-    assert ranks.run(os.getpid) == pids
+    pids = forked.pids()
+    assert forked.run(os.getpid) == pids
 
 
-def test_an_interrupt_that_kills_tells_of_it(ranks):
-    stopped = ranks.pids()[1]
+def test_an_interrupt_that_kills_tells_of_it(forked):
+    stopped = forked.pids()[1]
     os.kill(stopped, signal.SIGSTOP)
     handler = signal.getsignal(signal.SIGINT)
 
@@ -579,10 +586,10 @@ def test_an_interrupt_that_kills_tells_of_it(ranks):
     thread = threading.Thread(target=interrupt_twice)
     thread.start()
     with pytest.raises(KeyboardInterrupt) as caught:
-        ranks.run(same, 1)
+        forked.run(same, 1)
     thread.join()
     assert f"a rank of the pool ended: rank 1 (pid {stopped}" in caught.value.__notes__[0]
-    assert ranks.run(same, 1) == [1] * SIZE
+    assert forked.run(same, 1) == [1] * SIZE
 
 
 def test_a_cell_without_a_pool_is_refused():
