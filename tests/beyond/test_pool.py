@@ -526,6 +526,7 @@ def print_until_stopped():
         while not stop.is_set():
             os.write(1, b"x" * 79 + b"\n")
 
+    os.write(1, b"x" * 79 + b"\n")
     threading.Thread(target=print_lines).start()
 
 
