@@ -43,8 +43,8 @@ class CallAnswer(NamedTuple):
     Attributes:
         number: Number of the message that it answers.
         raised: What the call raised, or None if a result follows.
-        groups: What the call did to the groups of the rank: "", "used" if it may have made a call
-            of one, or a group, and "broken" if one makes no calls any more.
+        groups: "broken" if a group of the rank makes no calls any more. "used" if the call may have
+            made a call of a group, or a group. Otherwise "".
         result: The result, which the parent adds.
     """
 
