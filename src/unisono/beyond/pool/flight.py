@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from unisono.beyond.pool.rank import CallAnswer, error_of
 from unisono.core.base.deadline import Deadline
@@ -16,9 +16,6 @@ from unisono.errors import Context, InvalidArgumentError, WorkerFailedError
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 from unisono.launcher.traceback_text import exception_line, is_consequence
-
-if TYPE_CHECKING:
-    from unisono.beyond.pool.pool import Pool
 
 POLL_S = 0.5
 """How often to look for ranks whose end wakes no wait."""
@@ -66,13 +63,18 @@ class FailedCall(NamedTuple):
 class Flight:
     """Calls of a pool that are under way.
 
+    Args:
+        pool: The Pool, whose module imports this one.
+        results: Gets the results, by number.
+        name: Name of a numbered call in an error; "" if the rank says it all.
+
     Attributes:
         failures: By rank, in the order in which they came.
         ended: How ranks ended, by rank; also of those whose call has failed before.
         interrupted: How many interrupts came.
     """
 
-    def __init__(self, pool: Pool, results: dict[int, Any] | None = None, name: str = "") -> None:
+    def __init__(self, pool: Any, results: dict[int, Any] | None = None, name: str = "") -> None:
         self.failures: dict[int, FailedCall] = {}
         self.ended: dict[int, str] = {}
         self.interrupted = 0
