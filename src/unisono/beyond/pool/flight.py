@@ -212,7 +212,10 @@ class Flight:
         else:
             return
         self._pool.note_losses(error, self.ended)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # otherwise a circle with its traceback would keep the call's file open
 
     def _first(self) -> BaseException:
         rank, first = min(self.failures.items(), key=lambda each: is_consequence(each[1].text))
