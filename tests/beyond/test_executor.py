@@ -1,11 +1,13 @@
 """`Executor`: tasks on processes; dead workers, retries, cancelling, back-pressure."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent import futures
 
 import pytest
@@ -13,11 +15,19 @@ import pytest
 import unisono
 from unisono.errors import InvalidArgumentError, UsageError, WorkerFailedError
 from unisono.futures import MPIPoolExecutor
+from unisono.launcher import payload
 
 
 @pytest.fixture(scope="module")
 def executor():
     with unisono.Executor(2) as made:
+        yield made.bootup()
+
+
+@pytest.fixture
+def forked():
+    """An executor whose workers a test may kill; in `executor` that would be a leak."""
+    with unisono.Executor(2, start_method="fork") as made:
         yield made.bootup()
 
 
@@ -76,6 +86,66 @@ def test_a_task_is_run_again_on_another_worker(tmp_path):
         assert (value, pid != before) == (5, True)
         with pytest.raises(WorkerFailedError, match=r"ended in the task \(attempt 2\): rank 0"):
             executor.submit(die).result()
+
+
+def test_an_idle_worker_that_died_is_not_blamed_on_a_task(forked):
+    before = forked.submit(os.getpid).result()
+    for child in multiprocessing.active_children():
+        if child.pid == before:
+            os.kill(before, signal.SIGKILL)
+            child.join()
+    found = [forked.submit(os.getpid) for _ in range(8)]
+    assert before not in {each.result() for each in found}
+
+
+def kill_all(pids):
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_that_die_at_once_are_all_replaced():
+    others = {child.pid for child in multiprocessing.active_children()}
+    with unisono.Executor(2, start_method="fork") as executor:
+        executor.bootup()
+        old = {child.pid for child in multiprocessing.active_children()} - others
+        with pytest.raises(WorkerFailedError, match="a worker of the executor ended in the task"):
+            executor.submit(kill_all, old).result()
+        found = [executor.submit(os.getpid) for _ in range(8)]
+        assert not old & {each.result() for each in found}
+
+
+def die_before_the_result():
+    payload.Payload.send = lambda *args: os._exit(1)
+
+
+def test_a_worker_that_dies_between_its_answer_and_its_result(forked):
+    with pytest.raises(WorkerFailedError, match=r"ended in the task: rank . .* with code 1"):
+        forked.submit(die_before_the_result).result()
+    assert forked.submit(square, 3).result() == 9
+
+
+def start_once(path):
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+
+
+def test_a_task_that_cannot_be_run_again_fails(tmp_path):
+    path = str(tmp_path / "started")
+    executor = unisono.Executor(1, initializer=start_once, initargs=(path,), retries=1)
+    with pytest.raises(WorkerFailedError, match="the initializer failed on worker 0"):
+        executor.submit(die).result(60)
+    executor.shutdown()
+
+
+def test_a_fork_of_the_process_does_not_close_the_executor(executor):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        try:
+            executor._queue.close()
+        finally:
+            os._exit(executor._queue.is_closing)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def die():

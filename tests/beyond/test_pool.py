@@ -1,18 +1,24 @@
 """`pool`: ranks that stay, their state, failures, output and memory."""
 
 import gc
+import io
 import os
 import signal
 import sys
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
 
 import unisono
 import unisono as dist
+from unisono.beyond.pool import memory
+from unisono.beyond.pool import rank as rank_module
+from unisono.beyond.pool.rank import run_cell
 from unisono.errors import ClosedError, InvalidArgumentError, WorkerFailedError
+from unisono.launcher import payload
 
 SIZE = 3
 
@@ -20,6 +26,13 @@ SIZE = 3
 @pytest.fixture(scope="module")
 def ranks():
     with unisono.pool(SIZE, replace=True) as made:
+        yield made
+
+
+@pytest.fixture
+def forked():
+    """A pool whose ranks a test may replace; in `ranks` that would be a leak."""
+    with unisono.pool(SIZE, start_method="fork", replace=True) as made:
         yield made
 
 
@@ -145,8 +158,6 @@ def test_a_shared_array_and_its_slices_are_one_memory(ranks):
 
 
 def mapped():
-    from unisono.beyond.pool import memory
-
     return len(memory._regions)
 
 
@@ -165,15 +176,52 @@ def test_the_memory_of_a_shared_array_goes_with_it(ranks):
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_a_shared_array_of_objects_or_of_another_pool_is_refused(ranks):
+def test_a_shared_array_of_objects_is_refused_and_that_of_another_pool_is_copied(ranks):
     with pytest.raises(
         InvalidArgumentError, match="a shared array cannot have the dtype object: it holds objects"
     ):
         ranks.shared_array(3, object)
     with unisono.pool(1, start_method="fork") as other:
         x = other.shared_array(3)
-        with pytest.raises(InvalidArgumentError, match="belongs to the pool that made it"):
-            ranks[0].run(np.sum, x)
+        x += 2
+        assert ranks[0].run(np.sum, x) == 6
+        with unisono.Executor(1, start_method="fork") as executor:
+            assert executor.submit(np.sum, x).result() == 6
+        other.run(fill_first, x)
+        assert x[0] == 9
+    with pytest.raises(InvalidArgumentError, match="a shared array belongs to the pool that made"):
+        memory._array("a key", 0, (3,), (8,), np.dtype(float), True)
+
+
+def fill_first(x):
+    x[0] = 9
+
+
+def kept_when(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return kept
+
+
+def keep(x):
+    global kept
+    kept = x
+
+
+def test_a_result_may_be_an_array_that_goes_during_the_call(ranks, tmp_path):
+    arrays = [ranks.shared_array(3)]
+    arrays[0][1] = 5
+    ranks.run(keep, arrays[0])
+
+    def drop():
+        arrays.clear()
+        gc.collect()
+        (tmp_path / "gone").touch()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    assert ranks[0].run(kept_when, str(tmp_path / "gone"))[1] == 5
+    thread.join()
 
 
 def pair(a, b=0):
@@ -277,6 +325,272 @@ def test_without_replacement_a_lost_rank_ends_the_pool():
         pair_of_ranks.run(dist.get_rank)
     pair_of_ranks.close()
     assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def message(value, fails):
+    x = np.full(4, float(value))
+    if dist.get_rank() == 0:
+        dist.send(x, dst=1)
+    elif dist.get_rank() == 1:
+        if fails:
+            raise OwnError("before the receive")
+        dist.recv(x, src=0)
+    return float(x[0])
+
+
+def late_broadcast(value, fails):
+    x = np.full(4, float(value) if dist.get_rank() == 0 else 0.0)
+    work = dist.broadcast(x, src=0, async_op=True)
+    if fails and dist.get_rank() == 1:
+        raise OwnError("before the receive")
+    if not fails:
+        work.wait()
+    return float(x[0])
+
+
+@pytest.mark.parametrize("call", [message, late_broadcast])
+def test_after_a_failure_on_one_rank_groups_are_in_step(ranks, call):
+    with pytest.raises(OwnError, match="before the receive"):
+        ranks.run(call, 111, True)
+    assert ranks.run(call, 222, False)[:2] == [222, 222]
+
+
+def failing_tasks():
+    yield "stale"
+    raise OwnError("in the iterable")
+
+
+def same(x):
+    return x
+
+
+def test_no_answer_to_another_call_is_a_result(ranks):
+    with pytest.raises(OwnError, match="in the iterable"):
+        ranks.map(same, failing_tasks())
+    assert ranks.run(same, "fresh") == ["fresh"] * SIZE
+    # A call that nobody waits for any more.
+    ranks.post(0, payload.Payload((same, ("old",), {})))
+    assert ranks.run(same, "fresh") == ["fresh"] * SIZE
+
+
+def wait_in_renewal(path):
+    before = rank_module.init_process_group
+
+    def waits(**keywords):
+        rank_module.init_process_group = before
+        open(f"{path}/{keywords['rank']}", "w").close()
+        while not os.path.exists(f"{path}/go"):
+            time.sleep(0.01)
+        before(**keywords)
+
+    rank_module.init_process_group = waits
+    fail_on(1)
+
+
+def test_an_interrupt_of_the_renewal_leaves_the_pool_whole(ranks, tmp_path):
+    ranks.run(remember, 4)
+
+    def interrupt():
+        interrupt_when(SIZE, tmp_path)
+        (tmp_path / "go").touch()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run(wait_in_renewal, str(tmp_path))
+    thread.join()
+    for k in range(2):
+        assert ranks.run(sum_of_ranks, k)[1][0] == sum(rank + k for rank in range(SIZE))
+    assert ranks.run(recall) == [0, 4, 8]
+
+
+def die_in_renewal():
+    if dist.get_rank() == 1:
+        rank_module.init_process_group = lambda **keywords: os._exit(9)
+        raise OwnError("first")
+    dist.barrier()
+
+
+def test_a_rank_that_dies_in_the_renewal_is_replaced(forked):
+    forked.run(remember, 5)
+    with pytest.raises(OwnError, match="first") as caught:
+        forked.run(die_in_renewal)
+    assert "a rank of the pool ended: rank 1 " in caught.value.__notes__[-1]
+    assert "exited with code 9" in caught.value.__notes__[-1]
+    assert forked.run(sum_of_ranks, 0)[1][0] == sum(range(SIZE))
+    assert forked[2].run(recall) == 10
+
+
+def test_a_rank_that_dies_in_the_renewal_ends_a_pool_without_replacement():
+    with unisono.pool(2, start_method="fork") as pair_of_ranks:
+        with pytest.raises(OwnError, match="first") as caught:
+            pair_of_ranks.run(die_in_renewal)
+        assert "exited with code 9" in caught.value.__notes__[-1]
+        with pytest.raises(ClosedError, match=r"no calls any more: rank 1 .* exited with code 9"):
+            pair_of_ranks.run(same, 1)
+
+
+def die_when_told_to_report():
+    if dist.get_rank() == 1:
+        rank_module._Rank.report = lambda *args: os._exit(7)
+        raise OwnError("then dies")
+    dist.barrier()
+
+
+def test_a_rank_that_raises_and_then_dies_is_told_with_its_error(forked):
+    with pytest.raises(OwnError, match="then dies") as caught:
+        forked.run(die_when_told_to_report)
+    assert "exited with code 7" in caught.value.__notes__[-1]
+    assert forked.run(sum_of_ranks, 0)[1][0] == sum(range(SIZE))
+
+
+def die_before_the_result():
+    payload.Payload.send = lambda *args: os._exit(1)
+
+
+def test_a_rank_that_dies_between_its_answer_and_its_result(forked):
+    with pytest.raises(WorkerFailedError, match=r"a rank of the pool ended: rank 2 .* with code 1"):
+        forked[2].run(die_before_the_result)
+    assert forked.run(same, 1) == [1] * SIZE
+
+
+def test_an_iterable_of_map_may_make_arrays_and_no_calls(ranks):
+    arrays = ranks.map(same, (ranks.shared_array(3) for _ in range(4)))
+    arrays[2][1] = 7
+    assert ranks[0].run(np.sum, arrays[2]) == 7
+    with pytest.raises(unisono.errors.UsageError, match="the pool is making a call, so it can"):
+        ranks.map(same, (ranks.run(same, k) for k in range(2)))
+    with pytest.raises(InvalidArgumentError, match="chunksize must be at least 1, got 0"):
+        ranks.map(same, [1], chunksize=0)
+
+
+def fork_that(exits):
+    if os.fork() == 0 and exits:
+        sys.exit(3)
+    return "result"
+
+
+def wait_for_forks():
+    return sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2))
+
+
+def test_a_fork_of_a_rank_does_not_answer(ranks):
+    assert ranks[0].run(fork_that, True) == "result"
+    assert ranks[0].run(fork_that, False) == "result"
+    assert ranks[0].run(wait_for_forks) == [0, 3]
+    assert ranks.run(same, 1) == [1] * SIZE
+
+
+def test_a_fork_of_the_parent_ends_no_rank(ranks):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        try:
+            ranks._close()
+            ranks.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert ranks.run(same, 1) == [1] * SIZE
+
+
+def test_a_cell_has_no_future_import_of_the_library(ranks):
+    ranks[0].run(run_cell, "def f(x: int): pass\nassert f.__annotations__ == {'x': int}", 1)
+    ranks[0].run(run_cell, "(lambda: 1)()", 2)
+
+
+NOTEBOOK = """
+def count():
+    def add():
+        global counted
+        counted += 1
+    add()
+    return counted
+counted = 0
+"""
+
+
+def test_a_global_of_an_inner_function_stays(ranks):
+    pytest.importorskip("cloudpickle")
+    space = {"__name__": "__main__"}
+    exec(NOTEBOOK, space)
+    assert [ranks[0].run(space["count"]) for _ in range(3)] == [1, 2, 3]
+
+
+def print_until_stopped():
+    global stop
+    stop = threading.Event()
+
+    def print_lines():
+        while not stop.is_set():
+            os.write(1, b"x" * 79 + b"\n")
+
+    os.write(1, b"x" * 79 + b"\n")
+    threading.Thread(target=print_lines).start()
+
+
+def stop_printing():
+    stop.set()
+
+
+def test_a_thread_that_prints_keeps_no_call(ranks, capsys):
+    ranks[0].run(print_until_stopped)
+    ranks[0].run(stop_printing)
+    assert "x" * 79 in capsys.readouterr().out
+
+
+def test_a_pool_beside_many_descriptors_and_a_stdout_without_a_file(monkeypatch):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
+    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    try:
+        with unisono.pool(1, start_method="fork") as ranks:
+            ranks.run(say, "hello")
+        assert sorted(sys.stdout.getvalue().splitlines()) == [
+            "[rank 0] error",
+            "[rank 0] hello 0",
+        ]
+    finally:
+        for fd in fds:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_restarted_on_a_thread_outlives_the_thread(forked):
+    def restart():
+        with pytest.raises(WorkerFailedError):
+            forked[1].run(os._exit, 4)
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    thread.join()
+    pids = forked.pids()
+    assert forked.run(os.getpid) == pids
+
+
+def test_an_interrupt_that_kills_tells_of_it(forked):
+    stopped = forked.pids()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def interrupt_twice():
+        while signal.getsignal(signal.SIGINT) is handler:
+            time.sleep(0.01)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=interrupt_twice)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        forked.run(same, 1)
+    thread.join()
+    assert f"a rank of the pool ended: rank 1 (pid {stopped}" in caught.value.__notes__[0]
+    assert forked.run(same, 1) == [1] * SIZE
 
 
 def test_a_cell_without_a_pool_is_refused():

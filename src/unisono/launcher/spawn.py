@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTuple, cast, overload
 
@@ -55,6 +56,7 @@ Returns = Literal["nothing", "result", "messages"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _PARENT_POLL_S = 0.5
+_POLL_S = 0.05
 _KILL_TIMEOUT_S = 10.0
 _MAIN_LOCK = threading.Lock()
 _STARTING_FILES = (__file__, multiprocessing.spawn.__file__, "<frozen runpy>", runpy.__file__)
@@ -294,10 +296,7 @@ class SpawnContext:
         self._daemon, self._returns, self._method = daemon, returns, start_method
         # The fork server lives as long as its children, so its end is not a usable sign.
         self._parent_pid = 0 if start_method == "forkserver" else os.getpid()
-        # The kernel sends the signal when the *thread* that forked ends. A thread that does not
-        # wait for the children may end before them.
-        is_main = threading.current_thread() is threading.main_thread()
-        self._use_death_signal = self._parent_pid > 0 and (joins or is_main)
+        self._joins, self._maker = joins, os.getpid()
         try:
             self._start(range(nprocs))
             token = get("UNISONO_TOKEN") or new_launch_id()
@@ -315,6 +314,10 @@ class SpawnContext:
 
     def _start(self, ranks: Iterable[int]) -> None:
         context: Any = multiprocessing.get_context(self._method)
+        # The kernel sends the signal when the *thread* that forked ends. A thread that does not
+        # wait for the children may end before them.
+        is_main = threading.current_thread() is threading.main_thread()
+        use_death_signal = self._parent_pid > 0 and (self._joins or is_main)
         with _hidden_main(self._method) as main:
             starting = _ChildReport()
             for name in main.values():
@@ -327,7 +330,7 @@ class SpawnContext:
                         target=_child,
                         args=(
                             *(self._call, main, rank, link),
-                            *(self._parent_pid, self._use_death_signal, self._returns),
+                            *(self._parent_pid, use_death_signal, self._returns),
                         ),
                         name=f"unisono-rank-{rank}",
                         daemon=self._daemon,
@@ -342,17 +345,26 @@ class SpawnContext:
             with contextlib.suppress(OSError):  # the child has died, which join() will report
                 child.link.send(env)
 
-    def wait_loaded(self) -> None:
-        """Wait until each child has loaded the function.
+    def wait_loaded(self, ranks: Iterable[int]) -> None:
+        """Wait until the children of some ranks have loaded the function.
 
         Raises:
-            WorkerFailedError: A child ended before. The others have been stopped.
+            WorkerFailedError: One of them ended before. All children have been stopped.
         """
-        while not all(child.has_loaded for child in self._group.workers):
-            self._wait(self._exits.known_in_s())
-            if self._exits.known_in_s() == 0.0:
-                self._stop(grace_s=0.0)
-                self._raise_failure()
+        children = [self._group.workers[rank] for rank in ranks]
+        while starting := [child for child in children if not child.has_loaded]:
+            exits = [child.exit for child in starting]
+            links = [child.link for child in starting if child.reports]
+            limit_s = _POLL_S if None in exits else None
+            connection.wait([each for each in (*links, *exits) if each is not None], limit_s)
+            for child in starting:
+                has_ended = child.poll() is not None  # before the last look at its reports
+                child.read()
+                if has_ended and not child.has_loaded:
+                    self._group.running.remove(child)
+                    self._take_end(child)
+                    self._stop(grace_s=0.0)
+                    self._raise_failure()
 
     def end_of(self, rank: int) -> str | None:
         """Return how the process of a rank ended; None while it runs."""
@@ -369,6 +381,11 @@ class SpawnContext:
         self._start(ranks)
         self._group.workers.sort(key=lambda child: child.rank)
         self._send_environment([self._group.workers[rank] for rank in ranks])
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has made the children; a fork of it has a copy of this object."""
+        return self._maker == os.getpid()
 
     @property
     def processes(self) -> list[BaseProcess]:
@@ -442,10 +459,13 @@ class SpawnContext:
         for link in self._group.wait(limit_s, links):
             links[link].read()
         for child in self._group.ended():
-            child.read()
-            child.reap()
-            if not child.stopped:
-                self._exits.add(child.rank, child.pid, child.exit_code or 0)
+            self._take_end(child)
+
+    def _take_end(self, child: _Child) -> None:
+        child.read()
+        child.reap()
+        if not child.stopped:
+            self._exits.add(child.rank, child.pid, child.exit_code or 0)
 
     def _raise_failure(self) -> None:
         failures = self._exits.failures()

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from unisono.beyond.pool.memory import dumps_with
+from unisono.beyond.pool.flight import result_of
 from unisono.beyond.pool.pool import Pool
-from unisono.beyond.pool.rank import CallAnswer, error_of, run_each
+from unisono.beyond.pool.rank import CallAnswer, RaisedError, error_of, run_each
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
 from unisono.core.platform.machine import allowed_cpus
@@ -43,6 +43,10 @@ class _QueuedTask:
     keywords: dict[str, Any]
     attempts: int = 0
 
+    def begins(self) -> bool:
+        """Whether it is to be run; False if it was cancelled. It may have begun before."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
 
 class _Queue:
     """What the executor and its thread share.
@@ -60,6 +64,7 @@ class _Queue:
         self.is_closing = False
         self.broken: BaseException | None = None
         self.started = threading.Event()
+        self._pid = os.getpid()
         self.fd, self._sender = os.pipe()
         for fd in (self.fd, self._sender):
             set_blocking(fd, False)
@@ -74,8 +79,9 @@ class _Queue:
             os.read(self.fd, 4096)
 
     def close(self) -> None:
-        self.is_closing = True
-        self.wake()
+        if os.getpid() == self._pid:  # a fork of the process has no thread of the executor
+            self.is_closing = True
+            self.wake()
 
     def release(self) -> None:
         """Close the descriptors, when no task can be run any more."""
@@ -92,7 +98,7 @@ class _Queue:
             tasks = list(self.tasks)
             self.tasks.clear()
         for task in tasks:
-            if task.future.set_running_or_notify_cancel():
+            if task.begins():
                 task.future.set_exception(error)
 
 
@@ -154,7 +160,7 @@ class _TaskDispatcher:
         with queue.lock:
             while queue.tasks:
                 task = queue.tasks.popleft()
-                if task.attempts or task.future.set_running_or_notify_cancel():
+                if task.begins():
                     return task
         return None
 
@@ -169,41 +175,53 @@ class _TaskDispatcher:
         except InvalidArgumentError as error:
             task.future.set_exception(error)
             return
+        if pool.end_of(rank) is not None:  # while it was idle, so not in this task
+            with self._queue.lock:
+                self._queue.tasks.appendleft(task)
+            self._restart(pool, rank)
+            return
         pool.post(rank, payload)
         self._busy[rank] = task
 
+    def _restart(self, pool: Pool, rank: int) -> None:
+        pool.restart([rank])
+        self._begin(pool, rank)
+
     def _take(self, pool: Pool, rank: int, answer: CallAnswer | str) -> None:
-        task = self._busy.pop(rank, None)
+        task = self._busy[rank]
         if isinstance(answer, str):
             self._lose(rank, answer, task)
-            pool.restart([rank])
-            self._begin(pool, rank)
-            return
-        if answer.raised is None:
+        elif answer.raised is not None:
+            self._fail(rank, answer.raised, task)
+        else:
             try:
-                result = pool.result(rank)
+                result = result_of(rank, answer)
             except InvalidArgumentError as error:
                 if task is not None:
                     task.future.set_exception(error)
-                return
-            if task is not None:
-                task.future.set_result(result)
-            return
+            else:
+                if task is not None:
+                    task.future.set_result(result)
+        del self._busy[rank]
+        if isinstance(answer, str):
+            self._restart(pool, rank)
+
+    def _fail(self, rank: int, raised: RaisedError, task: _QueuedTask | None) -> None:
         context = Context(rank=rank, world_size=self._size)
         if task is None:
             raise WorkerFailedError(
-                f"the initializer failed on worker {rank}\n{answer.raised.text}", context=context
+                f"the initializer failed on worker {rank}\n{raised.text}", context=context
             )
         cause = WorkerFailedError(
-            f"worker {rank} raised an exception\n{answer.raised.text}", context=context
+            f"worker {rank} raised an exception\n{raised.text}", context=context
         )
-        raised = error_of(answer.raised)
-        if not isinstance(raised, Exception):
+        error = error_of(raised)
+        if not isinstance(error, Exception):
             task.future.set_exception(cause)
             return
-        raised.add_note(f"raised on worker {rank} of {self._size}")
-        raised.__cause__ = cause
-        task.future.set_exception(raised)
+        error.add_note(f"raised on worker {rank} of {self._size}")
+        error.__cause__ = cause
+        task.future.set_exception(error)
 
     def _lose(self, rank: int, end: str, task: _QueuedTask | None) -> None:
         """Run the task of a worker that ended elsewhere, or let it fail."""
@@ -229,7 +247,7 @@ class _TaskDispatcher:
 
 def _payload(fn: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Payload:
     task = fn, args, keywords
-    with pickling(task, "the function or its arguments", dumps_with) as dumps:
+    with pickling(task, "the function or its arguments") as dumps:
         return Payload(task, dumps)
 
 
@@ -293,7 +311,8 @@ class Executor(futures.Executor):
         """Add the task `fn(*args, **keywords)`; return its Future.
 
         The Future raises what the task raised, with the worker in a note. If the worker died, it
-        raises WorkerFailedError.
+        raises WorkerFailedError. The arguments are pickled when a worker is free, so that waiting
+        tasks take no memory for copies: the task gets changes that are made until then.
 
         Raises:
             UsageError: The executor is closed.
@@ -392,10 +411,10 @@ class Executor(futures.Executor):
             wait: Whether to wait for that.
             cancel_futures: Whether to cancel the tasks that have not begun.
         """
+        self._close()
         with self._queue.lock:
             waiting = list(self._queue.tasks) if cancel_futures else []
         for task in waiting:
             task.future.cancel()
-        self._close()
         if wait:
             self._thread.join()

@@ -13,9 +13,9 @@ import pickle
 import sys
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,9 @@ class Region:
 
 
 _regions: dict[str, Region] = {}
+
+attached: dict[str, Region] = {}
+"""The memory of the parent that this rank has."""
 
 # NumPy 2 has moved it.
 _byte_bounds: Any = getattr(np.lib, "array_utils", np).byte_bounds
@@ -82,12 +85,14 @@ def attach(key: str, fd: int, nbytes: int) -> None:
     """Map memory of another process, and close the descriptor."""
     base = _map(fd, nbytes)
     os.close(fd)
-    _regions[key] = Region(key, -1, nbytes, base.ctypes.data, lambda: base)
+    region = Region(key, -1, nbytes, base.ctypes.data, lambda: base)
+    _regions[key] = attached[key] = region
 
 
 def drop(key: str) -> None:
     """Let memory of another process go with the last array in it."""
     _regions.pop(key, None)
+    attached.pop(key, None)
 
 
 def _array(
@@ -102,29 +107,33 @@ def _array(
     return array
 
 
-def _reference(array: np.ndarray[Any, Any]) -> Any:
+def _reference(array: np.ndarray[Any, Any], regions: dict[str, Region]) -> Any:
     """Return how another process finds an array, or NotImplemented if it is not shared."""
-    if _regions and array.size:
+    if regions and array.size:
         first, last = _byte_bounds(array)
-        for region in _regions.values():
-            if region.address <= first and last <= region.address + region.nbytes:
+        for region in list(regions.values()):
+            end = region.address + region.nbytes
+            if region.address <= first and last <= end and region.base() is not None:
                 offset = array.ctypes.data - region.address
                 how = array.shape, array.strides, array.dtype, array.flags.writeable
                 return _array, (region.key, offset, *how)
     return NotImplemented
 
 
-def dumps_with(module: Any) -> Callable[..., Any]:
+def dumps_with(regions: dict[str, Region], module: Any) -> Callable[..., Any]:
     """Return a function like `pickle.dumps` that refers to shared memory.
 
     Args:
+        regions: The memory that the process that loads the pickle has, too.
         module: pickle or cloudpickle.
     """
 
     class Pickler(module.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            if type(value) is np.ndarray and (how := _reference(value)) is not NotImplemented:
-                return how
+            if type(value) is np.ndarray:
+                how = _reference(value, regions)
+                if how is not NotImplemented:
+                    return how
             above = getattr(super(), "reducer_override", None)
             return NotImplemented if above is None else above(value)
 
@@ -163,14 +172,20 @@ def _in_main(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_own(function: FunctionType, state: tuple[Any, dict[str, Any]]) -> Any:
-    import dis
-
     space = function.__globals__
-    own = {
-        each.argval
-        for each in dis.get_instructions(function.__code__)
-        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") and each.argval in space
-    }
+    own = {name for name in _assigned(function.__code__) if name in space}
     attributes, slots = state
     names = {k: v for k, v in slots["__globals__"].items() if k not in own}
     return attributes, slots | {"__globals__": names}
+
+
+def _assigned(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function, or one inside of it, assigns with `global`."""
+    import dis
+
+    for each in dis.get_instructions(code):
+        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            yield each.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _assigned(inner)

@@ -5,59 +5,35 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
-import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from multiprocessing import connection, reduction
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
+from unisono.beyond.pool.flight import INTERRUPT_S, POLL_S, Flight, RankCall
 from unisono.beyond.pool.memory import Region, dumps_with, new_array
-from unisono.beyond.pool.rank import CallAnswer, error_of, run_cell, run_each, serve
+from unisono.beyond.pool.output import RankOutput
+from unisono.beyond.pool.rank import CallAnswer, run_cell, run_each, serve
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.integers import as_integer
-from unisono.core.platform.posix import SIGKILL, require_posix
+from unisono.core.platform.posix import require_posix
 from unisono.errors import (
     ClosedError,
-    Context,
     InvalidArgumentError,
     UsageError,
-    WorkerFailedError,
 )
-from unisono.launcher.launch import pickling
-from unisono.launcher.output.console import Console, WorkerName
-from unisono.launcher.output.reader import WorkerStream
 from unisono.launcher.payload import Payload
 from unisono.launcher.spawn import SpawnContext, check_start
-from unisono.launcher.traceback_text import exception_line, is_consequence
+from unisono.launcher.traceback_text import exception_line
 
-_POLL_S = 0.5
-"""How often to look for ranks whose end wakes no wait."""
-
-_SETTLE_S = 0.5
-"""How long a rank that raised waits for the others, before it ends the calls that wait for it."""
-
-_INTERRUPT_S = 5.0
-"""How long an interrupted rank may take before it is killed."""
-
-RankCall = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
+_ATTEMPTS = 3
+"""How often the group is made anew, if ranks end or fail meanwhile."""
 
 _newest: weakref.ref[Pool] | None = None
-
-
-class _CurrentStdout:
-    """The standard output of the moment: a notebook replaces it for each cell."""
-
-    def write(self, data: bytes, /) -> None:
-        sys.stdout.write(data.decode("utf-8", "replace"))
-
-    def flush(self) -> None:
-        sys.stdout.flush()
 
 
 class _Results(dict[int, list[Any]]):
@@ -109,25 +85,25 @@ class Pool:
         self._lost = ""
         self._generation = itertools.count() if with_group else None
         self._numbers = itertools.count(1)
+        # The number of the message that each rank answers next. Answers to others are dropped.
+        self._awaited: dict[int, int] = {}
         self._regions: dict[str, Region] = {}
-        self._dropped: list[str] = []
-        self._lock = threading.Lock()
-        self._console = Console(
-            _CurrentStdout(), prefix="[rank {rank}] ", fold=False, clock=time.monotonic
-        )
-        self._streams: dict[int, WorkerStream] = {}
+        # Arrays that a result may refer to; None if no call is made.
+        self._held: list[Any] | None = None
+        self._lock = threading.RLock()
+        self._output = RankOutput()
         self._context: SpawnContext | None = SpawnContext(
             *(serve, (nprocs, with_group), nprocs),
             start_method=start_method,
             joins=False,
             returns="messages",
         )
-        self._close = weakref.finalize(self, _kill, self._context, self._streams)
+        self._close = weakref.finalize(self, _kill, self._context, self._output)
         try:
-            self._context.wait_loaded()
+            self._context.wait_loaded(range(nprocs))
             for rank in range(nprocs):
                 self._equip(rank)
-            self._regroup()
+            self._renewed().raise_first()
         except BaseException:
             self._close()
             raise
@@ -166,13 +142,15 @@ class Pool:
         A function of the notebook runs in the main module of the rank. The names that it uses get
         the notebook's values at each call, except those that it assigns with `global`.
 
-        If a rank raises an exception, calls of the other ranks that wait for it end. Their groups
-        are made anew then, and what the ranks hold stays. An interrupt does the same.
+        If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
+        used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
+        the same.
 
         Raises:
             WorkerFailedError: A rank died; names it. The pool then makes no further calls, or with
                 `replace=True` a new process has the rank already.
             ClosedError: The pool is closed, or has lost a rank.
+            UsageError: An iterable of `map` calls the pool that reads it.
             InvalidArgumentError: The function, an argument or a result cannot be pickled.
             Exception: That of the rank that failed first. Its cause is a WorkerFailedError that
                 ends with the traceback.
@@ -198,9 +176,12 @@ class Pool:
                 the output is a terminal or a notebook.
 
         Raises:
+            InvalidArgumentError: `chunksize` is below 1.
             WorkerFailedError, Exception: See `run`; the tasks that run are finished first.
         """
-        size = max(as_integer(chunksize, "chunksize"), 1)
+        size = as_integer(chunksize, "chunksize")
+        if size < 1:
+            raise InvalidArgumentError(f"chunksize must be at least 1, got {size}")
         chunks = _chunks(zip(*tasks, strict=False), size)
         numbered: Iterator[tuple[int, RankCall]] = (
             (i * size, (run_each, (fn, chunk), {})) for i, chunk in enumerate(chunks)
@@ -214,8 +195,8 @@ class Pool:
     def shared_array(self, shape: int | Sequence[int], dtype: Any = float) -> np.ndarray[Any, Any]:
         """Return an array of zeros that this process and all ranks read and write.
 
-        As an argument or result of `run`, the array and its slices stay the same memory. Elsewhere
-        a pickle copies it. The memory is freed with the last array in it.
+        As an argument or result of `run`, the array and its slices stay the same memory. Elsewhere,
+        as for another pool, a pickle copies it. The memory is freed with the last array in it.
 
             x = ranks.shared_array((4, 1000))
             ranks.run(fill_own_row, x)             # x has the rows now
@@ -223,13 +204,14 @@ class Pool:
         Raises:
             InvalidArgumentError: The dtype holds objects.
         """
-        context = self._started()
+        self._started()
         region, array = new_array(shape, dtype)
         with self._lock:
             self._regions[region.key] = region
-            for link in context.links:
-                self._share(link, region)
-        weakref.finalize(region.base(), _drop, region.key, self._regions, self._dropped)
+            for rank in range(self._size):
+                self._tell(rank, "attach", region.key, region.nbytes, fd=region.fd)
+            if self._held is not None:
+                self._held.append(region.base())
         return array
 
     def cell(self, source: str) -> None:
@@ -244,20 +226,20 @@ class Pool:
         self._run(dict.fromkeys(range(self._size), task))
 
     def close(self) -> None:
-        """End the ranks; a second call does nothing."""
+        """End the ranks; a second call does nothing, nor does that of a fork of this process."""
         context, self._context = self._context, None
-        if context is None:
+        if context is None or not context.is_own:
             return
         for link in context.links:
             with contextlib.suppress(OSError):
                 link.send(("end",))
-        last = Deadline(_INTERRUPT_S)
-        while any(context.end_of(rank) is None for rank in range(self._size)):
+        last = Deadline(INTERRUPT_S)
+        while any(process.exitcode is None for process in context.processes):
             if last.expired():
                 break
             waits = [process.sentinel for process in context.processes]
-            self._pump(connection.wait([*waits, *self._sources()], _POLL_S))
-        self._flush()
+            self._output.pump(connection.wait([*waits, *self._output.sources()], POLL_S))
+        self._output.flush()
         self._close()
 
     def _started(self) -> SpawnContext:
@@ -270,39 +252,41 @@ class Pool:
             )
         return self._context
 
+    def _tell(self, rank: int, *message: Any, fd: int | None = None) -> None:
+        """Send a message, and a descriptor; `answers` notices a rank that has died."""
+        context = self._started()
+        with contextlib.suppress(OSError):
+            context.links[rank].send(message)
+            if fd is not None:
+                reduction.send_handle(context.links[rank], fd, context.pids()[rank])
+
+    def ask(self, rank: int, name: str, *values: Any) -> None:
+        """Send a message that the rank answers."""
+        self._awaited[rank] = next(self._numbers)
+        self._tell(rank, name, self._awaited[rank], *values)
+
     def _equip(self, rank: int) -> None:
         """Give a new process what the older ones have."""
-        context = self._started()
-        link = context.links[rank]
-        source, target = os.pipe()
-        name = WorkerName(rank=rank, local_rank=rank)
-        file = open(source, "rb", 0)  # noqa: SIM115  the stream closes it
-        self._streams[rank] = WorkerStream(file, [self._console.sink_of(name)])
+        target = self._output.open(rank)
         try:
-            link.send(("output",))
-            reduction.send_handle(link, target, context.pids()[rank])
+            self._tell(rank, "output", fd=target)
         finally:
             os.close(target)
         for region in list(self._regions.values()):
-            self._share(link, region)
+            if (base := region.base()) is not None:
+                self._tell(rank, "attach", region.key, region.nbytes, fd=region.fd)
+            del base  # the descriptor is open until then
 
-    def _share(self, link: Any, region: Region) -> None:
-        if region.base() is not None:
-            link.send(("attach", region.key, region.nbytes))
-            reduction.send_handle(link, region.fd, 0)
-
-    def _regroup(self) -> None:
-        """Make the group of all ranks anew."""
-        if self._generation is None:
-            return
-        message = "group", next(self._generation)
-        for link in self._started().links:
-            link.send(message)
-        flight = _Flight(self, dict.fromkeys(range(self._size), 0))
-        flight.wait()
-        if flight.failures:
-            self._lost = "its group could not be made"
-            flight.raise_first()
+    def _renewed(self) -> Flight:
+        """Make the group of all ranks anew; return how that ended."""
+        flight = Flight(self)
+        if self._generation is not None:
+            generation = next(self._generation)
+            with flight.interrupts():
+                for rank in range(self._size):
+                    flight.ask(rank, 0, "group", generation)
+                flight.wait()
+        return flight
 
     def _run(self, tasks: dict[int, RankCall]) -> dict[int, Any]:
         results: dict[int, Any] = {}
@@ -324,57 +308,92 @@ class Pool:
             name: Name of a numbered call in an error; "" if the rank says it all.
         """
         with self._lock:
-            context = self._started()
-            while self._dropped:
-                message = "drop", self._dropped.pop()
-                for link in context.links:
-                    link.send(message)
-            flight = _Flight(self, {}, results, name)
-            with flight.interrupts():
-                flight.wait(next_task)
-            self._flush()
-            self._mend(flight)
+            self._started()
+            if self._held is not None:
+                raise UsageError(
+                    "the pool is making a call, so it can make no other",
+                    hint="an iterable of `map` calls the pool: make a list of it before",
+                )
+            flight = Flight(self, results, name)
+            self._held = [region.base() for region in list(self._regions.values())]
+            try:
+                self._drop_regions()
+                with flight.interrupts():
+                    self._fly(flight, next_task)
+            finally:
+                self._held = None
             flight.raise_first()
 
-    def _mend(self, flight: _Flight) -> None:
-        ended = [rank for rank, failure in flight.failures.items() if failure.end]
-        if ended and not self._replaces:
-            self._lost = flight.failures[ended[0]].end
-            return
-        self.restart(ended)
-        if ended or flight.is_broken:
-            self._regroup()
+    def _drop_regions(self) -> None:
+        for key in [key for key, region in self._regions.items() if region.base() is None]:
+            del self._regions[key]
+            for rank in range(self._size):
+                self._tell(rank, "drop", key)
+
+    def _fly(self, flight: Flight, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
+        try:
+            flight.wait(next_task)
+            self._output.flush()
+            if flight.failures or flight.needs_groups:
+                self._mend(flight)
+        except BaseException as error:
+            # Ranks may still be in the call, or wait in the renewal of a group.
+            self._lost = self._lost or f"a call was left by {type(error).__name__}"
+            raise
+
+    def _mend(self, flight: Flight) -> None:
+        """Replace ranks that ended, and make groups anew that may be out of step."""
+        last, why = flight, ""
+        for _ in range(_ATTEMPTS):
+            ended = {rank: end for rank in range(self._size) if (end := self.end_of(rank))}
+            ended = last.ended | ended
+            flight.ended |= ended
+            if ended and not self._replaces:
+                self._lost = next(iter(ended.values()))
+                return
+            self.restart(list(ended))
+            if last is flight and not (ended or flight.needs_groups):
+                return
+            last = self._renewed()
+            flight.interrupted += last.interrupted
+            if not last.failures:
+                return
+            why = next(each.end or exception_line(each.text) for each in last.failures.values())
+        self._lost = f"its group could not be made: {why}"
+
+    def note_losses(self, error: BaseException, ended: dict[int, str]) -> None:
+        """Tell, with an error, of ranks that it does not name, and of the end of the pool."""
+        for end in ended.values():
+            if end not in str(error):
+                error.add_note(f"a rank of the pool ended: {end}")
+        if self._lost and self._lost not in (str(error), *ended.values()):
+            error.add_note(f"the pool makes no calls any more: {self._lost}")
+
+    def end_of(self, rank: int) -> str | None:
+        """Return how a rank ended; None while it runs."""
+        return self._started().end_of(rank)
 
     def restart(self, ranks: Sequence[int]) -> None:
         """Start new processes for ranks that have ended."""
         if ranks:
             context = self._started()
-            self._flush()
-            for rank in ranks:
-                if (stream := self._streams.pop(rank, None)) is not None:
-                    stream.finish()
+            self._output.flush()
+            self._output.finish(ranks)
             context.restart(ranks)
-            context.wait_loaded()
+            context.wait_loaded(ranks)
             for rank in ranks:
                 self._equip(rank)
 
-    def post(self, rank: int, payload: Payload) -> None:
-        """Send a call to a rank that is free; one that has died is noticed by `answers`."""
-        context = self._started()
-        with contextlib.suppress(OSError):
-            context.links[rank].send(("call",))
-            payload.send(context.links[rank], context.pids()[rank])
+    def dumps_of(self, module: Any) -> Callable[..., Any]:
+        """Return the `dumps` of pickle or cloudpickle that refers to the pool's shared arrays."""
+        return dumps_with(self._regions, module)
 
-    def result(self, rank: int) -> Any:
-        """Return what a call returned; after an answer without an exception."""
-        payload = Payload.received(self._started().links[rank])
-        try:
-            return payload.load_once()
-        except Exception as error:
-            raise InvalidArgumentError(
-                f"the result of rank {rank} cannot be loaded: {type(error).__name__}: {error}",
-                hint="return what this process can import",
-            ) from error
+    def post(self, rank: int, payload: Payload) -> None:
+        """Send a call to a rank that is free."""
+        context = self._started()
+        self.ask(rank, "call")
+        with contextlib.suppress(OSError):
+            payload.send(context.links[rank], context.pids()[rank])
 
     def answers(
         self, ranks: Iterable[int], limit_s: float | None, others: Sequence[Any] = ()
@@ -389,212 +408,40 @@ class Pool:
         context = self._started()
         links, ranks = context.links, list(ranks)
         ends = [context.processes[rank].sentinel for rank in ranks]
-        waits = [*(links[rank] for rank in ranks), *ends, *self._sources(), *others]
-        self._pump(connection.wait(waits, limit_s))
+        waits = [*(links[rank] for rank in ranks), *ends, *self._output.sources(), *others]
+        self._output.pump(connection.wait(waits, limit_s))
         found: list[tuple[int, CallAnswer | str]] = []
         for rank in ranks:
             try:
-                if links[rank].poll(0):
-                    answer = links[rank].recv()
-                    # Otherwise it is the report of an error outside of all calls.
-                    found.append((rank, answer if isinstance(answer, CallAnswer) else answer.text))
-                elif (end := context.end_of(rank)) is not None:
-                    found.append((rank, end))
-            except (EOFError, OSError):
-                context.processes[rank].join(_POLL_S)
-                found.append((rank, context.end_of(rank) or f"rank {rank} closed its connection"))
+                answer = self._received(rank, links[rank]) or context.end_of(rank)
+            except (EOFError, OSError, RuntimeError):
+                context.processes[rank].join(POLL_S)
+                answer = context.end_of(rank) or f"rank {rank} closed its connection"
+            if answer is not None:
+                found.append((rank, answer))
         return found
 
-    def _sources(self) -> list[Any]:
-        return [stream.source for stream in self._streams.values()]
-
-    def _pump(self, ready: Iterable[Any]) -> None:
-        found = set(ready)
-        for rank, stream in list(self._streams.items()):
-            if stream.source in found and not stream.pump():
-                stream.finish()
-                del self._streams[rank]
-
-    def _flush(self) -> None:
-        """Pass on all output that has come."""
-        while ready := select.select(self._sources(), [], [], 0)[0]:
-            self._pump(ready)
-        for stream in self._streams.values():
-            stream.flush_partial()
-        self._console.close()
+    def _received(self, rank: int, link: Any) -> CallAnswer | str | None:
+        """Return the answer of a rank to its last message; None if it has not come."""
+        while link.poll(0):
+            answer = link.recv()
+            if not isinstance(answer, CallAnswer):
+                return str(answer.text)  # the report of an error outside of all calls
+            if answer.raised is None:
+                answer = answer._replace(result=Payload.received(link))
+            if answer.number == self._awaited[rank]:
+                return answer
+        return None
 
 
-class _FailedCall(NamedTuple):
-    """How a call failed.
-
-    Attributes:
-        number: Number of the call.
-        error: The exception, or None if it cannot be loaded, or if the rank ended.
-        text: Traceback, or "".
-        end: How the rank ended, or "".
-    """
-
-    number: int
-    error: BaseException | None
-    text: str
-    end: str = ""
-
-
-class _Flight:
-    """Calls of a pool that are under way.
-
-    Attributes:
-        failures: By rank, in the order in which they came.
-        is_broken: Whether a group makes no calls any more.
-    """
-
-    def __init__(
-        self,
-        pool: Pool,
-        busy: dict[int, int],
-        results: dict[int, Any] | None = None,
-        name: str = "",
-    ) -> None:
-        self.failures: dict[int, _FailedCall] = {}
-        self.is_broken = False
-        self._pool = pool
-        self._busy = busy
-        self._results = {} if results is None else results
-        self._name = name
-        self._sent: tuple[RankCall, Payload] | None = None
-        self._reporting: set[int] = set()
-        self._settled: Deadline | None = None
-        self._interrupted = 0
-        self._kill_at: Deadline | None = None
-
-    def wait(self, next_task: Callable[[int], tuple[int, RankCall] | None] | None = None) -> None:
-        """Send calls to free ranks, and wait until all have ended or one has failed."""
-        pool = self._pool
-        while True:
-            for rank in range(len(pool)):
-                if next_task is None or self.failures or self._interrupted or rank in self._busy:
-                    continue
-                if (found := next_task(rank)) is not None:
-                    self._send(rank, *found)
-            waiting = self._busy.keys() | self._reporting
-            if not waiting:
-                return
-            limits = [each.remaining() for each in (self._settled, self._kill_at) if each]
-            for rank, answer in pool.answers(waiting, min([_POLL_S, *limits])):
-                self._take(rank, answer)
-            if self._settled is not None and self._settled.expired():
-                self._settled = None
-                self._report()
-            if self._kill_at is not None and self._kill_at.expired():
-                self._kill_at = None
-                self._signal(SIGKILL)
-
-    def _send(self, rank: int, number: int, task: RankCall) -> None:
-        if self._sent is None or self._sent[0] is not task:  # All ranks often get the same one.
-            try:
-                with pickling(task, "the function or its arguments", dumps_with) as dumps:
-                    self._sent = task, Payload(task, dumps)
-            except InvalidArgumentError as error:
-                self.failures[rank] = _FailedCall(number, error, "")
-                return
-        self._busy[rank] = number
-        self._pool.post(rank, self._sent[1])
-
-    def _take(self, rank: int, answer: CallAnswer | str) -> None:
-        number = self._busy.pop(rank, -1)
-        if isinstance(answer, str):
-            self._reporting.discard(rank)
-            self.failures[rank] = _FailedCall(number, None, "", answer)
-            return
-        self.is_broken = self.is_broken or answer.is_broken
-        if answer.raised is not None:
-            self.failures[rank] = _FailedCall(number, error_of(answer.raised), answer.raised.text)
-            self._settled = self._settled or Deadline(_SETTLE_S)
-            return
-        try:
-            result = self._pool.result(rank)
-        except InvalidArgumentError as error:
-            self.failures[rank] = _FailedCall(number, error, "")
-            return
-        if rank in self._reporting:
-            self._reporting.discard(rank)
-        else:
-            self._results[number] = result
-
-    def _report(self) -> None:
-        """End the calls in which ranks wait for those that raised."""
-        if self._busy:
-            for rank, failure in self.failures.items():
-                if failure.text:
-                    message = "report", exception_line(failure.text)
-                    self._pool._started().links[rank].send(message)
-                    self._reporting.add(rank)
-                    self.is_broken = True
-
-    @contextlib.contextmanager
-    def interrupts(self) -> Iterator[None]:
-        """Pass a Ctrl-C on to the ranks, and raise it after the block."""
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or not callable(before):
-            yield
-            return
-        signal.signal(signal.SIGINT, self._interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _interrupt(self, signum: int, frame: object) -> None:
-        self._interrupted += 1
-        self._kill_at = Deadline(_INTERRUPT_S if self._interrupted == 1 else 0.0)
-        self._signal(signal.SIGINT)
-
-    def _signal(self, signum: int) -> None:
-        for rank in self._busy:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pool.pids()[rank], signum)
-
-    def raise_first(self) -> None:
-        """Raise the interrupt, or the failure that is no consequence of another."""
-        if self._interrupted:
-            raise KeyboardInterrupt
-        if not self.failures:
-            return
-        rank, first = min(self.failures.items(), key=lambda each: is_consequence(each[1].text))
-        size = len(self._pool)
-        context = Context(rank=rank, world_size=size)
-        where = f" in {self._name} {first.number}" if self._name else ""
-        if isinstance(first.error, InvalidArgumentError) and not first.text:
-            raise first.error
-        if first.end:
-            raise WorkerFailedError(
-                f"a rank of the pool ended{where}: {first.end}",
-                context=context,
-                hint="its standard error may have the reason; replace=True starts another process",
-            )
-        cause = WorkerFailedError(
-            f"rank {rank} of the pool raised an exception{where}\n{first.text}".rstrip(),
-            context=context,
-        )
-        if not isinstance(first.error, Exception):
-            raise cause
-        first.error.add_note(f"raised on rank {rank} of {size}{where}")
-        raise first.error from cause
-
-
-def _kill(context: SpawnContext, streams: dict[int, WorkerStream]) -> None:
+def _kill(context: SpawnContext, output: RankOutput) -> None:
+    if not context.is_own:
+        return
     context.kill()
     for process in context.processes:
         with contextlib.suppress(ValueError):  # the process runs on after SIGKILL
             process.close()
-    for stream in streams.values():
-        stream.finish()
-    streams.clear()
-
-
-def _drop(key: str, regions: dict[str, Region], dropped: list[str]) -> None:
-    regions.pop(key, None)
-    dropped.append(key)
+    output.finish(range(len(context.processes)))
 
 
 def _chunks(tasks: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[Any, ...]]]:

@@ -10,11 +10,14 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
-from unisono.beyond.pool.memory import attach, drop, dumps_with, loads_in_main
+from unisono.beyond.pool.memory import attach, attached, drop, dumps_with, loads_in_main
 from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
+from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import current
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.launcher.launch import pickling
@@ -38,12 +41,17 @@ class CallAnswer(NamedTuple):
     """The answer of a rank to a call, before its result.
 
     Attributes:
+        number: Number of the message that it answers.
         raised: What the call raised, or None if a result follows.
-        is_broken: Whether a group of the rank makes no calls any more.
+        groups: "broken" if a group of the rank makes no calls any more. "used" if the call may have
+            made a call of a group, or a group. Otherwise "".
+        result: The result, which the parent adds.
     """
 
+    number: int
     raised: RaisedError | None
-    is_broken: bool
+    groups: str
+    result: Payload | None = None
 
 
 def serve(rank: int, link: Any, world_size: int, with_group: bool) -> None:
@@ -54,6 +62,7 @@ def serve(rank: int, link: Any, world_size: int, with_group: bool) -> None:
 class _Rank:
     def __init__(self, rank: int, link: Any, world_size: int, with_group: bool) -> None:
         self._rank, self._link, self._world_size = rank, link, world_size
+        self._pid = os.getpid()
         self._in_call = False
         self._store = None
         if with_group:
@@ -85,9 +94,15 @@ class _Rank:
         for target in (1, 2):
             os.dup2(fd, target)
         os.close(fd)
-        # A line is shown when it ends, also if the parent's output is no terminal.
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        # A line is shown when it ends, also if the parent's output is no terminal. A forked rank
+        # has the parent's streams, which may lead elsewhere. Other objects may hold the old ones.
+        for fd, name in ((1, "stdout"), (2, "stderr")):
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                getattr(sys, name).reconfigure(line_buffering=True)
+            stream = open(  # noqa: SIM115  it stays
+                *(fd, "w", 1), encoding="utf-8", errors="backslashreplace", closefd=False
+            )
+            setattr(sys, name, stream)
 
     def attach(self, key: str, nbytes: int) -> None:
         """Take memory of the parent."""
@@ -97,24 +112,29 @@ class _Rank:
         """Let memory of the parent go."""
         drop(key)
 
-    def group(self, generation: int) -> None:
+    def group(self, number: int, generation: int) -> None:
         """Replace the group; all ranks do."""
-        with contextlib.suppress(Exception):  # a broken group, which has its reason
-            if current().default is not None:
-                destroy_process_group()
-        assert self._store is not None
-        store = PrefixStore(f"pool/{generation}", self._store)
-        self._answer(
-            lambda: init_process_group(store=store, rank=self._rank, world_size=self._world_size)
-        )
 
-    def report(self, text: str) -> None:
+        def made() -> None:
+            with contextlib.suppress(Exception):  # a broken group, which has its reason
+                if current().default is not None:
+                    destroy_process_group()
+            assert self._store is not None
+            store = PrefixStore(f"pool/{generation}", self._store)
+            init_process_group(store=store, rank=self._rank, world_size=self._world_size)
+
+        self._answer(number, made)
+
+    def report(self, number: int, text: str) -> None:
         """Report to the other ranks that this one has raised an exception."""
-        for group in current().groups.values():
-            group.report_failure(text)
-        self._answer(lambda: None)
 
-    def call(self) -> None:
+        def made() -> None:
+            for group in list(current().groups.values()):
+                group.report_failure(text)
+
+        self._answer(number, made)
+
+    def call(self, number: int) -> None:
         """Make a call."""
         payload = Payload.received(self._link)
 
@@ -122,9 +142,10 @@ class _Rank:
             fn, args, keywords = payload.load_once(loads_in_main)
             return fn(*args, **keywords)
 
-        self._answer(made)
+        self._answer(number, made)
 
-    def _answer(self, fn: Any) -> None:
+    def _answer(self, number: int, fn: Callable[[], Any]) -> None:
+        before = _calls_made()
         result: Payload | None = None
         raised = None
         try:
@@ -133,9 +154,12 @@ class _Rank:
                 value = fn()
             finally:
                 self._in_call = False
-            with pickling(value, f"the result of rank {self._rank}", dumps_with) as dumps:
+            self._end_fork(None)
+            what = f"the result of rank {self._rank}"
+            with pickling(value, what, partial(dumps_with, attached)) as dumps:
                 result = Payload(value, dumps)
         except BaseException as error:
+            self._end_fork(error)
             # The frames of this module are not the user's.
             below = error.__traceback__
             while below is not None and below.tb_frame.f_code.co_filename == __file__:
@@ -145,14 +169,42 @@ class _Rank:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        is_broken = any(
-            backend.broken() is not None
-            for group in current().groups.values()
-            for backend in group.backends.values()
-        )
-        self._link.send(CallAnswer(raised, is_broken))
+        groups = "used" if _calls_made() != before else ""
+        if any(each.broken() is not None for _, each in _backends()):
+            groups = "broken"
+        self._link.send(CallAnswer(number, raised, groups))
         if result is not None:
             result.send(self._link, os.getppid())
+
+    def _end_fork(self, error: BaseException | None) -> None:
+        """End a process that a call has forked: the answer is not its own."""
+        if os.getpid() == self._pid:
+            return
+        code: Any = 0 if error is None else 1
+        if isinstance(error, SystemExit):
+            code = error.code or 0
+        elif error is not None:
+            traceback.print_exception(error)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _backends() -> list[tuple[ProcessGroup, Any]]:
+    groups = list(current().groups.values())
+    return [(group, backend) for group in groups for backend in group.backends.values()]
+
+
+def _calls_made() -> object:
+    """Return an object that a call of a group changes, as do a message and a new group."""
+    world = current()
+    counts: list[Any] = [world.made, dict(world.made_local), dict(world.passed)]
+    for group, backend in _backends():
+        if (trace := backend.trace) is None:
+            return object()  # nothing counts the messages
+        counts.append((id(group), backend.last_number(), trace.recorder.last))
+    return counts
 
 
 def run_each(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
@@ -167,9 +219,10 @@ def run_cell(source: str, number: int) -> None:
     tree = ast.parse(source, name)
     space = vars(sys.modules["__main__"])
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, name, "exec"), space)
+    exec(compile(tree, name, "exec", dont_inherit=True), space)
     if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), name, "eval"), space)
+        code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
+        value = eval(code, space)
         if value is not None:
             print(repr(value))
 
