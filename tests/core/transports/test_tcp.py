@@ -19,6 +19,7 @@ from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.net.silence import silence_on, silent_s
 from unisono.core.base.net.tls import SecuredSocket, TlsPolicy, TlsRule, why_no_tls
+from unisono.core.stores import TCPStore
 from unisono.core.transports import Key, LinkDown, TCPTransport
 from unisono.core.transports.messages import Purpose
 from unisono.core.transports.tcp import handshake, io_loop
@@ -179,6 +180,18 @@ def test_a_plain_viewer_learns_nothing_if_all_must_encrypt(monkeypatch):
             with dial(world[0]) as sock:
                 sock.sendall(question(RECORDS, key).pack())
                 assert sock.recv(10) in (REFUSE, b"")
+
+
+@needs_tls
+def test_a_token_of_the_store_alone_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("UNISONO_TLS", "auto")
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, token="of the store") as store,
+        tcp_world(1) as (rank,),
+    ):
+        rank._show(store, [rank.address])
+    assert "the store has a token, but UNISONO_TOKEN is not set" in caplog.text
 
 
 @needs_tls
