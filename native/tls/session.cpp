@@ -26,12 +26,6 @@ constexpr int kRetryRead = 1 | 8;
 constexpr int kRetryAll = 15;
 constexpr int kSourceSink = 0x0400 | 0xff;  // a type that OpenSSL leaves to programs
 
-// Reasons, the alerts of the other end above 1000.
-constexpr unsigned long kReason = 0xfff;
-constexpr unsigned long kVerifyFailed = 134;
-constexpr unsigned long kSecretReasons[] = {118, 253, 1040, 1047, 1051, 1115};
-constexpr unsigned long kOldReasons[] = {258, 266, 1070};
-
 constexpr std::size_t kRecordBytes = 16 * 1024;
 constexpr std::size_t kRecordHeadBytes = 5;
 // Encrypted bytes of a system call. With more they leave the cache before they are sent; with fewer
@@ -47,11 +41,6 @@ const Functions& loaded() {
   const Functions* found = openssl::functions();
   if (found == nullptr) throw std::runtime_error("no OpenSSL: " + openssl::why_absent());
   return *found;
-}
-
-template <std::size_t n>
-bool contains(const unsigned long (&reasons)[n], unsigned long reason) {
-  return std::find(std::begin(reasons), std::end(reasons), reason) != std::end(reasons);
 }
 
 bool would_block(int code) { return code == EAGAIN || code == EWOULDBLOCK || code == EINTR; }
@@ -339,7 +328,8 @@ int TlsSession::hand_over(char* into, std::size_t nbytes) {
   if (count == 0) is_cut_ = !begins;
   if (count <= 0) return count;
   was_whole_ = static_cast<std::size_t>(count) == nbytes;
-  if (!is_server_ || is_ready_ || !is_huge_hello(into, static_cast<std::size_t>(count))) return count;
+  if (!is_server_ || is_ready_ || !is_huge_hello(into, static_cast<std::size_t>(count)))
+    return count;
   errno_ = EMSGSIZE;
   return -1;
 }
@@ -358,8 +348,7 @@ bool TlsSession::is_huge_hello(const char* data, std::size_t nbytes) {
 // Send what is encrypted. False: errno has the reason.
 bool TlsSession::flush(int flags) {
   if (sent_ != out_.size()) {
-    const ssize_t count =
-      send(fd_, out_.data() + sent_, out_.size() - sent_, flags | MSG_NOSIGNAL);
+    const ssize_t count = send(fd_, out_.data() + sent_, out_.size() - sent_, flags | MSG_NOSIGNAL);
     if (count < 0) return false;
     sent_ += static_cast<std::size_t>(count);
     // The socket is full, or a blocking call has ended at its limit or by a signal.
@@ -389,35 +378,6 @@ ssize_t TlsSession::failure(int result) {
   const int kind = is_ready_ ? EBADMSG : has_ended_ ? ECONNRESET : EPROTO;
   errno = is_plain() ? EPROTO : is_lost ? code : kind;
   return -1;
-}
-
-void TlsSession::explain() {
-  const unsigned long error = call_.ERR_peek_error();
-  const unsigned long reason = error & kReason;
-  const char* text = error == 0 ? nullptr : call_.ERR_reason_error_string(error);
-  is_other_secret_ = !is_ready_ && !is_plain() && !has_ended_ && !context_->has_certificate &&
-                     contains(kSecretReasons, reason);
-  if (is_ready_ && is_cut_) {
-    why_ = "the connection was cut inside a TLS record";
-  } else if (is_ready_) {
-    if (text == nullptr) return;  // errno says it
-    why_ = "a TLS record was changed, lost, repeated or reordered on the way (";
-    why_.append(text).append(")");
-  } else if (is_plain()) {
-    why_ = "the other end does not encrypt";
-  } else if (has_ended_) {
-    why_ = "the other end hung up during the TLS handshake";
-  } else if (is_other_secret_) {
-    why_ = "the other end has another token, or none";
-  } else if (contains(kOldReasons, reason)) {
-    why_ = "the other end has no TLS 1.3";
-  } else if (reason == kVerifyFailed) {
-    why_ = "its certificate is refused: ";
-    why_ += call_.X509_verify_cert_error_string(call_.SSL_get_verify_result(session_));
-  } else {
-    why_ = "the TLS handshake failed: ";
-    why_ += text == nullptr ? std::strerror(errno_) : text;
-  }
 }
 
 }  // namespace unisono

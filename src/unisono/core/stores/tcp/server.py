@@ -169,13 +169,13 @@ class StoreServer:
         self._connections: set[_ServedClient] = set()
         self._later: list[_ServedClient] = []  # have more to read, after the other clients
         self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_out.setblocking(False)
+        self._wake = socket.socketpair()  # written by `close`, and read by the thread
+        self._wake[1].setblocking(False)
         self._stopping = False
         self._pid = os.getpid()
         log = LogLimit(_LOG, options.log_window_s)
         self._listeners = _Listeners(listeners, self._selector, self._accept, log)
-        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        self._selector.register(self._wake[1], selectors.EVENT_READ, None)
         self._thread = threading.Thread(
             target=self._run, name=f"unisono-store-{self.port}", daemon=True
         )
@@ -189,11 +189,11 @@ class StoreServer:
         self._stopping = True
         # The thread may have seen the flag already, and closed the other end.
         with contextlib.suppress(OSError):
-            self._wake_in.send(b"x")
+            self._wake[0].send(b"x")
         if threading.current_thread() is not self._thread:
             # It waits as long as no process reads the log, such as standard error at a full pipe.
             self._thread.join(CLOSE_S)
-        self._wake_in.close()
+        self._wake[0].close()
 
     @property
     def clients(self) -> int:
@@ -232,7 +232,7 @@ class StoreServer:
         self._selector.close()
         for sock in [
             *self._listeners.sockets,
-            self._wake_out,
+            self._wake[1],
             *(c.sock for c in self._connections),
         ]:
             sock.close()
@@ -498,7 +498,7 @@ def _forget_servers_in_child() -> None:
     """
     for server in list(_SERVERS):
         server._stopping = True
-        server._wake_in.close()
+        server._wake[0].close()
         server._close_sockets()
 
 
