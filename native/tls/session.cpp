@@ -157,7 +157,7 @@ TlsContext::TlsContext(const std::string& certificate, const std::string& key,
   check(call.SSL_CTX_load_verify_locations(context_, authority.c_str(), nullptr), authority);
 }
 
-TlsContext::~TlsContext() { loaded().SSL_CTX_free(context_); }
+TlsContext::~TlsContext() { openssl::functions()->SSL_CTX_free(context_); }
 
 TlsSession::TlsSession(std::shared_ptr<const TlsContext> context, int fd, bool is_server,
                        Secrets secrets, const std::string& name)
