@@ -102,5 +102,6 @@ void bind_tls(nb::module_& m) {
     .def_prop_ro("is_ready", [](const TlsHandle& tls) { return tls.session->is_ready(); })
     .def_prop_ro("is_other_secret",
                  [](const TlsHandle& tls) { return tls.session->is_other_secret(); })
+    .def_prop_ro("secret_name", [](const TlsHandle& tls) { return tls.session->secret_name(); })
     .def_prop_ro("first_byte", [](const TlsHandle& tls) { return tls.session->first_byte(); });
 }

@@ -57,6 +57,8 @@ void Peers::receive_all(const Lock& lock) {
       const bool moved = from.rings.pull(lock);
       if (!(from.wires.pull(lock, true) || moved)) break;
     }
+    // What came may have ended the handshake of TLS.
+    if (!from.wires.all().empty() && from.has_sends(lock)) from.push(lock);
   }
   parts_.delivery.keeps_all = before;
 }
@@ -96,8 +98,9 @@ bool Peers::add_wire(const Lock& lock, int rank, std::unique_ptr<Wire> wire) {
   }
   if (peer.wires.all().empty()) wired_.push_back(rank);
   peer.wires.add(lock, std::move(wire));
-  if (peer.has_sends(lock)) peer.push(lock);
+  // First the read: it makes the handshake of TLS go on.
   peer.wires.pull(lock, true);
+  if (peer.has_sends(lock)) peer.push(lock);
   return true;
 }
 

@@ -136,7 +136,8 @@ size_t Wire::receive(char* into, size_t nbytes) {
   const ssize_t received =
     tls_ == nullptr ? readv(fd_, parts, count) : tls_->read(parts, count, MSG_DONTWAIT);
   if (received <= 0) {
-    is_damaged = received < 0 && errno == EBADMSG;
+    // A process that is killed ends inside a record, too.
+    is_damaged = received < 0 && errno == EBADMSG && !(tls_ != nullptr && tls_->is_cut());
     if (received == 0 || !would_block()) close_fd();
     return 0;
   }

@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr std::size_t kReadBytes = 4096;
+constexpr std::size_t kPartBytes = 128 * 1024;
 
 // After a spin in vain the next spin is half as long, so that a client that waits for other ranks
 // sleeps.
@@ -57,10 +58,14 @@ Link::Result Link::send_all(int64_t until_ns) {
     const ssize_t count = put(flags);
     if (count >= 0) {
       out_.drop_front(static_cast<std::size_t>(count));
-      if (!out_.is_empty() && now_ns() >= until_ns) return Result::timeout;
-    } else if (Result end = after_error(until_ns, POLLOUT); end != Result::ok) {
-      return end;
+      // With TLS a part has been sent as a whole.
+      if (tls_ != nullptr ? !tls_->has_unsent() : out_.is_empty()) {
+        if (!out_.is_empty() && now_ns() >= until_ns) return Result::timeout;
+        continue;
+      }
+      errno = EAGAIN;  // the socket is full, or a signal came
     }
+    if (Result end = after_error(until_ns, POLLOUT); end != Result::ok) return end;
   }
   return Result::ok;
 }
@@ -80,7 +85,8 @@ Link::Result Link::receive(int64_t until_ns, std::size_t most_bytes) {
 
 ssize_t Link::put(int flags) {
   if (tls_ == nullptr) return send(fd_, out_.data(), out_.size(), MSG_NOSIGNAL | flags);
-  const iovec part{const_cast<char*>(out_.data()), out_.size()};
+  // No more than goes to the socket in one call, so that the deadline is looked at in between.
+  const iovec part{const_cast<char*>(out_.data()), std::min(out_.size(), kPartBytes)};
   return tls_->write(&part, 1, flags);
 }
 

@@ -21,6 +21,7 @@ constexpr int kWantsWrite = 3;
 
 using AskSecret = unsigned (*)(Session*, const char* hint, char* identity, unsigned identity_size,
                                unsigned char* key, unsigned key_size);
+using AskPassword = int (*)(char* into, int size, int is_for_writing, void* user);
 using FindSecret = unsigned (*)(Session*, const char* identity, unsigned char* key,
                                 unsigned key_size);
 
@@ -36,6 +37,7 @@ using FindSecret = unsigned (*)(Session*, const char* identity, unsigned char* k
   X(void, SSL_CTX_set_psk_client_callback, (Context*, AskSecret))              \
   X(void, SSL_CTX_set_psk_server_callback, (Context*, FindSecret))             \
   X(void, SSL_CTX_set_verify, (Context*, int, void*))                          \
+  X(void, SSL_CTX_set_default_passwd_cb, (Context*, AskPassword))              \
   X(int, SSL_CTX_use_certificate_chain_file, (Context*, const char*))          \
   X(int, SSL_CTX_use_PrivateKey_file, (Context*, const char*, int))            \
   X(int, SSL_CTX_load_verify_locations, (Context*, const char*, const char*))  \

@@ -16,7 +16,7 @@ using openssl::Functions;
 
 // Constants of OpenSSL's headers.
 constexpr int kSetMode = 33, kSetLeast = 123, kSetMost = 124;
-constexpr long kMovingBuffer = 2, kPartialWrite = 1;
+constexpr long kMovingBuffer = 2;
 constexpr long kTls13 = 0x0304;
 constexpr unsigned long kNoTicket = 1ul << 14, kNoCompression = 1ul << 17;
 constexpr int kVerifyPeer = 1, kNeedsCertificate = 2;
@@ -26,12 +26,6 @@ constexpr int kRetryRead = 1 | 8;
 constexpr int kRetryAll = 15;
 constexpr int kSourceSink = 0x0400 | 0xff;  // a type that OpenSSL leaves to programs
 
-// Reasons, the alerts of the other end above 1000.
-constexpr unsigned long kReason = 0xfff;
-constexpr unsigned long kVerifyFailed = 134;
-constexpr unsigned long kSecretReasons[] = {118, 253, 1040, 1047, 1051, 1115};
-constexpr unsigned long kOldReasons[] = {258, 266, 1070};
-
 constexpr std::size_t kRecordBytes = 16 * 1024;
 constexpr std::size_t kRecordHeadBytes = 5;
 // Encrypted bytes of a system call. With more they leave the cache before they are sent; with fewer
@@ -39,6 +33,7 @@ constexpr std::size_t kRecordHeadBytes = 5;
 constexpr std::size_t kBatchBytes = 8 * kRecordBytes;
 // A system call for a short part of a record receives up to this, perhaps several records.
 constexpr std::size_t kBufferBytes = 4096;
+constexpr std::size_t kMostHelloBytes = 4096;
 // From this many bytes on a connection takes new keys. AES-GCM needs them after 2^24.5 records.
 constexpr std::size_t kUpdateBytes = std::size_t{1} << 36;
 
@@ -46,11 +41,6 @@ const Functions& loaded() {
   const Functions* found = openssl::functions();
   if (found == nullptr) throw std::runtime_error("no OpenSSL: " + openssl::why_absent());
   return *found;
-}
-
-template <std::size_t n>
-bool contains(const unsigned long (&reasons)[n], unsigned long reason) {
-  return std::find(std::begin(reasons), std::end(reasons), reason) != std::end(reasons);
 }
 
 bool would_block(int code) { return code == EAGAIN || code == EWOULDBLOCK || code == EINTR; }
@@ -80,9 +70,17 @@ struct Callbacks {
   }
   static unsigned find_secret(openssl::Session* session, const char* identity, unsigned char* key,
                               unsigned key_size) {
-    for (const auto& [name, secret] : of(session).secrets_) {
-      if (name == identity) return give(secret, key, key_size);
+    TlsSession& here = of(session);
+    for (const auto& [name, secret] : here.secrets_) {
+      if (name != identity) continue;
+      here.secret_name_ = name;
+      return give(secret, key, key_size);
     }
+    return 0;
+  }
+
+  // A key file with a password would ask for it at the terminal.
+  static int no_password(char* /*into*/, int /*size*/, int /*is_for_writing*/, void* /*user*/) {
     return 0;
   }
 
@@ -98,7 +96,7 @@ struct Callbacks {
   static int read(openssl::Stream* stream, char* into, int nbytes) {
     TlsSession& here = of(stream);
     openssl::functions()->BIO_clear_flags(stream, kRetryAll);
-    const int count = here.receive(into, static_cast<std::size_t>(nbytes));
+    const int count = here.hand_over(into, static_cast<std::size_t>(nbytes));
     if (count < 0 && would_block(here.errno_)) {
       openssl::functions()->BIO_set_flags(stream, kRetryRead);
     }
@@ -125,15 +123,19 @@ TlsContext::TlsContext(bool certificate) : has_certificate(certificate) {
   const Functions& call = loaded();
   context_ = call.SSL_CTX_new(call.TLS_method());
   if (context_ == nullptr) throw std::runtime_error("OpenSSL makes no context");
-  call.SSL_CTX_ctrl(context_, kSetLeast, kTls13, nullptr);
-  call.SSL_CTX_ctrl(context_, kSetMost, kTls13, nullptr);
-  call.SSL_CTX_ctrl(context_, kSetMode, kMovingBuffer | kPartialWrite, nullptr);
+  call.SSL_CTX_ctrl(context_, kSetMode, kMovingBuffer, nullptr);
   call.SSL_CTX_set_options(context_, kNoTicket | kNoCompression);
   call.SSL_CTX_set_num_tickets(context_, 0);
   // The key of both ends goes with SHA-256. This suite is the fastest on processors with AES.
-  call.SSL_CTX_set_ciphersuites(context_, "TLS_AES_128_GCM_SHA256");
+  if (call.SSL_CTX_ctrl(context_, kSetLeast, kTls13, nullptr) != 1 ||
+      call.SSL_CTX_ctrl(context_, kSetMost, kTls13, nullptr) != 1 ||
+      call.SSL_CTX_set_ciphersuites(context_, "TLS_AES_128_GCM_SHA256") != 1) {
+    call.SSL_CTX_free(context_);
+    throw std::runtime_error("this OpenSSL has no TLS 1.3 with AES-GCM");
+  }
   // A context for keys knows no authority, so a server that shows a certificate is refused.
   call.SSL_CTX_set_verify(context_, kVerifyPeer | (certificate ? kNeedsCertificate : 0), nullptr);
+  call.SSL_CTX_set_default_passwd_cb(context_, &Callbacks::no_password);
   if (certificate) return;
   call.SSL_CTX_set_psk_client_callback(context_, &Callbacks::ask_secret);
   call.SSL_CTX_set_psk_server_callback(context_, &Callbacks::find_secret);
@@ -155,13 +157,14 @@ TlsContext::TlsContext(const std::string& certificate, const std::string& key,
   check(call.SSL_CTX_load_verify_locations(context_, authority.c_str(), nullptr), authority);
 }
 
-TlsContext::~TlsContext() { loaded().SSL_CTX_free(context_); }
+TlsContext::~TlsContext() { openssl::functions()->SSL_CTX_free(context_); }
 
 TlsSession::TlsSession(std::shared_ptr<const TlsContext> context, int fd, bool is_server,
                        Secrets secrets, const std::string& name)
     : call_(loaded()),
       context_(std::move(context)),
       fd_(fd),
+      is_server_(is_server),
       secrets_(std::move(secrets)),
       session_(call_.SSL_new(context_->get())) {
   in_.reserve(kBufferBytes);
@@ -180,8 +183,10 @@ TlsSession::TlsSession(std::shared_ptr<const TlsContext> context, int fd, bool i
   if (is_server) call_.SSL_set_session_id_context(session_, kName, sizeof(kName));
   if (is_server || name.empty()) return;
   openssl::Checks* checks = call_.SSL_get0_param(session_);
-  if (call_.X509_VERIFY_PARAM_set1_ip_asc(checks, name.c_str()) != 1) {
-    call_.X509_VERIFY_PARAM_set1_host(checks, name.c_str(), name.size());
+  if (call_.X509_VERIFY_PARAM_set1_ip_asc(checks, name.c_str()) != 1 &&
+      call_.X509_VERIFY_PARAM_set1_host(checks, name.c_str(), name.size()) != 1) {
+    call_.SSL_free(session_);
+    throw std::runtime_error("OpenSSL takes no certificate for this name");
   }
 }
 
@@ -191,8 +196,9 @@ TlsSession::~TlsSession() {
 }
 
 bool TlsSession::has_unread() const {
-  return is_ready_ && !is_partial_ && why_.empty() &&
-         (taken_ != in_.size() || call_.SSL_has_pending(session_) != 0);
+  if (!is_ready_) return false;
+  if (!why_.empty()) return true;  // which the next read reports
+  return !is_partial_ && (taken_ != in_.size() || call_.SSL_has_pending(session_) != 0);
 }
 
 // Continue the handshake; false: errno has the reason.
@@ -279,7 +285,9 @@ bool TlsSession::put(const char* data, std::size_t nbytes) {
     call_.SSL_key_update(session_, 0);
   }
   const int result = call_.SSL_write(session_, data, static_cast<int>(nbytes));
-  return result > 0 || failure(result) > 0;
+  if (result == static_cast<int>(nbytes)) return true;
+  failure(result);
+  return false;
 }
 
 // Receive what OpenSSL asks for: the head of a record, or its rest. As recv(), the error is errno_.
@@ -298,6 +306,8 @@ int TlsSession::receive(char* into, std::size_t nbytes) {
     errno_ = count < 0 ? errno : 0;
     was_short_ = count < static_cast<ssize_t>(parts[0].iov_len + ahead);
     has_ended_ |= count == 0;
+    // The caller, who has a deadline, waits for the rest of the record.
+    if (count > 0) flags_ |= MSG_DONTWAIT;
     const std::size_t got = count < 0 ? 0 : static_cast<std::size_t>(count);
     const std::size_t direct = std::min(got, parts[0].iov_len);
     in_.resize(got - direct);
@@ -310,13 +320,40 @@ int TlsSession::receive(char* into, std::size_t nbytes) {
   return static_cast<int>(count);
 }
 
+// As receive(), and look at what OpenSSL gets: the ends of records, and a stranger's first message.
+int TlsSession::hand_over(char* into, std::size_t nbytes) {
+  // A record begins where OpenSSL asks for a head after it got all of something else.
+  const bool begins = was_whole_ && nbytes == kRecordHeadBytes;
+  const int count = receive(into, nbytes);
+  if (count == 0) is_cut_ = !begins;
+  if (count <= 0) return count;
+  was_whole_ = static_cast<std::size_t>(count) == nbytes;
+  if (!is_server_ || is_ready_ || !is_huge_hello(into, static_cast<std::size_t>(count)))
+    return count;
+  errno_ = EMSGSIZE;
+  return -1;
+}
+
+// Whether the first message announces more than any client of ours sends. OpenSSL would allocate it.
+bool TlsSession::is_huge_hello(const char* data, std::size_t nbytes) {
+  // Of the record: type, version (2), length (2); of the message: type, length (3).
+  while (nbytes-- != 0 && greeted_ != sizeof(greeting_)) greeting_[greeted_++] = *data++;
+  if (greeted_ < kRecordHeadBytes) return false;
+  // A record that ends before the length of the message would hide it.
+  if (greeting_[3] == 0 && greeting_[4] < 4) return true;
+  if (greeted_ < sizeof(greeting_)) return false;
+  return greeting_[6] != 0 || greeting_[7] >= kMostHelloBytes >> 8;
+}
+
 // Send what is encrypted. False: errno has the reason.
 bool TlsSession::flush(int flags) {
-  while (sent_ != out_.size()) {
-    const ssize_t count =
-      send(fd_, out_.data() + sent_, out_.size() - sent_, flags | MSG_NOSIGNAL);
+  if (sent_ != out_.size()) {
+    const ssize_t count = send(fd_, out_.data() + sent_, out_.size() - sent_, flags | MSG_NOSIGNAL);
     if (count < 0) return false;
     sent_ += static_cast<std::size_t>(count);
+    // The socket is full, or a blocking call has ended at its limit or by a signal.
+    errno = EAGAIN;
+    if (sent_ != out_.size()) return false;
   }
   out_.clear();
   sent_ = 0;
@@ -333,7 +370,7 @@ ssize_t TlsSession::failure(int result) {
     errno = code == EINTR ? EINTR : EAGAIN;
     return -1;
   }
-  if (has_ended_ && is_ready_) return 0;
+  if (has_ended_ && is_ready_ && !is_cut_) return 0;
   if (why_.empty()) explain();
   call_.ERR_clear_error();
   // A server that ends may accept and hang up; the caller may try again.
@@ -341,32 +378,6 @@ ssize_t TlsSession::failure(int result) {
   const int kind = is_ready_ ? EBADMSG : has_ended_ ? ECONNRESET : EPROTO;
   errno = is_plain() ? EPROTO : is_lost ? code : kind;
   return -1;
-}
-
-void TlsSession::explain() {
-  const unsigned long error = call_.ERR_peek_error();
-  const unsigned long reason = error & kReason;
-  const char* text = error == 0 ? nullptr : call_.ERR_reason_error_string(error);
-  is_other_secret_ = !is_ready_ && !is_plain() && !has_ended_ && !context_->has_certificate &&
-                     contains(kSecretReasons, reason);
-  if (is_ready_) {
-    why_ = "a TLS record was changed, lost, repeated or reordered on the way (";
-    why_.append(text == nullptr ? std::strerror(errno_) : text).append(")");
-  } else if (is_plain()) {
-    why_ = "the other end does not encrypt";
-  } else if (has_ended_) {
-    why_ = "the other end hung up during the TLS handshake";
-  } else if (is_other_secret_) {
-    why_ = "the other end has another token, or none";
-  } else if (contains(kOldReasons, reason)) {
-    why_ = "the other end has no TLS 1.3";
-  } else if (reason == kVerifyFailed) {
-    why_ = "its certificate is refused: ";
-    why_ += call_.X509_verify_cert_error_string(call_.SSL_get_verify_result(session_));
-  } else {
-    why_ = "the TLS handshake failed: ";
-    why_ += text == nullptr ? std::strerror(errno_) : text;
-  }
 }
 
 }  // namespace unisono

@@ -51,18 +51,22 @@ class TlsSession {
 
   // As readv() and sendmsg(), with `flags` of recv() and send(). EAGAIN also during the handshake,
   // which both continue; EPROTO if it has failed, EBADMSG if a record is not what the other end
-  // sent. write() returns the bytes that it has taken, some of which may be unsent; without parts
-  // it only sends them.
+  // sent, or the connection ended inside one. write() returns the bytes that it has taken, some of
+  // which may be unsent; without parts it only sends them.
   ssize_t read(const iovec* parts, int count, int flags);
   ssize_t write(const iovec* parts, int count, int flags);
   bool has_unsent() const { return sent_ != out_.size(); }
   // Whether bytes may be read that have left the socket already.
   bool has_unread() const;
   bool is_ready() const { return is_ready_; }
+  // Whether the connection ended inside a record.
+  bool is_cut() const { return is_cut_; }
   // Why it has failed; empty: it has not.
   const std::string& why() const { return why_; }
   // Whether the handshake failed because the other end has another key, or none.
   bool is_other_secret() const { return is_other_secret_; }
+  // The name of the key that a client has shown; empty: of none.
+  const std::string& secret_name() const { return secret_name_; }
   // The first byte received; -1: none.
   int first_byte() const { return first_; }
 
@@ -73,6 +77,8 @@ class TlsSession {
   bool is_plain() const { return first_ >= 0 && (first_ < 20 || first_ > 23); }
   bool shake(int flags);
   int receive(char* into, std::size_t nbytes);
+  int hand_over(char* into, std::size_t nbytes);
+  bool is_huge_hello(const char* data, std::size_t nbytes);
   bool flush(int flags);
   ssize_t failure(int result);
   void explain();
@@ -81,6 +87,7 @@ class TlsSession {
   const openssl::Functions& call_;
   std::shared_ptr<const TlsContext> context_;
   const int fd_;
+  const bool is_server_;
   Secrets secrets_;
   openssl::Session* session_ = nullptr;
   std::vector<char> in_;   // [taken_, end) is received, and OpenSSL has not asked for it
@@ -89,6 +96,8 @@ class TlsSession {
   std::size_t taken_ = 0;
   std::size_t sent_ = 0;
   std::size_t since_update_ = 0;
+  unsigned char greeting_[9] = {};  // a client's first bytes
+  std::size_t greeted_ = 0;
   int flags_ = 0;  // for recv()
   int errno_ = 0;
   int first_ = -1;
@@ -96,7 +105,10 @@ class TlsSession {
   bool was_short_ = false;   // the last read of the socket has emptied it
   bool is_partial_ = false;  // what is left is part of a record
   bool has_ended_ = false;
+  bool was_whole_ = true;  // OpenSSL has got all bytes that it has asked for
+  bool is_cut_ = false;
   bool is_other_secret_ = false;
+  std::string secret_name_;
   std::string why_;
 };
 

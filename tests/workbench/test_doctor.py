@@ -356,6 +356,18 @@ def test_a_responder_answers_only_those_that_have_its_key(responder):
     assert "no answer" in probe.link.failures[0]
 
 
+def test_a_key_is_not_taken_for_tls(monkeypatch):
+    monkeypatch.setattr(links.secrets, "token_bytes", lambda nbytes: b"\x16" * nbytes)
+    responder = Responder(("127.0.0.1",))
+    probe = Probe("here", Peer("there", *responder.place))
+    try:
+        probe.open()
+        assert probe.link.failures == []
+    finally:
+        probe.close()
+        responder.close()
+
+
 def test_a_responder_ends_calls_without_a_key(monkeypatch):
     monkeypatch.setattr(links, "_CONNECT_S", 0.01)
     responder = Responder(("127.0.0.1",))

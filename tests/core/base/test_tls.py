@@ -4,6 +4,7 @@ import contextlib
 import errno
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 
@@ -156,11 +157,98 @@ def test_a_record_sent_back_ends_the_connection(tap):
         tap.client.recv(100)
 
 
-def test_a_cut_record_gives_no_data(tap):
+@pytest.mark.parametrize("nbytes", [1, HEAD_BYTES, HEAD_BYTES + 1, -HEAD_BYTES, -1])
+def test_a_cut_record_gives_no_data(tap, nbytes):
     (record,) = tap.records(b"0123456789")
-    tap.far.sendall(record[:-1])
+    tap.far.sendall(record[:nbytes])
+    with pytest.raises(BlockingIOError):
+        tap.server.recv(100)
     tap.far.close()
+    with pytest.raises(OSError, match="the connection was cut inside a TLS record") as caught:
+        tap.server.recv(100)
+    assert caught.value.errno == errno.EBADMSG
+
+
+def test_an_end_between_records_is_an_end(tap):
+    (record,) = tap.records(b"0123456789")
+    tap.far.sendall(record)
+    tap.far.close()
+    assert tap.server.recv(100) == b"0123456789"
     assert tap.server.recv(100) == b""
+
+
+def test_a_changed_record_behind_a_good_one_is_reported(tap):
+    good, other = tap.records(b"good", b"other")
+    tap.far.sendall(good + other[:-1] + bytes([other[-1] ^ 1]))
+    assert tap.server.recv(100) == b"good"
+    # No selector reports it.
+    assert tls.has_unread(tap.server)
+    refused(tap)
+
+
+def test_an_error_of_the_system_is_no_changed_record():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    for sock in (ours, theirs):
+        sock.settimeout(20)
+    with SecuredSocket(ours, [SECRET]) as client:
+        server = SecuredSocket(theirs, [SECRET], is_server=True)
+        thread = threading.Thread(target=client.sendall, args=(b"hi",))
+        thread.start()
+        assert server.recv(2) == b"hi"
+        thread.join()
+        server.sendall(b"ok")
+        assert client.recv(2) == b"ok"
+        assert (server.tls.secret_name, client.tls.secret_name) == ("rank", "")
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.close()
+        with pytest.raises(ConnectionResetError, match="reset"):
+            client.recv(10)
+
+
+def test_calls_that_would_pass_by_tls_are_refused(tap):
+    calls = (
+        lambda: tap.client.sendto(b"plain", ("127.0.0.1", 1)),
+        lambda: tap.client.send(b"plain", socket.MSG_OOB),
+        lambda: tap.client.sendmsg([b"plain"], [], socket.MSG_OOB),
+        lambda: tap.client.recv(1, socket.MSG_PEEK),
+        lambda: tap.client.recvmsg(1),
+        lambda: tap.client.sendfile(None),
+    )
+    for call in calls:
+        with pytest.raises(OSError, match="not supported"):
+            call()
+    assert tap.taken(tap.near) == b""
+
+
+def test_a_closed_socket_touches_no_other_connection(tap):
+    tap.client.close()
+    for call in (lambda: tap.client.recv(1), lambda: tap.client.send(b"x")):
+        with pytest.raises(OSError, match="Bad file descriptor") as caught:
+            call()
+        assert caught.value.errno == errno.EBADF
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param([b"\x16\x03\x01\x00\x04\x01\x01\xff\x00"], id="at once"),
+        pytest.param([b"\x16\x03\x01\x00\x04\x01", b"\x00", b"\x10", b"\x00"], id="in parts"),
+        pytest.param([b"\x16\x03\x01\x00\x01\x01"], id="in two records"),
+    ],
+)
+def test_a_stranger_announces_a_large_message(sent):
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs, SecuredSocket(ours, [SECRET], is_server=True) as server:
+        for part in sent[:-1]:
+            theirs.sendall(part)
+            with pytest.raises(BlockingIOError):
+                server.recv(1)
+        theirs.sendall(sent[-1])
+        with pytest.raises(OSError, match="the TLS handshake failed: Message too long"):
+            server.recv(1)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +357,16 @@ def test_a_blocking_socket_waits_and_has_a_time_out():
         thread.join()
         assert got == data
         server.close()
+
+
+def test_a_key_file_with_a_password_asks_nobody(certificate, monkeypatch):
+    words = "openssl rsa -aes256 -passout pass:x -in key.pem -out locked.pem"
+    subprocess.run(words.split(), cwd=certificate, check=True, timeout=60, capture_output=True)
+    monkeypatch.setenv("UNISONO_TLS", "cert")
+    for name, file in (("CERT", "cert"), ("PKEY", "locked"), ("CA_FILE", "cert")):
+        monkeypatch.setenv(f"UNISONO_TLS_{name}", str(certificate / f"{file}.pem"))
+    with pytest.raises(InvalidArgumentError, match=r"cannot use the file .*locked"):
+        rule_for("")
 
 
 def test_rules(monkeypatch):

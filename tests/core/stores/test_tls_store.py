@@ -9,7 +9,9 @@ import pytest
 from unisono.core.base.net import tls
 from unisono.core.base.net.sockets import listen
 from unisono.core.stores import TCPStore, start_server
+from unisono.core.stores.tcp.link import open_link
 from unisono.core.stores.tcp.server import ServerOptions
+from unisono.core.stores.tcp.wire import RequestOp
 from unisono.errors import HandshakeError, StoreConnectionError
 
 pytestmark = pytest.mark.skipif(bool(tls.why_no_tls()), reason=str(tls.why_no_tls()))
@@ -167,6 +169,65 @@ def test_silent_strangers_hold_up_nobody(server_kind, monkeypatch):
         with TCPStore("127.0.0.1", server.port, token=TOKEN, timeout=20) as store:
             store.set("k", b"v")
             assert store.get("k") == b"v"
+
+
+@pytest.fixture
+def client_and_raw():
+    """A connected client of TLS, and the other end's socket without its TLS."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    secrets = [tls.secret_of(TOKEN.encode(), "store")]
+    with (
+        tls.SecuredSocket(ours, secrets) as client,
+        tls.SecuredSocket(theirs, secrets, is_server=True) as server,
+    ):
+        thread = threading.Thread(target=client.sendall, args=(b"?",))
+        thread.start()
+        assert server.recv(1) == b"?"
+        thread.join()
+        yield client, server, socket.socket(fileno=server.detach())
+
+
+def test_a_slow_server_does_not_outlive_the_deadline(client_and_raw):
+    client, _, raw = client_and_raw
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+
+    def read_slowly():
+        left, has_ended = 24 << 20, threading.Event()
+        with raw, contextlib.suppress(OSError):
+            while left > 0 and (data := raw.recv(100_000)):
+                left -= len(data)
+                has_ended.wait(0.02)
+
+    thread = threading.Thread(target=read_slowly)
+    thread.start()
+    link = open_link(client)
+    with pytest.raises(TimeoutError, match="timed out"):
+        link.exchange(1.2, ((RequestOp.SET, "k", bytes(64 << 20)),))
+    client.close()
+    thread.join()
+
+
+def test_a_record_in_small_parts_does_not_outlive_the_deadline(client_and_raw):
+    client, _, raw = client_and_raw
+    has_ended = threading.Event()
+
+    def trickle():
+        with raw, contextlib.suppress(OSError):
+            raw.sendall(b"\x17\x03\x03\x20\x00")
+            for _ in range(400):
+                raw.sendall(b"x")
+                if has_ended.wait(0.02):
+                    return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    link = open_link(client)
+    with pytest.raises(TimeoutError, match="timed out"):
+        link.exchange(1.2, ((RequestOp.GET, "k"),))
+    has_ended.set()
+    thread.join()
 
 
 def test_many_clients_and_large_values(server_kind, monkeypatch):

@@ -18,14 +18,19 @@ from tests.support.together import on_threads
 from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.net.silence import silence_on, silent_s
-from unisono.core.base.net.tls import TlsPolicy, TlsRule
+from unisono.core.base.net.tls import SecuredSocket, TlsPolicy, TlsRule, why_no_tls
+from unisono.core.stores import TCPStore
 from unisono.core.transports import Key, LinkDown, TCPTransport
 from unisono.core.transports.messages import Purpose
 from unisono.core.transports.tcp import handshake, io_loop
 from unisono.core.transports.tcp import transport as tcp_transport
 from unisono.core.transports.tcp.address import TCPAddress
 from unisono.core.transports.tcp.dials import Dials
-from unisono.core.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
+from unisono.core.transports.tcp.status import _Reply
+from unisono.core.transports.tcp.viewer import NO_KEY, question, secret_by
+from unisono.core.transports.tcp.wire import ACCEPT, FRAME, HELLO, RECORDS, REFUSE, Frame, Hello
+
+needs_tls = pytest.mark.skipif(bool(why_no_tls()), reason=str(why_no_tls()))
 
 
 def dial(transport):
@@ -149,6 +154,78 @@ def test_wrong_hello_is_refused(change, caplog):
             assert sock.recv(10) == b""
         works(*world)
     assert "rank 0 refused a connection" in caplog.text
+
+
+@needs_tls
+def test_a_viewer_key_opens_no_link(monkeypatch, caplog):
+    """Who reads the store knows what a rank publishes, but not the job's token."""
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    monkeypatch.setenv("UNISONO_TOKEN", "of the job")
+    with tcp_world(2) as world:
+        mine = TCPAddress.unpack(world[0].address)
+        plain = dial(world[0])
+        with SecuredSocket(plain, [secret_by(mine.token)]) as sock:
+            sock.sendall(Hello(2, 1, 0, 0, mine.token).pack())
+            assert sock.recv(10) == REFUSE
+        works(*world)
+    assert "rank 0 refused a connection" in caplog.text
+
+
+@needs_tls
+def test_a_plain_viewer_learns_nothing_if_all_must_encrypt(monkeypatch):
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    monkeypatch.setenv("UNISONO_TOKEN", "of the job")
+    with tcp_world(2) as world:
+        for key in (NO_KEY, TCPAddress.unpack(world[0].address).token):
+            with dial(world[0]) as sock:
+                sock.sendall(question(RECORDS, key).pack())
+                assert sock.recv(10) in (REFUSE, b"")
+
+
+@needs_tls
+def test_a_token_of_the_store_alone_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("UNISONO_TLS", "auto")
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, token="of the store") as store,
+        tcp_world(1) as (rank,),
+    ):
+        rank._show(store, [rank.address])
+    assert "the store has a token, but UNISONO_TOKEN is not set" in caplog.text
+
+
+@needs_tls
+def test_an_answer_to_a_viewer_is_not_cut():
+    """The bytes that TLS has taken wait for a slow reader."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    theirs.settimeout(SOON)
+    ours.setblocking(False)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    secrets, text, loop = [secret_by(b"key")], bytes(400_000), io_loop.IOLoop()
+    got = []
+
+    def read():
+        with SecuredSocket(theirs, secrets) as client:
+            client.sendall(b"?")
+            while part := client.recv(4096):
+                got.append(part)
+
+    thread = threading.Thread(target=read)
+    with SecuredSocket(ours, secrets, is_server=True) as server:
+        thread.start()
+        asked = b""
+        while not asked:
+            with contextlib.suppress(BlockingIOError):
+                asked = server.recv(1)
+        _Reply(loop, server, text)
+        while server.fileno() >= 0:
+            loop.turn()
+    thread.join()
+    loop.close()
+    assert sum(map(len, got)) == len(text)
 
 
 def test_rank_that_published_loopback_only_is_told_so():

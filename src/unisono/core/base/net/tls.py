@@ -15,11 +15,12 @@ import enum
 import errno
 import functools
 import logging
+import os
 import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from unisono.core.base import config
 from unisono.core.base.log import get_logger, log_once
@@ -233,26 +234,42 @@ class SecuredSocket(socket.socket):
             raise OSError(errno.ENOMEM, str(error)) from None
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        if flags:
+            self._refuse()
         view = memoryview(buffer).cast("B")
         return self._wait(self.tls.read, view[:nbytes] if nbytes else view, reads=True)
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         data = bytearray(bufsize)
-        return bytes(data[: self.recv_into(data)])
+        return bytes(data[: self.recv_into(data, 0, flags)])
 
-    def sendmsg(self, buffers: Any, *_: Any) -> int:
+    def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
+        if flags or ancdata or address:
+            self._refuse()
         head, rest = (*buffers, b"", b"")[:2]
         return self._wait(self.tls.write, head, rest)
 
     def send(self, data: Any, flags: int = 0) -> int:
+        if flags:
+            self._refuse()
         return self._wait(self.tls.write, data, b"")
 
     def sendall(self, data: Any, flags: int = 0) -> None:
+        if flags:
+            self._refuse()
         view = memoryview(data).cast("B")
         while view or self.tls.has_unsent:
             view = view[self.send(view) :]
 
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    # They would pass by TLS.
+    recvfrom = recvfrom_into = recvmsg = recvmsg_into = sendto = sendfile = dup = _refuse
+
     def _wait(self, call: Callable[..., int], *args: Any, reads: bool = False) -> int:
+        if self.fileno() < 0:  # another connection may have the number
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         timeout_s = self.gettimeout()
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -280,6 +297,11 @@ def is_secured(sock: socket.socket) -> bool:
 def session_of(sock: socket.socket) -> Any:
     """Return what encrypts a socket, or None."""
     return sock.tls if isinstance(sock, SecuredSocket) else None
+
+
+def key_shown_by(sock: socket.socket) -> str:
+    """Return the name of the key that the caller of an encrypted socket has shown, or ""."""
+    return str(sock.tls.secret_name) if isinstance(sock, SecuredSocket) else ""
 
 
 def has_unread(sock: socket.socket) -> bool:

@@ -36,9 +36,10 @@ class NativeServer:
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self.port: int = listeners[0].getsockname()[1]
         self._pid = os.getpid()
+        tls = options.tls
+        shared = context() if tls.rule else None
         lines, log_fd = os.pipe()
         set_blocking(log_fd, False)
-        tls = options.tls
         sockets = [listener.detach() for listener in listeners]
         try:
             self._server = cpp.StoreServer(
@@ -49,7 +50,7 @@ class NativeServer:
                 options.max_reply_bytes,
                 options.max_greetings,
                 int(options.log_window_s * 1e9),
-                (int(tls.rule), context() if tls.rule else None, tls.secrets),
+                (int(tls.rule), shared, tls.secrets),
             )
         except RuntimeError as error:
             os.close(lines)

@@ -51,6 +51,8 @@ from unisono.errors import InvalidArgumentError, StoreKeyError
 
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
+# Reads of one encrypted client before the others have their turn.
+_ROUNDS = 16
 # The server stops reading from a client with this many bytes of unread replies.
 _UNSENT_BYTES = 1024 * 1024
 # Seconds for a client to finish its handshake. Without free file descriptors it is the second
@@ -165,14 +167,15 @@ class StoreServer:
         self.port: int = listeners[0].getsockname()[1]
         self._table = StoreTable()
         self._connections: set[_ServedClient] = set()
+        self._later: list[_ServedClient] = []  # have more to read, after the other clients
         self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_out.setblocking(False)
+        self._wake = socket.socketpair()  # written by `close`, and read by the thread
+        self._wake[1].setblocking(False)
         self._stopping = False
         self._pid = os.getpid()
         log = LogLimit(_LOG, options.log_window_s)
         self._listeners = _Listeners(listeners, self._selector, self._accept, log)
-        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        self._selector.register(self._wake[1], selectors.EVENT_READ, None)
         self._thread = threading.Thread(
             target=self._run, name=f"unisono-store-{self.port}", daemon=True
         )
@@ -186,11 +189,11 @@ class StoreServer:
         self._stopping = True
         # The thread may have seen the flag already, and closed the other end.
         with contextlib.suppress(OSError):
-            self._wake_in.send(b"x")
+            self._wake[0].send(b"x")
         if threading.current_thread() is not self._thread:
             # It waits as long as no process reads the log, such as standard error at a full pipe.
             self._thread.join(CLOSE_S)
-        self._wake_in.close()
+        self._wake[0].close()
 
     @property
     def clients(self) -> int:
@@ -204,6 +207,8 @@ class StoreServer:
         try:
             while not self._stopping:
                 waits_s = [self._patience_s(), self._listeners.log.sum_up()]
+                if self._later:
+                    waits_s.append(0.0)
                 limit_s = min((each for each in waits_s if each is not None), default=None)
                 for key, events in self._selector.select(limit_s):
                     if key.data is None:
@@ -212,6 +217,10 @@ class StoreServer:
                         self._serve(key.data, events)
                     else:
                         key.data(key.fileobj)
+                later, self._later = self._later, []
+                for connection in later:
+                    if connection in self._connections:
+                        self._serve(connection, selectors.EVENT_READ)
         except Exception:
             # Clients see their connections end at once instead of waiting for a dead thread.
             _LOG.exception("the store server on port %d failed", self.port)
@@ -223,7 +232,7 @@ class StoreServer:
         self._selector.close()
         for sock in [
             *self._listeners.sockets,
-            self._wake_out,
+            self._wake[1],
             *(c.sock for c in self._connections),
         ]:
             sock.close()
@@ -256,12 +265,14 @@ class StoreServer:
 
     def _serve(self, connection: _ServedClient, events: int) -> None:
         try:
-            more = True
-            while more:
+            for _ in range(_ROUNDS):
                 if events & selectors.EVENT_READ and not self._receive(connection):
                     return
                 self._answer(connection)
-                more = has_unread(connection.sock)
+                if connection.pending or not has_unread(connection.sock):
+                    return
+                events = selectors.EVENT_READ
+            self._later.append(connection)
         except BlockingIOError:
             return
         except Refused as error:
@@ -487,7 +498,7 @@ def _forget_servers_in_child() -> None:
     """
     for server in list(_SERVERS):
         server._stopping = True
-        server._wake_in.close()
+        server._wake[0].close()
         server._close_sockets()
 
 

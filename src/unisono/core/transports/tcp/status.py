@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unisono.core.base.log import get_logger
+from unisono.core.base.net.tls import has_unsent
 from unisono.core.base.source.where import place_of_thread, stack_of
 from unisono.core.platform.peer_user import user_of_peer
 from unisono.core.platform.posix import effective_user
@@ -129,11 +130,12 @@ class _Reply:
         except BlockingIOError:
             return
         except OSError:
-            self._left = self._left[:0]
-        if not self._left:
-            self._loop.stop_timer(self._end)
+            self._end()
+            return
+        if not self._left and not has_unsent(self._sock):
             self._end()
 
     def _end(self) -> None:
+        self._loop.stop_timer(self._end)
         self._loop.unwatch(self._sock)
         self._sock.close()

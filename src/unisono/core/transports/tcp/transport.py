@@ -34,6 +34,7 @@ from unisono.core.base.net.tls import (
     TlsPolicy,
     TlsRule,
     has_unread,
+    key_shown_by,
     rule_for,
     secret_of,
     uses_certificates,
@@ -171,8 +172,15 @@ class TCPTransport(Transport):
             return [peer for peer, link in list(self._links.items()) if link.ready]
 
     def _show(self, store: Store, addresses: Sequence[str]) -> None:
+        job_token, server = config.get("UNISONO_TOKEN"), innermost(store)
+        is_auto = config.get("UNISONO_TLS") == "auto"
+        if is_auto and not job_token and getattr(server, "has_token", False):
+            _log.warning(
+                "connections between ranks are not encrypted: the store has a token, but "
+                "UNISONO_TOKEN is not set"
+            )
         # Other hosts can only read a store with a server, and only a job's token opens a rank.
-        if config.get("UNISONO_TOKEN") and hasattr(innermost(store), "host"):
+        if job_token and hasattr(server, "host"):
             shown = [TCPAddress.unpack(text).without_token().pack() for text in addresses]
             # The host of the store may have closed it already.
             with contextlib.suppress(StoreError):
@@ -288,11 +296,14 @@ class TCPTransport(Transport):
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
-        if channel in (INSPECT, RECORDS, CLOCK):
+        tls, is_viewer = self._greetings.tls, channel in (INSPECT, RECORDS, CLOCK)
+        if is_viewer and not tls.forbids(sock, is_stranger=True):
             client = Client(sock, hello, key_shown(hello, self._viewer_keys()))
             answer_client(self, self._loop, client, self._dials.addresses)
             return
-        known = self._knows(hello) and not self._greetings.tls.forbids(sock)
+        # The key of a viewer is made of what this rank publishes; it opens no link.
+        is_rank = key_shown_by(sock) in ("", "rank") and not tls.forbids(sock)
+        known = is_rank and self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
             # Two ranks that dial each other are normal, so that is no warning.
             text = f"rank {self.rank} refused a connection that claims rank {peer}"
@@ -383,7 +394,7 @@ class TCPTransport(Transport):
         self._serve(link, READ | WRITE if has_unread(sock) else WRITE)
 
     def _serve(self, link: Link, events: int) -> None:
-        if events & READ:
+        if events & READ and link.sock is not None:
             self._read(link)
             if link.sock is not None and has_unread(link.sock):
                 self._loop.later(lambda: self._serve(link, READ))

@@ -85,7 +85,8 @@ class Responder:
         )
 
         self._listeners, port = listen(tuple(addresses))
-        self._key = secrets.token_bytes(_KEY_BYTES)
+        # The first byte of a key that is sent plain must not be that of TLS.
+        self._key = b"\0" + secrets.token_bytes(_KEY_BYTES - 1)
         usable = [host for host in addresses if not is_loopback(host)]
         self.place = (usable or addresses, port, self._key.hex())
         self._connections: list[socket.socket] = []
