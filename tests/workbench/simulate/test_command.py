@@ -117,10 +117,6 @@ def test_plot(capsys, tmp_path):
         (["all_reduce", "--algorithm", "rings"], "all_reduce has no algorithm 'rings'"),
         (["all_reduce", "-p", "6", "--hosts", "4"], "-p 6 does not fill 4 hosts"),
         (
-            ["all_reduce", "--net", "dgx-1", "-p", "8", "--hosts", "2"],
-            "no algorithm of all_reduce runs on net dgx-1",
-        ),
-        (
             ["all_reduce", "--net", "nvlink", "--algorithm", "two_shot", "-b", "64M"],
             "8 channels of all_reduce (two_shot) on 16 ranks, 8 per host: expected all_reduce, ",
         ),
