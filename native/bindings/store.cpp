@@ -29,8 +29,7 @@ class StoreServer {
       : server_(unisono::store::Server::start(
           std::move(listeners), log_fd,
           {std::string(token.c_str(), token.size()), serves_strangers, max_reply_bytes,
-           max_greetings, log_window_ns,
-           static_cast<unisono::store::Server::Tls>(std::get<0>(tls)),
+           max_greetings, log_window_ns, static_cast<unisono::store::Server::Tls>(std::get<0>(tls)),
            std::get<1>(tls) == nullptr ? nullptr : std::get<1>(tls)->context,
            unisono::secrets_of(std::get<2>(tls))})) {}
 
@@ -51,8 +50,8 @@ void bind_store(nb::module_& m) {
     .def(nb::init<std::vector<int>, int, const nb::bytes&, bool, uint64_t, std::size_t, int64_t,
                   const TlsOptions&>(),
          nb::arg("listeners"), nb::arg("log_fd"), nb::arg("token"), nb::arg("serves_strangers"),
-         nb::arg("max_reply_bytes"), nb::arg("max_greetings"), nb::arg("log_window_ns"), nb::arg("tls"),
-         "Serve torch's TCPStore protocol on a thread of its own.")
+         nb::arg("max_reply_bytes"), nb::arg("max_greetings"), nb::arg("log_window_ns"),
+         nb::arg("tls"), "Serve torch's TCPStore protocol on a thread of its own.")
     .def("stop", &StoreServer::stop, "End the thread and close every socket.")
     .def_prop_ro("clients", &StoreServer::clients);
 }

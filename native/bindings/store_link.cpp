@@ -188,7 +188,8 @@ bool cancel(Link& link, double timeout_s) {
 
 void bind_store_link(nb::module_& m) {
   nb::class_<Link>(m, "StoreLink")
-    .def(nb::new_(&make_link), nb::arg("fd"), nb::arg("silence_s"), nb::arg("tls").none() = nb::none())
+    .def(nb::new_(&make_link), nb::arg("fd"), nb::arg("silence_s"),
+         nb::arg("tls").none() = nb::none())
     .def("exchange", &exchange, nb::arg("timeout_s"), nb::arg("requests"),
          "Send requests, (op, argument, ...) each, and return their results.")
     .def("cancel", &cancel, nb::arg("timeout_s"),

@@ -89,7 +89,8 @@ void bind_tls(nb::module_& m) {
   m.def("why_no_openssl", &why_no_openssl, "Return why there is no TLS here; empty: there is.");
   nb::class_<TlsContextHandle>(m, "TlsContext")
     .def(nb::new_(&make_context), "For keys that both ends know.")
-    .def(nb::new_(&read_certificates), nb::arg("certificate"), nb::arg("key"), nb::arg("authority"), "For certificates: files.");
+    .def(nb::new_(&read_certificates), nb::arg("certificate"), nb::arg("key"), nb::arg("authority"),
+         "For certificates: files.");
   nb::class_<TlsHandle>(m, "TlsSession")
     .def(nb::new_(&make_session), nb::arg("context"), nb::arg("fd"), nb::arg("is_server"),
          nb::arg("secrets"), nb::arg("name"))

@@ -72,15 +72,15 @@ bool Server::sniff(Connection& client) {
                      : "it has a token, and there is none here");
     return false;
   }
-  client.tls = std::make_unique<TlsSession>(options_.context, client.fd, true, options_.secrets, "");
+  client.tls =
+    std::make_unique<TlsSession>(options_.context, client.fd, true, options_.secrets, "");
   return true;
 }
 
 // Whether the server speaks with this client by TLS only.
 bool Server::lacks_tls(const Connection& client) const {
-  return client.tls == nullptr &&
-         (options_.tls == Tls::all ||
-          (options_.tls == Tls::other_hosts && !client.peer.is_local(client.fd)));
+  return client.tls == nullptr && (options_.tls == Tls::all || (options_.tls == Tls::other_hosts &&
+                                                                !client.peer.is_local(client.fd)));
 }
 
 // Handle a client's first bytes; return how many of them were its greeting.

@@ -123,7 +123,7 @@ void test_a_lock_by_compare_and_swap(DType dtype) {
   int guarded = 0;
   on_threads([&](int rank) {
     for (int round = 0; round < kRounds; ++round) {
-      const Word mine = static_cast<Word>(rank + 1), none = 0;
+      const Word mine = static_cast<Word>(rank) + 1, none = 0;
       for (Word seen = 1; seen != none;) {
         seen = none;
         memory.part->compare_and_swap(0, &seen, &mine);

@@ -17,8 +17,8 @@ struct Library {
       if (handle == nullptr) continue;
       why_absent.clear();
       // dlsym() looks into libcrypto, too, which libssl needs.
-#define UNISONO_FIND(result, name, arguments)                                    \
-  functions.name = reinterpret_cast<result(*) arguments>(dlsym(handle, #name));  \
+#define UNISONO_FIND(result, name, arguments)                                        \
+  functions.name = reinterpret_cast<decltype(functions.name)>(dlsym(handle, #name)); \
   if (functions.name == nullptr) why_absent = "libssl has no " #name;
       UNISONO_OPENSSL(UNISONO_FIND)
 #undef UNISONO_FIND

@@ -328,8 +328,9 @@ int TlsSession::hand_over(char* into, std::size_t nbytes) {
   if (count == 0) is_cut_ = !begins;
   if (count <= 0) return count;
   was_whole_ = static_cast<std::size_t>(count) == nbytes;
-  if (!is_server_ || is_ready_ || !is_huge_hello(into, static_cast<std::size_t>(count)))
+  if (!is_server_ || is_ready_ || !is_huge_hello(into, static_cast<std::size_t>(count))) {
     return count;
+  }
   errno_ = EMSGSIZE;
   return -1;
 }

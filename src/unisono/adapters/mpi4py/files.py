@@ -30,6 +30,7 @@ from unisono.adapters.mpi4py.packing import Run, simple
 from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.beyond.windows.window import new_window
 from unisono.core.c10d.objects.functions import all_gather_object
+from unisono.core.platform.posix import BINARY, pwrite, read_into
 
 _N = NUMBERS
 _ERRORS = {
@@ -80,7 +81,7 @@ class SharedFile(Described):
                 if first and amode & _N["MODE_CREATE"]:
                     flags |= os.O_CREAT | (os.O_EXCL if amode & _N["MODE_EXCL"] else 0)
                 try:
-                    self.fd = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
+                    self.fd = os.open(self.path, flags | BINARY, 0o666)
                 except OSError as problem:
                     error = _name_of(problem), str(problem)
         return error
@@ -115,7 +116,7 @@ class SharedFile(Described):
         for place, size in self.places(offset, len(data)):
             done = 0
             while done < size:
-                done += os.pwrite(self.fd, data[at + done : at + size].data, place + done)
+                done += pwrite(self.fd, data[at + done : at + size].data, place + done)
             at += size
         return at
 
@@ -125,7 +126,7 @@ class SharedFile(Described):
         for place, size in self.places(offset, len(data)):
             done = 0
             while done < size:
-                got = os.preadv(self.fd, [data[at + done : at + size].data], place + done)
+                got = read_into(self.fd, data[at + done : at + size].data, place + done)
                 if not got:
                     break
                 done += got

@@ -79,7 +79,6 @@ class Pool:
     def __init__(
         self, nprocs: int, *, start_method: str, replace: bool, with_group: bool = True
     ) -> None:
-        require_posix("unisono.pool")
         self._size = nprocs
         self._replaces = replace
         self._lost = ""
@@ -491,6 +490,7 @@ def pool(nprocs: int, *, start_method: str = "spawn", replace: bool = False) -> 
         WorkerFailedError: A rank ended while it started.
     """
     global _newest
+    require_posix("unisono.pool")
     nprocs = check_start("pool(nprocs)", print, (), nprocs, start_method)
     made = Pool(nprocs, start_method=start_method, replace=replace)
     _newest = weakref.ref(made)

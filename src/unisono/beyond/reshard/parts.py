@@ -143,7 +143,7 @@ class Sharded:
         return ArrayParts(self.shape, dtype, [box for box, _ in boxes], views, origin)
 
 
-class _Origin(NamedTuple):
+class _TensorMemory(NamedTuple):
     """A tensor of torch, whose memory may become another one, or that must be packed.
 
     Attributes:
@@ -207,7 +207,7 @@ class ArrayParts(NamedTuple):
     dtype: DType | None
     boxes: list[IndexBox]
     views: list[Memory]
-    origins: Sequence[_Origin] = ()
+    origins: Sequence[_TensorMemory] = ()
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> ArrayParts:
@@ -271,7 +271,7 @@ def as_sharded(array: Any) -> Sharded:
 
 def _memory(
     array: Any, write: bool, get: Callable[[], Any] | None = None
-) -> tuple[Memory, DType, list[_Origin]]:
+) -> tuple[Memory, DType, list[_TensorMemory]]:
     """Return an array's memory in its own layout, as elements of the dtype's storage."""
     tensor = is_torch(array)
     if write and tensor and (array.is_conj() or array.is_neg()):
@@ -283,7 +283,7 @@ def _memory(
     if tensor:
         packed = made if made.packed and memory is made.array else None
         made.pack() if packed else None
-        origins.append(_Origin(get or (lambda: array), _place_of(array), packed))
+        origins.append(_TensorMemory(get or (lambda: array), _place_of(array), packed))
     if memory.dtype != made.dtype.storage:
         if not memory.dtype.isnative:
             raise UnsupportedError(

@@ -16,7 +16,7 @@ import errno
 import functools
 import logging
 import os
-import select
+import selectors
 import socket
 import time
 from collections.abc import Callable
@@ -283,10 +283,11 @@ class SecuredSocket(socket.socket):
             left_s = None if until_s is None else until_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 raise TimeoutError("timed out")
-            poll = select.poll()
-            wants_in = select.POLLIN if reads or not self.tls.is_ready else 0
-            poll.register(self, wants_in | (select.POLLOUT if self.tls.has_unsent else 0))
-            poll.poll(None if left_s is None else max(1, int(1000 * left_s)))
+            waits = selectors.EVENT_READ if reads or not self.tls.is_ready else 0
+            waits |= selectors.EVENT_WRITE if self.tls.has_unsent else 0
+            with selectors.DefaultSelector() as selector:
+                selector.register(self, waits or selectors.EVENT_WRITE)
+                selector.select(left_s)
 
 
 def is_secured(sock: socket.socket) -> bool:
