@@ -104,6 +104,7 @@ def _call(
         "hosts": (),
         "parser": None,
         "handler": None,
+        "stdout": None,
         "nnodes": (len(hosts), len(hosts)),
         "node_rank": number,
         "master_addr": address,
