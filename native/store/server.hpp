@@ -40,8 +40,8 @@ class Server {
     // Within this time a few lines are logged; the others are summed up.
     int64_t log_window_ns = 60'000'000'000;
     Tls tls = Tls::none;
-    std::shared_ptr<const TlsContext> context;
-    TlsSession::Secrets secrets;
+    std::shared_ptr<const TlsContext> context = nullptr;
+    TlsSession::Secrets secrets = {};
   };
   struct Stopper {
     void operator()(Server* server) const;

@@ -240,11 +240,6 @@ def test_a_virtual_table_stands_behind_a_measured_one(cache, monkeypatch):
         ),
         (["--net", "p5", "-p", "8"], "tune: -p 8 is not 2 or more full hosts"),
         (["--net", "p5", "-p", "12"], "tune: -p 12 is not 2 or more full hosts"),
-        (
-            ["--net", "p5", "-p", "16", "--nproc-per-node", "2"],
-            "tune: --net starts no ranks, so it",
-        ),
-        (["-p", "16"], "tune: -p is for --net; --nproc-per-node starts ranks"),
     ],
 )
 def test_a_tune_that_would_ignore_words_is_refused(cache, capsys, words, expected):
