@@ -41,7 +41,8 @@ class Server {
     int64_t log_window_ns = 60'000'000'000;
     Tls tls = Tls::none;
     std::shared_ptr<const TlsContext> context = nullptr;
-    TlsSession::Secrets secrets = {};
+    // gcc warns if an initializer leaves it out.
+    TlsSession::Secrets secrets = {};  // NOLINT(readability-redundant-member-init)
   };
   struct Stopper {
     void operator()(Server* server) const;
