@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from unisono.beyond.pool.flight import result_of
-from unisono.beyond.pool.pool import Pool
+from unisono.beyond.pool.pool import Pool, chunks_of
 from unisono.beyond.pool.rank import CallAnswer, RaisedError, error_of, run_each
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
@@ -374,8 +374,7 @@ class Executor(futures.Executor):
         for name, value in (("chunksize", chunksize), ("buffersize", buffersize)):
             if value is not None and as_integer(value, name) < 1:
                 raise InvalidArgumentError(f"{name} must be at least 1, got {value}")
-        tasks = iter(iterable)
-        chunks = iter(lambda: list(itertools.islice(tasks, chunksize)), [])
+        chunks = chunks_of(iter(iterable), chunksize)
         deadline = Deadline(float("inf") if timeout is None else timeout)
         flying = [self.submit(run_each, fn, c) for c in itertools.islice(chunks, buffersize)]
         return self._results(fn, flying, chunks, deadline, unordered)

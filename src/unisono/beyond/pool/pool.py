@@ -181,7 +181,7 @@ class Pool:
         size = as_integer(chunksize, "chunksize")
         if size < 1:
             raise InvalidArgumentError(f"chunksize must be at least 1, got {size}")
-        chunks = _chunks(zip(*tasks, strict=False), size)
+        chunks = chunks_of(zip(*tasks, strict=False), size)
         numbered: Iterator[tuple[int, RankCall]] = (
             (i * size, (run_each, (fn, chunk), {})) for i, chunk in enumerate(chunks)
         )
@@ -443,7 +443,8 @@ def _kill(context: SpawnContext, output: RankOutput) -> None:
     output.finish(range(len(context.processes)))
 
 
-def _chunks(tasks: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[Any, ...]]]:
+def chunks_of(tasks: Iterator[Sequence[Any]], size: int) -> Iterator[list[Sequence[Any]]]:
+    """Yield lists of `size` tasks; the last may be shorter."""
     while chunk := list(itertools.islice(tasks, size)):
         yield chunk
 
