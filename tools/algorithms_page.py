@@ -56,9 +56,11 @@ def section(collective: str) -> str:
         "|---" * (len(WORLD_SIZES) + 1) + "|",
     ]
     served = {name for p in WORLD_SIZES for name in available(collective, p)}
+    rows: dict[str, list[str]] = {}
     for name in [name for name in ALGORITHMS if name in served]:
         cells = " | ".join(cell(collective, name, p) for p in WORLD_SIZES)
-        lines.append(f"| `{name}` | {cells} |")
+        rows.setdefault(cells, []).append(f"`{name}`")
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     return "\n".join(lines) + "\n"
 
 

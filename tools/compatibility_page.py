@@ -206,7 +206,7 @@ LACKING = {
                 *("supports_coalescing", "supports_shrinking", "supports_splitting"),
                 *("supports_tensor_alloc", "supports_time_estimate", "suspend"),
             ),
-            "a method of torch's C++ backends",
+            "the methods of torch's C++ backends",
         ),
         "monitored_barrier": "a function of the module",
         "name": "an attribute, the group's name: for the backend's use get_backend(group)",
@@ -289,7 +289,10 @@ def entries() -> Iterator[Entry]:
             grouped: dict[str, list[str]] = {}
             for member, why in lacks.items():
                 grouped.setdefault(why, []).append(member)
-            more += [f"without `{', '.join(m)}` ({why})" for why, m in grouped.items()]
+            more += [
+                f"without `{', '.join(m)}` ({why})" if len(m) < 9 else f"without {len(m)} of {why}"
+                for why, m in grouped.items()
+            ]
         if name in NOTES:
             more.append(NOTES[name])
         yield Entry(name, "extended" if more else "same", sentences(more))

@@ -106,7 +106,9 @@ MISMATCHES = """\
 ## Ranks that make different calls
 
 Every rank raises a `CollectiveMismatchError` within a second; its first line shows both sides. No
-array is changed, and the group's next call works. Tests make each of these mistakes.
+array is changed, and the group's next call works. Tests make calls that differ in
+
+{differences}
 """
 
 REFUSALS = """\
@@ -132,7 +134,8 @@ usable.
 
 
 # Errors whose first lines do not explain themselves, because another rank causes them.
-LISTED = (errors.CollectiveError, errors.PeerError)
+LISTED = (errors.CollectiveMismatchError, errors.CollectiveTimeoutError, errors.PeerError)
+LISTED += (errors.CollectiveAbortedError, errors.StepAborted)
 
 
 class Message(NamedTuple):
@@ -158,13 +161,12 @@ def page() -> str:
 
 
 def mismatches() -> list[str]:
-    """Return the table of calls that do not match, from the tests that make them."""
+    """Return what differs in calls that do not match, from the tests that make them."""
     sys.path.insert(0, str(Path().resolve()))
     from tests.core.collectives.test_mismatch import CASES
 
-    lines = [MISMATCHES, "| what differs | one rank | the others |", "|---|---|---|"]
-    lines += [f"| {name} | `{one}` | `{other}` |" for name, (_, _, one, other) in CASES.items()]
-    return [*lines, "", REFUSALS, MESSAGES]
+    differences = textwrap.indent(textwrap.fill(", ".join(CASES), 96), "    ")
+    return [MISMATCHES.format(differences=differences), REFUSALS, MESSAGES]
 
 
 def section(name: str, found: list[Message]) -> list[str]:

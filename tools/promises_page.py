@@ -37,12 +37,11 @@ MPI = """
 - A killed rank: MPICH and Intel MPI without mpiexec go on. Open MPI goes on under
   `mpiexec --enable-recovery`. Other launchers usually end all ranks.
 - On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed
-  meanwhile, MPICH ends the reading process with exit status 143 (6 of some 220 kills).
-  `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids that, but then the shrunk group may wait until its time-out.
-  Intel MPI ends the process with SIGABRT, and so does MPICH with UNISONO_SHARED_MEMORY=0 on one
-  host.
-- Between hosts over TCP Intel MPI connects to a killed rank for ever (10 of 70 kills). MPICH
-  crashes with SIGSEGV when it sends to that rank (7 of 70).
+  meanwhile, MPICH may end the reading process with exit status 143. `MPIR_CVAR_CH4_CMA_ENABLE=0`
+  avoids that, but then the shrunk group may wait until its time-out. Intel MPI ends the process
+  with SIGABRT, and so does MPICH with UNISONO_SHARED_MEMORY=0 on one host.
+- Between hosts over TCP Intel MPI may connect to a killed rank for ever. MPICH may crash with
+  SIGSEGV when it sends to that rank.
 - If a rank is killed while MPI makes a group, in the group's first call, MPI can make no group any
   more. New groups and `shrink_group` then raise UnsupportedError, unless they have
   `CPUOptions(engine="auto")`.
