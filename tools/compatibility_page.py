@@ -148,6 +148,7 @@ MODULES = {
 }
 
 # Public names of torch's launcher: module -> (names, what is here).
+ABSENT = "no counterpart"
 LAUNCHER = {
     "launcher.api": (
         "LaunchConfig elastic_launch launch_agent",
@@ -155,7 +156,7 @@ LAUNCHER = {
     ),
     "elastic.agent.server.api": (
         "WorkerSpec Worker WorkerState WorkerGroup RunResult ElasticAgent SimpleElasticAgent",
-        "no counterpart: the agent belongs to the command",
+        ABSENT,
     ),
     "elastic.multiprocessing": (
         "start_processes MultiprocessContext PContext ProcessFailure RunProcsResult "
@@ -175,7 +176,7 @@ LAUNCHER = {
         "`--rdzv-backend static`, `c10d`, `etcd`, `redis`, without plug-ins; `unisono.errors` has "
         "`RendezvousError`",
     ),
-    "elastic.control_plane": ("worker_main", "no counterpart"),
+    "elastic.control_plane": ("worker_main", ABSENT),
 }
 
 # Members of torch's classes that unisono's classes lack, with the reason.
@@ -246,7 +247,9 @@ def page() -> str:
     refused = f"{REFUSALS}\n\n{block(sorted(REFUSED_MODULES))}"
     newer = "".join(f"| `{name}` | {text} |\n" for name, text in NEWER.items() if text)
     newer_head = NEWER_HEAD.format(same=quoted(name for name, text in NEWER.items() if not text))
-    launcher = "".join(f"| `{name}` | {text} |\n" for name, (_, text) in LAUNCHER.items())
+    launcher = "".join(
+        f"| `{name}` | {text} |\n" for name, (_, text) in LAUNCHER.items() if text != ABSENT
+    )
     return (
         f"{head}{table}{filled(newer_head)}{newer}{PACKAGES_HEAD}{packages}\n{refused}\n"
         f"{LAUNCHER_HEAD}{launcher}{TAIL}"

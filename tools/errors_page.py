@@ -38,13 +38,7 @@ classes below. Every later call of a broken group raises the first reason at onc
 then (`new_group`, or destroy and init).
 
 The page has the first lines of errors that another rank causes. Variable parts are in braces:
-`{call}` is "{op} #{seq} in group '{group}'", and `{here}` is "rank {rank} of {size}". A sub-class
-has the effect of its base class on the group; errors without a stated effect have none.
-
-The first lines of all other errors explain themselves: they name the argument, file, key or host,
-its value and the values that are allowed. [Rendezvous
-errors](../howto/rendezvous.md#rendezvous-errors) and
-[troubleshooting](../howto/troubleshooting.md#error-messages) have the usual causes.
+`{call}` is "{op} #{seq} in group '{group}'", and `{here}` is "rank {rank} of {size}".
 """
 
 # The state of the group after an error of a class and its sub-classes, and the advice. Classes
@@ -138,6 +132,18 @@ LISTED = (errors.CollectiveMismatchError, errors.CollectiveTimeoutError, errors.
 LISTED += (errors.CollectiveAbortedError, errors.StepAborted)
 
 
+OTHERS = """\
+## Other errors
+
+Their first lines explain themselves: they name the argument, file, key or host, its value and the
+values that are allowed. [Rendezvous errors](../howto/rendezvous.md#rendezvous-errors) and
+[troubleshooting](../howto/troubleshooting.md#error-messages) have the usual causes. A sub-class of
+a class above has its effect on the group, the others have none. [API](api/errors.md): docstrings.
+
+| class | inherits |
+|---|---|"""
+
+
 class Message(NamedTuple):
     """A call in the source that makes an error."""
 
@@ -155,9 +161,11 @@ def page() -> str:
     """Return the page's text."""
     found = sorted(set(messages()))
     parts = [HEAD, *mismatches()]
-    for name in errors_by_line():
+    names = errors_by_line()
+    for name in [name for name in names if name in AFTERWARDS]:
         parts += section(name, [message for message in found if message.cls == name])
-    return "\n".join(parts)
+    others = [f"| `{name}` | {bases(name)} |" for name in names if name not in AFTERWARDS]
+    return "\n".join([*parts, OTHERS, *others]) + "\n"
 
 
 def mismatches() -> list[str]:
@@ -172,18 +180,20 @@ def mismatches() -> list[str]:
 def section(name: str, found: list[Message]) -> list[str]:
     """Return the part of the page about one class."""
     cls = getattr(errors, name)
-    bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
     summary = (cls.__doc__ or "").partition("\n")[0]
-    lines = [f"## {name}", "", textwrap.fill(f"{summary} Inherits {bases}.", 100), ""]
-    # A sub-class without an entry is like its base class, whose section is above.
-    if name in AFTERWARDS:
-        state, advice = AFTERWARDS[name]
-        lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
+    state, advice = AFTERWARDS[name]
+    lines = [f"## {name}", "", textwrap.fill(f"{summary} Inherits {bases(name)}.", 100), ""]
+    lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
     # One text may be raised in several places.
     texts = dict.fromkeys([*COMPOSED.get(name, []), *(message.text for message in found)])
     if not issubclass(cls, LISTED):
         texts = {}
     return [*lines, *(f"- {quoted(short(text))}" for text in texts), *([""] if texts else [])]
+
+
+def bases(name: str) -> str:
+    """Return the base classes of a class."""
+    return ", ".join(f"`{base.__name__}`" for base in getattr(errors, name).__bases__)
 
 
 def short(text: str) -> str:
