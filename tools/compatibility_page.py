@@ -44,9 +44,6 @@ take c10d's keywords (`tensors`, `opts`, `srcRank`, ...).
 | --- | --- | --- |
 """
 
-OMITTED = "This page omits names that torch imports for its own use:"
-TAIL = "\n" + textwrap.fill(f"{OMITTED} {', '.join(sorted(INCIDENTAL))}.", 100) + "\n"
-
 PACKAGES_HEAD = """
 ## Modules of torch.distributed
 
@@ -252,7 +249,7 @@ def page() -> str:
     )
     return (
         f"{head}{table}{filled(newer_head)}{newer}{PACKAGES_HEAD}{packages}\n{refused}\n"
-        f"{LAUNCHER_HEAD}{launcher}{TAIL}"
+        f"{LAUNCHER_HEAD}{launcher}"
     )
 
 

@@ -26,9 +26,9 @@ MPI = """
 ## Weaker on MPI
 
 - After a time-out, a loss or an abort in the data of a call MPI may still read and write the arrays
-  of that call. No other rank gets numbers from such an array, because after a call of more than
-  50 ms a rank asks the others for 1 s whether they have given up. If the report of a failure takes
-  longer than that, a wrong number is possible.
+  of that call. No other rank gets numbers from such an array: after a call of more than 50 ms a
+  rank asks the others, for 1 s, if they have given up. If the report of a failure takes longer, a
+  wrong number is possible.
 - On Open MPI a call of 128 KiB or more blocks a thread in MPI, which may stay there after such an
   error and use a core. The process then ends without `MPI_Finalize`, because that would hang.
 - Open MPI 5 counts in 32 bits, and Intel MPI loses data of a broadcast of 5 GiB. There the links
@@ -47,7 +47,6 @@ MPI = """
   `CPUOptions(engine="auto")`.
 - A library has room for some 2,000 live groups (MPICH: 2,045). The next group fails on all ranks.
 - Sums and products of NaNs may differ between ranks in the NaN's bits.
-- More than 2**31 - 1 elements are reduced over unisono's own links.
 
 All tests of groups that pass on the native engine pass on MPI at 2, 3 and 4 ranks, except:
 
