@@ -65,9 +65,9 @@ class StreamCall(Pending):
         if self._real is not None:
             self._real.expire()
 
-    def note_wait(self) -> None:
+    def _note_wait(self) -> None:
         if self._real is not None:
-            self._real.note_wait()
+            self._real._note_wait()
 
     def wait_or_expire(self, limit: Deadline | None) -> bool:
         if not self._done:

@@ -216,7 +216,7 @@ class Work:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(end)
 
-        self._pending.note_wait()
+        self._pending._note_wait()
         self._pending.add_callback(wake)
         own = self._pending.deadline
         watch = None
@@ -288,7 +288,7 @@ class Future:
         limit = None if timeout is None else Deadline(timeout)
         if done := self.done():
             for call in self._calls:
-                _end_of(call).note_wait()
+                _end_of(call)._note_wait()
         else:
             done = all(_end_of(call).wait_or_expire(limit) for call in self._calls)
         if not done or not self._completion.wait_until(limit):

@@ -227,7 +227,7 @@ class Pending(Completion):
         """
         return False
 
-    def note_wait(self) -> None:
+    def _note_wait(self) -> None:
         """Record that a caller begins to wait now, if none has before."""
         trace, number = self.recorded
         if number:
@@ -239,7 +239,7 @@ class Pending(Completion):
         Raises:
             UsageError: The calling thread runs the call, and would wait for itself for ever.
         """
-        self.note_wait()
+        self._note_wait()
         if self._done:
             return True
         self.require_other_thread()
