@@ -5,7 +5,8 @@ and no measurement; the times of Summit are published. Nothing here is a test.
 
 1. Summit, 64 MiB, in parts with other constants (`PARTS`). In each part one constant is fitted on
    some points. The other points are predictions.
-2. Stages against events, on random schedules, networks and sizes where ranks share links.
+2. Measurements of other machines that people published, in `MACHINES`.
+3. Stages against events, on random schedules, networks and sizes where ranks share links.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from unisono.core.schedules import available, build
 from unisono.core.schedules.ir import COLLECTIVES, ROOTED
+from unisono.workbench.cli.simulate import local_of, machine_of
 from unisono.workbench.simulate import Hosts, LinkSpec, Machine, Network, Pods, machine, simulate
 
 SUMMIT = Path("src/unisono/workbench/simulate/shipped/summit.toml")
@@ -68,6 +70,79 @@ PARTS = {
 }  # fmt: skip
 
 
+class Figure(NamedTuple):
+    """A published time of an all_reduce, in microseconds, or busbw of nccl-tests, in GB/s.
+
+    Attributes:
+        source: Where it was published.
+        net: A shipped machine.
+        ranks: Number of GPUs.
+        nbytes: Size of the vector.
+        algorithm: Of NCCL.
+        published: The number.
+        busbw: Whether it is a bandwidth.
+        values: Values of the machine that differ.
+        slow: Whether it takes more than seconds.
+    """
+
+    source: str
+    net: str
+    ranks: int
+    nbytes: int
+    algorithm: str
+    published: float
+    busbw: bool = True
+    values: dict[str, int] | None = None
+    slow: bool = False
+
+
+GIB = 1 << 30
+MACHINES = [
+    Figure("nccl-tests 175", "dgx-a100", 8, 4 * GIB, "ring", 232.5),
+    Figure("nccl-tests 212", "dgx-h100", 8, 4 * GIB, "ring", 370),
+    Figure("nccl-tests 212", "dgx-h100", 8, 4 * GIB, "nvls", 480),
+    *(
+        Figure("nccl 1455", "dgx-h100", ranks, 4 * GIB, "nvls", busbw, slow=True)
+        for ranks, busbw in ((4, 370), (5, 420), (6, 440), (7, 460))
+    ),
+    Figure("nccl 812", "dgx-a100", 32, 4 * GIB, "ring", 192),
+    Figure("nccl-tests 319", "dgx-h100", 16, 4 * GIB, "ring", 44.4, values={"interfaces": 1}),
+    Figure(
+        "nccl-tests 252", "dgx-a100", 8, GIB // 2, "ring", 93.5,
+        values={"ranks_per_host": 4, "interfaces": 4},
+    ),
+    Figure("nccl-tests 119", "dgx-a100", 24, 23_000_000, "ring", 518, False, {"interfaces": 4}),
+    Figure("nccl-tests 119", "dgx-a100", 24, 1 << 25, "ring", 733, False, {"interfaces": 4}),
+    # Its tuning model: 25 + 2 lg 4 * 20.9 us, and 8 * 45.5 GB/s.
+    Figure("formula of NCCL 2.30.7", "dgx-h100", 32, GIB // 2, "nvls_tree", 340, slow=True),
+    Figure("nccl-tests 283", "dgx-h100", 248 * 8, GIB // 2, "nvls_tree", 350, slow=True),
+]  # fmt: skip
+
+
+def predicted(figure: Figure) -> float:
+    """Return what the simulator says in place of a published number."""
+    net, p, name = machine_of(figure.net), figure.ranks, figure.algorithm
+    net.values.update(figure.values or {})
+    local = local_of(net, p)
+    if name == "ring":
+        schedule, network = net.in_channels(build("all_reduce", name, p, local=local), local)
+    else:
+        schedule, network, _ = net.in_switches(name, p, figure.nbytes)
+    us = simulate(schedule, figure.nbytes, network, net.costs(name), itemsize=4).last_us
+    return figure.nbytes / us / 1000 * 2 * (p - 1) / p if figure.busbw else us
+
+
+def machines() -> None:
+    """Print published numbers and those of the simulator."""
+    for figure in MACHINES:
+        found = predicted(figure)
+        off = 100 * found / figure.published - 100
+        print(
+            f"{figure.source:24}{figure.net:10}{figure.ranks:5}{figure.nbytes:12} "
+            f"{figure.algorithm:10}{figure.published:8} {found:8.1f} {off:+.1f} %", flush=True,
+        )  # fmt: skip
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -75,6 +150,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=24576, help="GPUs of the last point (24576)")
     flags = parser.parse_args()
     summit(flags.most)
+    machines()
     stages(flags.cases)
 
 

@@ -1,6 +1,8 @@
 """The records of a group's calls."""
 
+import asyncio
 import sys
+import threading
 import time
 from threading import Thread
 
@@ -106,6 +108,37 @@ def test_a_record_says_when_its_caller_began_to_wait(rank, engine):
     assert times[0] + pause_s * 0.9e9 < times[1] + slack_ns
     dist.wait_any([dist.all_reduce(x, group=group, async_op=True)])
     assert dist.trace_records(group)[-1].wait_begun_ns
+
+
+async def awaited(work):
+    await work
+
+
+@pytest.mark.ranks(2, kind="both")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_wait_for_what_has_ended_is_recorded(rank, engine):
+    """By a future, one made of it, and several together; an await begins before the end."""
+    group = dist.new_group(pg_options=CPUOptions(engine=engine))
+    x, slack_ns = np.ones(6, np.float32), 10**6
+
+    def times():
+        return [record.wait_begun_ns for record in dist.trace_records(group)]
+
+    for made in (
+        lambda future: future, lambda future: future.then(lambda f: f.value()),
+        lambda future: dist.collect_all([future]),
+    ):  # fmt: skip
+        future = made(dist.all_reduce(x, group=group, async_op=True).get_future())
+        ended = threading.Event()
+        future.add_done_callback(lambda _, ended=ended: ended.set())
+        assert ended.wait(60)
+        assert times()[-1] is None
+        before_ns = time.time_ns()
+        future.wait()
+        assert before_ns - slack_ns < times()[-1] < time.time_ns() + slack_ns
+    work = dist.all_reduce(x, group=group, async_op=True)
+    asyncio.run(awaited(work))
+    assert times()[-1]
 
 
 @pytest.mark.ranks(2)

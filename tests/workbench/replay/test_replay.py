@@ -233,6 +233,37 @@ def test_a_send_that_waited_for_its_receiver_waits_for_it_again(factor, end):
     assert play(early, RecordedTimes(early)).ends == [{0: 4, 1: end}]
 
 
+@pytest.mark.parametrize(("other", "end"), [(None, 7), (16, 7), (8, 22)])
+def test_a_send_whose_receiver_was_early_waits_if_one_of_its_size_has(other, end):
+    """Recorded: the receive at 0, the send from 5 to 7. Now the receiver asks at 20."""
+    send = JobCall("m", MESSAGE, 0, (0, 1), 8, begins_ps={0: 5, 1: 0}, ends_ps={0: 7, 1: 8})
+    steps = [[JobStep(5, 0, True, True)], [JobStep(20, 0, True, True)]]
+    calls = [send]
+    if other:
+        # A message of ranks 2 and 3 that waited.
+        calls.append(
+            JobCall("n", MESSAGE, 0, (2, 3), other, begins_ps={2: 0, 3: 10}, ends_ps={2: 12, 3: 12})
+        )
+        steps += [[JobStep(0, 1, True, True)], [JobStep(10, 1, True, True)]]
+    job = Job([JobGroup("g", (0, 1, 2, 3))], calls, steps, [0] * len(steps), [], [])
+    assert play(job, RecordedTimes(job)).ends[0] == {0: end, 1: 23}
+
+
+def test_ranks_that_are_too_far_apart_are_refused():
+    """Of 12 days as much as is right; times of years have more than 64 bits."""
+    net = machine("mine", 'topology = "full"\nlatency_us = 3\n')
+    for apart_us, fits in ((10**11, True), (10**13, False)):
+        job = both("a")
+        job.calls[0] = JobCall("a", "all_reduce", 0, (0, 1), 4000, 4, "ring")
+        job.steps[:] = [[JobStep(0, 0, True, True)], [blocking(apart_us, 0)]]
+        pricing = Simulated(job, net, 2, range(2), {})
+        if fits:
+            assert play(job, pricing).end_ps(1) == (apart_us + 6) * US
+        else:
+            with pytest.raises(InvalidArgumentError, match="replay: ranks make a more than 10000"):
+                play(job, pricing)
+
+
 def test_a_call_that_nobody_waited_for_blocks_nobody(tmp_path):
     ranks = own(tmp_path, *[[record(1, at_s=0, took_s=9), begun(record(2, at_s=12))]] * 2)
     job = job_of(ranks, join(ranks))

@@ -280,6 +280,22 @@ def test_messages_and_deps_of_chakra():
     assert job.steps[1][2] == JobStep(7 * US)
 
 
+@pytest.mark.parametrize("kind", [COLL, SEND])
+def test_sizes_whose_times_do_not_fit_are_refused(tmp_path, capsys, kind):
+    """They had times of 0, or a KeyError."""
+    for size, expected in (
+        (10**17, "#1 has 100000000000000000 bytes, expected at most 1125899906842624"),
+        ((1 << 50) - 8, " s on a link, expected at most 10000 s"),
+    ):
+        for rank in range(2):
+            kinds = kind + (kind == SEND) * rank
+            ends = {"comm_src": 0, "comm_dst": 1} if kind == SEND else {"comm_type": 0}
+            content = trace(node(1, kinds, comm_size=size, **ends))
+            (tmp_path / f"job.{rank}.et").write_bytes(content)
+        assert main(["replay", str(tmp_path), "--net", "ethernet-25"]) == 1
+        assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [

@@ -6,13 +6,12 @@ import threading
 
 import pytest
 
-from unisono.core.schedules import build
+from tests.support.tools import tool
 from unisono.errors import UnknownNameError
 from unisono.workbench.cli.main import main
-from unisono.workbench.cli.simulate import local_of, machine_of
+from unisono.workbench.cli.simulate import machine_of
 from unisono.workbench.cli.terminal import working
 from unisono.workbench.simulate import LogGOPS, from_goal
-from unisono.workbench.simulate import simulate as simulated
 from unisono.workbench.simulate.evaluators.loggops import run
 
 
@@ -333,29 +332,53 @@ def test_against_refuses_what_it_would_ignore(capsys, tmp_path):
     assert "out.txt makes no use of a second -p" in capsys.readouterr().err
 
 
-GIB = 1 << 30
-PUBLISHED = [
-    # Net, ranks, bytes, other values, key, and what was published.
-    ("dgx-a100", 8, 4 * GIB, {}, "busbw", 232.5),
-    ("dgx-h100", 8, 4 * GIB, {}, "busbw", 370),
-    ("dgx-a100", 32, 4 * GIB, {}, "busbw", 192),
-    ("dgx-a100", 24, 23_000_000, {"interfaces": 4}, "time_us", 518),
-    ("dgx-a100", 24, 33_554_432, {"interfaces": 4}, "time_us", 733),
-    ("dgx-a100", 8, GIB // 2, {"ranks_per_host": 4, "interfaces": 4}, "busbw", 93.5),
-    ("dgx-h100", 16, 4 * GIB, {"interfaces": 1}, "busbw", 44.4),
-]
+SCALE = tool("scale", "benchmarks")
 
 
-@pytest.mark.parametrize(("net", "p", "nbytes", "values", "key", "expected"), PUBLISHED)
-def test_machines_predict_published_measurements(net, p, nbytes, values, key, expected):
-    """The ring of NCCL; scale.md has the sources."""
-    machine = machine_of(net)
-    machine.values.update(values)
-    local = local_of(machine, p)
-    schedule, network = machine.in_channels(build("all_reduce", "ring", p, local=local), local)
-    us = simulated(schedule, nbytes, network, machine.costs("ring"), itemsize=4).last_us
-    found = us if key == "time_us" else nbytes / us / 1000 * 2 * (p - 1) / p
-    assert found == pytest.approx(expected, rel=0.1)
+@pytest.mark.parametrize(
+    "figure",
+    [
+        pytest.param(each, marks=pytest.mark.whole("many messages") if each.slow else ())
+        for each in SCALE.MACHINES
+        if each.ranks < 1000
+    ],
+)
+def test_machines_predict_published_measurements(figure):
+    assert SCALE.predicted(figure) == pytest.approx(figure.published, rel=0.1)
+
+
+def test_machines_whose_switches_reduce(capsys, tmp_path):
+    words = ("-p", "4", "--net", "dgx-h100", "-b", "64K")
+    bounds = {
+        row[2]: float(row[11].replace(",", "")) for row in whole(capsys, "all_reduce", *words)
+    }
+    assert "nvls" in bounds
+    # A rank sends all its data once, by its port and its interface.
+    assert bounds["ring"] == pytest.approx((64 << 10) / (370.8e3 + 45.5e3) + 3.4 + 8.4, abs=0.1)
+    for algorithm, *more in (
+        ("nvls_tree",), ("nvls", "--goal", str(tmp_path / "x.goal")), ("nvls", "--net", "switch"),
+    ):  # fmt: skip
+        assert main(["simulate", "all_reduce", *words, "--algorithm", algorithm, *more]) == 1
+        expected = " has no switches that reduce for them; nvls needs one host, nvls_tree"
+        expected = " has switches that reduce, GOAL has none" if "--goal" in more else expected
+        assert expected in capsys.readouterr().err
+    # What a ring sends, 2 (p-1)/p n, at 370.8 GB/s, and its latencies.
+    ranks = [f"#  Rank  {n} Group  0 Pid 1 on  node-a device  {n} [0x10] H100" for n in range(8)]
+    us = 1.1 * 1.75 * (64 << 20) / 370.8e3
+    ranks.append("# size count type redop root time")
+    lines = [*ranks, f"{64 << 20} {16 << 20} float sum -1 {us:.1f} 30.00 30.00 0 {us:.1f}"]
+    (tmp_path / "out.txt").write_text("\n".join(lines))
+    words = ("all_reduce", "--net", "dgx-h100", "--against", str(tmp_path / "out.txt"))
+    assert main(["simulate", *words]) == 0
+    out = capsys.readouterr().out
+    assert [row[-1] for row in table(out)] == ["nvls"]
+    assert "- no reductions in switches (NCCL_NVLS_ENABLE=0): 3" in out
+
+
+def test_a_refusal_is_printed_once(capsys):
+    words = ("-p", "4", "--net", "dgx-a100", "-b", "8", "-e", "64", "-f", "8")
+    assert main(["simulate", "all_reduce", *words]) == 0
+    assert capsys.readouterr().out.count("channels of all_reduce (one_shot) on 4 ranks") == 1
 
 
 def test_every_shipped_machine_runs(capsys):

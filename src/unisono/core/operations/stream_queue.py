@@ -65,6 +65,10 @@ class StreamCall(Pending):
         if self._real is not None:
             self._real.expire()
 
+    def _note_wait(self) -> None:
+        if self._real is not None:
+            self._real._note_wait()
+
     def wait_or_expire(self, limit: Deadline | None) -> bool:
         if not self._done:
             self.require_other_thread()

@@ -216,6 +216,7 @@ class Work:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(end)
 
+        self._pending._note_wait()
         self._pending.add_callback(wake)
         own = self._pending.deadline
         watch = None
@@ -285,7 +286,11 @@ class Future:
             CollectiveTimeoutError: Not done in time; the future itself goes on.
         """
         limit = None if timeout is None else Deadline(timeout)
-        done = self.done() or all(_end_of(call).wait_or_expire(limit) for call in self._calls)
+        if done := self.done():
+            for call in self._calls:
+                _end_of(call)._note_wait()
+        else:
+            done = all(_end_of(call).wait_or_expire(limit) for call in self._calls)
         if not done or not self._completion.wait_until(limit):
             assert limit is not None
             of = f" of {self._what}" if self._what else ""

@@ -74,6 +74,8 @@ def causes(
     variants["messages inside hosts at 25 GB/s: PCIe, no NVLink"] = {
         "inside_gbps": 25.0, "inside_efficiency": 1.0
     }  # fmt: skip
+    if values["nvls"]:
+        variants["no reductions in switches (NCCL_NVLS_ENABLE=0)"] = {"nvls": False}
     if values["channels"] > 1:
         variants["1 channel (NCCL_MAX_NCHANNELS, NCCL_NTHREADS)"] = {"channels": 1}
     variants["interfaces at half of their bandwidth"] = {"gbps": values["gbps"] / 2}

@@ -29,7 +29,8 @@ from unisono.workbench.cli.terminal import plain, working
 
 if TYPE_CHECKING:
     from unisono.core.schedules import Topology
-    from unisono.workbench.simulate import Machine
+    from unisono.core.schedules.ir import Schedule
+    from unisono.workbench.simulate import Machine, Network
 
 SimulatedRow = dict[str, Any]
 
@@ -123,13 +124,14 @@ def _against(options: argparse.Namespace) -> int:
     names = [named(options.op, name) for name in options.algorithm.split(",")]
     net, (p, *_), factor = _machine(options), options.ranks, OPS[options.op].bus_factor
     if options.algorithm == "all":
-        # What NCCL has.
+        # What NCCL has, without its switches.
         has = available(options.op, p, local=local_of(net, p))
         names = [name for name in ("ring", "node_tree", "pairwise") if name in has]
 
     def best(machine: Machine, nbytes: int) -> SimulatedRow:
         shape = p, local_of(machine, p), nbytes
-        rows = [row_of(options, machine, name, shape) for name in names]
+        every = machine.reducing(options.op, p) if options.algorithm == "all" else ()
+        rows = [row_of(options, machine, name, shape) for name in (*names, *every)]
         return min(rows, key=lambda row: float(row["time_us"]))
 
     print(f"# {options.op} on {p} ranks, {options.against} against net {net.name}")
@@ -167,10 +169,11 @@ def _simulate(options: argparse.Namespace) -> int:
         each = ", ".join(f"{key} {value:g} ns" for key, value in zip("LogGO", ns, strict=True))
         print(f"# LogGOPS, one kind of message: {each}, S {model.eager_bytes} B")
     rows: list[SimulatedRow] = []
+    refused: set[str] = set()
     try:
         for p in options.ranks:
             for nbytes in sizes:
-                found = _rows(options, net, p, nbytes)
+                found = _rows(options, net, p, nbytes, refused)
                 rows += sorted(found, key=lambda row: float(row["time_us"]))
     finally:
         _print_table(rows)
@@ -225,13 +228,17 @@ def machine_of(name: str, model: str | None = None) -> Machine:
     return replace(net, values=net.values | {"model": model or net.values["model"]})
 
 
-def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Iterator[SimulatedRow]:
-    """Yield a row per algorithm."""
+def _rows(
+    options: argparse.Namespace, net: Machine, p: int, nbytes: int, refused: set[str]
+) -> Iterator[SimulatedRow]:
+    """Yield a row per algorithm; print each refusal once."""
     from unisono.core.schedules import available
 
     every, local = options.algorithm == "all", local_of(net, p)
     if every:
-        names: Sequence[str] = available(options.op, p, local=local)
+        names: Sequence[str] = [
+            *available(options.op, p, local=local), *net.reducing(options.op, p),
+        ]  # fmt: skip
     else:
         names = options.algorithm.split(",")
     for name in names:
@@ -240,7 +247,9 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
         except InvalidArgumentError as error:
             if not every:
                 raise
-            print(f"# {error.what}", flush=True)
+            if error.what not in refused:
+                print(f"# {error.what}", flush=True)
+            refused.add(error.what)
             continue
         row["published_us"] = net.published.get(nbytes, {}).get(name, {}).get(p)
         yield row
@@ -281,21 +290,14 @@ def row_of(
     options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
 ) -> SimulatedRow:
     """Run an algorithm; `shape` is the ranks, the ranks per host and the bytes."""
-    from unisono.core.schedules import build, select
     from unisono.core.schedules.ir import ROOTED
-    from unisono.core.schedules.registry import entry
     from unisono.workbench.simulate import Traffic, program_of, simulate, to_goal
     from unisono.workbench.simulate.bounds import least_us
     from unisono.workbench.simulate.evaluators import loggops
 
     p, local, nbytes = shape
     root = options.root if options.op in ROOTED else -1
-    depth = 1
-    if entry(options.op, name).pipelined:
-        # Without a depth, that of a group.
-        topology = topology_on(net, p)
-        depth = options.pipeline or select(options.op, nbytes, topology, name).pipeline
-    schedule = build(options.op, name, p, root, depth, local)
+    schedule, switched, depth = _scheduled(options, net, name, shape)
     row: SimulatedRow = {
         "ranks": p, "size_bytes": nbytes, "algorithm": name, "rounds": schedule.rounds,
         "pipeline": depth,
@@ -305,9 +307,11 @@ def row_of(
         if options.goal:
             write_text(options.goal, to_goal(program))
     factor = OPS[options.op].bus_factor(p) if options.op in OPS else 1.0
-    costs, plain_net = net.costs(name), net.network(name, p)
-    size = options.itemsize
-    bound_us = least_us(options.op, nbytes, plain_net, costs, root=root, itemsize=size)
+    costs = net.costs(name)
+    bound_us = least_us(
+        options.op, nbytes, net.network(name, p), costs, root=root, itemsize=options.itemsize,
+        switched=bool(net.reducing(options.op, p)),
+    )  # fmt: skip
 
     def timed(time_us: float) -> SimulatedRow:
         algbw = nbytes / time_us / 1000 if time_us and options.op != "barrier" else 0.0
@@ -318,7 +322,7 @@ def row_of(
     if net.values["model"] == "loggops":
         done = loggops.run(program, net.loggops(p))
         return timed(max(done.finish_ps) / 1e6) | {"exact": True, "method": "LogGOPS"}
-    schedule, network = net.in_channels(schedule, local)
+    schedule, network = (schedule, switched) if switched else net.in_channels(schedule, local)
     with working(f"{options.op}, {name}, {p} ranks, {nbytes} B"):
         result = simulate(
             schedule, nbytes, network, costs, itemsize=options.itemsize,
@@ -333,6 +337,29 @@ def row_of(
         "path": result.path, "messages": result.messages, "bytes": result.nbytes,
         "busiest_us": busiest, "exact": result.exact, "method": result.method,
     }  # fmt: skip
+
+
+def _scheduled(
+    options: argparse.Namespace, net: Machine, name: str, shape: tuple[int, int, int]
+) -> tuple[Schedule, Network | None, int]:
+    """Return a schedule, its network if switches reduce in it, and its pipeline depth."""
+    from unisono.core.schedules import build, select
+    from unisono.core.schedules.ir import ROOTED
+    from unisono.core.schedules.registry import entry, known_algorithms
+    from unisono.workbench.simulate.machines import REDUCING
+
+    p, local, nbytes = shape
+    if options.op == "all_reduce" and name in REDUCING and name not in known_algorithms():
+        if options.goal:
+            raise InvalidArgumentError(f"--goal: {name} has switches that reduce, GOAL has none")
+        return net.in_switches(name, p, nbytes, options.pipeline)
+    depth = 1
+    if entry(options.op, name).pipelined:
+        # Without a depth, that of a group.
+        topology = topology_on(net, p)
+        depth = options.pipeline or select(options.op, nbytes, topology, name).pipeline
+    root = options.root if options.op in ROOTED else -1
+    return build(options.op, name, p, root, depth, local), None, depth
 
 
 def per_host_of(p: int, hosts: int) -> int:

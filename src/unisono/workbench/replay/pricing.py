@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from unisono.core.schedules.choice.far import round_trip_class
 from unisono.core.schedules.ir import ROOTED, IntArray
 from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.workbench.replay.engine import before_of
-from unisono.workbench.replay.job import OPERATIONS, Job, JobCall
+from unisono.workbench.replay.job import MESSAGE, OPERATIONS, Job, JobCall
 from unisono.workbench.simulate import (
     Channels,
     Costs,
@@ -25,11 +26,14 @@ from unisono.workbench.simulate import (
 from unisono.workbench.simulate.channels import in_channels
 from unisono.workbench.simulate.evaluators.evaluate import all_rows
 from unisono.workbench.simulate.evaluators.links import Begin, MessagePlan, executed, plan
-from unisono.workbench.simulate.evaluators.traffic import TrafficRows
+from unisono.workbench.simulate.evaluators.traffic import MOST_BYTES, TrafficRows
+from unisono.workbench.simulate.networks import whole_ps
 
 # Rows of a call that run event by event, with ranks that begin at different times. More are run
 # once, as if all ranks began with the last.
 _MOST_ROWS = 30_000
+# Between the ranks of a call. In picoseconds more have more than 64 bits.
+_MOST_APART_PS = 10**18
 
 
 class RecordedTimes:
@@ -43,6 +47,12 @@ class RecordedTimes:
         for call, before in zip(job.calls, before_of(job), strict=True):
             free = job.calls[before].ends_ps if before >= 0 else {}
             self._begins.append({r: max(at, free.get(r, at)) for r, at in call.begins_ps.items()})
+        # Sizes of the sends that waited for a receiver which came later.
+        self._waited = {
+            call.nbytes
+            for call, then in zip(job.calls, self._begins, strict=True)
+            if call.op == MESSAGE and _outlasts(call, then)
+        }
 
     def ends(self, call: int, begins: Mapping[int, int]) -> dict[int, int]:
         """Return the recorded ends, moved by how much later the last rank begins.
@@ -61,11 +71,15 @@ class RecordedTimes:
     def sent(self, call: int, made_ps: int, asked_ps: int | None) -> int | None:
         """Return the end of a send that takes as long as the recorded one.
 
-        One that ended after its receiver had asked takes as long after both calls as that.
+        One that waited for its receiver takes as long after both calls as that. If its receiver had
+        asked before, it would wait if one of at most its size has waited.
         """
         source, target = self._calls[call].members
         then, end = self._begins[call], self._calls[call].ends_ps[source]
-        if end <= then[target]:
+        waits = _outlasts(self._calls[call], then)
+        if then[target] <= then[source]:
+            waits = min(self._waited, default=math.inf) <= self._calls[call].nbytes
+        if not waits:
             return made_ps + end - then[source]
         late = end - max(then.values())
         return None if asked_ps is None else max(made_ps, max(made_ps, asked_ps) + late)
@@ -75,6 +89,12 @@ class RecordedTimes:
         _, target = self._calls[call].members
         late = self._calls[call].ends_ps[target] - max(self._begins[call].values())
         return max(asked_ps, max(sent_ps, asked_ps) + late)
+
+
+def _outlasts(call: JobCall, then: Mapping[int, int]) -> bool:
+    """Return whether a send ended after its receiver had asked, which was after the send."""
+    source, target = call.members
+    return then[source] < then[target] < call.ends_ps[source]
 
 
 class Placed(Network):
@@ -104,7 +124,7 @@ class Placed(Network):
         """Return those of the network; slow links serve a message for longer."""
         latency, busy = super().costs(links, nbytes)
         for link, factor in self._slow.items():
-            busy = np.where(links == link, np.rint(busy * factor).astype(np.int64), busy)
+            busy = np.where(links == link, whole_ps(busy * factor), busy)
         return latency, busy
 
     def cuts(self) -> list[tuple[int, float]]:
@@ -167,6 +187,11 @@ class Simulated:
             raise InvalidArgumentError(
                 f"replay: net {net.name} is for the model loggops, expected links or alpha-beta"
             )
+        for call in job.calls:
+            if call.nbytes > MOST_BYTES:
+                raise InvalidArgumentError(
+                    f"replay: {call.name} has {call.nbytes} bytes, expected at most {MOST_BYTES}"
+                )
         self.exact = True
         self.algorithms: dict[str, set[str]] = {}
         self._job, self._net, self._size = job, net, size
@@ -181,25 +206,31 @@ class Simulated:
         members = each.members
         if len(members) == 1:
             return dict(begins)
+        base = min(begins.values())
+        if max(begins.values()) - base > _MOST_APART_PS:
+            raise InvalidArgumentError(
+                f"replay: ranks make {each.name} more than {_MOST_APART_PS // 10**12} s apart"
+            )
         key = each.op, each.nbytes, each.itemsize, each.algorithm, each.members
         if key not in self._prepared:
             self._prepared[key] = self._prepare(each)
-        kind, clock = self._prepared[key], np.array([begins[rank] for rank in members])
+        kind, clock = self._prepared[key], np.array([begins[rank] - base for rank in members])
         if kind.ends_ps is not None:
-            return dict(zip(members, (clock.max() + kind.ends_ps).tolist(), strict=True))
-        base = int(clock.min())
-        done = *key, (clock - base).tobytes()
+            ends = clock.max() + kind.ends_ps
+            return dict(zip(members, (base + end for end in ends.tolist()), strict=True))
+        done = *key, clock.tobytes()
         if done not in self._done:
             assert kind.rows is not None
             assert kind.messages is not None
-            start = np.repeat(clock - base + kind.costs.start_ps, kind.copies).tolist()
+            start = np.repeat(clock + kind.costs.start_ps, kind.copies).tolist()
             contended = self._net.values["model"] == "links"
             ran = executed(
                 kind.rows, kind.messages, kind.network, kind.costs, Begin(start),
                 contended=contended,
             )  # fmt: skip
             self._done[done] = ran.result.finish_ps.reshape(-1, kind.copies).max(axis=1)
-        return dict(zip(members, (base + self._done[done]).tolist(), strict=True))
+        ends = self._done[done]
+        return dict(zip(members, (base + end for end in ends.tolist()), strict=True))
 
     def sent(self, call: int, made_ps: int, asked_ps: int | None = None) -> int:
         """Return when the sender has done its work, for which it waits for no receiver."""

@@ -1,7 +1,7 @@
 """The least time of a collective on a network, whatever the algorithm is.
 
 Some ranks must receive bytes that others have. They share links of a known bandwidth, so the bytes
-take a time. A message over the longest route takes its latency. Switches that reduce can be faster.
+take a time. A message over the longest route takes its latency.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def least_us(
     root: int = 0,
     ranks: int = 0,
     itemsize: int = 1,
+    switched: bool = False,
 ) -> float:
     """Return a lower bound in microseconds.
 
@@ -32,6 +33,8 @@ def least_us(
       broadcast, reduce                                         n/B
       all_to_all, r ranks per group                   r (g-1)/g n/B
 
+    Where switches reduce for the ranks of a host, a rank sends n of an all_reduce.
+
     Args:
         collective: "all_reduce", "broadcast", ...
         nbytes: Size of the whole data: the vector, or all p blocks.
@@ -40,6 +43,7 @@ def least_us(
         root: The root, if there is one.
         ranks: Number of ranks; that of the network by default. `Channels` have more.
         itemsize: Bytes per element; as in `simulate`, only whole elements of equal blocks count.
+        switched: Whether switches reduce for the ranks of a host.
     """
     p = ranks or network.size
     if p == 1:
@@ -60,8 +64,9 @@ def least_us(
         if g > 1:
             part = (g - 1) / g
             factor = {
-                "all_reduce": 2 * part, "all_to_all": members * part, "broadcast": 1.0,
-                "reduce": 1.0, "scan": 0.0, "exscan": 0.0, "barrier": 0.0,
+                "all_reduce": 1.0 if switched and members == 1 else 2 * part,
+                "all_to_all": members * part, "broadcast": 1.0, "reduce": 1.0,
+                "scan": 0.0, "exscan": 0.0, "barrier": 0.0,
             }.get(collective, part)  # fmt: skip
         moving = max(moving, factor * nbytes / gbps * 1000)
     works = costs.start_ps + costs.send_ps + costs.recv_ps

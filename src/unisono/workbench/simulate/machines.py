@@ -24,6 +24,10 @@ from unisono.workbench.simulate.networks import (
     Switch,
     Torus,
 )
+from unisono.workbench.simulate.switches import Switched, nvls, slices
+
+# Of switches that reduce inside hosts; the second is for several hosts.
+REDUCING = ("nvls", "nvls_tree")
 
 _CHOICES = {
     "model": ("links", "alpha-beta", "loggops"),
@@ -44,7 +48,7 @@ _KEYS: dict[str, Any] = {
     "efficiency": 1.0, "inside_efficiency": 1.0,
     "links": [], "pod_hosts": 0, "pod_us": 0.0, "oversubscription": 1.0, "dragonfly": False,
     "routing": "adaptive",
-    "cut_through": True, "whole_ns": False, "padded": False,
+    "cut_through": True, "whole_ns": False, "padded": False, "nvls": False,
     "send_us": 0.0, "recv_us": 0.0, "start_us": 0.0,
     "copy_gbps": float("inf"), "reduce_gbps": float("inf"), "passes": 1,
     "cores": 0, "switch_us": 0.0, "agreement_bytes": 0, "message_gbps": float("inf"),
@@ -127,6 +131,43 @@ class Machine:
         channels = v["channels"]
         return in_channels(schedule, channels, local), Channels(network, channels, spec)
 
+    def reducing(self, collective: str, size: int) -> tuple[str, ...]:
+        """Return the algorithm in which switches reduce for `size` ranks, if there is one."""
+        v = self.values
+        serves = v["nvls"] and (v["topology"], collective) == ("hosts", "all_reduce")
+        if not serves or v["model"] == "loggops" or size == 1:
+            return ()
+        if size <= v["ranks_per_host"]:
+            return REDUCING[:1]
+        return () if size % v["ranks_per_host"] else REDUCING[1:]
+
+    def in_switches(
+        self, algorithm: str, size: int, nbytes: int, depth: int = 0
+    ) -> tuple[Schedule, Network, int]:
+        """Return the schedule of an algorithm of `reducing`, its network, and its slices.
+
+        Args:
+            algorithm: Its name.
+            size: Number of ranks.
+            nbytes: Size of the vector.
+            depth: Slices of a channel; 0: as NCCL.
+
+        Raises:
+            InvalidArgumentError: The machine has no such algorithm for this number of ranks.
+        """
+        network = self.network(algorithm, size)
+        if algorithm not in self.reducing("all_reduce", size) or not isinstance(network, Hosts):
+            raise InvalidArgumentError(
+                f"all_reduce ({algorithm}) on {size} ranks: net {self.name} has no switches that "
+                "reduce for them; nvls needs one host, nvls_tree several full hosts"
+            )
+        channels, hosts = self.of(algorithm)["channels"], -(-size // network.per_host)
+        depth = depth or slices(nbytes, size, hosts, channels)
+        # Of two channels of NCCL each has one of the two trees.
+        channels = channels if hosts == 1 else max(channels // 2, 1)
+        schedule = in_channels(nvls(size, depth, hosts), channels, 1)
+        return schedule, Channels(Switched(network), channels, LinkSpec()), depth
+
     def costs(self, algorithm: str) -> Costs:
         """Return what ranks do besides waiting."""
         v = self.of(algorithm)
@@ -178,10 +219,9 @@ def machine(name: str, text: str) -> Machine:
         raise InvalidArgumentError(f"{name}: algorithms has no table of keys per algorithm")
     for table in (values, *tables):
         _check(name, table)
-    if unknown := [key for key in algorithms if key not in known_algorithms()]:
-        raise UnknownNameError(
-            f"{name}: no algorithm {unknown[0]!r} (known: {', '.join(known_algorithms())})"
-        )
+    known = [*known_algorithms(), *REDUCING]
+    if unknown := [key for key in algorithms if key not in known]:
+        raise UnknownNameError(f"{name}: no algorithm {unknown[0]!r} (known: {', '.join(known)})")
     try:
         measured = {
             int(size): {a: {int(p): float(us) for p, us in row.items()} for a, row in rows.items()}

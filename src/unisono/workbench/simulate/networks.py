@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,23 @@ from unisono.core.schedules.ir import BoolArray, IntArray
 from unisono.errors import InvalidArgumentError
 
 _PS_PER_NS = 1000
+LONGEST_PS = 10**16
+"""The longest time of a message on a link: sums of hundreds have less than 64 bits."""
+
+
+def whole_ps(ps: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> IntArray:
+    """Return times rounded to whole picoseconds.
+
+    Raises:
+        InvalidArgumentError: One is longer than `LONGEST_PS`.
+    """
+    if ps.size and not ps.max() <= LONGEST_PS:
+        raise InvalidArgumentError(
+            f"a message takes {ps.max() / 1e12:g} s on a link, expected at most "
+            f"{LONGEST_PS // 10**12} s"
+        )
+    whole: IntArray = np.rint(ps).astype(np.int64)
+    return whole
 
 
 @dataclass(frozen=True)
@@ -60,9 +77,7 @@ class LinkSpec:
         if len(nbytes) > 1 and (nbytes == nbytes[0]).all():
             return np.full_like(nbytes, self.busy_ps(nbytes[:1])[0])
         ns = nbytes / self.gbps
-        if self.whole:
-            return ns.astype(np.int64) * _PS_PER_NS
-        return np.rint(ns * _PS_PER_NS).astype(np.int64)
+        return whole_ps((np.floor(ns) if self.whole else ns) * _PS_PER_NS)
 
 
 class LinkGroup(NamedTuple):

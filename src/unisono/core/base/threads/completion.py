@@ -227,15 +227,19 @@ class Pending(Completion):
         """
         return False
 
+    def _note_wait(self) -> None:
+        """Record that a caller begins to wait now, if none has before."""
+        trace, number = self.recorded
+        if number:
+            trace.recorder.note_wait(number)
+
     def wait_or_expire(self, limit: Deadline | None) -> bool:
         """Wait until done, at most until its own deadline; return False if `limit` comes first.
 
         Raises:
             UsageError: The calling thread runs the call, and would wait for itself for ever.
         """
-        trace, number = self.recorded
-        if number:
-            trace.recorder.note_wait(number)
+        self._note_wait()
         if self._done:
             return True
         self.require_other_thread()

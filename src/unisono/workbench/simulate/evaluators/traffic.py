@@ -26,6 +26,9 @@ from unisono.errors import InvalidArgumentError
 
 SEND, RECV, WORK = 0, 1, 2
 
+# Sums of more bytes, and their times, have more than 64 bits.
+MOST_BYTES = 1 << 50
+
 # Bytes, below DEFAULT_MMAP_THRESHOLD_MAX of glibc, which is 32 MiB.
 _LARGEST_MAP = 31 << 20
 
@@ -89,13 +92,13 @@ class Traffic:
         """Compute the bounds of all chunks in bytes.
 
         Raises:
-            InvalidArgumentError: A size is negative, or no multiple of the elements.
+            InvalidArgumentError: A size is negative or too large.
         """
         schedule = self.schedule
-        if self.nbytes < 0 or self.itemsize < 1:
+        if not 0 <= self.nbytes <= MOST_BYTES or self.itemsize < 1:
             raise InvalidArgumentError(
                 f"simulate {schedule.collective}: {self.nbytes} bytes of elements of "
-                f"{self.itemsize} bytes, expected 0 or more of 1 or more"
+                f"{self.itemsize} bytes, expected 0 or more of 1 or more, and at most {MOST_BYTES}"
             )
         count = self.nbytes // self.itemsize
         if self.padded:
