@@ -255,12 +255,9 @@ def test_a_sum_beyond_64_bits_is_an_error_and_changes_nothing(rank, name):
 
 def test_an_offer_is_taken_back_from_a_rank_that_has_given_up():
     # Rank 1 gives up after rank 0 has chosen it, and before rank 0 has set the turn.
-    cells = [counters._Cells.__new__(counters._Cells) for _ in range(3)]
     memory = np.zeros(5, np.int64)
     part = WindowPart(np.zeros((3, 64), np.uint8), memory, dtype_of_numpy(memory.dtype))
-    for me, each in enumerate(cells):
-        each.me, each.size, each._part, each._is_crowded = me, 3, part, True
-    turns = [counters._MemoryTurn(each) for each in cells]
+    turns = [counters._MemoryTurn(counters._Cells(me, 3, part)) for me in range(3)]
     for turn in turns:
         turn.ask()
     assert turns[0].wait(0)

@@ -13,7 +13,6 @@ import numpy as np
 
 from unisono.beyond.windows.memory import shared_part
 from unisono.core.base.deadline import Deadline, Timeout
-from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import require_group
 from unisono.core.platform.machine import usable_cores
 from unisono.core.stores import PrefixStore, Store
@@ -43,20 +42,19 @@ class _Cells:
     Every change is an atomic exchange, so that it publishes what the rank has written before.
     """
 
-    def __init__(self, group: ProcessGroup, part: Any) -> None:
-        self.me, self.size = group.rank(), group.size()
-        self._part = part
-        self._is_crowded = self.size > usable_cores()
+    def __init__(self, me: int, size: int, part: Any) -> None:
+        self.me, self.size, self.part = me, size, part
+        self.is_crowded = size > usable_cores()
 
     def read(self, at: int, count: int = 1) -> list[int]:
         found = np.empty(count, np.int64)
-        self._part.get(found, at)
+        self.part.get(found, at)
         return found.tolist()
 
     def swap(self, at: int, expected: int, desired: int) -> bool:
         """Set a cell if it is `expected`; return whether it was."""
         cell = np.array([expected], np.int64)
-        self._part.compare_and_swap(cell, np.array([desired], np.int64), at)
+        self.part.compare_and_swap(cell, np.array([desired], np.int64), at)
         return bool(cell[0] == expected)
 
     def add(self, at: int, n: int) -> int:
@@ -65,17 +63,6 @@ class _Cells:
             if self.swap(at, before, after):
                 return after
         raise StoreKeyError(f"a counter at {before}: the sum {after} does not fit into 64 bits")
-
-    def signal(self, rank: int) -> None:
-        self._part.signal(rank)
-
-    def signals(self) -> int:
-        """Return how often this rank was signalled."""
-        return int(self._part.signals(self.me))
-
-    def wait(self, signals: int, limit_s: float) -> None:
-        """Wait until this rank was signalled more often than `signals`, but not for long."""
-        self._part.wait_signal(self.me, signals, limit_s, self._is_crowded)
 
 
 class _Named:
@@ -92,7 +79,7 @@ class _Named:
             pg.counts[kind] += 1
             pg.agree(f"{kind}({settings})")
             if (part := shared_part(pg, kind, cells)) is not None:
-                self._cells = _Cells(pg, part)
+                self._cells = _Cells(pg.rank(), pg.size(), part)
 
     def _check_open(self) -> None:
         if not self._group.backends:
@@ -248,7 +235,7 @@ class Lock(_Named):
             peers = (pg.ranks[rank],)
             holder = f"rank {peers[0]}"
             reason = next(iter(pg.backends.values())).lost(rank)
-            if reason is not None and turn.has_passed(rank):
+            if reason is not None and turn.holder()[0] != rank:
                 return  # it has passed the lock on before it left
         context = Context(rank=me, group=pg.name, op="acquire", peers=peers, usable=True)
         if reason is not None:
@@ -277,7 +264,7 @@ class _StoreTurn:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._ticket, self._serving = store.add("next", 1) - 1, 0
+        self._ticket = store.add("next", 1) - 1
 
     def ask(self) -> None:
         self._store.set(f"rank/{self._ticket}", str(self._rank))
@@ -294,12 +281,10 @@ class _StoreTurn:
 
     def holder(self) -> tuple[int, str]:
         """Return the rank that has its turn, -1 if it is not known, and words for it."""
-        self._serving = self._store.add("serving", 0)
-        return self._rank_of(self._serving), f"the rank with ticket {self._serving}"
-
-    def has_passed(self, rank: int) -> bool:
-        """Return whether the rank that `holder` has returned has passed the turn on."""
-        return self._rank_of(self._serving) < 0
+        ticket = self._store.add("serving", 0)
+        # Stores nothing if there is no value.
+        rank = int(self._store.compare_set(f"rank/{ticket}", "-1", "-1"))
+        return rank, f"the rank with ticket {ticket}"
 
     def give_up(self) -> None:
         ticket, store = self._ticket, self._store
@@ -317,10 +302,6 @@ class _StoreTurn:
             # Last: if this rank is killed here, the other ranks can still name it.
             store.delete_key(f"rank/{ticket}")
             ticket += 1
-
-    def _rank_of(self, ticket: int) -> int:
-        # -1 if it is not written yet, or deleted already. Stores nothing if there is no value.
-        return int(self._store.compare_set(f"rank/{ticket}", "-1", "-1"))
 
 
 # Cells of a lock: how many tickets were drawn; whose turn it is; and for each rank the ticket with
@@ -345,12 +326,13 @@ class _MemoryTurn:
     def wait(self, limit_s: float) -> bool:
         """Wait for the turn, but not for long; return whether it has come."""
         cells = self._cells
-        signals = cells.signals()
+        signals = cells.part.signals(cells.me)
         # Again in each wait, because a rank may have set the lock free without seeing this one.
         if cells.swap(_TURN, 0, -self._mine):
             self.pass_on()
         if not self._take():
-            cells.wait(signals, min(_CHECK_MEMORY_S, limit_s))
+            limit_s = min(_CHECK_MEMORY_S, limit_s)
+            cells.part.wait_signal(cells.me, signals, limit_s, cells.is_crowded)
             if not self._take():
                 return False
         self._set_ask(0)
@@ -362,10 +344,6 @@ class _MemoryTurn:
     def holder(self) -> tuple[int, str]:
         """Return the rank that has its turn, -1 if none has, and words for it."""
         return abs(self._cells.read(_TURN)[0]) - 1, "no rank"
-
-    def has_passed(self, rank: int) -> bool:
-        """Return whether the rank that `holder` has returned has passed the turn on."""
-        return self.holder()[0] != rank
 
     def give_up(self) -> None:
         self._set_ask(0)
@@ -386,7 +364,7 @@ class _MemoryTurn:
                 continue
             ticket, rank = min(asks)
             cells.swap(_TURN, held, rank + 1)
-            cells.signal(rank)
+            cells.part.signal(rank)
             # A rank that has given up meanwhile does not take it.
             is_asking = cells.read(_ASKS + rank)[0] == ticket
             if is_asking or not cells.swap(_TURN, rank + 1, held):

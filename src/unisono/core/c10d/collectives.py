@@ -22,8 +22,9 @@ from unisono.core.base.types import Array, Arrays, Function, ReduceOp
 from unisono.core.c10d.arguments import reporting_bad_arguments, root_of
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group
+from unisono.core.operations.c10d_methods import rows_of
 from unisono.core.operations.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
-from unisono.core.operations.methods import in_cpp, rows_of
+from unisono.core.operations.methods import in_cpp
 from unisono.core.operations.work import Future, Work
 
 

@@ -5,8 +5,7 @@ of its function describes it, if it has a function. Other code uses the rows:
 
     core/operations/dispatch.py        kernels of devices
     core/operations/c10d_methods.py    c10d's forms of the methods
-    in_cpp                    calls that C++ runs
-    core/c10d/coalescing.py        calls that a block records
+    core/c10d/coalescing.py            calls that a block records
     adapters/torch/operations.py       methods of torch's process group
 
 A new operation needs:
@@ -34,12 +33,7 @@ from unisono.core.base.integers import as_flag, as_integer, as_splits
 from unisono.core.base.seam import cpp
 from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.base.types import Array, Arrays, Function, ReduceOp, as_reduce_op
-from unisono.core.operations.c10d_methods import (
-    GatherOptions,
-    call_c10d_form,
-    refusing,
-    test_of_form,
-)
+from unisono.core.operations.c10d_methods import call_c10d_form, gather_rows, test_of_form
 from unisono.core.operations.dispatch import dispatcher
 from unisono.core.operations.hooks import Hooked
 from unisono.core.operations.keywords import SHARED, How, check_keywords
@@ -56,16 +50,7 @@ from unisono.errors import (
     UnsupportedError,
 )
 
-__all__ = [
-    "OPS",
-    "OpSchema",
-    "Operations",
-    "in_cpp",
-    "list_on_root",
-    "one_each",
-    "rows_of",
-    "schema_of",
-]
+__all__ = ["OPS", "OpSchema", "Operations", "in_cpp", "list_on_root", "one_each", "schema_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,15 +99,6 @@ def _form(operation: Callable[..., Work], name: str) -> Callable[..., Work]:
     method.__name__ = name
     method.__doc__ = f"`{row.name}` in c10d's forms; asynchronous unless `asyncOp` is False."
     return method
-
-
-def _gather_rows(group: Operations, output: Any, input: Array, opts: Any = None) -> Work:
-    """`unisono.gather_into_tensor` in c10d's form; asynchronous unless `asyncOp` is False."""
-    options = GatherOptions() if opts is None else opts
-    with refusing(group, OPS["gather"], (output, input)):
-        is_root = options.rootRank == group.rank()
-        outputs = [rows_of(output, group.size())] if is_root else []
-    return group.gather(outputs, [input], options)
 
 
 class Operations(Hooked):
@@ -483,10 +459,10 @@ class Operations(Hooked):
     reduce_scatter_single_coalesced = _form(
         reduce_scatter_tensor_coalesced, "reduce_scatter_single_coalesced"
     )
+    gather_single = gather_into_tensor = gather_rows
     alltoall = _form(all_to_all, "alltoall")
     alltoall_base = _form(all_to_all_single, "alltoall_base")
     recv_anysource = _form(recv_any_source, "recv_anysource")
-    gather_single = gather_into_tensor = _gather_rows
 
     # ---- what all calls have in common ------------------------------------------------------
 
@@ -641,20 +617,6 @@ def list_on_root(group: Operations, tensors: Any, root: int, name: str) -> None:
         raise InvalidArgumentError(f"{name} is required on the root, which is this rank")
     else:
         one_each(group, tensors, name)
-
-
-def rows_of(array: Any, count: int) -> list[Any]:
-    """Return `count` equal parts of an array along its first dimension; they share its memory."""
-    if not getattr(array, "shape", ()):
-        raise ArgumentTypeError(
-            f"output_tensor must be an array with rows, got {type(array).__name__}"
-        )
-    rows, rest = divmod(array.shape[0], count)
-    if rest:
-        raise InvalidArgumentError(
-            f"output_tensor has {array.shape[0]} rows, which {count} ranks cannot share equally"
-        )
-    return [array[rows * part : rows * (part + 1)] for part in range(count)]
 
 
 def _member(group: Operations, rank: Any, what: str) -> int:
