@@ -2,11 +2,15 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable, fails, wait_until
 from tests.support.together import on_threads
+from unisono.beyond import counters
+from unisono.beyond.windows.part import WindowPart
+from unisono.core.base.types import dtype_of_numpy
 from unisono.core.groups.world import World, use
 from unisono.errors import (
     ArgumentTypeError,
@@ -15,10 +19,15 @@ from unisono.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
     PeerLostError,
+    StoreKeyError,
     UsageError,
 )
 
 COUNT = 400
+
+
+NAMES = pytest.mark.parametrize("name", ["a", None], ids=["store", "memory"])
+"""Without a name a lock of ranks of one host is in shared memory."""
 
 
 def drawn(counter, end):
@@ -101,9 +110,10 @@ def test_a_new_world_over_the_same_store_begins_anew(kind, tmp_path):
         store.close()
 
 
+@NAMES
 @pytest.mark.ranks(1, 4, kind="both")
-def test_one_rank_at_a_time_holds_the_lock(rank):
-    store, lock = dist.group.WORLD.get_group_store(), dist.Lock()
+def test_one_rank_at_a_time_holds_the_lock(rank, name):
+    store, lock = dist.group.WORLD.get_group_store(), dist.Lock(name=name)
     store.compare_set("sum", "", "0")
     for _ in range(25):
         with lock:
@@ -115,12 +125,14 @@ def test_one_rank_at_a_time_holds_the_lock(rank):
 
 def asked(lock):
     """Return how many times any rank has asked for a lock."""
-    return lock._store.add("next", 0)
+    cells = lock._cells
+    return lock._store.add("next", 0) if cells is None else cells.read(counters._DRAWN)[0]
 
 
+@NAMES
 @pytest.mark.ranks(4, kind="both")
-def test_the_ranks_get_the_lock_in_the_order_in_which_they_ask(rank):
-    store, lock = dist.group.WORLD.get_group_store(), dist.Lock(name="a")
+def test_the_ranks_get_the_lock_in_the_order_in_which_they_ask(rank, name):
+    store, lock = dist.group.WORLD.get_group_store(), dist.Lock(name=name)
     for turn in range(3):
         order = [(turn + i) % 4 for i in range(4)]
         place, end = 4 * turn + order.index(rank), 4 * turn + 4
@@ -133,14 +145,15 @@ def test_the_ranks_get_the_lock_in_the_order_in_which_they_ask(rank):
         assert store.get(f"order {turn}").split() == [b"%d" % r for r in order]
 
 
+@NAMES
 @pytest.mark.ranks(3, kind="both")
-def test_a_rank_that_gives_up_is_passed_over_and_names_the_holder(rank):
-    lock, pair = dist.Lock(name="a"), dist.new_group([0, 1])
+def test_a_rank_that_gives_up_is_passed_over_and_names_the_holder(rank, name):
+    lock, pair = dist.Lock(name=name), dist.new_group([0, 1])
     if rank == 0:
         lock.acquire()
     dist.barrier()
     if rank == 1:
-        start = "acquire of Lock 'a' of group 'default' timed out after 50 ms on rank 1: rank 0"
+        start = f"acquire of {lock!r} timed out after 50 ms on rank 1: rank 0 holds it"
         with fails(CollectiveTimeoutError, start) as caught:
             lock.acquire(timeout=0.05)
         assert caught.value.context.peers == (0,)
@@ -161,15 +174,16 @@ def test_a_rank_that_gives_up_is_passed_over_and_names_the_holder(rank):
     check_usable()
 
 
+@NAMES
 @pytest.mark.ranks(3, kind="both")
-def test_a_rank_that_leaves_with_the_lock_is_named(rank):
-    lock = dist.Lock(name="a")
+def test_a_rank_that_leaves_with_the_lock_is_named(rank, name):
+    lock = dist.Lock(name=name)
     if rank == 2:
         lock.acquire()
     dist.barrier()
     if rank == 2:
         dist.destroy_process_group()
-        with fails(ClosedError, "Lock 'a' of group 'default', which was destroyed"):
+        with fails(ClosedError, f"{lock!r}, which was destroyed"):
             lock.release()
         return
     with fails(PeerLostError, f"failed on rank {rank}: rank 2, whose turn it is, was lost") as lost:
@@ -177,9 +191,10 @@ def test_a_rank_that_leaves_with_the_lock_is_named(rank):
     assert lost.value.context.peers == (2,)
 
 
+@NAMES
 @pytest.mark.ranks(2, kind="threads")
-def test_a_rank_that_releases_the_lock_and_leaves_is_not_blamed(rank):
-    store, lock = dist.group.WORLD.get_group_store(), dist.Lock(name="a")
+def test_a_rank_that_releases_the_lock_and_leaves_is_not_blamed(rank, name):
+    store, lock = dist.group.WORLD.get_group_store(), dist.Lock(name=name)
     if rank == 0:
         lock.acquire()
     dist.barrier()
@@ -200,6 +215,65 @@ def test_a_rank_that_releases_the_lock_and_leaves_is_not_blamed(rank):
     backend.lost = after_it_has_left
     with lock:
         assert store.check(["holder is read"])
+
+
+@pytest.mark.ranks(2, kind="processes")
+@pytest.mark.parametrize("shares", ["1", "0"])
+def test_without_a_name_it_is_in_memory_that_all_ranks_share(rank, monkeypatch, shares):
+    one, two = dist.Counter(), dist.Counter(name="a")
+    native = dist.group.WORLD.backends["cpu"].comm.transport.hosts[0]
+    assert (one._cells is None) == (not native)
+    assert two._cells is None
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", shares)
+    lock = dist.Lock()
+    assert (lock._cells is None) == (not native or shares == "0")
+    with lock:
+        mine = one.fetch_add(2)
+    assert gathered([mine]) == [0, 2]
+    # As in the store, a member that is gone takes nothing along.
+    dist.barrier()
+    if rank == 0:
+        dist.destroy_process_group()
+    else:
+        lost = dist.group.WORLD.backends["cpu"].lost
+        assert wait_until(lambda: lost(0) is not None)
+        assert one.fetch_add() == 4
+
+
+@pytest.mark.ranks(2, kind="threads")
+@pytest.mark.parametrize("name", ["a", None])
+def test_a_sum_beyond_64_bits_is_an_error_and_changes_nothing(rank, name):
+    counter, most = dist.Counter(name=name, start=7), 2**63 - 1
+    if rank == 0:
+        assert counter.fetch_add(most) == 7
+        with fails(StoreKeyError, f"the sum {most + 1} does not fit into 64 bits"):
+            counter.fetch_add()
+    dist.barrier()
+    assert counter.value() == most + 7
+    dist.barrier()
+
+
+def test_an_offer_is_taken_back_from_a_rank_that_has_given_up():
+    # Rank 1 gives up after rank 0 has chosen it, and before rank 0 has set the turn.
+    memory = np.zeros(5, np.int64)
+    part = WindowPart(np.zeros((3, 64), np.uint8), memory, dtype_of_numpy(memory.dtype))
+    turns = [counters._MemoryTurn(counters._Cells(me, 3, part)) for me in range(3)]
+    for turn in turns:
+        turn.ask()
+    assert turns[0].wait(0)
+    signal = part.signal
+
+    def signal_too_late(rank):
+        signal(rank)
+        if rank == 1:
+            memory[counters._ASKS + 1] = 0
+
+    part.signal = signal_too_late
+    turns[0].pass_on()
+    assert not turns[1].wait(0)
+    assert turns[2].wait(0)
+    turns[2].pass_on()
+    assert memory.tolist() == [3, 0, 0, 0, 0]
 
 
 @pytest.mark.ranks(2, kind="threads")

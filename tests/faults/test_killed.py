@@ -22,7 +22,9 @@ from tests.faults.fault_calls import (
     store,
     wait_for_count,
 )
+from tests.support.calls import wait_until
 from tests.support.lateness import best_s
+from unisono.beyond import counters
 from unisono.testing import run
 
 ANY_SOURCE = "recv from any"
@@ -82,16 +84,20 @@ def kill_inside(rank, folder, victim, moment, count):
     return caught, right, after
 
 
-def kill_with_lock(rank, waiting):
+def kill_with_lock(rank, waiting, name):
     """Kill rank 1 while it holds a lock, or waits for it; return the errors of the other ranks."""
-    lock = dist.Lock(name="a")
+    lock = dist.Lock(name=name)
     if rank == 1:
         store().set("pid", str(os.getpid()))
     if rank == (0 if waiting else 1):
         lock.acquire()
     dist.barrier()
     if waiting and rank != 1:
-        lock._store.wait(["rank/1"], 60.0)  # rank 1 waits with ticket 1
+        cells = lock._cells
+        if cells is None:
+            lock._store.wait(["rank/1"], 60.0)  # rank 1 waits with ticket 1
+        else:
+            assert wait_until(lambda: cells.read(counters._DRAWN)[0] == 2)
     if rank == 0:
         os.kill(int(store().get("pid")), signal.SIGKILL)
         if waiting:
@@ -146,12 +152,15 @@ def test_sub_group_hears_of_a_killed_rank(tmp_path):
 
 
 @pytest.mark.parametrize("waiting", [False, True])
-def test_killed_with_a_lock(waiting):
-    results = run(kill_with_lock, 3, ranks="processes", args=(waiting,), dead={1})
+@pytest.mark.parametrize("name", ["a", None], ids=["store", "memory"])
+def test_killed_with_a_lock(waiting, name):
+    results = run(kill_with_lock, 3, ranks="processes", args=(waiting, name), dead={1})
     for rank in (0, 2):
         caught = results[rank]
         assert (caught.kind, caught.peers, caught.usable) == ("PeerLostError", (1,), True)
-        start = f"acquire of Lock 'a' of group 'default' failed on rank {rank}: rank 1, whose turn"
+        start = (
+            f"acquire of Lock {name or 0!r} of group 'default' failed on rank {rank}: rank 1, whose"
+        )
         assert caught.text.startswith(start)
         assert caught.took_s < BUSY_S
 

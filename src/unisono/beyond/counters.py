@@ -1,17 +1,22 @@
-"""Counters and locks that the ranks of a group share, on the store of the group.
+"""Counters and locks that the ranks of a group share.
 
-Both need only the store: the ranks that use them make no call together, and the other ranks may do
-anything else meanwhile.
+Those with a name are in the store of the group: the ranks that use them make no call together, and
+the other ranks may do anything else meanwhile. Those without a name, which all ranks make together,
+are in shared memory if the group has one host and C++.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from unisono.beyond.windows.memory import shared_part
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.groups.world import require_group
+from unisono.core.platform.machine import usable_cores
 from unisono.core.stores import PrefixStore, Store
-from unisono.core.stores.api import check_integer
+from unisono.core.stores.api import INT64_MAX, INT64_MIN, check_integer
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -19,6 +24,7 @@ from unisono.errors import (
     Context,
     InvalidArgumentError,
     PeerLostError,
+    StoreKeyError,
     StoreTimeoutError,
     UsageError,
 )
@@ -26,25 +32,62 @@ from unisono.errors import (
 # Seconds between two checks of a rank that waits for a lock whether the holder is alive. A smaller
 # value costs requests to the store; a larger value delays the report of a lost holder.
 _CHECK_S = 0.5
+# The same in shared memory, where a check costs no request.
+_CHECK_MEMORY_S = 0.02
+
+
+class _Cells:
+    """Integers of 64 bits that all ranks of a group map, and a signal for each rank.
+
+    Every change is an atomic exchange, so that it publishes what the rank has written before.
+    """
+
+    def __init__(self, me: int, size: int, part: Any) -> None:
+        self.me, self.size, self.part = me, size, part
+        self.is_crowded = size > usable_cores()
+
+    def read(self, at: int, count: int = 1) -> list[int]:
+        found = np.empty(count, np.int64)
+        self.part.get(found, at)
+        return found.tolist()
+
+    def swap(self, at: int, expected: int, desired: int) -> bool:
+        """Set a cell if it is `expected`; return whether it was."""
+        cell = np.array([expected], np.int64)
+        self.part.compare_and_swap(cell, np.array([desired], np.int64), at)
+        return bool(cell[0] == expected)
+
+    def add(self, at: int, n: int) -> int:
+        """Add to a cell, and return the sum."""
+        while INT64_MIN <= (after := (before := self.read(at)[0]) + n) <= INT64_MAX:
+            if self.swap(at, before, after):
+                return after
+        raise StoreKeyError(f"a counter at {before}: the sum {after} does not fit into 64 bits")
 
 
 class _Named:
-    """Keys in the store of a group that its members find by a name."""
+    """Keys in the store of a group that its members find by a name, or cells without a name."""
 
-    def __init__(self, group: Any, name: str | None, settings: str) -> None:
+    def __init__(self, group: Any, name: str | None, settings: str, cells: int = 1) -> None:
         self._group = pg = require_group(group)
         kind = type(self).__name__
         if name is not None and not isinstance(name, str):
             raise ArgumentTypeError(f"{kind}: name must be str, got {type(name).__name__}")
         self.name: str | int = name if name is not None else pg.counts[kind]
+        self._cells: _Cells | None = None
         if name is None:
             pg.counts[kind] += 1
             pg.agree(f"{kind}({settings})")
+            if (part := shared_part(pg, kind, cells)) is not None:
+                self._cells = _Cells(pg.rank(), pg.size(), part)
+
+    def _check_open(self) -> None:
+        if not self._group.backends:
+            raise ClosedError(f"{self!r}, which was destroyed")
 
     @property
     def _store(self) -> Store:
-        if not self._group.backends:
-            raise ClosedError(f"{self!r}, which was destroyed")
+        self._check_open()
         key = f"{self.name}" if isinstance(self.name, int) else f"named/{self.name}"
         return PrefixStore(f"{type(self).__name__}/{key}", self._group.store)
 
@@ -74,13 +117,16 @@ class Counter(_Named):
         CollectiveMismatchError: Without a name, if members make different calls.
 
     Cost:
-        One request to the store for each call. All ranks of one host together draw about 20,000
-        values per second from a TCPStore, and 5,000 from a FileStore, which mpiexec's ranks use.
+        With a name, or if the group has several hosts: one request to the store for each call. All
+        ranks of one host together draw about 20,000 values per second from a TCPStore, and 5,000
+        from a FileStore, which mpiexec's ranks use. Else 3 us, in shared memory.
     """
 
     def __init__(self, group: Any = None, name: str | None = None, start: int = 0) -> None:
         self._start = check_integer(start, "start")
         super().__init__(group, name, f"start={self._start}")
+        if self._cells is not None:
+            return
         mine = str(self._start)
         given = self._store.compare_set("start", "", mine).decode()
         if given != mine:
@@ -92,9 +138,12 @@ class Counter(_Named):
         Raises:
             ArgumentTypeError: `n` is not an int.
             ClosedError: The group was destroyed.
-            StoreError: The store cannot be reached.
+            StoreError: The store cannot be reached, or the sum of all `n` leaves 64 bits.
         """
         n = check_integer(n, "n")
+        if self._cells is not None:
+            self._check_open()
+            return self._start + self._cells.add(0, n) - n
         return self._start + self._store.add("value", n) - n
 
     def value(self) -> int:
@@ -126,8 +175,9 @@ class Lock(_Named):
     """
 
     def __init__(self, group: Any = None, name: str | None = None) -> None:
-        super().__init__(group, name, "")
-        self._ticket: int | None = None
+        pg = require_group(group)
+        super().__init__(pg, name, "", cells=_ASKS + pg.size())
+        self._turn: _StoreTurn | _MemoryTurn | None = None
 
     def acquire(self, timeout: Timeout | None = None) -> None:
         """Wait until all ranks that asked before have released the lock, and take it.
@@ -143,23 +193,25 @@ class Lock(_Named):
             ClosedError: The group was destroyed.
         """
         deadline = Deadline(self._group.timeout_s if timeout is None else timeout)
-        if self._ticket is not None:
+        if self._turn is not None:
             raise UsageError(
                 f"acquire: this rank holds {self!r} already",
                 hint="give each thread a Lock object of its own",
             )
-        store = self._store
-        ticket = store.add("next", 1) - 1
+        self._check_open()
+        turn: _StoreTurn | _MemoryTurn
+        if self._cells is not None:
+            turn = _MemoryTurn(self._cells)
+        else:
+            turn = _StoreTurn(self._store, self._group.rank())
         try:
-            store.set(f"rank/{ticket}", str(self._group.rank()))
-            # Ticket 0 has its turn at once, because no release is before it.
-            while ticket and not self._wait_for_turn(store, ticket, deadline):
-                self._check_holder(store, deadline)
+            turn.ask()
+            while not turn.wait(deadline.remaining()):
+                self._check_holder(turn, deadline)
         except BaseException:
-            if not ticket or store.compare_set(f"turn/{ticket}", "", "gone") != b"gone":
-                _pass_on(store, ticket)  # the turn has come meanwhile
+            turn.give_up()
             raise
-        self._ticket = ticket
+        self._turn = turn
 
     def release(self) -> None:
         """Pass the lock on to the rank that has waited longest.
@@ -168,30 +220,22 @@ class Lock(_Named):
             UsageError: This object does not hold the lock.
             ClosedError: The group was destroyed.
         """
-        if self._ticket is None:
+        if self._turn is None:
             raise UsageError(f"release: this rank does not hold {self!r}")
-        ticket, self._ticket = self._ticket, None
-        _pass_on(self._store, ticket)
+        turn, self._turn = self._turn, None
+        self._check_open()
+        turn.pass_on()
 
-    def _wait_for_turn(self, store: Store, ticket: int, deadline: Deadline) -> bool:
-        """Wait for the turn of a ticket, but not for long; return whether it has come."""
-        try:
-            store.wait([f"turn/{ticket}"], min(_CHECK_S, deadline.remaining()))
-        except StoreTimeoutError:
-            return False
-        return True
-
-    def _check_holder(self, store: Store, deadline: Deadline) -> None:
+    def _check_holder(self, turn: _StoreTurn | _MemoryTurn, deadline: Deadline) -> None:
         """Raise an error if the time is over, or if the rank that has its turn is lost."""
-        pg, ticket = self._group, store.add("serving", 0)
-        me, holder, reason = pg.ranks[pg.rank()], f"the rank with ticket {ticket}", None
+        pg = self._group
+        me, (rank, holder), reason = pg.ranks[pg.rank()], turn.holder(), None
         peers: tuple[int, ...] = ()
-        rank = _rank_with(store, ticket)
         if rank >= 0:
             peers = (pg.ranks[rank],)
             holder = f"rank {peers[0]}"
             reason = next(iter(pg.backends.values())).lost(rank)
-            if reason is not None and _rank_with(store, ticket) < 0:
+            if reason is not None and turn.holder()[0] != rank:
                 return  # it has passed the lock on before it left
         context = Context(rank=me, group=pg.name, op="acquire", peers=peers, usable=True)
         if reason is not None:
@@ -215,20 +259,120 @@ class Lock(_Named):
         self.release()
 
 
-def _rank_with(store: Store, ticket: int) -> int:
-    """Return the rank that has a ticket; -1 if it is not written yet, or deleted already."""
-    # Stores nothing if there is no value.
-    return int(store.compare_set(f"rank/{ticket}", "-1", "-1"))
+class _StoreTurn:
+    """The turn of a rank at a lock in a store: the ranks draw tickets."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._ticket = store.add("next", 1) - 1
+
+    def ask(self) -> None:
+        self._store.set(f"rank/{self._ticket}", str(self._rank))
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for the turn, but not for long; return whether it has come."""
+        if not self._ticket:
+            return True  # at once, because no release is before it
+        try:
+            self._store.wait([f"turn/{self._ticket}"], min(_CHECK_S, limit_s))
+        except StoreTimeoutError:
+            return False
+        return True
+
+    def holder(self) -> tuple[int, str]:
+        """Return the rank that has its turn, -1 if it is not known, and words for it."""
+        ticket = self._store.add("serving", 0)
+        # Stores nothing if there is no value.
+        rank = int(self._store.compare_set(f"rank/{ticket}", "-1", "-1"))
+        return rank, f"the rank with ticket {ticket}"
+
+    def give_up(self) -> None:
+        ticket, store = self._ticket, self._store
+        if not ticket or store.compare_set(f"turn/{ticket}", "", "gone") != b"gone":
+            self.pass_on()  # the turn has come meanwhile
+
+    def pass_on(self) -> None:
+        """Give the turn to the first later ticket whose rank has not given up."""
+        given, ticket, store = b"", self._ticket, self._store
+        while given != b"given":
+            given = store.compare_set(f"turn/{ticket + 1}", "", "given")
+            # A sum, because the next rank may pass the lock on before this line.
+            store.add("serving", 1)
+            store.delete_key(f"turn/{ticket}")
+            # Last: if this rank is killed here, the other ranks can still name it.
+            store.delete_key(f"rank/{ticket}")
+            ticket += 1
 
 
-def _pass_on(store: Store, ticket: int) -> None:
-    """Give the turn to the first later ticket whose rank has not given up."""
-    given = b""
-    while given != b"given":
-        given = store.compare_set(f"turn/{ticket + 1}", "", "given")
-        # A sum, because the next rank may pass the lock on before this line.
-        store.add("serving", 1)
-        store.delete_key(f"turn/{ticket}")
-        # Last: if this rank is killed here, the other ranks can still name it.
-        store.delete_key(f"rank/{ticket}")
-        ticket += 1
+# Cells of a lock: how many tickets were drawn; whose turn it is; and for each rank the ticket with
+# which it waits, 0 if it does not. The turn is 0 if the lock is free, rank + 1 if it is offered to
+# a rank, and -(rank + 1) if the rank has taken it.
+_DRAWN, _TURN, _ASKS = 0, 1, 2
+
+
+class _MemoryTurn:
+    """The turn of a rank at a lock in shared memory."""
+
+    def __init__(self, cells: _Cells) -> None:
+        self._cells, self._mine = cells, cells.me + 1
+
+    def ask(self) -> None:
+        cells, drawn = self._cells, -1
+        while drawn < 0 or not cells.swap(_DRAWN, drawn, drawn + 1):
+            drawn = cells.read(_DRAWN)[0]
+            # Before it is drawn: no later ticket may be served while this one is not seen.
+            self._set_ask(drawn + 1)
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for the turn, but not for long; return whether it has come."""
+        cells = self._cells
+        signals = cells.part.signals(cells.me)
+        # Again in each wait, because a rank may have set the lock free without seeing this one.
+        if cells.swap(_TURN, 0, -self._mine):
+            self.pass_on()
+        if not self._take():
+            limit_s = min(_CHECK_MEMORY_S, limit_s)
+            cells.part.wait_signal(cells.me, signals, limit_s, cells.is_crowded)
+            if not self._take():
+                return False
+        self._set_ask(0)
+        return True
+
+    def _take(self) -> bool:
+        return self._cells.swap(_TURN, self._mine, -self._mine)
+
+    def holder(self) -> tuple[int, str]:
+        """Return the rank that has its turn, -1 if none has, and words for it."""
+        return abs(self._cells.read(_TURN)[0]) - 1, "no rank"
+
+    def give_up(self) -> None:
+        self._set_ask(0)
+        self._take()
+        if self._cells.read(_TURN)[0] == -self._mine:
+            self.pass_on()  # the turn has come meanwhile
+
+    def pass_on(self) -> None:
+        """Offer the turn, which this rank has taken, to the rank with the lowest ticket."""
+        cells, held = self._cells, -self._mine
+        while True:
+            asks = [(ticket, rank) for rank, ticket in enumerate(self._asks()) if ticket]
+            if not asks:
+                cells.swap(_TURN, held, 0)
+                # A rank that has asked meanwhile has seen that the turn was taken.
+                if not any(self._asks()) or not cells.swap(_TURN, 0, held):
+                    return
+                continue
+            ticket, rank = min(asks)
+            cells.swap(_TURN, held, rank + 1)
+            cells.part.signal(rank)
+            # A rank that has given up meanwhile does not take it.
+            is_asking = cells.read(_ASKS + rank)[0] == ticket
+            if is_asking or not cells.swap(_TURN, rank + 1, held):
+                return
+
+    def _set_ask(self, ticket: int) -> None:
+        at = _ASKS + self._cells.me
+        self._cells.swap(at, self._cells.read(at)[0], ticket)
+
+    def _asks(self) -> list[int]:
+        return self._cells.read(_ASKS, self._cells.size)

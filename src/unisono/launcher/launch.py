@@ -103,9 +103,7 @@ def launched(
         original.add_note(f"raised on rank {rank} of {nprocs}")
         raise original from failure
     finally:
-        for process in context.processes:
-            if process.exitcode is not None:
-                process.close()
+        context.close_ended()
     if missing := [rank for rank in range(nprocs) if rank not in context.results]:
         raise WorkerFailedError(f"ranks {missing} exited with code 0 before `fn` returned")
     return [pickle.loads(context.results[rank]) for rank in range(nprocs)]

@@ -445,6 +445,12 @@ class SpawnContext:
         """Stop the children that still run, without a grace period."""
         self._stop(grace_s=0.0)
 
+    def close_ended(self) -> None:
+        """Close the objects of children that have ended; one may run on after SIGKILL."""
+        for process in self.processes:
+            with contextlib.suppress(ValueError):
+                process.close()
+
     def error_of(self, rank: int) -> Exception | None:
         """Return the exception of a child; None if it raised none, or if it cannot be pickled."""
         try:
@@ -632,7 +638,5 @@ def spawn(
     try:
         context.join()
     finally:
-        for process in context.processes:
-            with contextlib.suppress(ValueError):  # the process runs on after SIGKILL
-                process.close()
+        context.close_ended()
     return None

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -227,6 +228,41 @@ def test_versions(rank, folder):
     with fails(InvalidArgumentError, "keep=0: expected at least 1 version"):
         dist.Publisher(folder, keep=0)
     check_usable()
+
+
+def alone(folder, name):
+    """Return a group of one rank."""
+    return dist.ProcessGroup(dist.FileStore(str(folder / name), 1), 0, 1, timeout=60)
+
+
+def test_a_child_of_a_publisher_that_is_killed_keeps_no_lock(folder):
+    to_child, from_child = os.pipe(), os.pipe()
+
+    def publish():
+        publisher = dist.Publisher(folder / "new", alone(folder, "first"))
+
+        def live_on():
+            os.close(to_child[1])
+            os.write(from_child[1], b"x")
+            os.read(to_child[0], 1)
+
+        forked(live_on)
+        signal.pause()
+        publisher.publish({})
+
+    pid = forked(publish)
+    try:
+        assert os.read(from_child[0], 1)  # the child lives
+        with closing(alone(folder, "second")) as group:
+            with fails(CollectiveError, "it has another publisher"):
+                dist.Publisher(folder / "new", group)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            assert dist.Publisher(folder / "new", group).publish({"x": np.ones(1)}) == 1
+    finally:
+        os.close(to_child[1])
+        for fd in (to_child[0], *from_child):
+            os.close(fd)
 
 
 @pytest.mark.ranks(2)

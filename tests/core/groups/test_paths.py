@@ -239,6 +239,15 @@ def test_gather_into_tensor_stacks_or_concatenates(rank):
             assert y.reshape(2, 6).tolist() == [[1.0] * 6, [2.0] * 6]
     work = dist.gather_single(y, np.full((2, 3), 7.0), async_op=True, group_dst=0)
     assert work.wait()
+    group, options = dist.group.WORLD, dist.GatherOptions()
+    options.rootRank = 1
+    for method in (group.gather_single, group.gather_into_tensor):
+        z = np.zeros((4, 3))
+        work = method(z, np.full((2, 3), rank + 1.0), options)
+        assert work.wait()
+        assert z.reshape(2, 6).tolist() == [[rank * 1.0] * 6, [rank * 2.0] * 6]
+    method(output=z if rank == 0 else None, input=np.full(6, 5.0)).wait()
+    assert z[0, 0] == (5.0 if rank == 0 else 1.0)
     for wrong, text in (
         (bytearray(12), "output_tensor must be an array with rows, got bytearray"),
         (np.zeros(3), "output_tensor has 3 rows, which 2 ranks cannot share equally"),
@@ -246,6 +255,8 @@ def test_gather_into_tensor_stacks_or_concatenates(rank):
         kind = (ArgumentTypeError, InvalidArgumentError) if rank == 0 else CollectiveError
         with pytest.raises(kind, match=text):
             dist.gather_into_tensor(wrong if rank == 0 else None, np.ones(6))
+        with pytest.raises(kind, match=text):
+            group.gather_single(wrong, np.ones(6)).wait()
     dist.barrier()
 
 

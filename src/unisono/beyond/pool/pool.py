@@ -437,9 +437,7 @@ def _kill(context: SpawnContext, output: RankOutput) -> None:
     if not context.is_own:
         return
     context.kill()
-    for process in context.processes:
-        with contextlib.suppress(ValueError):  # the process runs on after SIGKILL
-            process.close()
+    context.close_ended()
     output.finish(range(len(context.processes)))
 
 

@@ -286,6 +286,19 @@ def load_arrays(
         call.on_all(lambda: _copy_out(name, _opened(name), own[0]), f"cannot read {name}")
 
 
+_locking: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In the child of a fork: let go of the locks, which would outlast the parent."""
+    for publisher in list(_locking):
+        publisher._unlock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Publisher:
     """Publishes versions of weights in a folder; it waits for no subscriber.
 
@@ -341,7 +354,8 @@ class Publisher:
         os.makedirs(self._folder, exist_ok=True)
         folder = os.open(self._folder, os.O_RDONLY)
         # The lock lasts as long as the publisher, or its process.
-        weakref.finalize(self, os.close, folder)
+        self._unlock = weakref.finalize(self, os.close, folder)
+        _locking.add(self)
         try:
             lock(folder)
         except BlockingIOError:

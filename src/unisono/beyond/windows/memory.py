@@ -15,7 +15,7 @@ from unisono.beyond.shared_arrays import host_of, made_memory, opened_memory
 from unisono.beyond.windows.part import LINE_BYTES, Elements, make_part
 from unisono.core.base.host import reason_of
 from unisono.core.base.log import get_logger, log_once
-from unisono.core.base.types import DType
+from unisono.core.base.types import DType, dtype_of_numpy
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.engines import Communicator
 from unisono.core.groups.process_group import ProcessGroup
@@ -115,6 +115,40 @@ def share(
         apart[rank] = _ONE_WAY
     shapes = [row[1] for row in rows]
     return WindowMemory(parts, data, shapes, dtype, len(parts) > usable_cores(), apart)
+
+
+def shared_part(pg: ProcessGroup, op: str, count: int) -> Any:
+    """Return a part of `count` int64, zeros, that all ranks of a group map; a collective call.
+
+    None on all ranks if a rank cannot map it, for example on another host, or without C++.
+    """
+    cpu: Any = pg.backends.get("cpu")
+    if not hasattr(cpu, "comm") or cpu.broken() is not None:
+        return None
+    me, size, nbytes = pg.rank(), pg.size(), _start(pg.size()) + 8 * count
+    native = bool(cpu.comm.transport.hosts[cpu.comm.transport.rank]) and has_memory_files()
+    parts: list[Any] = []
+    with ObjectCall(pg, op, None, None) as call, contextlib.ExitStack() as stack:
+
+        def make() -> Any:
+            with contextlib.suppress(OSError):
+                return made_memory(nbytes, stack, op) if native and me == 0 else None
+
+        def attach() -> bool:
+            if made is None or len(set(hosts)) > 1:
+                return False
+            with contextlib.suppress(OSError):
+                fd = made[1] if me == 0 else opened_memory(made, stack)
+                memory = mmap.mmap(fd, nbytes)
+                lines = np.ndarray((size, LINE_BYTES), np.uint8, memory)
+                data = np.ndarray(count, np.int64, memory, _start(size))
+                parts.append(make_part(lines, data, dtype_of_numpy(data.dtype), native=True))
+            return bool(parts)
+
+        failed = "no memory"
+        hosts = call.on_all(lambda: host_of(pg) if native else uuid.uuid4().hex, failed)
+        made = call.on_all(make, failed)[0]
+        return parts[0] if all(call.on_all(attach, failed)) else None
 
 
 def _start(size: int) -> int:

@@ -15,17 +15,17 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.types import Array, Arrays, Function, ReduceOp
 from unisono.core.c10d.arguments import reporting_bad_arguments, root_of
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group
+from unisono.core.operations.c10d_methods import rows_of
 from unisono.core.operations.keywords import SHARED, AlgorithmKeywords, CallKeywords, check_keywords
 from unisono.core.operations.methods import in_cpp
 from unisono.core.operations.work import Future, Work
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
 
 
 def _group(group: Group, call: str, how: Mapping[str, object]) -> ProcessGroup | None:
@@ -317,7 +317,7 @@ def gather_into_tensor(
         return None
     root = root_of(pg, "gather_into_tensor", dst, group_dst, default=0)
     with reporting_bad_arguments(pg, "gather_into_tensor"):
-        parts = None if output_tensor is None else _rows(output_tensor, pg.size())
+        parts = None if output_tensor is None else rows_of(output_tensor, pg.size())
     how["_label"] = "gather_into_tensor"  # type: ignore[typeddict-unknown-key]
     work = pg.gather(input_tensor, parts, root, async_op=async_op, **how)
     return work if async_op else None
@@ -325,20 +325,6 @@ def gather_into_tensor(
 
 gather_single = gather_into_tensor
 """Another name of `gather_into_tensor`, and the newer one."""
-
-
-def _rows(array: Any, count: int) -> list[Any]:
-    """Return `count` equal parts of an array along its first dimension; they share its memory."""
-    if not getattr(array, "shape", ()):
-        raise ArgumentTypeError(
-            f"output_tensor must be an array with rows, got {type(array).__name__}"
-        )
-    rows, rest = divmod(array.shape[0], count)
-    if rest:
-        raise InvalidArgumentError(
-            f"output_tensor has {array.shape[0]} rows, which {count} ranks cannot share equally"
-        )
-    return [array[rows * part : rows * (part + 1)] for part in range(count)]
 
 
 @in_cpp

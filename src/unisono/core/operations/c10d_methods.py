@@ -29,7 +29,7 @@ from typing import Any
 
 from unisono.core.base.types import ReduceOp
 from unisono.core.operations.stream_queue import P2P
-from unisono.core.operations.table import FIELDS, OpSchema
+from unisono.core.operations.table import FIELDS, OPS, OpSchema
 from unisono.core.operations.work import Work
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 
@@ -246,6 +246,30 @@ def refusing(group: Any, schema: OpSchema, arguments: Sequence[Any]) -> Iterator
             finally:
                 group.release_guard(caller)
         raise
+
+
+def gather_rows(group: Any, output: Any, input: Any, opts: Any = None) -> Work:
+    """`unisono.gather_into_tensor` in c10d's form; asynchronous unless `asyncOp` is False."""
+    options = GatherOptions() if opts is None else opts
+    with refusing(group, OPS["gather"], (output, input)):
+        is_root = options.rootRank == group.rank()
+        outputs = [rows_of(output, group.size())] if is_root else []
+    work: Work = group.gather(outputs, [input], options)
+    return work
+
+
+def rows_of(array: Any, count: int) -> list[Any]:
+    """Return `count` equal parts of an array along its first dimension; they share its memory."""
+    if not getattr(array, "shape", ()):
+        raise ArgumentTypeError(
+            f"output_tensor must be an array with rows, got {type(array).__name__}"
+        )
+    rows, rest = divmod(array.shape[0], count)
+    if rest:
+        raise InvalidArgumentError(
+            f"output_tensor has {array.shape[0]} rows, which {count} ranks cannot share equally"
+        )
+    return [array[rows * part : rows * (part + 1)] for part in range(count)]
 
 
 def _unwrapped(value: Any, name: str) -> Any:

@@ -5,8 +5,7 @@ of its function describes it, if it has a function. Other code uses the rows:
 
     core/operations/dispatch.py        kernels of devices
     core/operations/c10d_methods.py    c10d's forms of the methods
-    in_cpp                    calls that C++ runs
-    core/c10d/coalescing.py        calls that a block records
+    core/c10d/coalescing.py            calls that a block records
     adapters/torch/operations.py       methods of torch's process group
 
 A new operation needs:
@@ -34,7 +33,7 @@ from unisono.core.base.integers import as_flag, as_integer, as_splits
 from unisono.core.base.seam import cpp
 from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.base.types import Array, Arrays, Function, ReduceOp, as_reduce_op
-from unisono.core.operations.c10d_methods import call_c10d_form, test_of_form
+from unisono.core.operations.c10d_methods import call_c10d_form, gather_rows, test_of_form
 from unisono.core.operations.dispatch import dispatcher
 from unisono.core.operations.hooks import Hooked
 from unisono.core.operations.keywords import SHARED, How, check_keywords
@@ -460,6 +459,7 @@ class Operations(Hooked):
     reduce_scatter_single_coalesced = _form(
         reduce_scatter_tensor_coalesced, "reduce_scatter_single_coalesced"
     )
+    gather_single = gather_into_tensor = gather_rows
     alltoall = _form(all_to_all, "alltoall")
     alltoall_base = _form(all_to_all_single, "alltoall_base")
     recv_anysource = _form(recv_any_source, "recv_anysource")
