@@ -7,12 +7,21 @@ import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from unisono.beyond.boxes import IndexBox
-from unisono.beyond.reshard.parts import ArrayParts, Convert, Memory, converter, named_parts
+from unisono.beyond.reshard.blocks import BlockedBox, borders_of
+from unisono.beyond.reshard.parts import (
+    ArrayParts,
+    Convert,
+    Memory,
+    converter,
+    dtype_from,
+    named_parts,
+)
 from unisono.beyond.reshard.plan import (
     BoxPacket,
     BoxTransfer,
@@ -28,18 +37,20 @@ from unisono.beyond.shared_arrays import host_of
 from unisono.beyond.windows.window import Window, new_window
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.threads.streams import on_host
-from unisono.core.base.types import DType
+from unisono.core.base.types import DType, dtype_named
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, require_group
 from unisono.core.operations.work import Work
 from unisono.core.schedules import Schedule
+from unisono.core.schedules.ir import IntArray
 from unisono.errors import (
     ClosedError,
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
+    InvalidArgumentError,
     PeerLostError,
 )
 
@@ -57,6 +68,9 @@ _LINES = 40
 _numbers = itertools.count(1)
 
 
+_Copy = tuple[Convert, Memory, Memory]
+
+
 class PlannedArray(NamedTuple):
     """What all ranks know of one array.
 
@@ -65,17 +79,72 @@ class PlannedArray(NamedTuple):
         source: dtype of the sources.
         target: dtype of the targets.
         transfers: What moves.
+        way: dtype in which it is sent if the caller has chosen one.
+        borders: Of the blocks if that is int8.
     """
 
     name: str
     source: DType
     target: DType
     transfers: list[BoxTransfer]
+    way: DType | None = None
+    borders: IntArray | None = None
 
     def sent(self, relayed: bool) -> DType:
         """Return the dtype that is sent: the smaller one; that of the target if it is relayed."""
         is_smaller = self.source.itemsize <= self.target.itemsize
-        return self.source if is_smaller and not relayed else self.target
+        return self.target if relayed else self.way or (self.source if is_smaller else self.target)
+
+    def blocks(self, box: IndexBox, relayed: bool) -> BlockedBox | None:
+        """Return the blocks of a box if they are sent."""
+        if relayed or self.borders is None:
+            return None
+        return BlockedBox.of(box, self.borders)
+
+    def nbytes(self, box: IndexBox, relayed: bool) -> int:
+        """Return the size of a box as it is sent."""
+        blocks = self.blocks(box, relayed)
+        return blocks.nbytes if blocks else box.size * self.sent(relayed).itemsize
+
+    def packed(self, box: IndexBox, relayed: bool, slot: Any, offset: int = 0) -> Memory:
+        """Return the memory of a box in a slot."""
+        if (blocks := self.blocks(box, relayed)) is not None:
+            return np.ndarray(blocks.nbytes, np.uint8, slot, offset)
+        return np.ndarray(box.shape, self.sent(relayed).storage, slot, offset)
+
+    def pack(self, box: IndexBox, relayed: bool, parts: ArrayParts) -> tuple[Convert, Memory]:
+        """Return a function (into, from) that packs a box, and the memory that it takes."""
+        own = self.target if relayed else self.source
+        if (blocks := self.blocks(box, relayed)) is not None:
+            return partial(blocks.pack, own.name == "bfloat16"), parts.memory_of(blocks.wide)
+        return _converter(own, self.sent(relayed)), parts.memory_of(box)
+
+    def unpack(self, box: IndexBox, relayed: bool) -> Convert:
+        """Return a function (into, from) that unpacks a box."""
+        if (blocks := self.blocks(box, relayed)) is not None:
+            return partial(blocks.unpack, _converter(dtype_named("float32"), self.target))
+        return _converter(self.sent(relayed), self.target)
+
+    def copies(self, box: IndexBox, source: ArrayParts, target: ArrayParts) -> list[_Copy]:
+        """Return the copies on one rank, with the values that other ranks get."""
+        into, out = target.memory_of(box), source.memory_of(box)
+        if _is_same(into, out):
+            return []
+        if self.way is None:
+            return [(_converter(self.source, self.target), into, out)]
+        made: list[_Copy] = []
+        for part in box.cut(_LEAST_BYTES):
+            convert, out = self.pack(part, False, source)
+            through = partial(self._through, part, convert, self.unpack(part, False))
+            made.append((through, target.memory_of(part), out))
+        return made
+
+    def _through(
+        self, box: IndexBox, pack: Convert, unpack: Convert, into: Memory, out: Memory
+    ) -> None:
+        between = self.packed(box, False, np.empty(self.nbytes(box, False), np.uint8))
+        pack(between, out)
+        unpack(into, between)
 
 
 class _Step(NamedTuple):
@@ -95,7 +164,7 @@ class _Step(NamedTuple):
     number: int
     sends: bool
     peer: int
-    copies: list[list[tuple[Convert, Memory, Memory]]]
+    copies: list[list[_Copy]]
     far: list[Memory]
     straight: bool
 
@@ -142,10 +211,9 @@ class ReshardPlan:
     ) -> None:
         self._group, self._arrays = group, arrays
         rows = [(number, each) for number, a in enumerate(arrays) for each in a.transfers]
-        sizes = [(a.sent(False).itemsize, a.sent(True).itemsize) for a in arrays]
-        nbytes = [(each, each.box.size * sizes[at][each.relayed]) for at, each in rows]
+        nbytes = [(each, arrays[at].nbytes(each.box, each.relayed)) for at, each in rows]
         slot = packet_bytes(nbytes, _LEAST_BYTES, _MOST_BYTES)
-        order = packets(rows, sizes, slot)
+        order = packets(rows, lambda at, box, relayed: arrays[at].nbytes(box, relayed), slot)
         self.moved_bytes = sum(packet.nbytes for packet in order)
         # What the ranks compare before a run; "" of a closed plan.
         self._text = f"ReshardPlan.run(plan {number}, {self.moved_bytes} bytes)"
@@ -157,18 +225,11 @@ class ReshardPlan:
             for origin in parts.origins
         ]
         saved, source = _apart(source, target)
-        self._local: list[tuple[Convert, Memory, Memory]] = [
-            (np.copyto, copied, memory) for memory, copied in saved
-        ]
-        self._local += [
-            (_converter(arrays[at].source, arrays[at].target), into, out)
-            for at, each in rows
-            if each.source == each.target == group.rank()
-            for name in [arrays[at].name]
-            for into in [target[name].memory_of(each.box)]
-            for out in [source[name].memory_of(each.box)]
-            if not _is_same(into, out)
-        ]
+        self._local: list[_Copy] = [(np.copyto, copied, memory) for memory, copied in saved]
+        for at, each in rows:
+            if each.source == each.target == group.rank():
+                sides = source[arrays[at].name], target[arrays[at].name]
+                self._local += arrays[at].copies(each.box, *sides)
         self._packets = _Packets([], [], defaultdict(list), _FIRST_TAG + 2 * number)
         senders: dict[int, list[int]] = defaultdict(list)
         for packet in order:
@@ -247,18 +308,16 @@ class ReshardPlan:
 
     def _copies(
         self, packet: BoxPacket, slot: Any, given: dict[str, ArrayParts], *, receives: bool
-    ) -> list[tuple[Convert, Memory, Memory]]:
-        copies = []
+    ) -> list[_Copy]:
+        copies: list[_Copy] = []
         for number, box, offset in packet.pieces:
-            array = self._arrays[number]
-            own = array.target if receives or packet.relayed else array.source
-            sent = array.sent(packet.relayed)
-            inside = np.ndarray(box.shape, sent.storage, slot, offset)
+            array, relayed = self._arrays[number], packet.relayed
+            inside, parts = array.packed(box, relayed, slot, offset), given[array.name]
             if receives:
-                row = _converter(sent, own), given[array.name].memory_of(box), inside
+                copies.append((array.unpack(box, relayed), parts.memory_of(box), inside))
             else:
-                row = _converter(own, sent), inside, given[array.name].memory_of(box)
-            copies.append(row)
+                convert, memory = array.pack(box, relayed, parts)
+                copies.append((convert, inside, memory))
         return copies
 
     @on_host
@@ -325,7 +384,7 @@ class ReshardPlan:
             for each in array.transfers:
                 pairs[each.source, each.target, each.relayed].append(each.box)
             for (source, target, relayed), boxes in pairs.items():
-                nbytes = sum(box.size for box in boxes) * array.sent(relayed).itemsize
+                nbytes = sum(array.nbytes(box, relayed) for box in boxes)
                 more = f" and {len(boxes) - 1} more" if len(boxes) > 1 else ""
                 way = "copies" if source == target else f"-> rank {ranks[target]}"
                 relay = ", relayed" if relayed else ""
@@ -491,7 +550,12 @@ def _is_same(into: Memory, out: Memory) -> bool:
 
 
 def reshard(
-    src: Any, dst: Any, group: Group = None, *, timeout: Timeout | None = None
+    src: Any,
+    dst: Any,
+    group: Group = None,
+    *,
+    dtype: Any = None,
+    timeout: Timeout | None = None,
 ) -> ReshardPlan:
     """Plan how arrays move from one sharding to another; a collective call.
 
@@ -509,6 +573,10 @@ def reshard(
         dst: What this rank wants, likewise; written by `ReshardPlan.run`.
         group: All ranks of both sides; the default group if None. Two jobs make a group over a
             common store.
+        dtype: How floating arrays are sent, such as "bfloat16"; "int8": in blocks of up to 128
+            elements of the last dimension, each with a scale. An element is then off by at most
+            1/254 of the largest of its block (or 2^-127); NaN and infinities become NaN. All
+            targets get the same values; what stays in its memory keeps its own.
         timeout: Of the call; the group's if None.
 
     Raises:
@@ -531,9 +599,17 @@ def reshard(
     pg = require_group(group)
     with ObjectCall(pg, "reshard", timeout, None) as call:
         own: list[dict[str, ArrayParts]] = []
+        way: list[DType] = []
 
         def describe() -> None:
             rank = pg.ranks[pg.rank()]
+            if dtype is not None:
+                way.append(dtype_from(dtype))
+                call.label += f"(dtype={way[0]})"
+                if way[0].kind != "f" and way[0].name != "int8":
+                    raise InvalidArgumentError(
+                        f"reshard: dtype {way[0]}: expected a floating one, or int8"
+                    )
             own.append(named_parts("reshard", src, rank, write=False))
             own.append(named_parts("reshard", dst, rank, write=True))
 
@@ -541,7 +617,7 @@ def reshard(
         plain = [{name: parts.described() for name, parts in side.items()} for side in own]
         mine = call.pack(lambda: (*plain, host_of(pg), next(_numbers)))
         rows = call.loads_all(call.all_gather(mine))
-        arrays = planned(call, pg, rows)
+        arrays = planned(call, pg, rows, *way)
         made: list[ReshardPlan] = []
         call.on_all(
             lambda: made.append(ReshardPlan(pg, arrays, own[0], own[1], rows[0][3])), "no plan"
@@ -551,7 +627,9 @@ def reshard(
     return made[0]
 
 
-def planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[PlannedArray]:
+def planned(
+    call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any], way: DType | None = None
+) -> list[PlannedArray]:
     """Return the transfers of all arrays; raises the same error on every rank.
 
     Args:
@@ -559,6 +637,7 @@ def planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[Pla
         pg: The group.
         rows: For each rank its sources and targets by name, and its host. One more row may be that
             of a file.
+        way: As `dtype` of `reshard`.
     """
     hosts, load = [row[2] for row in rows], [0] * len(rows)
     names = sorted({name for row in rows for name in row[1]})
@@ -592,7 +671,13 @@ def planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[Pla
                 hint="pass src on the ranks that have it",
             )
         check(sources, targets, found)
-        arrays.append(PlannedArray(name, source or target, target, found))
+        made = PlannedArray(name, source or target, target, found)
+        shape = next(each.shape for side in sides for each in side if each)
+        if way is not None and shape and {made.source.kind, target.kind} == {"f"}:
+            boxes = [box for each in sources for box in each]
+            borders = borders_of(shape[-1], boxes) if way.name == "int8" else None
+            made = made._replace(way=way, borders=borders)
+        arrays.append(made)
     return arrays
 
 
