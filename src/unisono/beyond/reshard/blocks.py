@@ -1,7 +1,7 @@
 """int8 in blocks: how floating elements move if a reshard is asked for int8; no I/O.
 
-A block is up to 128 elements of the last dimension: the columns between two borders, which are the
-multiples of 128 and the sides of the boxes of all sources. A rank that has an element of a block so
+A block is up to 128 elements of the last dimension: the columns between two borders. These are the
+multiples of 128 and the sides of the boxes of all sources. So a rank that has an element of a block
 has the block, and each element becomes the same value on all ranks, whoever sends it.
 
     scale = max(largest finite magnitude / 127, 2^-126)     float32

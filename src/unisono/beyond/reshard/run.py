@@ -573,10 +573,10 @@ def reshard(
         dst: What this rank wants, likewise; written by `ReshardPlan.run`.
         group: All ranks of both sides; the default group if None. Two jobs make a group over a
             common store.
-        dtype: How floating arrays are sent, such as "bfloat16"; "int8": in blocks of up to 128
+        dtype: How floating arrays are sent, such as "bfloat16". "int8": in blocks of up to 128
             elements of the last dimension, each with a scale. An element is then off by at most
-            1/254 of the largest of its block (or 2^-127); NaN and infinities become NaN. All
-            targets get the same values; what stays in its memory keeps its own.
+            1/254 of the largest of its block, or 2^-127. NaN and infinities become NaN. All
+            targets get the same values, but what stays in its memory keeps its own.
         timeout: Of the call; the group's if None.
 
     Raises:
