@@ -17,6 +17,7 @@ from tests.support.shardings import (
 )
 from tests.support.tools import tool
 from unisono.beyond.boxes import whole
+from unisono.beyond.reshard import planned as planned_module
 from unisono.beyond.reshard import run as run_module
 from unisono.core.base.deadline import Deadline
 from unisono.errors import (
@@ -385,10 +386,10 @@ def test_a_plan_that_one_rank_cannot_make(rank):
     def fails_here(*arguments):
         raise MemoryError("no copy")
 
-    for name in ("_apart", "_converter"):
+    for place, name in ((run_module, "_apart"), (planned_module, "_converter")):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(run_module, name, fails_here)
+                patch.setattr(place, name, fails_here)
             with fails(CollectiveError, "no plan on rank 1: MemoryError('no copy')"):
                 dist.reshard(np.ones(4) if rank else None, np.zeros(4), timeout=20)
     check_usable()
