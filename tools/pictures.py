@@ -89,15 +89,14 @@ def timeline(collective: str, algorithm: str) -> Timeline:
 
 def resharded() -> str:
     """Return the picture of a reshard: 4 ranks have rows, 2 others get columns."""
-    shape, sides = (1000, 1000), ([0, 1, 2, 3], [4, 5])
-    layouts = [
+    rows, columns = (
         [
-            [box for box, _ in placed_boxes(shape, np.array(mesh), [dim], rank) or []]
+            [box for box, _ in placed_boxes((1000, 1000), np.array(mesh), [dim], rank) or []]
             for rank in range(6)
         ]
-        for dim, mesh in enumerate(sides)
-    ]
-    transfers = cover(*layouts, [0] * 6, [0] * 6)
+        for dim, mesh in enumerate(([0, 1, 2, 3], [4, 5]))
+    )
+    transfers = cover(rows, columns, [0] * 6, [0] * 6)
     assert not isinstance(transfers, Gap)
     sends = [(each.source, each.target, 4 * each.box.size) for each in transfers]
     return diagram(in_rounds(schedule(sends, 6)[0])).svg()
