@@ -12,6 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from unisono.beyond.boxes import placed_boxes
+from unisono.beyond.reshard.plan import Gap, cover, schedule
 from unisono.core.schedules import build
 from unisono.core.schedules.ir import ROOTED
 from unisono.workbench.simulate import machine
@@ -67,6 +71,7 @@ def pictures() -> Iterator[tuple[str, str]]:
         yield f"all_reduce-{algorithm}.html", page(timeline("all_reduce", algorithm), template)
     for algorithm in RUNS:
         yield f"run-{algorithm}.svg", run(algorithm)
+    yield "reshard.svg", resharded()
     yield "speed.svg", speed(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
@@ -80,6 +85,21 @@ def timeline(collective: str, algorithm: str) -> Timeline:
     options = {"local": RANKS // 2} if algorithm == "two_level" else {}
     root = 0 if collective in ROOTED else -1
     return in_rounds(build(collective, algorithm, RANKS, root, **options))
+
+
+def resharded() -> str:
+    """Return the picture of a reshard: 4 ranks have rows, 2 others get columns."""
+    rows, columns = (
+        [
+            [box for box, _ in placed_boxes((1000, 1000), np.array(mesh), [dim], rank) or []]
+            for rank in range(6)
+        ]
+        for dim, mesh in enumerate(([0, 1, 2, 3], [4, 5]))
+    )
+    transfers = cover(rows, columns, [0] * 6, [0] * 6)
+    assert not isinstance(transfers, Gap)
+    sends = [(each.source, each.target, 4 * each.box.size) for each in transfers]
+    return diagram(in_rounds(schedule(sends, 6)[0])).svg()
 
 
 def run(algorithm: str) -> str:

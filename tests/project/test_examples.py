@@ -180,6 +180,14 @@ def run(*command, limit_s=LIMIT_S, **variables):
     return done.returncode, done.stdout, done.stderr
 
 
+def test_engines_serve_whole_versions_while_weights_change():
+    words = "--width", "64", "--requests", "20", "--versions", "3"
+    code, lines, err = launch(EXAMPLES / "serve_weights.py", 5, *words, cwd=EXAMPLES)
+    assert (code, err) == (0, "")
+    names = [re.match(r"(\w+) *: \d+ answers, median [\d.]+ ms, p99 ", line)[1] for line in lines]
+    assert names == ["after", "before", "during", "start"]
+
+
 def test_two_jobs():
     code, out, err = run(EXAMPLES / "two_jobs.py", PYTHONWARNINGS="error")
     numbers = "both 1111, gathered 11 11 1100 1100"

@@ -44,6 +44,10 @@ def random_case(seed):
     return shape, sources, targets, [int(h) for h in random.integers(0, 3, size)]
 
 
+def nbytes_of(array, box, relayed):
+    return 8 * box.size
+
+
 def applied(shape, targets, transfers, most):
     """Run the packets in memory; return the array of each target box, -1 where none wrote."""
     data = numbered(shape)
@@ -62,7 +66,7 @@ def applied(shape, targets, transfers, most):
     for each in transfers:
         if each.source == each.target:
             write(each.target, each.box, part_of(data, each.box))
-    for packet in packets([(0, each) for each in transfers], [(8, 8)], most):
+    for packet in packets([(0, each) for each in transfers], nbytes_of, most):
         assert packet.nbytes <= most
         assert packet.source != packet.target
         ends = [0]

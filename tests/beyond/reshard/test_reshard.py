@@ -17,6 +17,8 @@ from tests.support.shardings import (
 )
 from tests.support.tools import tool
 from unisono.beyond.boxes import whole
+from unisono.beyond.reshard import planned as planned_module
+from unisono.beyond.reshard import run as run_module
 from unisono.core.base.deadline import Deadline
 from unisono.errors import (
     ArgumentTypeError,
@@ -95,6 +97,9 @@ def test_several_hosts(monkeypatch):
 
 def _several_seeds(rank):
     for seed in range(20, 30):
+        # Afterwards many packets, of which some go through slots and some straight into arrays.
+        if seed == 24:
+            run_module._LEAST_BYTES = run_module._MOST_BYTES = 64
         random_reshard(rank, seed)
     for seed, dtypes in enumerate(((np.int16, np.int64), (np.float64, np.float32))):
         random_reshard(rank, 40 + seed, dtypes)
@@ -378,27 +383,30 @@ def test_two_plans_of_one_size_are_told_apart(rank):
 
 @pytest.mark.ranks(2, kind="processes")
 def test_a_plan_that_one_rank_cannot_make(rank):
-    import unisono.beyond.reshard.run as module
-
     def fails_here(*arguments):
         raise MemoryError("no copy")
 
-    for name in ("_apart", "_converter"):
+    for place, name in ((run_module, "_apart"), (planned_module, "_converter")):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(module, name, fails_here)
+                patch.setattr(place, name, fails_here)
             with fails(CollectiveError, "no plan on rank 1: MemoryError('no copy')"):
                 dist.reshard(np.ones(4) if rank else None, np.zeros(4), timeout=20)
     check_usable()
 
 
 @pytest.mark.ranks(2, kind="processes")
-def test_a_rank_that_is_late_is_named(rank):
+def test_a_rank_that_is_late_is_named(rank, monkeypatch):
     n = 1 << 16
     plan = dist.reshard(np.ones(n) if rank == 0 else None, np.zeros(n) if rank else None)
     plan.run()
+
+    def stays(moves, step):
+        moves._deadline = Deadline(30)
+        moves._wait(0, 1)
+
     if rank == 0:
-        plan._send = lambda *_: plan._wait(plan._windows[0], 1, Deadline(30))
+        monkeypatch.setattr(run_module._Moves, "_send", stays)
     with pytest.raises(UnisonoError) as caught:
         plan.run(timeout=0.5)
     texts = ("in group 'default' timed out after ", f" on rank {rank} of 2: rank 0 did not signal")
@@ -451,7 +459,7 @@ def dies_in_the_middle(rank):
     plan = dist.reshard(np.ones(n) if rank == 0 else None, None if rank == 0 else np.zeros(n))
     plan.run()
     if rank == 2:
-        steps, taken = plan._steps, 0
+        steps, taken = plan._packets.steps, 0
 
         class Dying(list):
             def __iter__(self):
@@ -465,7 +473,7 @@ def dies_in_the_middle(rank):
                         os.kill(os.getpid(), signal.SIGKILL)
                     yield step
 
-        plan._steps = Dying(steps)
+        plan._packets = plan._packets._replace(steps=Dying(steps))
     try:
         plan.run(timeout=30)
     except UnisonoError as error:
@@ -485,7 +493,7 @@ def leaves_with_an_error(rank):
     n = 4 << 20
     plan = dist.reshard(np.ones(n) if rank == 0 else None, None if rank == 0 else np.zeros(n))
     if rank == 2:
-        plan._receive = None  # not callable
+        run_module._Moves._receive = None  # not callable
     try:
         plan.run(timeout=30)
     except Exception as error:

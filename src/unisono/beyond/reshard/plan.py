@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -263,13 +263,15 @@ def packet_bytes(transfers: Iterable[tuple[BoxTransfer, int]], least: int, most:
 
 
 def packets(
-    transfers: Iterable[tuple[int, BoxTransfer]], itemsizes: Sequence[tuple[int, int]], most: int
+    transfers: Iterable[tuple[int, BoxTransfer]],
+    nbytes_of: Callable[[int, IndexBox, bool], int],
+    most: int,
 ) -> list[BoxPacket]:
     """Return the packets of all transfers but copies, in the order of all ranks.
 
     Args:
         transfers: Each with the number of its array.
-        itemsizes: Bytes of the elements of each array, as they are sent and as they are relayed.
+        nbytes_of: Returns the bytes of a box of an array, as it is sent or as it is relayed.
         most: Bytes of a packet.
     """
     pairs: dict[tuple[bool, int, int], list[BoxPacket]] = defaultdict(list)
@@ -277,9 +279,9 @@ def packets(
         if each.source == each.target:
             continue
         row = pairs[each.relayed, each.source, each.target]
-        itemsize = itemsizes[array][each.relayed]
-        for box in each.box.cut(most // itemsize):
-            nbytes = box.size * itemsize
+        one = IndexBox(each.box.begins, tuple(begin + 1 for begin in each.box.begins))
+        for box in each.box.cut(most // nbytes_of(array, one, each.relayed)):
+            nbytes = nbytes_of(array, box, each.relayed)
             begin = -(-row[-1].nbytes // _ALIGNED) * _ALIGNED if row else most
             if begin + nbytes > most:
                 row.append(BoxPacket(each.source, each.target, each.relayed, [], 0))

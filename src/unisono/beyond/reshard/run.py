@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,18 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.beyond.boxes import IndexBox
-from unisono.beyond.reshard.parts import ArrayParts, Convert, Memory, converter, named_parts
-from unisono.beyond.reshard.plan import (
-    BoxPacket,
-    BoxTransfer,
-    Gap,
-    check,
-    cover,
-    first_overlap,
-    packet_bytes,
-    packets,
-    schedule,
-)
+from unisono.beyond.reshard.parts import ArrayParts, Memory, dtype_from, named_parts
+from unisono.beyond.reshard.plan import BoxPacket, packet_bytes, packets, schedule
+from unisono.beyond.reshard.planned import PlannedArray, PlannedCopy, is_same, planned
 from unisono.beyond.shared_arrays import host_of
 from unisono.beyond.windows.window import Window, new_window
 from unisono.core.base.deadline import Deadline, Timeout
@@ -32,21 +23,23 @@ from unisono.core.base.types import DType
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, require_group
+from unisono.core.operations.work import Work
 from unisono.core.schedules import Schedule
 from unisono.errors import (
     ClosedError,
-    CollectiveError,
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
+    InvalidArgumentError,
     PeerLostError,
 )
 
 # Bytes of a packet. Larger: the slots of a rank cost memory, and do not fit into its caches.
 # Smaller: the Python code for each packet takes a larger part of the time.
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 2 << 20
-# Packets of a pair under way. One: the sender waits while its receiver copies.
+# Packets of a pair under way, and of a rank to other hosts. One: a rank waits while another copies.
 _SLOTS = 2
+# Tags of the library that windows (below) and objects (from 2**62 + 2**61 on) do not come to.
+_FIRST_TAG = 2**62 + 2**61 + 2**60
 # How long a wait lasts before it looks whether its peer lives; as in windows.
 _SLICE_S = 0.02
 _LINES = 40
@@ -54,41 +47,42 @@ _LINES = 40
 _numbers = itertools.count(1)
 
 
-class PlannedArray(NamedTuple):
-    """What all ranks know of one array.
+class _Step(NamedTuple):
+    """A packet that this rank sends or gets.
 
     Attributes:
-        name: Its key in the dict; "" of a single array.
-        source: dtype of the sources.
-        target: dtype of the targets.
-        transfers: What moves.
+        number: In the order of all ranks.
+        sends: Whether this rank sends it.
+        peer: The other rank.
+        copies: For each slot, the copies into it or out of it.
+        far: For each slot, the message to or from another host: the slot, or the memory of the
+            array if that is contiguous and has the dtype that is sent.
+        straight: Whether that is so for the receiver. It expects such messages from the beginning,
+            so their sender waits for no slot.
     """
 
-    name: str
-    source: DType
-    target: DType
-    transfers: list[BoxTransfer]
-
-    def sent(self, relayed: bool) -> DType:
-        """Return the dtype that is sent: the smaller one; that of the target if it is relayed."""
-        is_smaller = self.source.itemsize <= self.target.itemsize
-        return self.source if is_smaller and not relayed else self.target
-
-
-class _Send(NamedTuple):
-    """A packet that this rank sends: the copies into each slot, and, to another host, a slot."""
-
+    number: int
+    sends: bool
     peer: int
-    copies: list[list[tuple[Convert, Memory, Memory]]]
-    far: Memory | None
-    offsets: list[int]
+    copies: list[list[PlannedCopy]]
+    far: list[Memory]
+    straight: bool
 
 
-class _Receive(NamedTuple):
-    """A packet that this rank gets: the copies out of each slot."""
+class _Packets(NamedTuple):
+    """What this rank sends and gets.
 
-    peer: int
-    copies: list[list[tuple[Convert, Memory, Memory]]]
+    Attributes:
+        windows: The slots, and the signals that a slot is free.
+        steps: Its packets in the order of all ranks.
+        arriving: The messages from each rank of another host: those into slots, and the others.
+        tag: Of the messages; those into the memory of an array have the next one.
+    """
+
+    windows: list[Window]
+    steps: list[_Step]
+    arriving: dict[tuple[int, bool], list[_Step]]
+    tag: int
 
 
 class ReshardPlan:
@@ -117,15 +111,13 @@ class ReshardPlan:
     ) -> None:
         self._group, self._arrays = group, arrays
         rows = [(number, each) for number, a in enumerate(arrays) for each in a.transfers]
-        sizes = [(a.sent(False).itemsize, a.sent(True).itemsize) for a in arrays]
-        nbytes = [(each, each.box.size * sizes[at][each.relayed]) for at, each in rows]
+        nbytes = [(each, arrays[at].nbytes(each.box, each.relayed)) for at, each in rows]
         slot = packet_bytes(nbytes, _LEAST_BYTES, _MOST_BYTES)
-        order = packets(rows, sizes, slot)
+        order = packets(rows, lambda at, box, relayed: arrays[at].nbytes(box, relayed), slot)
         self.moved_bytes = sum(packet.nbytes for packet in order)
         # What the ranks compare before a run; "" of a closed plan.
         self._text = f"ReshardPlan.run(plan {number}, {self.moved_bytes} bytes)"
         self._describe(order)
-        self._windows: list[Window] = []
         self._origins = [
             (name, origin)
             for side in (source, target)
@@ -133,19 +125,12 @@ class ReshardPlan:
             for origin in parts.origins
         ]
         saved, source = _apart(source, target)
-        self._local: list[tuple[Convert, Memory, Memory]] = [
-            (np.copyto, copied, memory) for memory, copied in saved
-        ]
-        self._local += [
-            (_converter(arrays[at].source, arrays[at].target), into, out)
-            for at, each in rows
-            if each.source == each.target == group.rank()
-            for name in [arrays[at].name]
-            for into in [target[name].memory_of(each.box)]
-            for out in [source[name].memory_of(each.box)]
-            if not _is_same(into, out)
-        ]
-        self._steps: list[_Send | _Receive] = []
+        self._local: list[PlannedCopy] = [(np.copyto, copied, memory) for memory, copied in saved]
+        for at, each in rows:
+            if each.source == each.target == group.rank():
+                sides = source[arrays[at].name], target[arrays[at].name]
+                self._local += arrays[at].copies(each.box, *sides)
+        self._packets = _Packets([], [], defaultdict(list), _FIRST_TAG + 2 * number)
         senders: dict[int, list[int]] = defaultdict(list)
         for packet in order:
             if packet.source not in senders[packet.target]:
@@ -167,11 +152,18 @@ class ReshardPlan:
         self._unopened = None
         if not order:
             return
+        windows, steps, arriving, _ = self._packets
         for part in (memory, memory[:1]):
-            self._windows.append(new_window(part, self._group, timeout=deadline.remaining()))
+            windows.append(new_window(part, self._group, timeout=deadline.remaining()))
         del part, memory
         with ObjectCall(self._group, "reshard", deadline.remaining(), None) as call:
-            call.on_all(lambda: self._make_steps(order, slot, senders, source, target), "no plan")
+            make = self._make_steps
+            rows = call.on_all(lambda: make(order, slot, senders, source, target), "no plan")
+        straight = set().union(*rows)
+        steps[:] = [each._replace(straight=each.number in straight) for each in steps]
+        for each in steps:
+            if each.far and not each.sends:
+                arriving[each.peer, each.straight].append(each)
 
     def _make_steps(
         self,
@@ -180,45 +172,52 @@ class ReshardPlan:
         senders: dict[int, list[int]],
         source: dict[str, ArrayParts],
         target: dict[str, ArrayParts],
-    ) -> None:
+    ) -> list[int]:
+        """Make the steps of this rank; return the packets that need no slot here."""
         me = self._group.rank()
-        ready = self._windows[0]
-        assert ready.memory is not None
-        staging = np.empty(0, np.uint8)
-        for packet in order:
+        shared = self._packets.windows[0].memory
+        assert shared is not None
+        staging: list[Memory] = []
+        straight: list[int] = []
+        for number, packet in enumerate(order):
             if me not in (packet.source, packet.target):
                 continue
-            base = _SLOTS * size * senders[packet.target].index(packet.source)
-            offsets = [base + slot * size for slot in range(_SLOTS)]
-            if packet.target == me:
-                slots = [ready.memory.data[me][at:] for at in offsets]
-                copies = [self._copies(packet, slot, target, receives=True) for slot in slots]
-                self._steps.append(_Receive(packet.source, copies))
-                continue
-            near = ready.memory.data.get(packet.target)
-            if near is None and not staging.size:
-                staging = np.empty(size, np.uint8)
-                self.slot_bytes += size
-            slots = [staging if near is None else near[at:] for at in offsets]
-            given = target if packet.relayed else source
-            copies = [self._copies(packet, slot, given, receives=False) for slot in slots]
-            far = staging[: packet.nbytes] if near is None else None
-            self._steps.append(_Send(packet.target, copies, far, offsets))
+            sends = packet.source == me
+            peer = packet.target if sends else packet.source
+            is_near = peer in shared.data
+            if is_near or not sends:
+                base = _SLOTS * size * senders[packet.target].index(packet.source)
+                memory = shared.data[packet.target][base:]
+                slots = [memory[at * size :] for at in range(_SLOTS)]
+            else:
+                if not staging:
+                    staging = list(np.empty((_SLOTS, size), np.uint8))
+                    self.slot_bytes += _SLOTS * size
+                slots = staging
+            given = source if sends and not packet.relayed else target
+            copies = [self._copies(packet, slot, given, receives=not sends) for slot in slots]
+            far = [] if is_near else [slot[: packet.nbytes] for slot in slots]
+            if far and len(copies[0]) == 1:
+                _, into, out = copies[0][0]
+                array = out if sends else into
+                if into.dtype == out.dtype and array.flags.c_contiguous:
+                    far, copies = [array.reshape(-1).view(np.uint8)] * _SLOTS, [[]] * _SLOTS
+                    straight += [] if sends else [number]
+            self._packets.steps.append(_Step(number, sends, peer, copies, far, False))
+        return straight
 
     def _copies(
         self, packet: BoxPacket, slot: Any, given: dict[str, ArrayParts], *, receives: bool
-    ) -> list[tuple[Convert, Memory, Memory]]:
-        copies = []
+    ) -> list[PlannedCopy]:
+        copies: list[PlannedCopy] = []
         for number, box, offset in packet.pieces:
-            array = self._arrays[number]
-            own = array.target if receives or packet.relayed else array.source
-            sent = array.sent(packet.relayed)
-            inside = np.ndarray(box.shape, sent.storage, slot, offset)
+            array, relayed = self._arrays[number], packet.relayed
+            inside, parts = array.packed(box, relayed, slot, offset), given[array.name]
             if receives:
-                row = _converter(sent, own), given[array.name].memory_of(box), inside
+                copies.append((array.unpack(box, relayed), parts.memory_of(box), inside))
             else:
-                row = _converter(own, sent), inside, given[array.name].memory_of(box)
-            copies.append(row)
+                convert, memory = array.pack(box, relayed, parts)
+                copies.append((convert, inside, memory))
         return copies
 
     @on_host
@@ -251,17 +250,7 @@ class ReshardPlan:
         try:
             for convert, into, out in self._local:
                 convert(into, out)
-            sent: Counter[int] = Counter()
-            taken: Counter[int] = Counter()
-            for step in self._steps:
-                if isinstance(step, _Send):
-                    self._send(step, sent, deadline)
-                else:
-                    self._receive(step, taken, deadline)
-            for peer, number in sent.items():
-                # Until its packets were taken this rank must not leave.
-                for _ in range(min(number, _SLOTS)):
-                    self._wait(self._windows[1], peer, deadline)
+            _Moves(group, self._packets, deadline).run()
         except BaseException as error:
             self._report(error, deadline)
             raise
@@ -282,36 +271,10 @@ class ReshardPlan:
             reason = f"timed out after {deadline}: {reason}"
         backend.fail(kind, f"{reason} (in ReshardPlan.run)", error.context.peers)
 
-    def _send(self, step: _Send, sent: Counter[int], deadline: Deadline) -> None:
-        ready, free = self._windows
-        number = sent[step.peer]
-        if number >= _SLOTS:
-            self._wait(free, step.peer, deadline)
-        slot = number % _SLOTS
-        for convert, into, out in step.copies[slot]:
-            convert(into, out)
-        if step.far is not None:
-            ready.put(step.far, step.peer, step.offsets[slot], timeout=deadline.remaining())
-        ready.signal(step.peer)
-        sent[step.peer] = number + 1
-
-    def _receive(self, step: _Receive, taken: Counter[int], deadline: Deadline) -> None:
-        ready, free = self._windows
-        number = taken[step.peer]
-        self._wait(ready, step.peer, deadline)
-        for convert, into, out in step.copies[number % _SLOTS]:
-            convert(into, out)
-        free.signal(step.peer)
-        taken[step.peer] = number + 1
-
-    def _wait(self, window: Window, peer: int, deadline: Deadline) -> None:
-        if not window.take_signal(peer, min(_SLICE_S, deadline.remaining())):
-            window.wait_signal(peer, timeout=deadline.remaining())
-
     def close(self) -> None:
         """Give the memory of the slots back; not a collective call. The arrays stay."""
         self._text = ""
-        for window in self._windows:
+        for window in self._packets.windows:
             window.close()
 
     def __str__(self) -> str:
@@ -321,7 +284,7 @@ class ReshardPlan:
             for each in array.transfers:
                 pairs[each.source, each.target, each.relayed].append(each.box)
             for (source, target, relayed), boxes in pairs.items():
-                nbytes = sum(box.size for box in boxes) * array.sent(relayed).itemsize
+                nbytes = sum(array.nbytes(box, relayed) for box in boxes)
                 more = f" and {len(boxes) - 1} more" if len(boxes) > 1 else ""
                 way = "copies" if source == target else f"-> rank {ranks[target]}"
                 relay = ", relayed" if relayed else ""
@@ -340,10 +303,94 @@ class ReshardPlan:
         )
 
 
-def _converter(given: DType, wanted: DType) -> Convert:
-    made = converter(given, wanted)
-    assert made is not None  # the ranks have checked it
-    return made
+class _Moves:
+    """One run of the packets of a rank."""
+
+    def __init__(self, group: ProcessGroup, packets: _Packets, deadline: Deadline) -> None:
+        self._group, self._packets, self._deadline = group, packets, deadline
+        # By peer: packets that took a slot, of those sent and of those that came.
+        self._sent: Counter[int] = Counter()
+        self._taken: Counter[int] = Counter()
+        # By peer and way: messages to expect, receives under way.
+        self._later = {key: iter(its) for key, its in packets.arriving.items()}
+        self._arriving: dict[tuple[int, bool], deque[Work]] = defaultdict(deque)
+        # Messages to other hosts: their number, and those under way.
+        self._far = 0
+        self._leaving: deque[Work] = deque()
+        # The ranks that signal once more, after all that came straight into their arrays.
+        self._ends: dict[int, None] = {}
+
+    def run(self) -> None:
+        """Send and take all packets."""
+        for (peer, straight), its in self._later.items():
+            for step in list(itertools.islice(its, None if straight else _SLOTS)):
+                self._expect(step, len(self._arriving[peer, straight]))
+        for step in self._packets.steps:
+            if step.sends:
+                self._send(step)
+            else:
+                self._receive(step)
+        for work in self._leaving:
+            work.wait()
+        for peer in self._ends | dict(self._sent):
+            # Until its packets were taken this rank must not leave.
+            for _ in range(min(self._sent[peer], _SLOTS) + (peer in self._ends)):
+                self._wait(1, peer)
+
+    def _send(self, step: _Step) -> None:
+        peer, number = step.peer, self._sent[step.peer]
+        if not step.straight and number >= _SLOTS:
+            self._wait(1, peer)
+        if step.far and len(self._leaving) == _SLOTS:
+            self._leaving.popleft().wait()
+        # The slots of one peer, or those that all messages of this rank take in turn.
+        slot = (self._far if step.far else number) % _SLOTS
+        for convert, into, out in step.copies[slot]:
+            convert(into, out)
+        if step.far:
+            self._leaving.append(self._message("send", step, slot))
+            self._far += 1
+        else:
+            self._packets.windows[0].signal(peer)
+        if step.straight:
+            self._ends[peer] = None
+        else:
+            self._sent[peer] = number + 1
+
+    def _receive(self, step: _Step) -> None:
+        peer, key = step.peer, (step.peer, step.straight)
+        if step.far:
+            self._arriving[key].popleft().wait()
+        else:
+            self._wait(0, peer)
+        if step.straight:
+            if not self._arriving[key]:
+                self._packets.windows[1].signal(peer)
+            return
+        slot = self._taken[peer] % _SLOTS
+        for convert, into, out in step.copies[slot]:
+            convert(into, out)
+        for later in itertools.islice(self._later.get(key, ()), 1):
+            # Before its sender may send it: a message that nobody expects needs memory.
+            self._expect(later, slot)
+        self._packets.windows[1].signal(peer)
+        self._taken[peer] += 1
+
+    def _expect(self, step: _Step, slot: int) -> None:
+        self._arriving[step.peer, step.straight].append(
+            self._message("recv", step, 0 if step.straight else slot)
+        )
+
+    def _message(self, call: str, step: _Step, slot: int) -> Work:
+        words: Any = step.far[slot], step.peer, self._packets.tag + step.straight
+        limit_s = self._deadline.remaining()
+        started: Work = getattr(self._group, call)(*words, async_op=True, timeout=limit_s)
+        return started
+
+    def _wait(self, at: int, peer: int) -> None:
+        window, limit_s = self._packets.windows[at], self._deadline.remaining()
+        if not window.take_signal(peer, min(_SLICE_S, limit_s)):
+            window.wait_signal(peer, timeout=self._deadline.remaining())
 
 
 def _apart(
@@ -373,7 +420,7 @@ def _apart(
             # What stays in its place keeps its values.
             if any(
                 np.may_share_memory(view, into)
-                and not ((name, box) == (other, its) and _is_same(into, view))
+                and not ((name, box) == (other, its) and is_same(into, view))
                 for _, _, other, its, into in written[first:last]
             ):
                 views[at] = np.empty(view.shape, view.dtype)
@@ -390,14 +437,13 @@ def _bounds(view: Memory) -> tuple[int, int]:
     return low, at + sum(span for span in spans if span > 0) + view.itemsize
 
 
-def _is_same(into: Memory, out: Memory) -> bool:
-    """Whether two views have the same elements, so that there is nothing to copy."""
-    one, other = into.__array_interface__, out.__array_interface__
-    return all(one[key] == other[key] for key in ("data", "shape", "strides", "typestr"))
-
-
 def reshard(
-    src: Any, dst: Any, group: Group = None, *, timeout: Timeout | None = None
+    src: Any,
+    dst: Any,
+    group: Group = None,
+    *,
+    dtype: Any = None,
+    timeout: Timeout | None = None,
 ) -> ReshardPlan:
     """Plan how arrays move from one sharding to another; a collective call.
 
@@ -415,6 +461,10 @@ def reshard(
         dst: What this rank wants, likewise; written by `ReshardPlan.run`.
         group: All ranks of both sides; the default group if None. Two jobs make a group over a
             common store.
+        dtype: How floating arrays are sent, such as "bfloat16". "int8": in blocks of up to 128
+            elements of the last dimension, each with a scale. An element is then off by at most
+            1/254 of the largest of its block, or 2^-127. NaN and infinities become NaN. All
+            targets get the same values, but what stays in its memory keeps its own.
         timeout: Of the call; the group's if None.
 
     Raises:
@@ -437,9 +487,17 @@ def reshard(
     pg = require_group(group)
     with ObjectCall(pg, "reshard", timeout, None) as call:
         own: list[dict[str, ArrayParts]] = []
+        way: list[DType] = []
 
         def describe() -> None:
             rank = pg.ranks[pg.rank()]
+            if dtype is not None:
+                way.append(dtype_from(dtype))
+                call.label += f"(dtype={way[0]})"
+                if way[0].kind != "f" and way[0].name != "int8":
+                    raise InvalidArgumentError(
+                        f"reshard: dtype {way[0]}: expected a floating one, or int8"
+                    )
             own.append(named_parts("reshard", src, rank, write=False))
             own.append(named_parts("reshard", dst, rank, write=True))
 
@@ -447,7 +505,7 @@ def reshard(
         plain = [{name: parts.described() for name, parts in side.items()} for side in own]
         mine = call.pack(lambda: (*plain, host_of(pg), next(_numbers)))
         rows = call.loads_all(call.all_gather(mine))
-        arrays = planned(call, pg, rows)
+        arrays = planned(call, pg, rows, *way)
         made: list[ReshardPlan] = []
         call.on_all(
             lambda: made.append(ReshardPlan(pg, arrays, own[0], own[1], rows[0][3])), "no plan"
@@ -455,89 +513,3 @@ def reshard(
         deadline = Deadline(call.remaining_s)
     made[0]._open(deadline)
     return made[0]
-
-
-def planned(call: ObjectCall, pg: ProcessGroup, rows: Sequence[Any]) -> list[PlannedArray]:
-    """Return the transfers of all arrays; raises the same error on every rank.
-
-    Args:
-        call: For errors.
-        pg: The group.
-        rows: For each rank its sources and targets by name, and its host. One more row may be that
-            of a file.
-    """
-    hosts, load = [row[2] for row in rows], [0] * len(rows)
-    names = sorted({name for row in rows for name in row[1]})
-    arrays = []
-    for name in names:
-        sides = [[row[side].get(name) for row in rows] for side in (0, 1)]
-        sources, targets = ([each.boxes if each else [] for each in side] for side in sides)
-        text = f"array {name!r}" if name else "the array"
-        source, target = _dtypes(call, pg, text, sides)
-        for rank, boxes in enumerate(targets):
-            if (pair := first_overlap(boxes)) is not None:
-                raise CollectiveError(
-                    f"{call}: rank {pg.ranks[rank]} wants {pair[0]} and {pair[1]} of {text}, "
-                    "which overlap",
-                    context=call.context(rank),
-                )
-        if target is None:
-            continue
-        itemsize = min(target.itemsize, (source or target).itemsize)
-        found = cover(sources, targets, hosts, load, itemsize)
-        if isinstance(found, Gap) and found.rank == pg.size():
-            raise CollectiveError(
-                f"{call}: no rank has {found.box} of {text} for the file",
-                context=call.context(pg.rank()),
-            )
-        if isinstance(found, Gap):
-            raise CollectiveError(
-                f"{call}: rank {pg.ranks[found.rank]} wants {found.box} of {text}, which no rank "
-                "has",
-                context=call.context(found.rank),
-                hint="pass src on the ranks that have it",
-            )
-        check(sources, targets, found)
-        arrays.append(PlannedArray(name, source or target, target, found))
-    return arrays
-
-
-def _dtypes(
-    call: ObjectCall, pg: ProcessGroup, text: str, sides: Sequence[Sequence[ArrayParts | None]]
-) -> list[DType | None]:
-    """Return the dtypes of the sources and targets of an array; check them and the shapes."""
-    found: list[DType | None] = [None, None]
-    first: tuple[int, ArrayParts] | None = None
-    owner = [0, 0]
-    for side, parts in enumerate(sides):
-        for rank, each in enumerate(parts):
-            if each is None:
-                continue
-            first = first or (rank, each)
-            known = found[side]
-            if each.shape != first[1].shape:
-                raise CollectiveMismatchError(
-                    f"{call}: {text} has shape {list(first[1].shape)} on rank "
-                    f"{pg.ranks[first[0]]}, but {list(each.shape)} on rank {pg.ranks[rank]}",
-                    context=_blaming(call, pg, first[0], rank),
-                )
-            if known is not None and each.dtype is not None and each.dtype != known:
-                raise CollectiveMismatchError(
-                    f"{call}: {text} has dtype {known} on rank {pg.ranks[owner[side]]}, but "
-                    f"{each.dtype} on rank {pg.ranks[rank]}",
-                    context=_blaming(call, pg, owner[side], rank),
-                )
-            if known is None and each.dtype is not None:
-                found[side], owner[side] = each.dtype, rank
-    given, wanted = found
-    if given is not None and wanted is not None and converter(given, wanted) is None:
-        raise CollectiveMismatchError(
-            f"{call}: {text} has dtype {given} on rank {pg.ranks[owner[0]]}, which does not become "
-            f"{wanted} on rank {pg.ranks[owner[1]]}",
-            context=_blaming(call, pg, *owner),
-        )
-    return found
-
-
-def _blaming(call: ObjectCall, pg: ProcessGroup, *ranks: int) -> Any:
-    return replace(call.context(ranks[0]), peers=tuple(pg.ranks[rank] for rank in ranks))

@@ -12,8 +12,9 @@ import math
 import mmap
 import os
 import re
+import secrets
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from unisono.beyond.boxes import whole
 from unisono.beyond.files import open_file
 from unisono.beyond.reshard.parts import ArrayParts, converter, dtype_from, named_parts
-from unisono.beyond.reshard.run import PlannedArray, planned
+from unisono.beyond.reshard.planned import PlannedArray, planned
 from unisono.core.base.buffers import as_bytes
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
@@ -52,6 +53,8 @@ _MOST_HEADER = 100_000_000
 # Bytes converted at once: they stay in a cache.
 _AT_ONCE = 1 << 20
 _VERSION = re.compile(r"(\d{10})\.safetensors")
+# How the name of an index ends, as that of a model in several files.
+_INDEX = ".safetensors.index.json"
 _INCOMPLETE = re.compile(_VERSION.pattern + r"\.[0-9a-f]{12}\.incomplete")
 
 
@@ -62,6 +65,7 @@ def save_arrays(
     group: Group = None,
     *,
     dtype: Any = None,
+    part_bytes: int | None = None,
     timeout: Timeout | None = None,
 ) -> None:
     """Write arrays of any sharding into one file of safetensors' format; a collective call.
@@ -76,13 +80,15 @@ def save_arrays(
         path: Equal on all ranks.
         group: The default group if None.
         dtype: Of the floating arrays in the file, such as "bfloat16"; their own if None.
+        part_bytes: Write several files of about this size, and last an index with the name `path`,
+            which ends with ".safetensors.index.json". The parts of its predecessor are removed.
         timeout: Of each of its calls; the group's if None.
 
     Raises:
         CollectiveMismatchError: Ranks disagree, or a rank's arguments are wrong.
         CollectiveError: Nobody has a part of an array, or a rank cannot write.
     """
-    _save(arrays, path, require_group(group), dtype, timeout)
+    _save(arrays, path, require_group(group), dtype, timeout, part_bytes=part_bytes)
 
 
 def _save(
@@ -93,33 +99,12 @@ def _save(
     timeout: Timeout | None,
     *,
     is_new: bool = False,
+    part_bytes: int | None = None,
 ) -> None:
-    """Write a file; if `is_new`, there must be none of the name."""
+    """Write a file, or parts; if `is_new`, there must be none of the name."""
     with ObjectCall(pg, "save_arrays", timeout, None) as call:
         own: list[Any] = []
-
-        def describe() -> None:
-            if not isinstance(arrays, Mapping):
-                raise ArgumentTypeError(
-                    f"arrays must be a dict of arrays by name, got {type(arrays).__name__}"
-                )
-            parts = named_parts("save_arrays", arrays, pg.ranks[pg.rank()], write=False)
-            own.extend((parts, None if dtype is None else dtype_from(dtype)))
-            call.label += f"(dtype={own[1]})"
-            if "__metadata__" in parts:
-                raise InvalidArgumentError(
-                    "safetensors' format has no array of the name '__metadata__'"
-                )
-            for name, each in parts.items():
-                if each.dtype is None:
-                    continue
-                stored = _stored(each.dtype, own[1])
-                if stored.name not in _NAMES or converter(each.dtype, stored) is None:
-                    raise UnsupportedError(
-                        f"array {name!r} of {each.dtype} cannot be stored as {stored}"
-                    )
-
-        call.check(describe)
+        call.check(lambda: own.extend(_described(call, pg, arrays, dtype, path, part_bytes)))
         parts, wanted = own
         plain = {name: each.described() for name, each in parts.items()}
         rows = call.loads_all(call.all_gather(call.pack(lambda: (plain, {}, pg.rank()))))
@@ -132,12 +117,112 @@ def _save(
         rows.append(({}, targets, None))
         # The widest first, so that each array is aligned.
         plans = sorted(planned(call, pg, rows), key=lambda plan: -plan.target.itemsize)
-    header, begins, nbytes = _header(plans, targets)
+        before = {}
+        if part_bytes is not None:
+            # Parts of two versions have different names, so an index is always of one version.
+            name = os.fsdecode(path)
+            token, before = call.on_all(
+                lambda: (secrets.token_hex(4), {} if pg.rank() else _names_in(name)),
+                f"cannot use {name}",
+            )[0]
+
+    def write(path: str | os.PathLike[str], plans: Sequence[PlannedArray]) -> None:
+        header, begins, nbytes = _header(plans, targets)
+        with open_file(path, "w", pg, timeout=timeout) as file:
+            file.write_in_order(header if pg.rank() == 0 else header[:0], timeout=timeout)
+            pieces = _pieces(pg.rank(), plans, parts, begins)
+            file._write_pieces(pieces, nbytes, "save_arrays", timeout=timeout)
+            file._is_new = is_new
+
+    if part_bytes is None:
+        write(path, plans)
+        return
+    index = _write_parts(
+        f"{name.removesuffix(_INDEX)}-{token}", _cut(plans, targets, part_bytes), write
+    )
     with open_file(path, "w", pg, timeout=timeout) as file:
-        file.write_in_order(header if pg.rank() == 0 else header[:0], timeout=timeout)
-        pieces = _pieces(pg.rank(), plans, parts, begins)
-        file._write_pieces(pieces, nbytes, "save_arrays", timeout=timeout)
-        file._is_new = is_new
+        file.write_in_order(index if pg.rank() == 0 else index[:0], timeout=timeout)
+    for old in set(before.values()) if pg.rank() == 0 else ():
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(os.path.dirname(name), old))
+
+
+def _described(
+    call: ObjectCall, pg: ProcessGroup, arrays: Any, dtype: Any, path: Any, part_bytes: Any
+) -> tuple[dict[str, ArrayParts], DType | None]:
+    """Return what this rank has, and the dtype of the floating arrays in the file; check all."""
+    if not isinstance(arrays, Mapping):
+        raise ArgumentTypeError(
+            f"arrays must be a dict of arrays by name, got {type(arrays).__name__}"
+        )
+    parts = named_parts("save_arrays", arrays, pg.ranks[pg.rank()], write=False)
+    wanted = None if dtype is None else dtype_from(dtype)
+    call.label += f"(dtype={wanted})"
+    if part_bytes is not None:
+        call.label += f"(part_bytes={part_bytes})"
+        if as_integer(part_bytes, "part_bytes") < 1:
+            raise InvalidArgumentError(f"part_bytes={part_bytes}: expected at least 1")
+        if not os.fsdecode(path).endswith(_INDEX):
+            raise InvalidArgumentError(f"path {path!r}: the name of an index ends with {_INDEX}")
+    if "__metadata__" in parts:
+        raise InvalidArgumentError("safetensors' format has no array of the name '__metadata__'")
+    for name, each in parts.items():
+        if each.dtype is None:
+            continue
+        stored = _stored(each.dtype, wanted)
+        if stored.name not in _NAMES or converter(each.dtype, stored) is None:
+            raise UnsupportedError(f"array {name!r} of {each.dtype} cannot be stored as {stored}")
+    return parts, wanted
+
+
+def _write_parts(
+    stem: str,
+    cut: Sequence[Sequence[PlannedArray]],
+    write: Callable[[str, Sequence[PlannedArray]], None],
+) -> np.ndarray[Any, Any]:
+    """Write each part; return the text of the index."""
+    names: dict[str, str] = {}
+    for number, some in enumerate(cut, 1):
+        part = f"{stem}-{number:05}-of-{len(cut):05}.safetensors"
+        write(part, some)
+        names |= {plan.name: os.path.basename(part) for plan in some}
+    text = json.dumps({"metadata": {}, "weight_map": names})
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _cut(
+    plans: Sequence[PlannedArray], targets: Mapping[str, ArrayParts], most: int
+) -> list[list[PlannedArray]]:
+    """Return the arrays of each part: of at most `most` bytes, or one array."""
+    cut: list[list[PlannedArray]] = [[]]
+    size = 0
+    for plan in plans:
+        nbytes = math.prod(targets[plan.name].shape) * plan.target.itemsize
+        if cut[-1] and size + nbytes > most:
+            cut.append([])
+            size = 0
+        cut[-1].append(plan)
+        size += nbytes
+    return cut
+
+
+def _names_in(path: str) -> dict[str, str]:
+    """Return the part of each array in an index; empty if there is no such file.
+
+    Raises:
+        InvalidArgumentError: It is no index.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            names: dict[str, str] = dict(json.load(file)["weight_map"])
+        for part in names.values():
+            if os.path.basename(part) != part or not part.endswith(".safetensors"):
+                raise ValueError(f"part {part!r}")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidArgumentError(f"{path} is no index of safetensors' format: {error}") from None
+    return names
 
 
 def _stored(dtype: DType, wanted: DType | None) -> DType:
@@ -193,11 +278,17 @@ class _StoredArray(NamedTuple):
 
 
 def _opened(path: str) -> dict[str, _StoredArray]:
-    """Return the arrays of a file, mapped into memory; the file may be removed then.
+    """Return the arrays of a file or index, mapped into memory; the files may be removed then.
 
     Raises:
         InvalidArgumentError: It is no whole file of safetensors' format.
     """
+    if path.endswith(_INDEX):
+        os.stat(path)
+        names = _names_in(path)
+        files = {part: os.path.join(os.path.dirname(path), part) for part in set(names.values())}
+        opened = {part: _opened(file) for part, file in files.items()}
+        return {name: opened[part][name] for name, part in names.items() if name in opened[part]}
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -265,7 +356,8 @@ def load_arrays(
 
     Args:
         arrays: What this rank wants by name, as `dst` of `reshard`.
-        path: Equal on all ranks, which must see the same folder.
+        path: Equal on all ranks, which must see the same folder. That of an index
+            (".safetensors.index.json") if the arrays are in several files.
         group: The default group if None.
         timeout: Of the call; the group's if None.
 

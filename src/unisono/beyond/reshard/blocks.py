@@ -1,0 +1,94 @@
+"""int8 in blocks: how floating elements move if a reshard is asked for int8; no I/O.
+
+A block is up to 128 elements of the last dimension: the columns between two borders. These are the
+multiples of 128 and the sides of the boxes of all sources. So a rank that has an element of a block
+has the block, and each element becomes the same value on all ranks, whoever sends it.
+
+    scale = max(largest finite magnitude / 127, 2^-126)     float32
+    code  = element / scale, rounded to nearest even        int8; -128 if it is NaN or infinite
+    value = code * scale, NaN for -128                      float32, then the dtype of the target
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unisono.beyond.boxes import IndexBox
+from unisono.core.engines.kernels import widen
+from unisono.core.schedules.ir import IntArray
+
+BLOCK = 128
+_NOT_FINITE = -128
+# The smallest normal number: below it a scale is rounded too much.
+_LEAST_SCALE = np.float32(2.0**-126)
+
+
+def borders_of(n: int, boxes: Sequence[IndexBox]) -> IntArray:
+    """Return the borders between the blocks of a last dimension of n, from 0 to n."""
+    sides = [side for box in boxes for side in (box.begins[-1], box.ends[-1])]
+    return np.array(sorted({*range(0, n, BLOCK), n, *sides}), np.int64)
+
+
+class BlockedBox(NamedTuple):
+    """A box and its blocks.
+
+    Attributes:
+        shape: Of the box.
+        wide: The box, with all elements of its blocks.
+        starts: Where the blocks begin in a row of the wide box.
+        inner: Where the box is in such a row.
+        counts: The elements of the box in each block of a row.
+    """
+
+    shape: tuple[int, ...]
+    wide: IndexBox
+    starts: IntArray
+    inner: slice
+    counts: IntArray
+
+    @classmethod
+    def of(cls, box: IndexBox, borders: IntArray) -> BlockedBox:
+        """Return the blocks of a box."""
+        begin, end = box.begins[-1], box.ends[-1]
+        first = int(np.searchsorted(borders, begin, "right")) - 1
+        edges = borders[first : int(np.searchsorted(borders, end)) + 1]
+        low, high = int(edges[0]), int(edges[-1])
+        wide = IndexBox((*box.begins[:-1], low), (*box.ends[:-1], high))
+        inside: IntArray = np.clip(edges, begin, end)
+        counts = inside[1:] - inside[:-1]
+        return cls(box.shape, wide, edges[:-1] - low, slice(begin - low, end - low), counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the scales and codes."""
+        rows = int(np.prod(self.shape[:-1], dtype=np.int64))
+        return rows * (4 * len(self.starts) + self.shape[-1])
+
+    def _packed(self, memory: Any) -> tuple[Any, Any]:
+        scales = np.ndarray((*self.shape[:-1], len(self.starts)), np.float32, memory)
+        return scales, np.ndarray(self.shape, np.int8, memory, scales.nbytes)
+
+    def pack(self, is_bfloat16: bool, into: Any, source: Any) -> None:
+        """Write scales and codes; `source` is the memory of the wide box."""
+        scales, codes = self._packed(into)
+        with np.errstate(all="ignore"):
+            values = widen(source) if is_bfloat16 else source
+            if values.dtype == np.float16:
+                values = values.astype(np.float32)
+            finite = np.isfinite(values)
+            sizes = np.where(finite, np.abs(values), 0)
+            largest = np.maximum.reduceat(sizes, self.starts, axis=-1)
+            scales[...] = np.maximum(largest / 127, _LEAST_SCALE)
+            made = np.rint(values[..., self.inner] / np.repeat(scales, self.counts, axis=-1))
+            codes[...] = np.where(finite[..., self.inner], made, _NOT_FINITE)
+
+    def unpack(self, convert: Any, into: Any, packed: Any) -> None:
+        """Fill the memory of the box; `convert` makes its dtype from float32."""
+        scales, codes = self._packed(packed)
+        with np.errstate(all="ignore"):
+            values = codes * np.repeat(scales, self.counts, axis=-1)
+            values[codes == _NOT_FINITE] = np.nan
+        convert(into, values)

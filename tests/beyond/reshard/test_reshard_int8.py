@@ -1,0 +1,109 @@
+"""Reshards that send floating arrays in another dtype: bfloat16, and int8 in blocks."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.support.calls import check_usable, fails
+from unisono.beyond.reshard import run as run_module
+from unisono.errors import CollectiveMismatchError, InvalidArgumentError
+from unisono.testing import run
+
+ROWS, COLUMNS, CUT = 7, 300, 170
+BLOCKS = [(0, 128), (128, 170), (170, 256), (256, 300)]
+DTYPES = [("float32", "float32"), ("float64", "float32"), ("float16", "float64")]
+
+
+def content(dtype):
+    """Return values of many magnitudes; a block has no finite one, one is 0, one is tiny."""
+    random = np.random.default_rng(3)
+    x = random.normal(size=(ROWS, COLUMNS)) * 10.0 ** random.integers(-3, 4, (ROWS, COLUMNS))
+    x[0, 128:170], x[1, :128], x[3, 256:] = np.nan, 0, x[3, 256:] * 1e-41
+    x[2, [3, 129, 299]] = np.nan, np.inf, -np.inf
+    return x.astype(dtype)
+
+
+def by_definition(x):
+    """Return what int8 in blocks makes of an array, and the bound of its error."""
+    y, bound = np.empty(x.shape, np.float32), np.empty(x.shape)
+    for row, (begin, end) in itertools.product(range(ROWS), BLOCKS):
+        block = x[row, begin:end].astype(np.float64 if x.dtype == np.float64 else np.float32)
+        finite = np.isfinite(block)
+        largest = max([abs(value) for value in block[finite]], default=block.dtype.type(0))
+        scale = max(np.float32(largest / 127), np.float32(2.0**-126))
+        codes = np.array([round(float(v)) for v in block[finite] / scale], np.float32)
+        y[row, begin:end] = np.nan
+        y[row, begin:end][finite] = codes * scale
+        bound[row, begin:end] = max(largest / 254 * (1 + 1e-6), 2.0**-127)
+    return y, bound
+
+
+def same_values_everywhere(rank):
+    run_module._LEAST_BYTES = run_module._MOST_BYTES = 1 << 10
+    for given, wanted in DTYPES:
+        x = content(given)
+        begin, end = (0, CUT) if rank == 0 else (CUT, COLUMNS)
+        own = dist.Sharded([x[:, begin:end].copy()], x.shape, starts=[(0, begin)])
+        y = np.zeros(x.shape, wanted)
+        part = np.zeros((5, 100), wanted)
+        number = np.arange(3) if rank == 0 else None
+        got = np.zeros(3, int)
+        plan = dist.reshard(
+            {"x": own if rank < 2 else None, "n": number, "part": own if rank < 2 else None},
+            # One target cuts the blocks. Ranks 0 and 1 have a part of the source, and replicas.
+            {"x": y, "n": got, "part": dist.Sharded([part], x.shape, starts=[(1, 100)])},
+            dtype="int8",
+        )
+        plan.run()
+        values, bound = by_definition(x)
+        np.testing.assert_array_equal(y, values.astype(wanted))
+        np.testing.assert_array_equal(part, y[1:6, 100:200])
+        finite = np.isfinite(x)
+        assert (abs(y - x.astype(float))[finite] <= bound[finite] * (1 + 1e-6)).all()
+        assert np.isnan(y[~finite]).all()
+        assert got.tolist() == [0, 1, 2]
+        if "relayed" not in str(plan):
+            # Replicas that get all of it: one byte for an element, and 4 for a block of a row.
+            least = (x.size + 16 * ROWS) * 2
+            assert least <= plan.moved_bytes <= 2.5 * least
+        dist.barrier()
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_int8_in_blocks_is_the_same_on_all_replicas(rank):
+    same_values_everywhere(rank)
+
+
+def test_int8_between_hosts(monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "2")
+    run(same_values_everywhere, 4, ranks="processes")
+
+
+@pytest.mark.ranks(2)
+def test_bfloat16_on_the_way_is_the_same_on_all_replicas(rank):
+    x, y = content("float32"), np.zeros((ROWS, COLUMNS), np.float32)
+    plan = dist.reshard(x if rank == 0 else None, y, dtype="bfloat16")
+    plan.run()
+    assert plan.moved_bytes == 2 * x.size
+    bits = np.where(np.isnan(x), 0, x).view(np.uint32).astype(np.uint64)
+    wanted = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    wanted[np.isnan(x)] = np.nan
+    np.testing.assert_array_equal(y, wanted)
+    # What stays in its memory keeps its values.
+    dist.reshard(x if rank == 0 else None, x if rank == 0 else y, dtype="int8").run()
+    np.testing.assert_array_equal(x, content("float32"))
+
+
+@pytest.mark.ranks(2)
+def test_dtypes_that_do_not_fit(rank):
+    x = np.zeros(3)
+    with fails(
+        InvalidArgumentError if rank else CollectiveMismatchError,
+        "dtype int32: expected a floating one, or int8",
+    ):
+        dist.reshard(x, x, dtype="int32" if rank else None)
+    with fails(CollectiveMismatchError, "reshard(dtype=int8)"):
+        dist.reshard(x, x, dtype="int8" if rank else "float16")
+    check_usable()
