@@ -1,30 +1,28 @@
 """`pool` beside multiprocessing.Pool and joblib (if installed): tasks, arguments, iterations.
 
 Run from the repository root: `python benchmarks/tasks.py [ROUNDS]`. Each has 2 processes. They take
-turns in each round, and a row has medians in milliseconds. The rows: start and first results; 200
-small tasks; 4 tasks with an array of 64 MiB; 5 iterations of k-means over 100,000 points in 32
-dimensions, in which unisono's ranks keep their points and call all_reduce, and the others get the
-points and send sums each time, as is usual with them.
+turns in each round, and a row has medians in milliseconds. Tasks are small, or have an array of
+64 MiB. k-means runs 5 iterations over 100,000 points in 32 dimensions. The ranks of unisono keep
+their points and call all_reduce. The others get the points and return sums in each iteration.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 import unisono as dist
 
-try:
-    import joblib
-except ImportError:
-    joblib = None
+joblib: Any = importlib.import_module("joblib") if find_spec("joblib") else None
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 RANKS, CENTRES, ITERATIONS = 2, 16, 5
@@ -154,7 +152,10 @@ def main() -> None:
     """Print the table."""
     data = np.random.default_rng(0).normal(size=(100_000, 32))
     shares, centres = np.array_split(data, RANKS), data[:CENTRES]
-    kinds = {"unisono.pool": Unisono, "multiprocessing.Pool": StandardPool}
+    kinds: dict[str, Callable[[], Any]] = {
+        "unisono.pool": Unisono,
+        "multiprocessing.Pool": StandardPool,
+    }
     if joblib:
         kinds["joblib"] = Joblib
     found: dict[str, list[list[float]]] = {name: [] for name in kinds}

@@ -70,7 +70,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def version() -> str:
     """Return the version of unisono."""
     source = (ROOT / "src/unisono/__init__.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)[1]
+    [found] = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    return str(found)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
