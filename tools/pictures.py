@@ -143,7 +143,8 @@ def panel(
         return y + high * (1 - (math.log10(time_us) + 1) / 6)
 
     picture.label(x, y - 8, op, 12)
-    for power, text in enumerate(("0.1 µs", "1", "10", "100", "1 ms", "10", "100"), start=-1):
+    ticks = ("0.1 µs", "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms")
+    for power, text in enumerate(ticks, start=-1):
         height = up(10.0**power)
         picture.shapes.append(Line(((x, height), (x + wide, height)), PALE, 0.7))
         picture.label(x - 4, height + 3, text, 9, "end")

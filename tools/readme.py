@@ -2,21 +2,23 @@
 
 - Blocks of `bash` are run in the order of the page.
 - A block with `title="NAME"` is written to the file NAME before that.
-- A block with `title="Output"` has the output of the command before it. Numbers of processes,
-  names of hosts and durations may differ. Lines may have any order, unless a line `...` stands
-  for lines that the page leaves out.
+- A block with `title="Output"` has what a terminal shows of the command before it, without colours
+  and the status line. Numbers of processes, names of hosts and durations may differ. Lines may have
+  any order, unless a line `...` stands for lines that the page leaves out.
 
-The pages of PAGES are run from the repository root, each page of the tutorial in an empty folder.
-Called as a program, this runs PAGES without `make test`, which has its own step in CI. The tutorial
-is run by tests/project/test_docs.py.
+The pages of PAGES are run from the repository root when this is called as a program. Each page of
+TUTORIAL is run in an empty folder by tests/project/test_docs.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/howto/install.md", "docs/howto/doctor.md")
 TUTORIAL = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/tutorial/*.md"))
+TUTORIAL.append("docs/howto/library.md")
 # The folder of the reader's files, as the tutorial shows it.
 _HOME = "/home/you"
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -32,6 +35,8 @@ _MASKED = (
     (r"\bpid \d+", "pid N"),
     (r"\bhost [\w.-]+\)", "host NAME)"),
     (r"\b\d+\.\d s\b", "T s"),
+    # pytest's; it warns of each editable installation
+    (r"(, 1 warning)? in \d+\.\d\ds\b.*", " in T"),
     # A rank that leaves closes its groups, then its transport; a peer reads either word first.
     (r"it left: (the group|its transport) was closed", "it left"),
     # The launcher needs rights on the kernel's log to know why a process was killed.
@@ -41,6 +46,7 @@ _MASKED = (
 # Gloo of torch 2.13 ends some processes so at their exit: 1 of 30 under torchrun on a busy machine.
 _GLOO_CRASH = "terminate called without an active exception"
 _TURNS = 5
+_PLAIN = {"TERM": "dumb", "NO_COLOR": "1"}
 
 
 class Block(NamedTuple):
@@ -70,26 +76,35 @@ def problems(page: str, folder: Path) -> Iterator[str]:
             (folder / block.title).write_text(block.content, encoding="utf-8")
         if block.language != "bash":
             continue
-        script = "\n".join(line for line in block.content.splitlines() if line != "make test")
+        script = block.content
         print(f"--- {page}:\n{script}", flush=True)
         for _ in range(_TURNS):
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", script],
-                cwd=folder,
-                env={**os.environ, "PATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            if _GLOO_CRASH not in done.stdout or not uses_gloo(folder):
+            code, printed = in_terminal(script, folder, {**os.environ, "PATH": path, **_PLAIN})
+            if _GLOO_CRASH not in printed or not uses_gloo(folder):
                 break
-        print(done.stdout, end="", flush=True)
-        if done.returncode != 0:
-            yield f"{page}: exit code {done.returncode} of:\n{script}\n{done.stdout}"
+        print(printed, end="", flush=True)
+        if code != 0:
+            yield f"{page}: exit code {code} of:\n{script}\n{printed}"
         elif following.title == "Output":
-            printed = done.stdout.replace(str(folder), _HOME)
+            printed = printed.replace(str(folder), _HOME)
             if not same(following.content, printed):
                 yield f"{page}: the page shows\n{following.content}of:\n{script}\nnot\n{printed}"
+
+
+def in_terminal(script: str, folder: Path, env: dict[str, str]) -> tuple[int, str]:
+    """Run a script of bash on a terminal of 80 columns; return its exit code and its output."""
+    own, given = pty.openpty()
+    termios.tcsetwinsize(given, (24, 80))
+    printed = bytearray()
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    with subprocess.Popen(command, cwd=folder, env=env, stdout=given, stderr=given) as shell:
+        os.close(given)
+        # EIO: the last program that writes to the terminal has ended.
+        with contextlib.suppress(OSError):
+            while part := os.read(own, 65536):
+                printed += part
+    os.close(own)
+    return shell.returncode, printed.decode(errors="replace").replace("\r\n", "\n")
 
 
 def uses_gloo(folder: Path) -> bool:

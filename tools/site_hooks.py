@@ -61,9 +61,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     ]
     if stale:
         raise SystemExit(f"run `make docs`: docs/reference/api is older than {', '.join(stale)}")
+    config.site_name += f" {version()}"
     # Instead of the script that the offline plugin loads from another site.
     config.extra["polyfills"] = ["assets/offline.js"]
     return config
+
+
+def version() -> str:
+    """Return the version of unisono."""
+    source = (ROOT / "src/unisono/__init__.py").read_text(encoding="utf-8")
+    [found] = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    return str(found)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -97,6 +105,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links of the repository into links of the site."""
     here = page.file.src_uri
+    if here == "index.md":
+        # The site opens as the README does.
+        markdown = opening() + markdown[markdown.index("\n## ") :]
+    page.meta.setdefault("search", rank_in_search(here))
 
     def rewritten(match: re.Match[str]) -> str:
         text, target, anchor = match.groups()
@@ -108,6 +120,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = _FENCED.split(markdown)
     return "".join(p if p.startswith("```") else _LINK.sub(rewritten, p) for p in parts)
+
+
+def rank_in_search(page: str) -> dict[str, object]:
+    """Return what the search plugin reads: a function comes before pages that mention it."""
+    tiers = {f"reference/api/{each.name}.md": each.tier for each in api_pages.PAGES}
+    if page == "reference/api/groups.md":  # its methods have the names of functions
+        return {"boost": 3}
+    if page in tiers:
+        return {"boost": 4 if tiers[page] == "unisono" else 2}
+    # The site opens with the README, and reasons and measurements are for few readers.
+    is_rare = page.startswith(("decisions/", "lab/"))
+    return {"exclude": True} if page == PROJECT["README.md"] else {"boost": 0.5 if is_rare else 1}
+
+
+def opening() -> str:
+    """Return the README up to the end of its entrances, with links as of a page in docs."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text[: text.index("\n## What works today")]
+    return _LINK.sub(lambda found: f"{found[1]}(../{found[2]}{found[3] or ''})", text)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:

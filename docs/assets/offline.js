@@ -25,3 +25,14 @@ if (location.protocol === "file:") {
     }
   }
 }
+
+// A search for "all_reduce" also looks for names that begin so, and would rank these rarer names
+// first. So each word is looked for as a whole, too, and that counts more.
+const Plain = window.Worker
+window.Worker = class extends Plain {
+  postMessage(message) {
+    const isQuery = typeof message.data === "string"
+    const data = isQuery ? message.data.replace(/(?<!\S)\w+(?!\S)/g, "$&^9 $&") : message.data
+    super.postMessage({ ...message, data })
+  }
+}

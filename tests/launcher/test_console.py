@@ -54,6 +54,19 @@ def test_line_of_some_ranks_is_shown_after_a_while():
     assert terminal.console.tick() is None
 
 
+@pytest.mark.parametrize(
+    ("prefix", "shown"),
+    [("[{rank}] ", "[0-1] ValueError ×2\n[0] [rank1]: x\n"), ("", "[rank0]: ValueError\n")],  # noqa: RUF001
+)
+def test_rank_that_torch_writes_before_a_line_is_shown_once(prefix, shown):
+    terminal = Terminal([0, 1], prefix=prefix)
+    terminal.say(0, "[rank0]: ValueError\n")
+    terminal.say(1, "[rank1]: ValueError\n")
+    terminal.say(0, "[rank1]: x\n")
+    terminal.console.close()
+    assert terminal.shown.startswith(shown)
+
+
 def test_equal_lines_of_one_rank_are_not_joined():
     terminal = Terminal([0, 1])
     terminal.say(0, "a\na\n")

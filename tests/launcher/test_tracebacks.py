@@ -1,5 +1,6 @@
 """Uncaught errors are printed without the frames of unisono."""
 
+import os
 import re
 import sys
 import threading
@@ -7,6 +8,7 @@ import threading
 import pytest
 
 import unisono as dist
+from tests.support.programs import python
 from unisono.core.base.source.tracebacks import OWN_FOLDER, trimmed
 
 SCRIPT = """\
@@ -55,6 +57,31 @@ def test_a_spawned_rank_reports_the_users_line():
         dist.spawn(failing, nprocs=1)
     assert "dist.group.WORLD.broadcast(None, 9)" in str(caught.value)
     assert OWN_FOLDER not in str(caught.value)
+
+
+CELLS = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_cell("import unisono as dist")
+shell.run_cell("ranks = dist.pool(1)")
+shell.run_cell("ranks.run(lambda: 1 / 0)")
+shell.run_cell("ranks.close()")
+shell.run_cell("ranks.run(len)")
+shell.run_cell("dist.launch(lambda rank: {}[rank], 1)")
+"""
+
+
+def test_a_cell_of_a_notebook_shows_the_users_line(tmp_path):
+    pytest.importorskip("IPython")
+    pytest.importorskip("cloudpickle")
+    done = python("-c", CELLS, check=True, env=os.environ | {"IPYTHONDIR": str(tmp_path)})
+    shown = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
+    ends = ("\nZeroDivisionError: division by zero", "\nClosedError: the pool is closed")
+    assert [end in shown for end in ends] == [True] * 2, shown
+    assert "----> 1 ranks.run(len)" in shown
+    assert "pool.py" not in shown, shown
+    assert "\nKeyError: 0" in shown
+    assert "spawn.py" not in shown, shown
 
 
 def test_causes_are_trimmed_and_restored(monkeypatch):

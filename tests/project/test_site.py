@@ -79,3 +79,16 @@ def test_files_that_are_no_text_are_copied(monkeypatch):
     for path in ROOT.glob("examples/*.*"):
         if b"\0" in path.read_bytes():
             assert hooks.page_of(f"examples/{path.name}") == f"source/examples/{path.name}"
+
+
+def test_site_opens_as_the_readme_does_and_finds_functions_first(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    pytest.importorskip("mkdocs")
+    hooks = import_module("site_hooks")
+    opening = hooks.opening()
+    assert opening.startswith("# unisono\n")
+    assert "](../docs/tutorial/1-two-processes.md)" in opening
+    pages = ("reference/api/collectives.md", "reference/api/groups.md", "howto/run.md", "lab/x.md")
+    boosts = [hooks.rank_in_search(page)["boost"] for page in pages]
+    assert boosts == sorted(set(boosts), reverse=True)
+    assert hooks.rank_in_search("project/readme.md") == {"exclude": True}

@@ -29,7 +29,7 @@ from unisono.core.base.config import environ, get
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.host import GUARD_HINT, is_importing_main
 from unisono.core.base.integers import as_integer
-from unisono.core.base.source.tracebacks import trimmed
+from unisono.core.base.source.tracebacks import hide_own_frames, trimmed
 from unisono.core.platform.posix import SIGKILL
 from unisono.core.platform.processes import open_exit_fd, parent_death_hook
 from unisono.core.stores import TCPStore
@@ -289,6 +289,7 @@ class SpawnContext:
         joins: bool = True,
         returns: Returns = "nothing",
     ) -> None:
+        hide_own_frames()
         self._group: WorkerGroup[_Child] = WorkerGroup(GRACE_S)
         self._exits = ExitLog(lambda rank: self._group.workers[rank].report.text)
         self._store: TCPStore | None = None

@@ -137,6 +137,9 @@ class Console:
 
     def take(self, rank: int, data: bytes) -> None:
         """Take whole lines, a traceback or an unfinished line of a rank."""
+        if "{rank}" in self._prefix:
+            # torch.distributed writes the rank before each line of a traceback, too.
+            data = re.sub(rb"^\[rank%d\]: " % rank, b"", data, flags=re.MULTILINE)
         pieces = _PIECES.findall(data)
         if TRACEBACK in data:
             pieces = [data if data.endswith(b"\n") else data + b"\n"]

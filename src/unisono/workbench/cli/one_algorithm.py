@@ -43,9 +43,9 @@ def explain_algorithm(name: str) -> None:
         print(f"\n{other}: {text['does']}\n    cost  {text.get('cost', 'not given')}")
     small = _world(op, name)
     p, hosts = (64, 8) if name in available(op, 64, local=8) else small
-    words = f"unisono draw {op} -p {small[0]} --hosts {small[1]}"
+    words = f"unisono draw {op} -n {small[0]} --hosts {small[1]}"
     print(f"\ndraw it     {words} --algorithm {name} -o {name}.html")
-    print(f"compare it  unisono simulate {op} -p {p} --hosts {hosts} --net fat-tree -b 1M")
+    print(f"compare it  unisono simulate {op} -n {p} --hosts {hosts} --net fat-tree -b 1M")
 
 
 def picture(op: str, name: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Tracebacks that end in the user's line: without the frames of this library.
 
-Only an uncaught `UnisonoError` or KeyboardInterrupt is printed so. In another exception the frames
-of this library may be what its reader needs.
+Only an uncaught `UnisonoError` or KeyboardInterrupt is printed so, and an exception that a
+`UnisonoError` brought from another process. In another exception the frames of this library may be
+what its reader needs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def is_own(file: str) -> bool:
 
 
 def hide_own_frames() -> None:
-    """Print uncaught errors of this library without its frames, from now on.
+    """Print uncaught errors of this library without its frames, from now on; in IPython, too.
 
     A debugger, and code that catches the error, see the whole traceback.
     """
@@ -54,6 +55,14 @@ def hide_own_frames() -> None:
             of_threads(args)
 
     threading.excepthook = of_thread
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+        shows = shell.showtraceback
+
+        def of_cell(*args: Any, **keywords: Any) -> None:
+            with trimmed(sys.exc_info()[1]):
+                shows(*args, **keywords)
+
+        shell.showtraceback = of_cell
 
 
 def _trimming(previous: Callable[..., object]) -> Callable[..., None]:
@@ -77,7 +86,9 @@ def trimmed(error: BaseException | None) -> Iterator[None]:
         if each is not None and each not in whole:
             whole[each] = each.__traceback__, each.args
             todo += [each.__cause__, each.__context__]
-    has_own = isinstance(error, (UnisonoError, KeyboardInterrupt))
+    has_own = isinstance(error, (UnisonoError, KeyboardInterrupt)) or (
+        error is not None and isinstance(error.__cause__, UnisonoError)
+    )
     try:
         for each, (trace, args) in whole.items():
             if has_own:
