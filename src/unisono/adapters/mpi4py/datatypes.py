@@ -323,9 +323,7 @@ class Datatype(Attributes, Handle, root=True):
     def Create_indexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
         """Blocks of one length; displacements count elements."""
         lengths, places = _lists([blocklength] * len(displacements), displacements)
-        return self._indexed(
-            "INDEXED_BLOCK", lengths, places, [len(places), blocklength, *places]
-        )
+        return self._indexed("INDEXED_BLOCK", lengths, places, [len(places), blocklength, *places])
 
     def Create_hindexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
         """Blocks of one length; displacements count bytes."""

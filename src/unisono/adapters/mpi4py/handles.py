@@ -117,6 +117,11 @@ class Described:
         self.attributes: dict[Any, Any] = {}
         self.errhandler = RAISES
 
+    @property
+    def now(self) -> Self:
+        """The object for calls that wait."""
+        return self
+
 
 class Attributes:
     """The attributes and the error handler of communicators, datatypes and windows."""

@@ -199,8 +199,7 @@ def _sizeof(arg: Any) -> int:
 
 
 def _comm_lock_table(comm: Any) -> dict[Any, Any]:
-    state = comm.live
-    table: dict[Any, Any] = state.__dict__.setdefault("locks", {})
+    table: dict[Any, Any] = comm.live.locks
     return table
 
 

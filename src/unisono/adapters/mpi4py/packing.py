@@ -41,26 +41,27 @@ class Run(NamedTuple):
         """Whether the data is contiguous."""
         return self.kind.is_plain
 
+    def _reach(self, low: int, high: int) -> tuple[Bytes, int]:
+        """Return memory that has these bytes of the buffer, and the place of its first one."""
+        if self.memory is NONE and low > 1 << 12:
+            return at_address(low, high - low), low  # of BOTTOM: the places are addresses
+        if low < 0 or high > len(self.memory):
+            raise ValueError(f"message: buffer of {len(self.memory)} bytes is too small for {high}")
+        return self.memory, 0
+
     def _index(self) -> Any:
         index = self.kind.index(self.count) + self.offset
-        memory = self.memory
-        if self.memory is NONE and len(index) and self.offset >= 0 and index.min() > 1 << 12:
-            # BOTTOM: the places are addresses.
-            low = int(index.min())
-            memory, index = at_address(low, int(index.max()) + 1 - low), index - low
-        if len(index) and (index.min() < 0 or index.max() >= len(memory)):
-            raise ValueError(f"message: datatype reaches outside the buffer of {len(memory)} bytes")
-        return memory, index
+        if not len(index):
+            return self.memory, index
+        memory, base = self._reach(int(index.min()), int(index.max()) + 1)
+        return memory, index - base if base else index
 
     def pack(self) -> Bytes:
         """Return the data: the memory itself if it is contiguous, else a copy."""
         if self.kind.is_plain:
             end = self.offset + self.nbytes
-            if end > len(self.memory):
-                raise ValueError(
-                    f"message: buffer of {len(self.memory)} bytes is too small, {end} needed"
-                )
-            return self.memory[self.offset : end]
+            memory, base = self._reach(self.offset, end) if self.nbytes else (self.memory, 0)
+            return memory[self.offset - base : end - base]
         memory, index = self._index()
         packed: Bytes = memory[index]
         return packed

@@ -8,16 +8,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py import collectives
-from unisono.adapters.mpi4py.comm import Comm, Intracomm, _split, add_forms
+from unisono.adapters.mpi4py.comm import Comm, Intracomm, _split, collective_calls, object_calls
 from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, require, translated
 from unisono.adapters.mpi4py.handles import Group, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
-from unisono.adapters.mpi4py.objects import _bytes, pickle
+from unisono.adapters.mpi4py.objects import allgather, bcast, sendrecv
+from unisono.adapters.mpi4py.requests import Ongoing, add_calls
 from unisono.beyond.neighbors import _graph_table
 from unisono.core.backends.neighbors import NeighborMessages
 from unisono.core.c10d.new_groups import new_group
-from unisono.core.c10d.objects import functions as objects
+from unisono.core.c10d.objects.functions import all_gather_object
 
 
 class Weights(int):
@@ -125,29 +125,16 @@ class Topocomm(Intracomm):
     outdegree = property(lambda self: len(self.outedges))
     degrees = property(lambda self: (self.indegree, self.outdegree))
 
-    def neighbor_allgather(self, sendobj: Any) -> list[Any]:
-        """Return the neighbours' objects."""
-        return self.neighbor_alltoall([sendobj] * self.outdegree)
 
-    def neighbor_alltoall(self, sendobj: list[Any]) -> list[Any]:
-        """Return one object of each neighbour."""
-        sources, targets = self.degrees
-        if len(sendobj) != targets:
-            raise ValueError(f"expecting {targets} items, got {len(sendobj)}")
-        packets = [_bytes(each) for each in sendobj]
-        sizes, mine = np.full(sources, -1), np.array([len(p) for p in packets], np.int64)
-        collectives.neighbor_alltoall(self.live, mine, sizes).wait()
-        outs = [np.empty(max(n, 0), np.uint8) for n in sizes]
-        raw = collectives._raw
-        collectives._neighbors(self.live, [raw(p) for p in packets], [raw(o) for o in outs]).wait()
-        return [pickle.loads(o) if n >= 0 else None for o, n in zip(outs, sizes, strict=True)]
-
-
-add_forms(
+add_calls(
     Topocomm,
-    "Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv "
-    "Neighbor_alltoallw",
+    collective_calls(
+        "Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv "
+        "Neighbor_alltoallw"
+    ),
+    "now start plan",
 )
+add_calls(Topocomm, object_calls("neighbor_allgather neighbor_alltoall"), "now")
 
 
 class Cartcomm(Topocomm):
@@ -338,7 +325,7 @@ def _dist_graph(self: Intracomm, row: tuple[list[int], list[int]], weights: Any)
     with translated():
         made = CommState(_split(self.live.group, 0, self.live.rank))
         rows: list[Any] = [None] * made.size
-        objects.all_gather_object(rows, row, made.group)
+        all_gather_object(rows, row, made.group)
     made.topology = Neighborhood("DIST_GRAPH", rows, weights=weights)
     made.topology.connect(made.rank)
     return Distgraphcomm.of(made)
@@ -381,7 +368,7 @@ def create_dist_graph(
         at += degree
     everything: list[Any] = [None] * state.size
     with translated():
-        objects.all_gather_object(everything, (edges, given is not None), state.group)
+        all_gather_object(everything, (edges, given is not None), state.group)
     flat = [edge for each, _ in everything for edge in each]
     mine_in = [e for e in flat if e[1] == state.rank]
     mine_out = [e for e in flat if e[0] == state.rank]
@@ -459,7 +446,7 @@ class Intercomm(Comm):
         state = self.live
         with translated():
             flags: list[Any] = [None] * state.channel.size()
-            objects.all_gather_object(flags, (bool(high), state.is_first), state.channel)
+            all_gather_object(flags, (bool(high), state.is_first), state.channel)
             first = {is_first: flag for flag, is_first in flags}
             # With equal flags the group of the lowest rank comes first.
             mine = bool(high) if first[True] != first[False] else not state.is_first
@@ -468,7 +455,7 @@ class Intercomm(Comm):
         return Intracomm.of(made)
 
     def _remote_list(self, value: Any) -> list[Any]:
-        return list(self.allgather(value))
+        return list(allgather(self.live, value).value)
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         """Return an inter-communicator of the ranks of one color on both sides."""
@@ -509,12 +496,12 @@ def create_intercomm(
     """Return an inter-communicator of this group and the one of the other leader."""
     state = self.live
     require(0 <= local_leader < state.size, "ERR_RANK")
-    ranks: Any = None
+    call = Ongoing()
     if state.rank == local_leader:
-        ranks = peer_comm.sendrecv(
-            tuple(state.group.ranks), remote_leader, tag, None, remote_leader, tag
-        )
-    ranks = self.bcast(ranks, local_leader)
+        mine = tuple(state.group.ranks)
+        call = sendrecv(peer_comm.live, mine, remote_leader, tag, None, remote_leader, tag)
+        call.wait()
+    ranks = bcast(state, call.value, local_leader).value
     with translated():
         return Intercomm.of(InterState(_split(state.group, 0, state.rank), ranks))
 
