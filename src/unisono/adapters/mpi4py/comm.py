@@ -365,7 +365,10 @@ _SENDS = {f"{k}send": partial(objects.send, mode=mode) for k, mode in _MODES.ite
 _ARRAY_SENDS = {
     f"{k}send".capitalize(): partial(messages.send, mode=mode) for k, mode in _MODES.items()
 }
-_REPLACE = {"Sendrecv": messages.sendrecv, "Sendrecv_replace": messages.sendrecv_replace}
+_REPLACE: dict[str, Any] = {
+    "Sendrecv": messages.sendrecv,
+    "Sendrecv_replace": messages.sendrecv_replace,
+}
 add_calls(Comm, {**_ARRAY_SENDS, "Recv": messages.recv}, "now start plan")
 add_calls(Comm, _REPLACE, "now start")
 add_calls(Comm, {**_SENDS, "recv": objects.recv}, "now start")

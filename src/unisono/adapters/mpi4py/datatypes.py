@@ -419,7 +419,7 @@ class Datatype(Attributes, Handle, root=True):
 
     def Create_resized(self, lb: int, extent: int) -> Self:
         """Other bounds."""
-        recipe = _N["COMBINER_RESIZED"], [], [lb, extent], [], [self]
+        recipe: Any = _N["COMBINER_RESIZED"], [], [lb, extent], [], [self]
         return self._copy((lb, extent), recipe)
 
     Resized = Create_resized

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import platform
-import runpy
 import sys
 import threading
 import time
@@ -37,6 +35,7 @@ from unisono.core.c10d.lifecycle import destroy_process_group, init_process_grou
 from unisono.core.c10d.new_groups import new_group
 from unisono.core.groups.world import current
 from unisono.errors import UnsupportedError
+from unisono.launcher.program import run_program
 
 _state = {"initialized": False, "finalized": False, "level": errors.NUMBERS["THREAD_MULTIPLE"]}
 _attached: list[Any] = []
@@ -402,13 +401,4 @@ def main() -> None:
     if not arguments:
         sys.exit("usage: python -m unisono.mpi4py [-m MODULE | -c TEXT | PROGRAM] ...")
     replace()
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    elif arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+    run_program(arguments)
