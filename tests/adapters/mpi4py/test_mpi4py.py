@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import unisono
 from tests.adapters.mpi4py.run_suite import chosen, run_file
 from unisono.adapters.mpi4py.buffers import memory_of
 from unisono.adapters.mpi4py.names import page
@@ -34,8 +35,11 @@ def test_calls_agree_with_numpy(ranks: int, tmp_path: Path) -> None:
     assert done.stdout.count("done") == ranks
 
 
-def test_takes_the_place_of_mpi4py(tmp_path: Path) -> None:
-    """`python -m unisono.mpi4py` runs a program that imports mpi4py."""
+@pytest.mark.parametrize("engine", ["native", "mpi"])
+def test_takes_the_place_of_mpi4py(tmp_path: Path, engine: str) -> None:
+    """`python -m unisono.mpi4py` runs a program that imports mpi4py, also if the engine has it."""
+    if engine == "mpi" and not unisono.is_mpi_available():
+        pytest.skip("no MPI library")
     program = tmp_path / "program.py"
     program.write_text("from mpi4py import MPI\nprint(MPI.COMM_WORLD.size, MPI.get_vendor()[0])\n")
     done = subprocess.run(
@@ -43,6 +47,7 @@ def test_takes_the_place_of_mpi4py(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=100,
+        env=os.environ | {"UNISONO_ENGINE": engine},
     )
     assert (done.returncode, done.stdout) == (0, "1 unisono\n"), done.stderr
 

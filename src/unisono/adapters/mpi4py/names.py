@@ -378,10 +378,10 @@ class _Rc:
 
 def replace() -> None:
     """Make `mpi4py` and `mpi4py.MPI` names of unisono.MPI, unless mpi4py's own MPI is loaded."""
-    # By its name: the public module imports this package.
-    MPI = importlib.import_module("unisono.MPI")
     if getattr(sys.modules.get("mpi4py.MPI"), "__name__", "unisono.MPI") != "unisono.MPI":
         raise ImportError("mpi4py.MPI is loaded already; import unisono.mpi4py before it")
+    # By its name: the public module imports this package. Its engine may load mpi4py's own MPI.
+    MPI = importlib.import_module("unisono.MPI")
     sys.modules.pop("mpi4py", None)
     found = importlib.util.find_spec("mpi4py")
     package = types.ModuleType("mpi4py", "unisono.MPI in the place of mpi4py.")

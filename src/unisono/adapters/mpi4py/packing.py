@@ -146,6 +146,20 @@ def _usable(kind: TypeMap | None, what: str) -> TypeMap:
     return kind
 
 
+def _inferred(length: int, kind: TypeMap | None) -> int:
+    """Return how many elements a buffer has."""
+    if not length:
+        return 0
+    extent = _usable(kind, "infer count").extent
+    number, rest = divmod(length, extent)
+    if rest:
+        raise ValueError(
+            f"message: cannot infer count, buffer length {length} is not a multiple of datatype "
+            f"extent {extent}"
+        )
+    return number
+
+
 EMPTY_PART = Run(NONE, 0, 0, named["BYTE"].ob)
 
 
@@ -171,22 +185,14 @@ def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Run:
             raise ValueError(f"message: negative count {number}")
         if number > 0 and array is None:
             raise ValueError(f"message: buffer is None but count is {number}")
-    elif length:
-        extent = _usable(kind, "infer count").extent
-        number, rest = divmod(length, extent)
-        if rest:
-            raise ValueError(
-                f"message: cannot infer count, buffer length {length} is not a multiple of "
-                f"datatype extent {extent}"
-            )
+    else:
+        number = _inferred(length, kind)
         if blocks > 1 and number % blocks:
             raise ValueError(
                 f"message: cannot infer count, number of entries {number} is not a multiple of "
                 f"required number of blocks {blocks}"
             )
         number //= max(blocks, 1)
-    else:
-        number = 0
     if kind is None:
         if number:
             raise ValueError("message: datatype is null")
@@ -208,15 +214,7 @@ def vector(message: Any, writes: bool, blocks: int) -> list[Run]:
     array, counts, displs, given = _words(message, True)
     memory, kind = _base(array, given, writes)
     if counts is None:
-        total = 0
-        if len(memory):
-            extent = _usable(kind, "infer count").extent
-            total, rest = divmod(len(memory), extent)
-            if rest:
-                raise ValueError(
-                    f"message: cannot infer count, buffer length {len(memory)} is not a multiple "
-                    f"of datatype extent {extent}"
-                )
+        total = _inferred(len(memory), kind)
         whole, rest = divmod(total, max(blocks, 1))
         sizes = [whole + (k < rest) for k in range(blocks)]
     elif np.ndim(counts) == 0:

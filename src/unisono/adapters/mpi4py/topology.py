@@ -178,13 +178,12 @@ class Cartcomm(Topocomm):
         """Return the ranks `disp` places before and behind in a dimension."""
         topology, here = self.live.topology, self.Get_coords(self.live.rank)
         require(0 <= direction < len(here), "ERR_ARG", f"direction {direction}")
-
-        def at(place: int) -> int:
-            if not topology.periods[direction] and not 0 <= place < topology.shape[direction]:
-                return PROC_NULL
-            return self.Get_cart_rank([*here[:direction], place, *here[direction + 1 :]])
-
-        return at(here[direction] - disp), at(here[direction] + disp)
+        found = []
+        for place in (here[direction] - disp, here[direction] + disp):
+            inside = topology.periods[direction] or 0 <= place < topology.shape[direction]
+            coords = [*here[:direction], place, *here[direction + 1 :]]
+            found.append(self.Get_cart_rank(coords) if inside else PROC_NULL)
+        return found[0], found[1]
 
     def Sub(self, remain_dims: Sequence[bool]) -> Cartcomm:
         """Return the sub-grid of some dimensions that this rank is in."""
@@ -203,22 +202,17 @@ class Cartcomm(Topocomm):
 
 
 def _on_grid(state: CommState, shape: Sequence[int], periods: Sequence[Any]) -> CommState:
-    shape = list(shape)
+    shape, wraps = list(shape), [bool(p) for p in periods]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     table = []
     for rank in range(math.prod(shape)):
-        coords = np.unravel_index(rank, tuple(shape)) if shape else ()
         row = []
-        for dim, (size, wraps) in enumerate(zip(shape, periods, strict=True)):
-            for step in (-1, 1):
-                place = list(coords)
-                place[dim] += step
-                if wraps:
-                    place[dim] %= size
-                inside = 0 <= place[dim] < size
-                at = int(np.ravel_multi_index(tuple(place), tuple(shape))) if inside else PROC_NULL
-                row.append(at)
+        for stride, size, wrap in zip(strides, shape, wraps, strict=True):
+            place = rank // stride % size
+            for to in (place - 1, place + 1):
+                inside = wrap or 0 <= to < size
+                row.append(rank + (to % size - place) * stride if inside else PROC_NULL)
         table.append((row, row))
-    wraps = [bool(p) for p in periods]
     state.topology = Neighborhood("CART", table, shape=shape, periods=wraps)
     state.topology.connect(state.rank)
     return state

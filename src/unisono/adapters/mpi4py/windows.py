@@ -60,6 +60,7 @@ class WinState(Described):
             NUMBERS["WIN_FLAVOR"]: self.flavor,
             NUMBERS["WIN_MODEL"]: NUMBERS["WIN_SEPARATE" if given is not None else "WIN_UNIFIED"],
         }
+        self.held: dict[int, bool] = {}  # the locks, and whether they are shared
         self.posted: list[int] = []
         self.started: list[int] = []
 
@@ -357,30 +358,6 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
             self._own(target_rank)
         parts[2].fill(before)
 
-    def _request(self, call: Callable[..., None], *arguments: Any) -> Request:
-        call(*arguments)
-        return Request.of(Ongoing())
-
-    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """As Put, with a request."""
-        return self._request(self.Put, origin, target_rank, target)
-
-    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """As Get, with a request."""
-        return self._request(self.Get, origin, target_rank, target)
-
-    def Raccumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM
-    ) -> Request:
-        """As Accumulate, with a request."""
-        return self._request(self.Accumulate, origin, target_rank, target, op)
-
-    def Rget_accumulate(
-        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
-    ) -> Request:
-        """As Get_accumulate, with a request."""
-        return self._request(self.Get_accumulate, origin, result, target_rank, target, op)
-
     # ---- order ----------------------------------------------------------------------------
 
     def Fence(self, assertion: int = 0) -> None:
@@ -443,8 +420,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         require(0 <= rank < state.comm.size, "ERR_RANK", f"rank {rank}")
         with translated():
             state.lock(rank, _ACCESS, shared)
-        held = state.__dict__.setdefault("held", {})
-        held[rank] = shared
+        state.held[rank] = shared
         self._own(rank)
 
     def Unlock(self, rank: int) -> None:
@@ -452,12 +428,11 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         state = self.live
         if rank == PROC_NULL:
             return
-        held = state.__dict__.setdefault("held", {})
-        require(rank in held, "ERR_RMA_SYNC", f"rank {rank} is not locked")
+        require(rank in state.held, "ERR_RMA_SYNC", f"rank {rank} is not locked")
         self._own(rank)
         with translated():
             state.window.flush(rank)
-            state.unlock(rank, _ACCESS, held.pop(rank))
+            state.unlock(rank, _ACCESS, state.held.pop(rank))
 
     def Lock_all(self, assertion: int = 0) -> None:
         """Lock all parts, shared."""
@@ -489,6 +464,22 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
     def Sync(self) -> None:
         """Exchange changes with the public copy."""
         self.live.sync()
+
+
+def _add_requests() -> None:
+    """Add the forms with a request, which have ended when they return."""
+    for name in ("Put", "Get", "Accumulate", "Get_accumulate"):
+        call = getattr(Win, name)
+
+        def started(self: Win, *arguments: Any, call: Any = call, **how: Any) -> Request:
+            call(self, *arguments, **how)
+            return Request.of(Ongoing())
+
+        started.__name__, started.__doc__ = f"R{name.lower()}", f"As {name}, with a request."
+        setattr(Win, started.__name__, started)
+
+
+_add_requests()
 
 
 def _or_self(comm: Any) -> Any:
