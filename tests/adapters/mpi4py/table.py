@@ -1,6 +1,6 @@
-"""Write docs/lab/mpi4py-tests.md from the tables of `run_suite`, beside those of an MPI library.
+"""Write docs/reference/mpi4py-tests.md from tables of `run_suite`, also of an MPI library.
 
-    python -m tests.adapters.mpi4py.table OURS.md ... --reference MPICH.md ... > docs/lab/PAGE
+    python -m tests.adapters.mpi4py.table OURS.md ... --reference MPICH.md ... > PAGE
 
 Of a file that is in several tables the last one that ended counts.
 """

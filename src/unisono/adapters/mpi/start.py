@@ -16,7 +16,7 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.rendezvous import rendezvous
 from unisono.core.stores import PrefixStore
-from unisono.launcher.program import run_program
+from unisono.launcher.workers.program import run_program
 
 
 def main(words: list[str]) -> None:

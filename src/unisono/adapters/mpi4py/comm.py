@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, Self
 import numpy as np
 
 from unisono.adapters.mpi4py import collectives, messages, objects, ops
-from unisono.adapters.mpi4py.buffers import IN_PLACE, Bytes
+from unisono.adapters.mpi4py.buffers import IN_PLACE, Bytes, pickle
 from unisono.adapters.mpi4py.errors import (
     ANY_SOURCE,
     ANY_TAG,
@@ -24,7 +24,6 @@ from unisono.adapters.mpi4py.errors import (
 )
 from unisono.adapters.mpi4py.handles import Attributes, Group, Handle, Info, Status, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
-from unisono.adapters.mpi4py.objects import pickle
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
 from unisono.adapters.mpi4py.packing import simple
 from unisono.adapters.mpi4py.requests import Ongoing, Request, add_calls

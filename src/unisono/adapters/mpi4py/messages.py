@@ -70,7 +70,6 @@ class CommState(Described):
         self.started: deque[weakref.ref[Receipt]] = deque()
         self.is_async = True
         self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
-        self._now: Any = None
 
     @functools.cached_property
     def key(self) -> int:
@@ -83,13 +82,12 @@ class CommState(Described):
         """Global ranks of those that messages go to."""
         return tuple(self.channel.ranks[peer] for peer in self.peers)
 
-    @property
+    @functools.cached_property
     def now(self) -> Self:
         """The state for calls that wait: their thread moves the data."""
-        if self._now is None:
-            self._now = copy.copy(self)
-            self._now.is_async = False
-        return self._now  # type: ignore[no-any-return]
+        made = copy.copy(self)
+        made.is_async = False
+        return made
 
     def close(self) -> None:
         """End the groups."""

@@ -21,12 +21,19 @@ from unisono.adapters.mpi4py import (
     files,
     handles,
     messages,
-    objects,
     requests,
     topology,
     windows,
 )
-from unisono.adapters.mpi4py.buffers import AUTOMATIC, BOTTOM, IN_PLACE, buffer, memory_of
+from unisono.adapters.mpi4py.buffers import (
+    AUTOMATIC,
+    BOTTOM,
+    IN_PLACE,
+    Pickle,
+    buffer,
+    memory_of,
+    pickle,
+)
 from unisono.adapters.mpi4py.datatypes import Datatype, by_code, named, typealign
 from unisono.adapters.mpi4py.handles import EMPTY, ErrorHandler, Group, Info, WorldRanks, predefined
 from unisono.adapters.mpi4py.ops import OPS, Op
@@ -35,7 +42,7 @@ from unisono.core.c10d.lifecycle import destroy_process_group, init_process_grou
 from unisono.core.c10d.new_groups import new_group
 from unisono.core.groups.world import current
 from unisono.errors import UnsupportedError
-from unisono.launcher.program import run_program
+from unisono.launcher.workers.program import run_program
 
 _state = {"initialized": False, "finalized": False, "level": errors.NUMBERS["THREAD_MULTIPLE"]}
 _attached: list[Any] = []
@@ -245,8 +252,6 @@ handles.Attributes.Create_errhandler = classmethod(_create_errhandler)
 
 def all_names() -> dict[str, Any]:
     """Return every name of the module."""
-    from unisono.adapters.mpi4py import packing
-
     names: dict[str, Any] = {**errors.NUMBERS, **errors.ERRORS, **named, **OPS}
     names |= FUNCTIONS
     for module in (comms, topology, handles, requests, windows, files):
@@ -271,15 +276,14 @@ def all_names() -> dict[str, Any]:
         **{"FILE_NULL": files.FILE_NULL, "UNWEIGHTED": topology.UNWEIGHTED},
         **{"WEIGHTS_EMPTY": topology.WEIGHTS_EMPTY},
         "INFO_ENV": Info.Create({"command": ""}),
-        "Pickle": objects.Pickle,
-        "pickle": objects.pickle,
+        "Pickle": Pickle,
+        "pickle": pickle,
         **{name: globals()[name] for name in _PRIVATE.split()},
         "_typedict": by_code,
         "_typedict_c": {k: v for k, v in by_code.items() if len(k) == 1},
         "_typedict_f": {},
         **_start(),
     }
-    packing.install()
     names |= _refuse()
     for name, value in names.items():
         if isinstance(value, handles.Handle):

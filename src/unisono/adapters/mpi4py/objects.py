@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle as _pickle
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unisono.adapters.mpi4py import collectives
-from unisono.adapters.mpi4py.buffers import Bytes, memory_of
+from unisono.adapters.mpi4py.buffers import Bytes, bytes_of, memory_of, pickle, serializer
 from unisono.adapters.mpi4py.collectives import _raw
 from unisono.adapters.mpi4py.errors import (
     ANY_SOURCE,
@@ -29,82 +28,12 @@ from unisono.core.c10d.collectives import all_gather_into_tensor as _all_gather
 from unisono.core.c10d.objects import functions as objects
 from unisono.errors import UnisonoError
 
-
-class Pickle:
-    """Makes bytes of objects."""
-
-    PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL
-    THRESHOLD = 1 << 18
-
-    def __init__(self, dumps: Any = None, loads: Any = None, protocol: Any = None) -> None:
-        self._dumps, self._loads = dumps or _pickle.dumps, loads or _pickle.loads
-        self.PROTOCOL = protocol if dumps or protocol else _pickle.HIGHEST_PROTOCOL
-
-    def dumps(self, obj: Any) -> bytes:
-        """Return the bytes of an object."""
-        protocol = () if self.PROTOCOL is None else (self.PROTOCOL,)
-        made: bytes = self._dumps(obj, *protocol)
-        return made
-
-    def loads(self, data: Any) -> Any:
-        """Return the object of bytes."""
-        return self._loads(data)
-
-    def dumps_oob(self, obj: Any) -> tuple[bytes, list[Any]]:
-        """Return the bytes of an object, and its large buffers."""
-        buffers: list[Any] = []
-
-        def keep(buffer: Any) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes >= self.THRESHOLD:
-                buffers.append(raw)
-                return False
-            return True
-
-        made: bytes = self._dumps(obj, max(self.PROTOCOL or 5, 5), buffer_callback=keep)
-        return made, buffers
-
-    def loads_oob(self, data: Any, buffers: Any) -> Any:
-        """Return the object of bytes and buffers."""
-        return self._loads(data, buffers=buffers)
-
-
-pickle = Pickle()
-
-
-class ProgramPickle:
-    """The program's pickle, for unisono's calls for objects."""
-
-    name = "mpi4py"
-
-    def dumps(self, obj: Any) -> tuple[bytes, Sequence[memoryview]]:
-        """Return the bytes of an object."""
-        return pickle.dumps(obj), ()
-
-    def loads(self, header: bytes, buffers: Sequence[Any]) -> Any:
-        """Return the object of bytes."""
-        return pickle.loads(header)
-
-
-_own_serializer: Any = ProgramPickle()
-
-
-def _serializer() -> Any:
-    """Return the program's pickle if it has changed it; None: unisono's, which copies no array."""
-    is_usual = pickle._dumps is _pickle.dumps and pickle._loads is _pickle.loads
-    return None if is_usual and pickle.PROTOCOL == _pickle.HIGHEST_PROTOCOL else _own_serializer
-
-
-def _bytes(obj: Any) -> Bytes:
-    return np.frombuffer(pickle.dumps(obj), np.uint8)
-
-
 # ---- messages of objects ----
 
 
 def send(state: Any, obj: Any, dest: int, tag: int = 0, *, mode: str = "") -> Ongoing:
     """Send an object; the mode is that of the letter in the call's name."""
-    call: Ongoing = state.send(_bytes(obj), dest, tag, mode)
+    call: Ongoing = state.send(bytes_of(obj), dest, tag, mode)
     return call
 
 
@@ -143,7 +72,7 @@ def sendrecv(
 ) -> Ongoing:
     """Send and receive an object."""
     receive = partial(_received, state, recvbuf, source, recvtag)
-    call: Ongoing = state.both(_bytes(sendobj), dest, sendtag, receive, status)
+    call: Ongoing = state.both(bytes_of(sendobj), dest, sendtag, receive, status)
     return call
 
 
@@ -172,7 +101,7 @@ def bcast(state: Any, obj: Any, root: int = 0) -> Ongoing:
         return _done(found[0] if found else None)
     box = [obj]
     state.locks.setdefault("bcast", threading.Lock())  # mpi4py's own modules look for it
-    objects.broadcast_object_list(box, None, state.group, None, root, serializer=_serializer())
+    objects.broadcast_object_list(box, None, state.group, None, root, serializer=serializer())
     return _done(box[0])
 
 
@@ -187,7 +116,7 @@ def gather(state: Any, sendobj: Any, root: int = 0) -> Ongoing:
         found = _move_across(state, {} if is_root else {root: sendobj}, sources)
         return _done(found if is_root else None)
     out = [None] * state.size if state.rank == root else None
-    objects.gather_object(sendobj, out, None, state.group, root, serializer=_serializer())
+    objects.gather_object(sendobj, out, None, state.group, root, serializer=serializer())
     return _done(out)
 
 
@@ -200,7 +129,7 @@ def scatter(state: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Ongoing
         found = _move_across(state, dict(enumerate(given or ())), [root] if root >= 0 else [])
         return _done(found[0] if found else None)
     out: list[Any] = [None]
-    objects.scatter_object_list(*(out, given, None, state.group, root), serializer=_serializer())
+    objects.scatter_object_list(*(out, given, None, state.group, root), serializer=serializer())
     return _done(out[0])
 
 
@@ -217,7 +146,7 @@ def alltoall(state: Any, sendobj: Sequence[Any]) -> Ongoing:
     given = _items(sendobj, len(state.peers))
     if state.is_inter:
         return _done(_move_across(state, dict(enumerate(given)), range(len(given))))
-    packets = [_bytes(each) for each in given]
+    packets = [bytes_of(each) for each in given]
     sizes, mine = np.empty(len(given), np.int64), np.array([len(p) for p in packets], np.int64)
     state.group.all_to_all_single(sizes, mine)
     outs = [np.empty(n, np.uint8) for n in sizes]
@@ -232,7 +161,7 @@ def reduce(state: Any, sendobj: Any, op: Any = SUM, root: int = 0) -> Ongoing:
         call.value = _fold(op, call.value) if call.value else None
         return call
     collectives.check_root(state, root)
-    found = objects.reduce_object(*(sendobj, op, None, state.group, root), serializer=_serializer())
+    found = objects.reduce_object(*(sendobj, op, None, state.group, root), serializer=serializer())
     return _done(found)
 
 
@@ -255,7 +184,7 @@ def exscan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
 def neighbor_alltoall(state: Any, sendobj: Any) -> Ongoing:
     """Return one object of each neighbour."""
     sources, targets = (len(each) for each in state.topology.edges(state))
-    packets = [_bytes(each) for each in _items(sendobj, targets)]
+    packets = [bytes_of(each) for each in _items(sendobj, targets)]
     sizes, mine = np.full(sources, -1), np.array([len(p) for p in packets], np.int64)
     collectives.neighbor_alltoall(state, mine, sizes).wait()
     outs = [np.empty(max(n, 0), np.uint8) for n in sizes]
@@ -298,7 +227,7 @@ def gathered(state: Any, obj: Any) -> list[Any]:
 
 def _move_across(state: Any, to: dict[int, Any], sources: Iterable[int]) -> list[Any]:
     """Send objects to ranks of the other side; return those that some of them send."""
-    packets = {peer: _bytes(obj) for peer, obj in to.items()}
+    packets = {peer: bytes_of(obj) for peer, obj in to.items()}
     sizes = {peer: np.array([len(p)], np.int64).view(np.uint8) for peer, p in packets.items()}
     outs = {peer: np.zeros(8, np.uint8) for peer in sources}
     for sends in (sizes, packets):

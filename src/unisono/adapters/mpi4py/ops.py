@@ -241,19 +241,6 @@ def allreduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> Ong
     return _kernel(state, op, mine, "all_reduce", into=output)
 
 
-def _then(call: Ongoing, action: Callable[[], None]) -> Ongoing:
-    """Do something more at the end of a call."""
-    inner = call._finish
-    assert inner is not None
-
-    def finish(call: Ongoing) -> None:
-        inner(call)
-        action()
-
-    call._finish = finish
-    return call
-
-
 def _reduced_across(state: CommState, mine: Run, output: Run | None, op: Op) -> Ongoing:
     """Reduce the data of the other side, which it sends to this rank."""
     count = len(state.peers)
@@ -267,7 +254,7 @@ def _reduced_across(state: CommState, mine: Run, output: Run | None, op: Op) -> 
         if output is not None and len(data):
             output.fill(reduction.fold(rows, mine))
 
-    return _then(call, fold)
+    return call.then(fold)
 
 
 def reduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Ongoing:
@@ -297,7 +284,7 @@ def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: in
     rows = [np.empty(output.nbytes, np.uint8) for _ in state.peers]
     call = exchange(state, {}, {k: [_raw(row)] for k, row in enumerate(rows)})
     reduction = op.live
-    return _then(call, lambda: output.fill(reduction.fold(rows, output)) if output.nbytes else None)
+    return call.then(lambda: output.fill(reduction.fold(rows, output)) if output.nbytes else None)
 
 
 def _source(state: CommState, sendbuf: Any, output: Run) -> Run | None:
@@ -353,7 +340,7 @@ def _scattered(state: CommState, mine: Run, output: Run, counts: Sequence[int], 
         else:
             call = _reduced(state, mine, into, op, state.size)
         begin, end = (n * mine.kind.size for n in (first, first + counts[state.rank]))
-        return _then(call, lambda: output.fill(whole[begin:end]))
+        return call.then(lambda: output.fill(whole[begin:end]))
     data = mine.typed(mine.pack())
     target = np.empty(counts[state.rank] * mine.kind.size, np.uint8)
     per = len(data) // max(mine.count, 1)

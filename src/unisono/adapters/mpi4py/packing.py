@@ -340,7 +340,5 @@ def pack_external_size(self: Datatype, datarep: str, count: int) -> int:
     return count * int(self.live.size)
 
 
-def install() -> None:
-    """Add the methods to Datatype."""
-    for function in (pack, unpack, pack_size, pack_external, unpack_external, pack_external_size):
-        setattr(Datatype, function.__name__.capitalize(), function)
+for _each in (pack, unpack, pack_size, pack_external, unpack_external, pack_external_size):
+    setattr(Datatype, _each.__name__.capitalize(), _each)

@@ -80,6 +80,18 @@ class Ongoing:
             error, self._error = self._error, None
             raise exception_of(error) from error
 
+    def then(self, action: Callable[[], object]) -> Self:
+        """Do something more at the end; return the call."""
+        inner = self._finish
+
+        def finish(call: Ongoing) -> None:
+            if inner is not None:
+                inner(call)
+            action()
+
+        self._finish = finish
+        return self
+
     def cancel(self) -> None:
         """Do nothing: what was sent can be received."""
 

@@ -52,7 +52,6 @@ class WinState(Described):
         self.public = np.asarray(self.window.local)[:size]
         self.memory = self.public if given is None else given
         self.seen = None if given is None else given.copy()
-        self.is_separate = given is not None
         self.attributes |= {
             NUMBERS["WIN_BASE"]: int(self.memory.__array_interface__["data"][0]) if size else 0,
             NUMBERS["WIN_SIZE"]: size,

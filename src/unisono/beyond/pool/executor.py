@@ -34,8 +34,8 @@ from unisono.errors import (
 )
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
-from unisono.launcher.program import run_program
 from unisono.launcher.spawn import check_start
+from unisono.launcher.workers.program import run_program
 
 _POLL_S = 0.5
 _TAKE_S = 5.0
