@@ -335,9 +335,8 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
         """As Get_accumulate, of one element."""
-        if op != OPS["NO_OP"] or origin is not None:
-            _require_one(origin)
-        _require_one(result)
+        is_read = op == OPS["NO_OP"] and origin is None
+        _require_one(*([] if is_read else [origin]), result)
         self.Get_accumulate(origin, result, target_rank, [target_disp, 1, _type(result)], op)
 
     def Compare_and_swap(
@@ -345,8 +344,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
     ) -> None:
         """Set one element to origin if it equals compare, atomically; read it before."""
         parts = [simple(each, each is result, target_rank) for each in (origin, compare, result)]
-        for each in (origin, compare, result):
-            _require_one(each)
+        _require_one(origin, compare, result)
         state = self.live
         if target_rank == PROC_NULL:
             return
@@ -495,10 +493,12 @@ def _type(message: Any) -> Any:
     return Datatype.of(simple(message, True).kind)
 
 
-def _require_one(message: Any) -> None:
-    part = simple(message, False)
-    if part.count != 1:
-        raise ValueError(f"expecting one element, got {part.count}")
+def _require_one(*messages: Any) -> None:
+    parts = [simple(message, False) for message in messages]
+    if any(part.count != 1 for part in parts):
+        raise ValueError(f"expecting one element, got {[part.count for part in parts]}")
+    if len({id(part.kind) for part in parts}) != 1:
+        raise ValueError("mismatch in the datatypes of the buffers")
 
 
 WIN_NULL = Win()
