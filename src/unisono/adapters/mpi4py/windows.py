@@ -232,6 +232,8 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
             rank = next((r for r, (n, _) in enumerate(state.places) if n), 0)
         require(0 <= rank < state.comm.size, "ERR_RANK", f"rank {rank}")
         size, unit = state.places[rank]
+        if rank == state.comm.rank:
+            return buffer._of(state.memory, self), unit
         with translated():
             part = np.asarray(state.window.map_remote_tensor(rank))
         return buffer._of(part[:size], self), unit
