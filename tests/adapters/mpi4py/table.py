@@ -1,4 +1,4 @@
-"""Write docs/reference/mpi4py-tests.md from tables of `run_suite`, also of an MPI library.
+"""Write docs/lab/mpi4py-tests.md from tables of `run_suite`, also of an MPI library.
 
     python -m tests.adapters.mpi4py.table OURS.md ... --reference MPICH.md ... > PAGE
 

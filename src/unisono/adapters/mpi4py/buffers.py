@@ -320,12 +320,12 @@ class Pickle:
         """Return the bytes of an object, and its large buffers."""
         buffers: list[Any] = []
 
-        def keep(buffer: Any) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes >= self.THRESHOLD:
-                buffers.append(raw)
-                return False
-            return True
+        def keep(each: Any) -> bool:
+            raw = each.raw()
+            if raw.nbytes < self.THRESHOLD:
+                return True
+            buffers.append(buffer.frombuffer(raw))
+            return False
 
         made: bytes = self._dumps(obj, max(self.PROTOCOL or 5, 5), buffer_callback=keep)
         return made, buffers
