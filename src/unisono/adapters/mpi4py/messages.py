@@ -12,7 +12,6 @@ import functools
 import hashlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -67,7 +66,7 @@ class CommState(Described):
         self.topology: Any = None
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
-        self.started: deque[weakref.ref[Receipt]] = deque()
+        self.started: list[list[weakref.ref[Receipt]]] = [[]]
         self.is_async = True
         self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
 
@@ -178,9 +177,9 @@ class CommState(Described):
         return self._began(call)
 
     def _began(self, call: Receipt) -> Receipt:
-        left = [r for r in self.started if (c := r()) is not None and not c.is_taken]
-        self.started.clear()
-        self.started.extend([*left, weakref.ref(call)])
+        # Replaced at once, because other threads read it; in a list, which `now` shares.
+        left = [r for r in self.started[0] if (c := r()) is not None and not c.is_taken]
+        self.started[0] = [*left, weakref.ref(call)]
         if self.is_async:
             # The sender may wait for the answer while this program does something else.
             call.works[0].on_end(call.take)
@@ -271,7 +270,7 @@ class Receipt(Ongoing):
             if not is_sync or pending.info & ~(1 << 31) != _SYNC:
                 return
             # Receives that were started before took earlier messages of the same tag.
-            for reference in list(state.started):
+            for reference in state.started[0]:
                 earlier = reference()
                 if earlier is self:
                     break
