@@ -324,7 +324,7 @@ class Pickle:
             raw = each.raw()
             if raw.nbytes < self.THRESHOLD:
                 return True
-            buffers.append(buffer.frombuffer(raw))
+            buffers.append(raw)
             return False
 
         made: bytes = self._dumps(obj, max(self.PROTOCOL or 5, 5), buffer_callback=keep)
