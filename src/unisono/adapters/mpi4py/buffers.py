@@ -300,7 +300,7 @@ class Pickle:
     """Makes bytes of objects."""
 
     PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL
-    THRESHOLD = 1 << 18
+    _threshold = 1 << 18
 
     def __init__(self, dumps: Any = None, loads: Any = None, protocol: Any = None) -> None:
         self._dumps, self._loads = dumps or _pickle.dumps, loads or _pickle.loads
@@ -316,6 +316,15 @@ class Pickle:
         """Return the object of bytes."""
         return self._loads(data)
 
+    @property
+    def THRESHOLD(self) -> int:
+        """Bytes from which on a buffer is kept apart; None sets the default."""
+        return self._threshold
+
+    @THRESHOLD.setter
+    def THRESHOLD(self, value: int | None) -> None:
+        self._threshold = 1 << 18 if value is None else value
+
     def dumps_oob(self, obj: Any) -> tuple[bytes, list[Any]]:
         """Return the bytes of an object, and its large buffers."""
         buffers: list[Any] = []
@@ -324,7 +333,7 @@ class Pickle:
             raw = each.raw()
             if raw.nbytes < self.THRESHOLD:
                 return True
-            buffers.append(raw)
+            buffers.append(buffer.frombuffer(raw))
             return False
 
         made: bytes = self._dumps(obj, max(self.PROTOCOL or 5, 5), buffer_callback=keep)
