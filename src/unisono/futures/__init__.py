@@ -1,4 +1,8 @@
-"""Names of mpi4py.futures and concurrent.futures: `Executor` is mpi4py's MPIPoolExecutor, too."""
+"""Names of mpi4py.futures and concurrent.futures: `Executor` is mpi4py's MPIPoolExecutor, too.
+
+`python -m unisono.futures PROGRAM`, started by `unisono run` or mpiexec, runs the program on rank
+0; the other ranks are the workers of its executors.
+"""
 
 from concurrent.futures import (
     ALL_COMPLETED,
@@ -12,8 +16,10 @@ from concurrent.futures import (
 )
 
 from unisono.beyond.pool import Executor
+from unisono.beyond.pool.executor import ranks_as_workers
 
 MPIPoolExecutor = Executor
+MPICommExecutor = ranks_as_workers
 
 __all__ = [
     "ALL_COMPLETED",
@@ -22,6 +28,7 @@ __all__ = [
     "CancelledError",
     "Executor",
     "Future",
+    "MPICommExecutor",
     "MPIPoolExecutor",
     "TimeoutError",
     "as_completed",

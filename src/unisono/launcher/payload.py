@@ -61,6 +61,21 @@ class Payload:
         payload._own(reduction.recv_handle(link))
         return payload
 
+    def data(self) -> bytes:
+        """Return the file, for `of` on another host."""
+        size = os.fstat(self._fd).st_size
+        return os.pread(self._fd, size, 0) + self._parts_at.to_bytes(8, "little")
+
+    @classmethod
+    def of(cls, data: Any) -> Payload:
+        """Return the objects of `data`."""
+        view, payload = memoryview(data), cls.__new__(cls)
+        payload._own(_memory_file())
+        with open(payload._fd, "wb", closefd=False) as file:
+            file.write(view[:-8])
+        payload._parts_at = int.from_bytes(view[-8:], "little")
+        return payload
+
     def load(self, loads: Callable[..., Any] = pickle.loads) -> Any:
         """Return the objects; they are new objects at each call."""
         view = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))

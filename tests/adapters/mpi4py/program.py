@@ -137,6 +137,11 @@ def communicators():
         assert sorted(other.allgather(rank)) == ([*range(1, size)] if rank == 0 else [0])
         both = other.Merge(high=rank > 0)
         assert both.allgather(rank) == list(range(size))
+        for root in range(size - 1):
+            # The others of the root's side take no part; their next call must not differ by that.
+            to = root if rank == 0 else MPI.ROOT if side.rank == root else MPI.PROC_NULL
+            assert other.gather(rank, to) == ([0] if to == MPI.ROOT else None)
+            assert len(other.allgather(root)) == other.Get_remote_size()
         for each in (both, other, side):
             each.Free()
 

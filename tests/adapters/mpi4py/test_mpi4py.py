@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -9,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import unisono
 from tests.adapters.mpi4py.run_suite import chosen, run_file
 from unisono.adapters.mpi4py.buffers import memory_of
 from unisono.adapters.mpi4py.names import page
+from unisono.core.platform.memory import is_readable
 from unisono.errors import UnsupportedError
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -31,8 +35,11 @@ def test_calls_agree_with_numpy(ranks: int, tmp_path: Path) -> None:
     assert done.stdout.count("done") == ranks
 
 
-def test_takes_the_place_of_mpi4py(tmp_path: Path) -> None:
-    """`python -m unisono.mpi4py` runs a program that imports mpi4py."""
+@pytest.mark.parametrize("engine", ["native", "mpi"])
+def test_takes_the_place_of_mpi4py(tmp_path: Path, engine: str) -> None:
+    """`python -m unisono.mpi4py` runs a program that imports mpi4py, also if the engine has it."""
+    if engine == "mpi" and not unisono.is_mpi_available():
+        pytest.skip("no MPI library")
     program = tmp_path / "program.py"
     program.write_text("from mpi4py import MPI\nprint(MPI.COMM_WORLD.size, MPI.get_vendor()[0])\n")
     done = subprocess.run(
@@ -40,6 +47,7 @@ def test_takes_the_place_of_mpi4py(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=100,
+        env=os.environ | {"UNISONO_ENGINE": engine},
     )
     assert (done.returncode, done.stdout) == (0, "1 unisono\n"), done.stderr
 
@@ -64,6 +72,19 @@ def test_own_suite_of_mpi4py() -> None:
         outcome = run_file(file, 2)
         assert outcome.ended, file.name
         assert not {n for n, word in outcome.tests.items() if word == "failed"}, file.name
+
+
+def test_memory_that_the_cpu_may_not_read_is_told() -> None:
+    """An array interface may name any address."""
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    assert is_readable(start, 2 * mmap.PAGESIZE)
+    libc = ctypes.CDLL(None)
+    behind = ctypes.c_void_p(start + mmap.PAGESIZE)
+    assert libc.mprotect(behind, mmap.PAGESIZE, 0) == 0
+    assert is_readable(start, mmap.PAGESIZE)
+    assert not is_readable(start, mmap.PAGESIZE + 1)
+    assert libc.mprotect(behind, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 class _OnGpu:

@@ -9,8 +9,6 @@ ranks, and then runs the script, whose mpi4py finds MPI initialised.
 
 from __future__ import annotations
 
-import os
-import runpy
 import sys
 
 from unisono.adapters.mpi.world import join
@@ -18,6 +16,7 @@ from unisono.core.base import config
 from unisono.core.base.deadline import Deadline
 from unisono.core.rendezvous import rendezvous
 from unisono.core.stores import PrefixStore
+from unisono.launcher.workers.program import run_program
 
 
 def main(words: list[str]) -> None:
@@ -26,13 +25,7 @@ def main(words: list[str]) -> None:
     store, rank, size = next(iter(rendezvous("env://", timeout=timeout_s)))
     join(PrefixStore("mpi_start", store), rank, size, Deadline(timeout_s))
     store.close()
-    is_module = words[0] == "-m"
-    sys.argv = words[is_module:]
-    if is_module:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        return
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_program(words)
 
 
 if __name__ == "__main__":

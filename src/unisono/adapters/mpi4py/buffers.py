@@ -1,11 +1,13 @@
-"""The memory of arrays: buffers, DLPack, CUDA's interface and addresses."""
+"""The memory of arrays: buffers, DLPack, CUDA's interface and addresses; and pickled objects."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import operator
+import pickle as _pickle
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -289,3 +291,85 @@ class buffer(np.ndarray[Any, Any]):
         return not self == other
 
     __hash__ = None
+
+
+# ---- objects ----
+
+
+class Pickle:
+    """Makes bytes of objects."""
+
+    PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL
+    _threshold = 1 << 18
+
+    def __init__(self, dumps: Any = None, loads: Any = None, protocol: Any = None) -> None:
+        self._dumps, self._loads = dumps or _pickle.dumps, loads or _pickle.loads
+        self.PROTOCOL = protocol if dumps or protocol else _pickle.HIGHEST_PROTOCOL
+
+    def dumps(self, obj: Any) -> bytes:
+        """Return the bytes of an object."""
+        protocol = () if self.PROTOCOL is None else (self.PROTOCOL,)
+        made: bytes = self._dumps(obj, *protocol)
+        return made
+
+    def loads(self, data: Any) -> Any:
+        """Return the object of bytes."""
+        return self._loads(data)
+
+    @property
+    def THRESHOLD(self) -> int:
+        """Bytes from which on a buffer is kept apart; None sets the default."""
+        return self._threshold
+
+    @THRESHOLD.setter
+    def THRESHOLD(self, value: int | None) -> None:
+        self._threshold = 1 << 18 if value is None else value
+
+    def dumps_oob(self, obj: Any) -> tuple[bytes, list[Any]]:
+        """Return the bytes of an object, and its large buffers."""
+        buffers: list[Any] = []
+
+        def keep(each: Any) -> bool:
+            raw = each.raw()
+            if raw.nbytes < self.THRESHOLD:
+                return True
+            buffers.append(buffer.frombuffer(raw))
+            return False
+
+        made: bytes = self._dumps(obj, max(self.PROTOCOL or 5, 5), buffer_callback=keep)
+        return made, buffers
+
+    def loads_oob(self, data: Any, buffers: Any) -> Any:
+        """Return the object of bytes and buffers."""
+        return self._loads(data, buffers=buffers)
+
+
+pickle = Pickle()
+
+
+class ProgramPickle:
+    """The program's pickle, for unisono's calls for objects."""
+
+    name = "mpi4py"
+
+    def dumps(self, obj: Any) -> tuple[bytes, Sequence[memoryview]]:
+        """Return the bytes of an object."""
+        return pickle.dumps(obj), ()
+
+    def loads(self, header: bytes, buffers: Sequence[Any]) -> Any:
+        """Return the object of bytes."""
+        return pickle.loads(header)
+
+
+_own_serializer: Any = ProgramPickle()
+
+
+def serializer() -> Any:
+    """Return the program's pickle if it has changed it; None: unisono's, which copies no array."""
+    is_usual = pickle._dumps is _pickle.dumps and pickle._loads is _pickle.loads
+    return None if is_usual and pickle.PROTOCOL == _pickle.HIGHEST_PROTOCOL else _own_serializer
+
+
+def bytes_of(obj: Any) -> Bytes:
+    """Return the bytes of an object."""
+    return np.frombuffer(pickle.dumps(obj), np.uint8)

@@ -80,10 +80,9 @@ def bcast(state: CommState, buf: Any, root: int = 0) -> Ongoing:
 
 def exchange(state: Any, sends: dict[int, list[Run]], recvs: dict[int, list[Run]]) -> Ongoing:
     """Messages inside a collective call of an inter-communicator, by rank of the other side."""
-    number = state.group.counts["mpi"]
-    state.group.counts["mpi"] += 1
-    # Not a tag of the program.
-    tag = 1 << 40 | number
+    # Not a tag of the program. Two ranks make their calls in the same order, also if a call is none
+    # of a third one's, as with PROC_NULL for the root; so no call needs a number.
+    tag = 1 << 40
     works, stores = [], []
     for peer, parts in recvs.items():
         for part in parts:

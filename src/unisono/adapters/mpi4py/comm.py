@@ -6,15 +6,13 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Callable
 from functools import partial
-from functools import reduce as _fold
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py import collectives, ops
-from unisono.adapters.mpi4py.buffers import IN_PLACE, Bytes
+from unisono.adapters.mpi4py import collectives, messages, objects, ops
+from unisono.adapters.mpi4py.buffers import IN_PLACE, Bytes, pickle
 from unisono.adapters.mpi4py.errors import (
     ANY_SOURCE,
     ANY_TAG,
@@ -26,14 +24,12 @@ from unisono.adapters.mpi4py.errors import (
 )
 from unisono.adapters.mpi4py.handles import Attributes, Group, Handle, Info, Status, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
-from unisono.adapters.mpi4py.objects import ObjectCalls, pickle
 from unisono.adapters.mpi4py.ops import OPS, SUM, Op
 from unisono.adapters.mpi4py.packing import simple
-from unisono.adapters.mpi4py.requests import Ongoing, Persistent, Prequest, Request
+from unisono.adapters.mpi4py.requests import Ongoing, Request, add_calls
 from unisono.core.c10d.collectives import all_reduce as _all_reduce
 from unisono.core.c10d.new_groups import new_group, split_group
-from unisono.core.c10d.objects import functions as objects
-from unisono.core.c10d.p2p import send as _send
+from unisono.core.c10d.objects.functions import all_gather_object
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.platform import machine
 from unisono.errors import UnisonoError
@@ -90,42 +86,39 @@ class Message(Handle, root=True):
 
     probe, iprobe = Probe, Iprobe
 
-    def _received(self, buf: Any, is_object: bool) -> Ongoing:
-        taken = self.live
-        call = Ongoing()
-        call.found = taken.found
+    def _took(self, status: Status | None = None) -> Taken:
+        taken: Message.Taken = self.live
         if self is not MESSAGE_NO_PROC:
             self.ob = None
-        if is_object:
-            call.value = pickle.loads(taken.data) if taken.found[0] != PROC_NULL else None
-            return call
-        part = simple(buf, True, taken.found[0])
-        require(len(taken.data) <= part.nbytes, "ERR_TRUNCATE")
-        part.fill(taken.data)
-        return call
+        if status is not None:
+            status.set(*taken.found)
+        return taken
 
     def Recv(self, buf: Any, status: Status | None = None) -> None:
         """Copy the message into an array."""
-        call = self._received(buf, False)
-        if status is not None:
-            status.set(*call.found)
-
-    def Irecv(self, buf: Any) -> Request:
-        """As Recv, with a request."""
-        call = self._received(buf, False)
-        return Request.of(call)
+        taken = self._took(status)
+        part = simple(buf, True, taken.found[0])
+        require(len(taken.data) <= part.nbytes, "ERR_TRUNCATE")
+        part.fill(taken.data)
 
     def recv(self, status: Status | None = None) -> Any:
         """Return the object."""
-        call = self._received(None, True)
-        if status is not None:
-            status.set(*call.found)
-        return call.value
+        taken = self._took(status)
+        return pickle.loads(taken.data) if taken.found[0] != PROC_NULL else None
+
+    def _request(self, receive: Any, *buf: Any) -> Request:
+        call = Ongoing()
+        call.found = self.live.found
+        call.value = receive(*buf)
+        return Request.of(call)
+
+    def Irecv(self, buf: Any) -> Request:
+        """As Recv, with a request."""
+        return self._request(self.Recv, buf)
 
     def irecv(self) -> Request:
         """As recv, with a request."""
-        call = self._received(None, True)
-        return Request.of(call)
+        return self._request(self.recv)
 
 
 MESSAGE_NULL = Message()
@@ -134,13 +127,10 @@ MESSAGE_NULL = Message()
 MESSAGE_NO_PROC = Message.of(Message.Taken(np.empty(0, np.uint8), (PROC_NULL, ANY_TAG, 0)))
 
 
-class Comm(ObjectCalls, Attributes, Handle, root=True):
+class Comm(Attributes, Handle, root=True):
     """A communicator."""
 
     error = "ERR_COMM"
-
-    def __init_subclass__(cls, root: bool = False) -> None:
-        super().__init_subclass__(root)
 
     # ---- identity -------------------------------------------------------------------------
 
@@ -260,7 +250,7 @@ class Comm(ObjectCalls, Attributes, Handle, root=True):
         with translated():
             hosts = [""] * state.size
             name = _host() if takes_part else ""
-            objects.all_gather_object(hosts, name, group=state.group)
+            all_gather_object(hosts, name, group=state.group)
         color = hosts.index(name) if takes_part else -1
         return self.Split(color if color >= 0 else NUMBERS["UNDEFINED"], key)
 
@@ -287,154 +277,7 @@ class Comm(ObjectCalls, Attributes, Handle, root=True):
         print(f"rank {state.rank}: {text}", file=sys.stderr, flush=True)
         os._exit(errorcode & 0xFF or 1)
 
-    # ---- messages of arrays ---------------------------------------------------------------
-
-    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send an array."""
-        state = self.live
-        data = simple(buf, False, dest).pack()
-        state.check(dest, tag)
-        if dest != PROC_NULL and (state.is_inter or dest != state.rank):
-            try:
-                _send(data, None, state.channel, tag, state.peers[dest])
-            except UnisonoError as error:
-                raise exception_of(error) from error
-        else:
-            state.send(data, dest, tag).wait()
-
-    Rsend = Send
-
-    def Recv(
-        self,
-        buf: Any,
-        source: int = ANY_SOURCE,
-        tag: int = ANY_TAG,
-        status: Status | None = None,
-    ) -> None:
-        """Receive into an array."""
-        call = self.live.recv(simple(buf, True, source), source, tag, waits=True)
-        call.wait()
-        if status is not None:
-            status.set(*call.found)
-
-    def _started(self, mode: str, buf: Any, dest: int, tag: int) -> Ongoing:
-        state = self.live
-        call: Ongoing = state.send(simple(buf, False, dest).pack(), dest, tag, mode)
-        return call
-
-    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a copy."""
-        self._started("b", buf, dest, tag)
-
-    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send, and wait until a receive has taken the message."""
-        self._started("s", buf, dest, tag).wait()
-
-    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start sending."""
-        return Request.of(self._started("", buf, dest, tag))
-
-    Irsend = Isend
-
-    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """Start sending a copy."""
-        return Request.of(self._started("b", buf, dest, tag))
-
-    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Request:
-        """As Ssend, without waiting."""
-        return Request.of(self._started("s", buf, dest, tag))
-
-    def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Start receiving."""
-        return Request.of(self.live.recv(simple(buf, True, source), source, tag))
-
-    def _planned(self, mode: str, buf: Any, dest: int, tag: int) -> Prequest:
-        self.live.check(dest, tag)
-        simple(buf, False, dest)
-        return Prequest.of(Persistent(lambda: self._started(mode, buf, dest, tag)))
-
-    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Plan a send."""
-        return self._planned("", buf, dest, tag)
-
-    Rsend_init = Send_init
-
-    def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Plan a send of a copy."""
-        return self._planned("b", buf, dest, tag)
-
-    def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Prequest:
-        """Plan a synchronous send."""
-        return self._planned("s", buf, dest, tag)
-
-    def Recv_init(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prequest:
-        """Plan a receive."""
-        state, part = self.live, simple(buf, True, source)
-        state.check(source, tag, receives=True)
-        return Prequest.of(Persistent(lambda: state.recv(part, source, tag)))
-
-    def _sendrecv(
-        self, sendbuf: Any, to: tuple[int, int], recvbuf: Any, of: tuple[int, int], waits: bool
-    ) -> Ongoing:
-        state, data = self.live, simple(sendbuf, False, to[0]).pack()
-        received = partial(state.recv, simple(recvbuf, True, of[0]), *of, waits=waits)
-        made: Ongoing = state.both(data, *to, received)
-        return made
-
-    def Isendrecv(
-        self,
-        sendbuf: Any,
-        dest: int,
-        sendtag: int = 0,
-        recvbuf: Any = None,
-        source: int = ANY_SOURCE,
-        recvtag: int = ANY_TAG,
-    ) -> Request:
-        """Start a send and a receive."""
-        to, of = (dest, sendtag), (source, recvtag)
-        return Request.of(self._sendrecv(sendbuf, to, recvbuf, of, False))
-
-    def Sendrecv(
-        self,
-        sendbuf: Any,
-        dest: int,
-        sendtag: int = 0,
-        recvbuf: Any = None,
-        source: int = ANY_SOURCE,
-        recvtag: int = ANY_TAG,
-        status: Status | None = None,
-    ) -> None:
-        """Send and receive."""
-        call = self._sendrecv(sendbuf, (dest, sendtag), recvbuf, (source, recvtag), True)
-        call.wait()
-        if status is not None:
-            status.set(*call.found)
-
-    def Isendrecv_replace(
-        self,
-        buf: Any,
-        dest: int,
-        sendtag: int = 0,
-        source: int = ANY_SOURCE,
-        recvtag: int = ANY_TAG,
-    ) -> Request:
-        """Send an array, and receive into it."""
-        state = self.live
-        data = simple(buf, False, dest).pack().copy()
-        received = partial(state.recv, simple(buf, True, source), source, recvtag)
-        return Request.of(state.both(data, dest, sendtag, received))
-
-    def Sendrecv_replace(
-        self,
-        buf: Any,
-        dest: int,
-        sendtag: int = 0,
-        source: int = ANY_SOURCE,
-        recvtag: int = ANY_TAG,
-        status: Status | None = None,
-    ) -> None:
-        """Send an array, and receive into it."""
-        self.Isendrecv_replace(buf, dest, sendtag, source, recvtag).Wait(status)
+    # ---- messages -------------------------------------------------------------------------
 
     def Probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
@@ -473,29 +316,29 @@ class Comm(ObjectCalls, Attributes, Handle, root=True):
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         """Reduce the data of all ranks, on all ranks."""
         engine = _ENGINE.get(id(op.ob))
-        if engine is not None and type(recvbuf) is _ndarray and self.ob is not None:
-            dtype = recvbuf.dtype
-            if dtype.char in _PLAIN and not self.ob.is_inter:
-                if sendbuf is IN_PLACE:
-                    is_short = True
-                else:
-                    is_short = (
-                        type(sendbuf) is _ndarray
-                        and sendbuf.dtype is dtype
-                        and sendbuf.shape == recvbuf.shape
-                    )
-                    if is_short:
-                        recvbuf[...] = sendbuf
-                if is_short:
-                    try:
-                        _all_reduce(recvbuf, engine, self.ob.group)
-                    except UnisonoError as error:
-                        raise exception_of(error) from error
-                    return
+        if (
+            engine is not None
+            and type(recvbuf) is _ndarray
+            and self.ob is not None
+            and (dtype := recvbuf.dtype).char in _PLAIN
+            and not self.ob.is_inter
+        ):
+            is_short = sendbuf is IN_PLACE
+            if (
+                type(sendbuf) is _ndarray
+                and sendbuf.dtype is dtype
+                and sendbuf.shape == recvbuf.shape
+            ):
+                is_short = True
+                recvbuf[...] = sendbuf
+            if is_short:
+                try:
+                    _all_reduce(recvbuf, engine, self.ob.group)
+                except UnisonoError as error:
+                    raise exception_of(error) from error
+                return
         with translated():
             ops.allreduce(self.live.now, sendbuf, recvbuf, op).wait()
-
-    Barrier: Any
 
 
 def _host() -> str:
@@ -506,41 +349,43 @@ def _split(group: ProcessGroup, color: int, key: int) -> Any:
     return split_group(group, color=color, key=key)
 
 
-def add_forms(cls: type, names: str) -> None:
-    """Add the blocking, started and planned form of collective calls."""
-    for name in names.split():
-        function = vars(ops).get(name.lower()) or getattr(collectives, name.lower())
-        for method in _forms(name, function):
-            if method.__name__ not in vars(cls):
-                method.__qualname__ = f"{cls.__name__}.{method.__name__}"
-                setattr(cls, method.__name__, method)
+def collective_calls(names: str) -> dict[str, Any]:
+    """Return the functions of collective calls on arrays, by name."""
+    return {n: vars(ops).get(n.lower()) or getattr(collectives, n.lower()) for n in names.split()}
 
 
-def _forms(name: str, function: Callable[..., Ongoing]) -> list[Any]:
-    def blocking(self: Any, *arguments: Any, **how: Any) -> None:
-        with translated():
-            function(self.live.now, *arguments, **how).wait()
-
-    def started(self: Any, *arguments: Any, **how: Any) -> Request:
-        with translated():
-            return Request.of(function(self.live, *arguments, **how))
-
-    def planned(self: Any, *arguments: Any, info: Any = None, **how: Any) -> Prequest:
-        state = self.live
-        return Prequest.of(Persistent(lambda: function(state, *arguments, **how)))
-
-    names = name, f"I{name[0].lower()}{name[1:]}", f"{name}_init"
-    made = []
-    for form, called in zip((blocking, started, planned), names, strict=True):
-        form.__name__, form.__doc__ = called, getattr(function, "func", function).__doc__
-        made.append(form)
-    return made
+def object_calls(names: str) -> dict[str, Any]:
+    """Return the functions of collective calls on objects, by name."""
+    return {name: getattr(objects, name) for name in names.split()}
 
 
-add_forms(
+_MODES = {"": "", "b": "b", "s": "s", "r": ""}
+_SENDS = {f"{k}send": partial(objects.send, mode=mode) for k, mode in _MODES.items() if k != "r"}
+_ARRAY_SENDS = {
+    f"{k}send".capitalize(): partial(messages.send, mode=mode) for k, mode in _MODES.items()
+}
+_REPLACE: dict[str, Any] = {
+    "Sendrecv": messages.sendrecv,
+    "Sendrecv_replace": messages.sendrecv_replace,
+}
+add_calls(Comm, {**_ARRAY_SENDS, "Recv": messages.recv}, "now start plan")
+add_calls(Comm, _REPLACE, "now start")
+add_calls(Comm, {**_SENDS, "recv": objects.recv}, "now start")
+add_calls(
     Comm,
-    "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv "
-    "Alltoallw Reduce Allreduce Reduce_scatter_block Reduce_scatter",
+    collective_calls(
+        "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv "
+        "Alltoallw Reduce Allreduce Reduce_scatter_block Reduce_scatter"
+    ),
+    "now start plan",
+)
+add_calls(
+    Comm,
+    {
+        **object_calls("sendrecv bcast gather scatter allgather alltoall reduce allreduce"),
+        "barrier": collectives.barrier,
+    },
+    "now",
 )
 
 
@@ -568,17 +413,9 @@ class Intracomm(Comm):
         made = new_group(list(group.live), use_local_synchronization=True, sort_ranks=False)
         return Intracomm.of(None if made is None else CommState(made))
 
-    def scan(self, sendobj: Any, op: Any = SUM) -> Any:
-        """Return the reduction of the objects of the ranks up to this one."""
-        return _fold(op, self.allgather(sendobj)[: self.live.rank + 1])
 
-    def exscan(self, sendobj: Any, op: Any = SUM) -> Any:
-        """Return the reduction of the objects of the ranks before this one; None on rank 0."""
-        before = self.allgather(sendobj)[: self.live.rank]
-        return _fold(op, before) if before else None
-
-
-add_forms(Intracomm, "Scan Exscan")
+add_calls(Intracomm, collective_calls("Scan Exscan"), "now start plan")
+add_calls(Intracomm, object_calls("scan exscan"), "now")
 
 
 COMM_NULL = Comm()

@@ -46,7 +46,9 @@ class TypeMap(Described):
         self.size = int(lengths.sum())
         self.lb, self.extent = int(bounds[0]), int(bounds[1])
         self.dtype, self.element_ends, self.elements = dtype, ends, len(ends)
-        self.combiner, self.recipe = recipe[0], recipe
+        # Handles of its own: the program may free its.
+        self.recipe = *recipe[:4], [Datatype(each) for each in recipe[4]]
+        self.combiner = recipe[0]
         self.is_plain = (
             self.lb == 0
             and self.size == self.extent
@@ -102,6 +104,26 @@ _CODES = (
     "1u:UINT16_T w:WCHAR 1w:WCHAR M:INT64_T M8:INT64_T m:INT64_T m8:INT64_T"
 )
 _N = NUMBERS
+_combiners = {v: k[9:] for k, v in _N.items() if k.startswith("COMBINER_")}
+# The parameters by combiner, in the order of the values that made the datatype; `n-` is a number of
+# values, and `*name` a list of as many.
+_SHAPES = {
+    "DUP": "",
+    "CONTIGUOUS": "count",
+    "VECTOR": "count blocklength stride",
+    "HVECTOR": "count blocklength stride",
+    "INDEXED": "n- *blocklengths *displacements",
+    "HINDEXED": "n- *blocklengths *displacements",
+    "INDEXED_BLOCK": "n- blocklength *displacements",
+    "HINDEXED_BLOCK": "n- blocklength *displacements",
+    "STRUCT": "n- *blocklengths *displacements datatypes",
+    "SUBARRAY": "n- *sizes *subsizes *starts order",
+    "DARRAY": "size rank n- *gsizes *distribs *dargs *psizes order",
+    "RESIZED": "lb extent",
+    "F90_INTEGER": "r",
+    "F90_REAL": "p r",
+    "F90_COMPLEX": "p r",
+}
 
 
 class Datatype(Attributes, Handle, root=True):
@@ -150,64 +172,49 @@ class Datatype(Attributes, Handle, root=True):
     @property
     def is_predefined(self) -> bool:
         """Whether MPI has it from the beginning."""
-        return self.ob is None or self.combiner in (
-            *(_N["COMBINER_NAMED"], _N["COMBINER_F90_INTEGER"]),
-            *(_N["COMBINER_F90_REAL"], _N["COMBINER_F90_COMPLEX"], _N["COMBINER_VALUE_INDEX"]),
-        )
+        return self.ob is None or _combiners[self.combiner].startswith(("NAMED", "F90"))
 
     def decode(self) -> tuple[Datatype, str, dict[str, Any]]:
         """Return the basis, the combiner's name and its arguments."""
-        names = {v: k[9:] for k, v in _N.items() if k.startswith("COMBINER_")}
-        combiner = names[self.combiner]
+        combiner = _combiners[self.combiner]
         if combiner == "NAMED":
             return self, combiner, {}
         integers, addresses, _, types = self.Get_contents()
+        basis = types[0] if types and combiner != "STRUCT" else DATATYPE_NULL
         params: dict[str, Any] = {}
-        basis = types[0] if types else self
-        i, a = integers, addresses
-        n = i[0] if i else 0
-        if combiner == "CONTIGUOUS":
-            params = {"count": n}
-        elif combiner in ("VECTOR", "HVECTOR"):
-            params = {"count": n, "blocklength": i[1], "stride": [*i[2:], *a][0]}
-        elif combiner in ("INDEXED", "HINDEXED"):
-            params = {"blocklengths": i[1 : n + 1], "displacements": [*i[n + 1 :], *a]}
-        elif combiner in ("INDEXED_BLOCK", "HINDEXED_BLOCK"):
-            params = {"blocklength": i[1], "displacements": [*i[2:], *a]}
-        elif combiner == "STRUCT":
-            params = {"blocklengths": i[1:], "displacements": a, "datatypes": types}
-            basis = DATATYPE_NULL
-        elif combiner == "SUBARRAY":
-            parts = [i[1 + k * n : 1 + (k + 1) * n] for k in range(3)]
-            params = dict(zip(("sizes", "subsizes", "starts"), parts, strict=True))
-            params["order"] = i[-1]
-        elif combiner == "DARRAY":
-            n = i[2]
-            parts = [i[3 + k * n : 3 + (k + 1) * n] for k in range(4)]
-            params = {"size": i[0], "rank": i[1]}
-            params |= dict(zip(("gsizes", "distribs", "dargs", "psizes"), parts, strict=True))
-            params["order"] = i[-1]
-        elif combiner == "RESIZED":
-            params = {"lb": a[0], "extent": a[1]}
-        elif combiner == "VALUE_INDEX":
-            params, basis = {"value": types[0], "index": types[1]}, DATATYPE_NULL
-        elif combiner.startswith("F90"):
-            params, basis = (
-                dict(zip(("p", "r") if len(i) > 1 else ("r",), i, strict=True)),
-                DATATYPE_NULL,
-            )
+        values = [*integers, *addresses]
+        shape = _SHAPES[combiner]
+        # How many values a list has: the first integer, or of a distributed array the third.
+        count = 0 if not integers else integers[2 if combiner == "DARRAY" else 0]
+        at = 0
+        for word in shape.split():
+            name = word.strip("*-")
+            if word.endswith("-"):
+                at += 1
+            elif name == "datatypes":
+                params[name] = types
+            elif word.startswith("*"):
+                params[name], at = values[at : at + count], at + count
+            else:
+                params[name], at = values[at], at + 1
         return basis, combiner, params
 
     def tocode(self) -> str:
         """Return the type string of a named datatype."""
-        code = _codes_of.get(id(self.live))
-        if code is None:
+        ob = self.ob
+        while ob is not None and _combiners[ob.combiner] == "DUP":
+            ob = ob.recipe[4][0].ob
+        if ob is not None and _combiners[ob.combiner].startswith("F90"):
+            return f"{ob.dtype.kind}{ob.size}"
+        if id(ob) not in _codes_of:
             raise ValueError("cannot map to type string")
-        return code
+        return _codes_of[id(ob)]
 
     @classmethod
     def fromcode(cls, code: str) -> Datatype:
         """Return the datatype of a type string."""
+        if code not in by_code:
+            raise ValueError(f"cannot map code {code!r} to a datatype")
         return Datatype(by_code[code])
 
     @property
@@ -268,13 +275,16 @@ class Datatype(Attributes, Handle, root=True):
         )
         return cls.of(TypeMap(pieces, bounds, dtype, ends, recipe))
 
+    def _copy(self, bounds: tuple[int, int], recipe: tuple[Any, ...]) -> Self:
+        """Return a datatype of the same bytes."""
+        old = self.live
+        pieces = old.offsets, old.lengths
+        return type(self).of(TypeMap(pieces, bounds, old.dtype, old.element_ends, recipe))
+
     def Dup(self) -> Self:
         """Return an equal datatype."""
         old = self.live
-        recipe: Any = (_N["COMBINER_DUP"], [], [], [], [self])
-        ends = old.element_ends
-        new = TypeMap((old.offsets, old.lengths), (old.lb, old.extent), old.dtype, ends, recipe)
-        made = type(self).of(new)
+        made = self._copy((old.lb, old.extent), (_N["COMBINER_DUP"], [], [], [], [self]))
         self.copy_attributes(made)
         return made
 
@@ -287,53 +297,46 @@ class Datatype(Attributes, Handle, root=True):
 
     def Create_vector(self, count: int, blocklength: int, stride: int) -> Self:
         """Blocks at a distance of `stride` elements."""
-        require(count >= 0 and blocklength >= 0, "ERR_COUNT")
         step = stride * self.live.extent
-        recipe: Any = (_N["COMBINER_VECTOR"], [count, blocklength, stride], [], [], [self])
-        return self._made([(k * step, blocklength) for k in range(count)], recipe)
+        return self._strided("VECTOR", [count, blocklength, stride], [], step)
 
     def Create_hvector(self, count: int, blocklength: int, stride: int) -> Self:
         """Blocks at a distance of `stride` bytes."""
-        require(count >= 0 and blocklength >= 0, "ERR_COUNT")
-        recipe: Any = (_N["COMBINER_HVECTOR"], [count, blocklength], [stride], [], [self])
-        return self._made([(k * stride, blocklength) for k in range(count)], recipe)
+        return self._strided("HVECTOR", [count, blocklength], [stride], stride)
+
+    def _strided(self, name: str, numbers: list[int], addresses: list[int], step: int) -> Self:
+        count, length = numbers[:2]
+        require(count >= 0 and length >= 0, "ERR_COUNT")
+        recipe: Any = (_N[f"COMBINER_{name}"], numbers, addresses, [], [self])
+        return self._made([(k * step, length) for k in range(count)], recipe)
 
     def Create_indexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
         """Blocks of different lengths; displacements count elements."""
         lengths, places = _lists(blocklengths, displacements)
-        recipe: Any = (_N["COMBINER_INDEXED"], [len(lengths), *lengths, *places], [], [], [self])
-        step = self.live.extent
-        return self._made([(p * step, n) for n, p in zip(lengths, places, strict=True)], recipe)
+        return self._indexed("INDEXED", lengths, places, [len(lengths), *lengths, *places])
 
     def Create_hindexed(self, blocklengths: Sequence[int], displacements: Sequence[int]) -> Self:
         """Blocks of different lengths; displacements count bytes."""
         lengths, places = _lists(blocklengths, displacements)
-        recipe: Any = (_N["COMBINER_HINDEXED"], [len(lengths), *lengths], places, [], [self])
-        return self._made([(p, n) for n, p in zip(lengths, places, strict=True)], recipe)
+        return self._indexed("HINDEXED", lengths, places, [len(lengths), *lengths])
 
     def Create_indexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
         """Blocks of one length; displacements count elements."""
-        places = [int(p) for p in displacements]
-        recipe: Any = (
-            _N["COMBINER_INDEXED_BLOCK"],
-            [len(places), blocklength, *places],
-            [],
-            [],
-            [self],
-        )
-        return self._made([(p * self.live.extent, blocklength) for p in places], recipe)
+        lengths, places = _lists([blocklength] * len(displacements), displacements)
+        return self._indexed("INDEXED_BLOCK", lengths, places, [len(places), blocklength, *places])
 
     def Create_hindexed_block(self, blocklength: int, displacements: Sequence[int]) -> Self:
         """Blocks of one length; displacements count bytes."""
-        places = [int(p) for p in displacements]
-        recipe: Any = (
-            _N["COMBINER_HINDEXED_BLOCK"],
-            [len(places), blocklength],
-            places,
-            [],
-            [self],
-        )
-        return self._made([(p, blocklength) for p in places], recipe)
+        lengths, places = _lists([blocklength] * len(displacements), displacements)
+        return self._indexed("HINDEXED_BLOCK", lengths, places, [len(places), blocklength])
+
+    def _indexed(
+        self, name: str, lengths: list[int], places: list[int], numbers: list[int]
+    ) -> Self:
+        in_bytes = name.startswith("H")
+        step = 1 if in_bytes else self.live.extent
+        recipe: Any = (_N[f"COMBINER_{name}"], numbers, places if in_bytes else [], [], [self])
+        return self._made([(p * step, n) for n, p in zip(lengths, places, strict=True)], recipe)
 
     @classmethod
     def Create_struct(
@@ -416,26 +419,20 @@ class Datatype(Attributes, Handle, root=True):
 
     def Create_resized(self, lb: int, extent: int) -> Self:
         """Other bounds."""
-        old = self.live
-        recipe: Any = (_N["COMBINER_RESIZED"], [], [lb, extent], [], [self])
-        ends = old.element_ends
-        new = TypeMap((old.offsets, old.lengths), (lb, extent), old.dtype, ends, recipe)
-        return type(self).of(new)
+        recipe: Any = _N["COMBINER_RESIZED"], [], [lb, extent], [], [self]
+        return self._copy((lb, extent), recipe)
 
     Resized = Create_resized
 
     @classmethod
     def Get_value_index(cls, value: Datatype, index: Datatype) -> Self:
-        """Return the datatype of pairs, for MINLOC and MAXLOC."""
-        if index == named["INT"]:
-            for name in _PAIRS.split():
-                pair = named[name.partition(":")[0]]
-                if pair.ob.recipe[4][0] == value:
-                    return cls(pair)
-        key = value.live, index.live
-        if key not in _pairs:
-            _pairs[key] = _pair(value, index, _N["COMBINER_VALUE_INDEX"])
-        return cls.of(_pairs[key])
+        """Return the named datatype of pairs, for MINLOC and MAXLOC; the null one if none is."""
+        is_int = index.live is named["INT"].live
+        for name in _PAIRS.split() if value.live is not None and is_int else ():
+            pair = named[name.partition(":")[0]]
+            if pair.ob.recipe[4][0] == value:
+                return cls(pair)
+        return cls()
 
     @classmethod
     def _f90(cls, combiner: str, numbers: list[int], name: str) -> Self:
@@ -443,10 +440,8 @@ class Datatype(Attributes, Handle, root=True):
             fail("ERR_ARG", f"no {combiner} of {numbers}")
         key = combiner, *numbers
         if key not in _pairs:
-            old = named[name].ob
-            pieces = old.offsets, old.lengths
-            recipe: Any = (_N[combiner], numbers, [], [], [])
-            _pairs[key] = TypeMap(pieces, (0, old.size), old.dtype, old.element_ends, recipe)
+            old = named[name]
+            _pairs[key] = old._copy((0, old.size), (_N[combiner], numbers, [], [], [])).ob
         return cls.of(_pairs[key])
 
     @classmethod
@@ -500,10 +495,7 @@ class Datatype(Attributes, Handle, root=True):
 
 
 def _remade(basis: Datatype, combiner: str, params: dict[str, Any]) -> Datatype:
-    if combiner == "VALUE_INDEX":
-        return Datatype.Get_value_index(**params)
-    make = getattr(basis, f"Create_{combiner.lower()}")
-    made: Datatype = make(**params)
+    made: Datatype = getattr(basis, f"Create_{combiner.lower()}")(**params)
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -75,7 +76,8 @@ _added: dict[int, int] = {}
 _texts: dict[int, str] = {}
 
 
-def _error_class(code: int) -> int:
+def get_error_class(code: int) -> int:
+    """Return the class of an error code."""
     if code == SUCCESS or code in _names:
         return code
     try:
@@ -84,6 +86,7 @@ def _error_class(code: int) -> int:
         raise Exception(ERRORS["ERR_ARG"]) from None
 
 
+@functools.total_ordering
 class Exception(RuntimeError):
     """An error of MPI: its class, and the text of the error of unisono that caused it."""
 
@@ -105,53 +108,29 @@ class Exception(RuntimeError):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, (int, Exception)) and self.ob_ierr == int(other)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def __lt__(self, other: Any) -> bool:
         return self.ob_ierr < int(other)
 
-    def __le__(self, other: Any) -> bool:
-        return self.ob_ierr <= int(other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self.ob_ierr > int(other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self.ob_ierr >= int(other)
-
     def __repr__(self) -> str:
-        return f"MPI.Exception({_names.get(self.ob_ierr, self.ob_ierr)})"
+        return f"MPI.Exception({self.ob_ierr})"
 
     def __str__(self) -> str:
-        return self.error_string
-
-    @property
-    def error_code(self) -> int:
-        """The code, which is a class, or belongs to one."""
-        return self.ob_ierr
-
-    @property
-    def error_class(self) -> int:
-        """The class of the code."""
-        return _error_class(self.ob_ierr)
-
-    @property
-    def error_string(self) -> str:
-        """What happened."""
-        return self._text or get_error_string(self.ob_ierr)
+        return self.Get_error_string()
 
     def Get_error_code(self) -> int:
         """Return `error_code`."""
-        return self.error_code
+        return self.ob_ierr
 
     def Get_error_class(self) -> int:
         """Return `error_class`."""
-        return self.error_class
+        return get_error_class(self.ob_ierr)
 
     def Get_error_string(self) -> str:
         """Return `error_string`."""
-        return self.error_string
+        return self._text or get_error_string(self.ob_ierr)
+
+    error_code, error_class = property(Get_error_code), property(Get_error_class)
+    error_string = property(Get_error_string)
 
 
 def fail(name: str, text: str = "") -> NoReturn:
@@ -194,18 +173,13 @@ def translated() -> Iterator[None]:
         raise exception_of(error) from error
 
 
-def get_error_class(errorcode: int) -> int:
-    """Return the class of an error code."""
-    return _error_class(errorcode)
-
-
 def get_error_string(errorcode: int) -> str:
     """Return the text of an error code."""
     if errorcode in _texts:
         return _texts[errorcode]
     if errorcode == SUCCESS:
         return "MPI_SUCCESS: no error"
-    _error_class(errorcode)
+    get_error_class(errorcode)
     return f"MPI_{_names[errorcode]}" if errorcode in _names else ""
 
 
@@ -224,7 +198,7 @@ def add_error_class() -> int:
 
 def add_error_code(errorclass: int) -> int:
     """Make a code of a class."""
-    kind, code = _error_class(errorclass), _new_code()
+    kind, code = get_error_class(errorclass), _new_code()
     _added[code] = kind
     return code
 

@@ -229,7 +229,6 @@ class File(Attributes, Handle, root=True):
         filetype = filetype or etype
         if disp == _N["DISPLACEMENT_CURRENT"]:
             disp = self.Get_byte_offset(state.position)
-        state.comm.group.barrier()
         state.view = disp, etype.live, filetype.live, datarep
         state.kinds = Datatype(etype), Datatype(filetype)
         state.position = 0

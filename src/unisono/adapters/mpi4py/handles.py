@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
 from unisono.adapters.mpi4py.errors import (
@@ -116,6 +116,11 @@ class Described:
         self.info: dict[str, str] = {}
         self.attributes: dict[Any, Any] = {}
         self.errhandler = RAISES
+
+    @property
+    def now(self) -> Self:
+        """The object for calls that wait."""
+        return self
 
 
 class Attributes:
@@ -251,10 +256,11 @@ ERRORS_RETURN = Errhandler.of(ErrorHandler(lambda of, code: None))
 RAISES = ERRORS_RETURN.ob
 
 
-class Info(Handle, root=True):
-    """Hints: texts by key."""
+class Info(Handle, MutableMapping[str, str], root=True):
+    """Hints: texts by key. The null handle is empty."""
 
     error = "ERR_INFO"
+    __eq__, __hash__ = Handle.__eq__, Handle.__hash__
 
     class Hints(dict[str, str]):
         """The texts; equal only to itself."""
@@ -298,18 +304,16 @@ class Info(Handle, root=True):
     def Get_nthkey(self, n: int) -> str:
         """Return the n-th key."""
         require(0 <= n < len(self.live), "ERR_ARG")
-        return self.keys()[n]
+        return list(self)[n]
 
     def __len__(self) -> int:
         return len(self.ob or ())
 
     def __iter__(self) -> Any:
-        return iter(self.keys())
+        return iter(list(self.ob or ()))
 
     def __getitem__(self, item: str) -> str:
-        if item not in (self.ob or ()):
-            raise KeyError(item)
-        return str(self.ob[item])
+        return str((self.ob or {})[item])
 
     def __setitem__(self, item: str, value: str) -> None:
         if self.ob is None:
@@ -317,56 +321,33 @@ class Info(Handle, root=True):
         self.Set(item, value)
 
     def __delitem__(self, item: str) -> None:
-        if item not in (self.ob or ()):
-            raise KeyError(item)
-        self.Delete(item)
-
-    def __contains__(self, item: object) -> bool:
-        return item in (self.ob or ())
-
-    def get(self, key: str, default: str | None = None) -> str | None:
-        """Return a text, or the default."""
-        return (self.ob or {}).get(key, default)
-
-    def keys(self) -> list[str]:
-        """Return the keys."""
-        return list(self.ob or ())
-
-    def values(self) -> list[str]:
-        """Return the texts."""
-        return list((self.ob or {}).values())
-
-    def items(self) -> list[tuple[str, str]]:
-        """Return keys and texts."""
-        return list((self.ob or {}).items())
-
-    def update(self, items: Any = (), **kwds: str) -> None:
-        """Set several texts."""
-        if self.ob is None and not (items or kwds):
-            return
-        pairs: Iterable[tuple[str, str]] = items.items() if hasattr(items, "items") else items
-        for key, value in [*pairs, *kwds.items()]:
-            if self.ob is None:
-                raise KeyError(key)
-            self.Set(key, value)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """Remove a key and return its text."""
-        return (self.ob if self.ob is not None else {}).pop(key, *default)
+        del (self.ob if self.ob is not None else {})[item]
 
     def popitem(self) -> tuple[str, str]:
-        """Remove and return a key and its text."""
+        """Remove and return the last key and its text."""
         pair: tuple[str, str] = (self.ob if self.ob is not None else {}).popitem()
         return pair
+
+    def __reduce__(self) -> Any:
+        if self.ob is None or (Info, id(self.ob)) in predefined:
+            return Handle.__reduce__(self)
+        return type(self).Create, (dict(self.ob),)
 
     def copy(self) -> Self:
         """Return a copy; of the null handle a null handle."""
         return type(self)() if self.ob is None else self.Dup()
 
-    def clear(self) -> None:
-        """Remove all keys."""
-        if self.ob is not None:
-            self.ob.clear()
+    def keys(self) -> Any:
+        """Return the keys."""
+        return list(self)
+
+    def values(self) -> Any:
+        """Return the texts."""
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        """Return keys and texts."""
+        return [(key, self[key]) for key in self]
 
 
 class WorldRanks(tuple[int, ...]):
@@ -422,22 +403,21 @@ class Group(Handle, root=True):
     @classmethod
     def Union(cls, group1: Group, group2: Group) -> Self:
         """Return the ranks of both."""
-        first, second = group1.live, group2.live
-        return cls()._made([*first, *(r for r in second if r not in first)])
+        return cls()._made(dict.fromkeys([*group1.live, *group2.live]))
 
     @classmethod
     def Intersection(cls, group1: Group, group2: Group) -> Self:
         """Return the ranks in both, in the order of the first."""
-        first, second = group1.live, group2.live
-        return cls()._made(r for r in first if r in second)
+        second = group2.live
+        return cls()._made(r for r in group1.live if r in second)
 
     Intersect = Intersection
 
     @classmethod
     def Difference(cls, group1: Group, group2: Group) -> Self:
         """Return the ranks of the first that the second lacks."""
-        first, second = group1.live, group2.live
-        return cls()._made(r for r in first if r not in second)
+        second = group2.live
+        return cls()._made(r for r in group1.live if r not in second)
 
     def _checked(self, ranks: Sequence[int]) -> list[int]:
         chosen = list(ranks)
@@ -505,30 +485,6 @@ class Status:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._fields = array.array("q", state["fields"])
 
-    def Get_source(self) -> int:
-        """Return the sender."""
-        return self._fields[0]
-
-    def Set_source(self, source: int) -> None:
-        """Set the sender."""
-        self._fields[0] = source
-
-    def Get_tag(self) -> int:
-        """Return the tag."""
-        return self._fields[1]
-
-    def Set_tag(self, tag: int) -> None:
-        """Set the tag."""
-        self._fields[1] = tag
-
-    def Get_error(self) -> int:
-        """Return the error code."""
-        return self._fields[2]
-
-    def Set_error(self, error: int) -> None:
-        """Set the error code."""
-        self._fields[2] = error
-
     def Get_count(self, datatype: Any = None) -> int:
         """Return the number of elements of a datatype, by default of bytes."""
         size = 1 if datatype is None else datatype.live.size
@@ -548,23 +504,27 @@ class Status:
         kind = datatype.live
         self._fields[3] = count * kind.size // max(kind.elements, 1)
 
-    def Is_cancelled(self) -> bool:
-        """Return whether the call was cancelled."""
-        return bool(self._fields[4])
-
-    def Set_cancelled(self, flag: bool) -> None:
-        """Set whether the call was cancelled."""
-        self._fields[4] = bool(flag)
-
     def tomemory(self) -> memoryview:
         """Return the fields as memory."""
         return memoryview(self._fields)
 
-    def _set_count(self, value: int) -> None:
-        self._fields[3] = value
 
-    source = property(Get_source, Set_source)
-    tag = property(Get_tag, Set_tag)
-    error = property(Get_error, Set_error)
-    count = property(Get_count, _set_count)
-    cancelled = property(Is_cancelled, Set_cancelled)
+def _add_fields() -> None:
+    """Add what reads and sets the fields of a status, as methods and properties."""
+    rows = (("source", "Get"), ("tag", "Get"), ("error", "Get"), ("count", ""), ("cancelled", "Is"))
+    for at, (name, verb) in enumerate(rows):
+        of = bool if verb == "Is" else int
+
+        def read(self: Status, at: int = at, of: Any = of) -> Any:
+            return of(self._fields[at])
+
+        def write(self: Status, value: Any, at: int = at, of: Any = of) -> None:
+            self._fields[at] = of(value)
+
+        if verb:
+            setattr(Status, f"{verb}_{name}", read)
+            setattr(Status, f"Set_{name}", write)
+        setattr(Status, name, property(read, write))
+
+
+_add_fields()

@@ -12,9 +12,8 @@ import functools
 import hashlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -29,9 +28,10 @@ from unisono.adapters.mpi4py.errors import (
     translated,
 )
 from unisono.adapters.mpi4py.handles import Described
-from unisono.adapters.mpi4py.packing import Run
+from unisono.adapters.mpi4py.packing import Run, simple
 from unisono.adapters.mpi4py.requests import Both, Ongoing
 from unisono.core.base.types import code_of, dtype_named
+from unisono.core.c10d.p2p import send as _send
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.operations.work import Work
 from unisono.core.transports.messages import ANY_TAG as ANY
@@ -66,9 +66,9 @@ class CommState(Described):
         self.topology: Any = None
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
-        self.started: deque[weakref.ref[Receipt]] = deque()
+        self.started: list[list[weakref.ref[Receipt]]] = [[]]
         self.is_async = True
-        self._now: CommState | None = None
+        self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
 
     @functools.cached_property
     def key(self) -> int:
@@ -81,13 +81,12 @@ class CommState(Described):
         """Global ranks of those that messages go to."""
         return tuple(self.channel.ranks[peer] for peer in self.peers)
 
-    @property
-    def now(self) -> CommState:
+    @functools.cached_property
+    def now(self) -> Self:
         """The state for calls that wait: their thread moves the data."""
-        if self._now is None:
-            self._now = copy.copy(self)
-            self._now.is_async = False
-        return self._now
+        made = copy.copy(self)
+        made.is_async = False
+        return made
 
     def close(self) -> None:
         """End the groups."""
@@ -106,12 +105,15 @@ class CommState(Described):
         require(ok, "ERR_TAG", f"tag {tag} is not in 0..{TAG_UB_VALUE}")
 
     def send(self, data: Bytes, dest: int, tag: int, mode: str = "") -> Ongoing:
-        """Start sending; the mode is that of the letter in the call's name."""
+        """Send; the mode is the letter in the call's name: b, s, or i, which does not wait."""
         self.check(dest, tag)
         if dest == PROC_NULL:
             return Ongoing()
         with translated():
             peer = self.peers[dest]
+            if not mode and not self.is_async and (self.is_inter or dest != self.rank):
+                _send(data, None, self.channel, tag, peer)
+                return Ongoing()
             if mode == "s":
                 return self._send_synchronously(data, peer, tag)
             if mode == "b":
@@ -152,7 +154,7 @@ class CommState(Described):
             return self.peers[0] if len(self.peers) == 1 else None
         return self.peers[source]
 
-    def recv(self, part: Run, source: int, tag: int, waits: bool = False) -> Ongoing:
+    def recv(self, part: Run, source: int, tag: int) -> Ongoing:
         """Start receiving into memory."""
         self.check(source, tag, receives=True)
         if source == PROC_NULL:
@@ -161,11 +163,9 @@ class CommState(Described):
         wanted = ANY if tag == ANY_TAG else tag
         with translated():
             work = self.channel.recv(into, self._from(source), wanted, async_op=True, _partial=True)
-        return self._began(Receipt(self, work, into, part.store), waits)
+        return self._began(Receipt(self, work, into, part.store))
 
-    def recv_any(
-        self, source: int, tag: int, take: Callable[[Ongoing, Bytes], None], waits: bool = False
-    ) -> Ongoing:
+    def recv_any(self, source: int, tag: int, take: Callable[[Ongoing, Bytes], None]) -> Ongoing:
         """Start receiving a message of any size; `take` gets its bytes at the end."""
         self.check(source, tag, receives=True)
         if source == PROC_NULL:
@@ -174,12 +174,13 @@ class CommState(Described):
         with translated():
             work = self.channel.recv_array(self._from(source), wanted, async_op=True)
         call = Receipt(self, work, None, lambda data: take(call, data))
-        return self._began(call, waits)
+        return self._began(call)
 
-    def _began(self, call: Receipt, waits: bool) -> Receipt:
-        self.started = deque(r for r in self.started if (c := r()) is not None and not c.is_taken)
-        self.started.append(weakref.ref(call))
-        if not waits:
+    def _began(self, call: Receipt) -> Receipt:
+        # Replaced at once, because other threads read it; in a list, which `now` shares.
+        left = [r for r in self.started[0] if (c := r()) is not None and not c.is_taken]
+        self.started[0] = [*left, weakref.ref(call)]
+        if self.is_async:
             # The sender may wait for the answer while this program does something else.
             call.works[0].on_end(call.take)
         return call
@@ -189,12 +190,21 @@ class CommState(Described):
         key = (self.key | tag) << 1
         self.services.send(np.array([wants_data], np.uint8), source, key, async_op=True)
 
-    def both(self, data: Bytes, dest: int, tag: int, receive: Callable[[], Ongoing]) -> Ongoing:
+    def both(
+        self,
+        data: Bytes,
+        dest: int,
+        tag: int,
+        receive: Callable[[], Ongoing],
+        status: Any = None,
+    ) -> Ongoing:
         """Start a receive and a send; of a send that is refused no receive stays."""
         self.check(dest, tag)
         received = receive()
         try:
-            return Both(received, self.send(data, dest, tag))
+            call = Both(received, self.send(data, dest, tag, "i"))
+            call.status = status
+            return call
         except BaseException:
             received.cancel()
             raise
@@ -260,7 +270,7 @@ class Receipt(Ongoing):
             if not is_sync or pending.info & ~(1 << 31) != _SYNC:
                 return
             # Receives that were started before took earlier messages of the same tag.
-            for reference in list(state.started):
+            for reference in state.started[0]:
                 earlier = reference()
                 if earlier is self:
                     break
@@ -296,6 +306,56 @@ class Receipt(Ongoing):
             self.found = self._state.place[work.source_rank()], work.tag(), len(data)
         self._store(data)
         return None
+
+
+# ---- the calls for arrays ----
+
+
+def send(state: CommState, buf: Any, dest: int, tag: int = 0, *, mode: str = "") -> Ongoing:
+    """Send an array; the mode is that of the letter in the call's name."""
+    return state.send(simple(buf, False, dest).pack(), dest, tag, mode)
+
+
+def recv(
+    state: CommState,
+    buf: Any,
+    source: int = ANY_SOURCE,
+    tag: int = ANY_TAG,
+    status: Any = None,
+) -> Ongoing:
+    """Receive into an array."""
+    call = state.recv(simple(buf, True, source), source, tag)
+    call.status = status
+    return call
+
+
+def sendrecv(
+    state: CommState,
+    sendbuf: Any,
+    dest: int,
+    sendtag: int = 0,
+    recvbuf: Any = None,
+    source: int = ANY_SOURCE,
+    recvtag: int = ANY_TAG,
+    status: Any = None,
+) -> Ongoing:
+    """Send and receive."""
+    data, part = simple(sendbuf, False, dest).pack(), simple(recvbuf, True, source)
+    return state.both(data, dest, sendtag, lambda: state.recv(part, source, recvtag), status)
+
+
+def sendrecv_replace(
+    state: CommState,
+    buf: Any,
+    dest: int,
+    sendtag: int = 0,
+    source: int = ANY_SOURCE,
+    recvtag: int = ANY_TAG,
+    status: Any = None,
+) -> Ongoing:
+    """Send an array, and receive into it."""
+    data, part = simple(buf, False, dest).pack().copy(), simple(buf, True, source)
+    return state.both(data, dest, sendtag, lambda: state.recv(part, source, recvtag), status)
 
 
 def _from_nowhere() -> Ongoing:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import platform
-import runpy
 import sys
 import threading
 import time
@@ -23,12 +21,19 @@ from unisono.adapters.mpi4py import (
     files,
     handles,
     messages,
-    objects,
     requests,
     topology,
     windows,
 )
-from unisono.adapters.mpi4py.buffers import AUTOMATIC, BOTTOM, IN_PLACE, buffer, memory_of
+from unisono.adapters.mpi4py.buffers import (
+    AUTOMATIC,
+    BOTTOM,
+    IN_PLACE,
+    Pickle,
+    buffer,
+    memory_of,
+    pickle,
+)
 from unisono.adapters.mpi4py.datatypes import Datatype, by_code, named, typealign
 from unisono.adapters.mpi4py.handles import EMPTY, ErrorHandler, Group, Info, WorldRanks, predefined
 from unisono.adapters.mpi4py.ops import OPS, Op
@@ -37,48 +42,22 @@ from unisono.core.c10d.lifecycle import destroy_process_group, init_process_grou
 from unisono.core.c10d.new_groups import new_group
 from unisono.core.groups.world import current
 from unisono.errors import UnsupportedError
+from unisono.launcher.workers.program import run_program
 
 _state = {"initialized": False, "finalized": False, "level": errors.NUMBERS["THREAD_MULTIPLE"]}
 _attached: list[Any] = []
-_CLASSES = [
-    "Comm",
-    "Intracomm",
-    "Intercomm",
-    "Topocomm",
-    "Cartcomm",
-    "Graphcomm",
-    "Distgraphcomm",
-    "Message",
-    "Request",
-    "Prequest",
-    "Grequest",
-    "Status",
-    "Group",
-    "Info",
-    "Errhandler",
-    "Win",
-    "File",
-]
-_ERROR_CALLS = [
-    "get_error_class",
-    "get_error_string",
-    "add_error_class",
-    "add_error_code",
-    "add_error_string",
-    "remove_error_class",
-    "remove_error_code",
-    "remove_error_string",
-]
-_PRIVATE = [
-    "_typecode",
-    "_typealign",
-    "_sizeof",
-    "_comm_lock",
-    "_comm_lock_table",
-    "_commctx_intra",
-    "_commctx_inter",
-    "_set_abort_status",
-]
+_CLASSES = (
+    "Comm Intracomm Intercomm Topocomm Cartcomm Graphcomm Distgraphcomm Message Request Prequest "
+    "Grequest Status Group Info Errhandler Win File"
+)
+_ERROR_CALLS = (
+    "get_error_class get_error_string add_error_class add_error_code add_error_string "
+    "remove_error_class remove_error_code remove_error_string"
+)
+_PRIVATE = (
+    "_typecode _typealign _sizeof _comm_lock _comm_lock_table _commctx_intra _commctx_inter "
+    "_set_abort_status"
+)
 
 
 def _start() -> dict[str, Any]:
@@ -178,7 +157,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Alloc_mem": lambda size, info=None: buffer.allocate(size),
     "Free_mem": lambda mem: mem.release(),
     "Compute_dims": topology.Compute_dims,
-    **{name.capitalize(): getattr(errors, name) for name in _ERROR_CALLS},
+    **{name.capitalize(): getattr(errors, name) for name in _ERROR_CALLS.split()},
 }
 """The functions of the module, by name."""
 
@@ -199,8 +178,7 @@ def _sizeof(arg: Any) -> int:
 
 
 def _comm_lock_table(comm: Any) -> dict[Any, Any]:
-    state = comm.live
-    table: dict[Any, Any] = state.__dict__.setdefault("locks", {})
+    table: dict[Any, Any] = comm.live.locks
     return table
 
 
@@ -274,13 +252,15 @@ handles.Attributes.Create_errhandler = classmethod(_create_errhandler)
 
 def all_names() -> dict[str, Any]:
     """Return every name of the module."""
-    from unisono.adapters.mpi4py import packing
-
     names: dict[str, Any] = {**errors.NUMBERS, **errors.ERRORS, **named, **OPS}
     names |= FUNCTIONS
     for module in (comms, topology, handles, requests, windows, files):
         for name, value in vars(module).items():
-            if isinstance(value, type) and value.__module__ == module.__name__ and name in _CLASSES:
+            if (
+                isinstance(value, type)
+                and value.__module__ == module.__name__
+                and name in _CLASSES.split()
+            ):
                 names[name] = value
     names |= {
         "ERR_LASTCODE": errors.ERR_LASTCODE,
@@ -296,15 +276,14 @@ def all_names() -> dict[str, Any]:
         **{"FILE_NULL": files.FILE_NULL, "UNWEIGHTED": topology.UNWEIGHTED},
         **{"WEIGHTS_EMPTY": topology.WEIGHTS_EMPTY},
         "INFO_ENV": Info.Create({"command": ""}),
-        "Pickle": objects.Pickle,
-        "pickle": objects.pickle,
-        **{name: globals()[name] for name in _PRIVATE},
+        "Pickle": Pickle,
+        "pickle": pickle,
+        **{name: globals()[name] for name in _PRIVATE.split()},
         "_typedict": by_code,
         "_typedict_c": {k: v for k, v in by_code.items() if len(k) == 1},
         "_typedict_f": {},
         **_start(),
     }
-    packing.install()
     names |= _refuse()
     for name, value in names.items():
         if isinstance(value, handles.Handle):
@@ -319,54 +298,23 @@ def all_names() -> dict[str, Any]:
 
 # ---- what is not there ----
 
-_SPAWN = "ranks are started by `unisono run` or mpiexec, not by ranks"
-
-
-_PORTS = "worlds do not connect to each other"
-
-
-_ULFM = "after a loss use unisono.shrink_group, or `unisono run --restart`"
-
-
-_PARTS = "send the parts as messages"
-
-
-REFUSED: dict[str, str] = {
-    "Open_port": _PORTS,
-    "Close_port": _PORTS,
-    "Publish_name": _PORTS,
-    "Unpublish_name": _PORTS,
-    "Lookup_name": _PORTS,
-    "Register_datarep": "files have the native data representation",
-    "Get_abi_info": "there is no C library",
-    "Get_abi_fortran_info": "there is no C library",
-    "Session": "the world is unisono's default group; make communicators of it",
-    "Intracomm.Spawn": _SPAWN,
-    "Intracomm.Spawn_multiple": _SPAWN,
-    "Intracomm.Accept": _PORTS,
-    "Intracomm.Connect": _PORTS,
-    "Comm.Join": _PORTS,
-    "Comm.Revoke": _ULFM,
-    "Comm.Is_revoked": _ULFM,
-    "Comm.Get_failed": _ULFM,
-    "Comm.Ack_failed": _ULFM,
-    "Comm.Agree": _ULFM,
-    "Comm.Iagree": _ULFM,
-    "Comm.Shrink": _ULFM,
-    "Comm.Ishrink": _ULFM,
-    "Comm.Psend_init": _PARTS,
-    "Comm.Precv_init": _PARTS,
-    "Prequest.Pready": _PARTS,
-    "Prequest.Pready_range": _PARTS,
-    "Prequest.Pready_list": _PARTS,
-    "Prequest.Parrived": _PARTS,
-    "Grequest.Start": "use concurrent.futures.Future",
-    "Grequest.Complete": "use concurrent.futures.Future",
-    "Grequest.complete": "use concurrent.futures.Future",
-    "Win.Create_dynamic": "a window's memory is given when it is made",
-    "Win.Attach": "a window's memory is given when it is made",
-    "Win.Detach": "a window's memory is given when it is made",
+_REASONS = {
+    "worlds do not connect to each other": "Open_port Close_port Publish_name Unpublish_name "
+    "Lookup_name Intracomm.Accept Intracomm.Connect Comm.Join",
+    "files have the native data representation": "Register_datarep",
+    "there is no C library": "Get_abi_info Get_abi_fortran_info",
+    "the world is unisono's default group; make communicators of it": "Session",
+    "ranks are started by `unisono run` or mpiexec, not by ranks": "Intracomm.Spawn "
+    "Intracomm.Spawn_multiple",
+    "after a loss use unisono.shrink_group, or `unisono run --restart`": "Comm.Revoke "
+    "Comm.Is_revoked Comm.Get_failed Comm.Ack_failed Comm.Agree Comm.Iagree Comm.Shrink "
+    "Comm.Ishrink",
+    "send the parts as messages": "Comm.Psend_init Comm.Precv_init Prequest.Pready "
+    "Prequest.Pready_range Prequest.Pready_list Prequest.Parrived",
+    "use concurrent.futures.Future": "Grequest.Start Grequest.Complete Grequest.complete",
+    "a window's memory is given when it is made": "Win.Create_dynamic Win.Attach Win.Detach",
 }
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Name -> why it is not there."""
 
 
@@ -437,10 +385,10 @@ class _Rc:
 
 def replace() -> None:
     """Make `mpi4py` and `mpi4py.MPI` names of unisono.MPI, unless mpi4py's own MPI is loaded."""
-    # By its name: the public module imports this package.
-    MPI = importlib.import_module("unisono.MPI")
     if getattr(sys.modules.get("mpi4py.MPI"), "__name__", "unisono.MPI") != "unisono.MPI":
         raise ImportError("mpi4py.MPI is loaded already; import unisono.mpi4py before it")
+    # By its name: the public module imports this package. Its engine may load mpi4py's own MPI.
+    MPI = importlib.import_module("unisono.MPI")
     sys.modules.pop("mpi4py", None)
     found = importlib.util.find_spec("mpi4py")
     package = types.ModuleType("mpi4py", "unisono.MPI in the place of mpi4py.")
@@ -460,13 +408,4 @@ def main() -> None:
     if not arguments:
         sys.exit("usage: python -m unisono.mpi4py [-m MODULE | -c TEXT | PROGRAM] ...")
     replace()
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    elif arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+    run_program(arguments)

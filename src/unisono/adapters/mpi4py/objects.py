@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle as _pickle
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from functools import reduce as _fold
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from unisono.adapters.mpi4py import collectives
-from unisono.adapters.mpi4py.buffers import Bytes, memory_of
+from unisono.adapters.mpi4py.buffers import Bytes, bytes_of, memory_of, pickle, serializer
+from unisono.adapters.mpi4py.collectives import _raw
 from unisono.adapters.mpi4py.errors import (
     ANY_SOURCE,
     ANY_TAG,
@@ -21,273 +21,188 @@ from unisono.adapters.mpi4py.errors import (
     ROOT,
     exception_of,
     fail,
-    translated,
 )
-from unisono.adapters.mpi4py.handles import Status
 from unisono.adapters.mpi4py.ops import SUM
-from unisono.adapters.mpi4py.requests import Ongoing, Request
+from unisono.adapters.mpi4py.requests import Ongoing
 from unisono.core.c10d.collectives import all_gather_into_tensor as _all_gather
 from unisono.core.c10d.objects import functions as objects
 from unisono.errors import UnisonoError
 
-
-class Pickle:
-    """Makes bytes of objects."""
-
-    PROTOCOL: int | None = _pickle.HIGHEST_PROTOCOL
-    THRESHOLD = 1 << 18
-
-    def __init__(self, dumps: Any = None, loads: Any = None, protocol: Any = None) -> None:
-        self._dumps, self._loads = dumps or _pickle.dumps, loads or _pickle.loads
-        self.PROTOCOL = protocol if dumps or protocol else _pickle.HIGHEST_PROTOCOL
-
-    def dumps(self, obj: Any) -> bytes:
-        """Return the bytes of an object."""
-        protocol = () if self.PROTOCOL is None else (self.PROTOCOL,)
-        made: bytes = self._dumps(obj, *protocol)
-        return made
-
-    def loads(self, data: Any) -> Any:
-        """Return the object of bytes."""
-        return self._loads(data)
-
-    def dumps_oob(self, obj: Any) -> tuple[bytes, list[Any]]:
-        """Return the bytes of an object, and its large buffers."""
-        buffers: list[Any] = []
-
-        def keep(buffer: Any) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes >= self.THRESHOLD:
-                buffers.append(raw)
-                return False
-            return True
-
-        made: bytes = self._dumps(obj, max(self.PROTOCOL or 5, 5), buffer_callback=keep)
-        return made, buffers
-
-    def loads_oob(self, data: Any, buffers: Any) -> Any:
-        """Return the object of bytes and buffers."""
-        return self._loads(data, buffers=buffers)
+# ---- messages of objects ----
 
 
-pickle = Pickle()
+def send(state: Any, obj: Any, dest: int, tag: int = 0, *, mode: str = "") -> Ongoing:
+    """Send an object; the mode is that of the letter in the call's name."""
+    call: Ongoing = state.send(bytes_of(obj), dest, tag, mode)
+    return call
 
 
-class ProgramPickle:
-    """The program's pickle, for unisono's calls for objects."""
-
-    name = "mpi4py"
-
-    def dumps(self, obj: Any) -> tuple[bytes, Sequence[memoryview]]:
-        """Return the bytes of an object."""
-        return pickle.dumps(obj), ()
-
-    def loads(self, header: bytes, buffers: Sequence[Any]) -> Any:
-        """Return the object of bytes."""
-        return pickle.loads(header)
+def recv(
+    state: Any, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Any = None
+) -> Ongoing:
+    """Receive an object; `buf` limits its bytes, or has their number."""
+    if buf is not None and not state.is_async:
+        warnings.warn("the buf argument is deprecated", UserWarning, stacklevel=3)
+    call = _received(state, buf, source, tag)
+    call.status = status
+    return call
 
 
-_own_serializer: Any = ProgramPickle()
+def _received(state: Any, buf: Any, source: int, tag: int) -> Ongoing:
+    most = -1 if buf is None else buf if isinstance(buf, int) else len(memory_of(buf, True)[0])
+
+    def take(call: Ongoing, data: Bytes) -> None:
+        if 0 <= most < len(data):
+            fail("ERR_TRUNCATE", f"{len(data)} bytes for {most}")
+        call.value = pickle.loads(data) if len(data) else None
+
+    call: Ongoing = state.recv_any(source, tag, take)
+    return call
 
 
-def _serializer() -> Any:
-    """Return the program's pickle if it has changed it; None: unisono's, which copies no array."""
-    is_usual = pickle._dumps is _pickle.dumps and pickle._loads is _pickle.loads
-    return None if is_usual and pickle.PROTOCOL == _pickle.HIGHEST_PROTOCOL else _own_serializer
+def sendrecv(
+    state: Any,
+    sendobj: Any,
+    dest: int,
+    sendtag: int = 0,
+    recvbuf: Any = None,
+    source: int = ANY_SOURCE,
+    recvtag: int = ANY_TAG,
+    status: Any = None,
+) -> Ongoing:
+    """Send and receive an object."""
+    receive = partial(_received, state, recvbuf, source, recvtag)
+    call: Ongoing = state.both(bytes_of(sendobj), dest, sendtag, receive, status)
+    return call
 
 
-def _bytes(obj: Any) -> Bytes:
-    return np.frombuffer(pickle.dumps(obj), np.uint8)
+# ---- collective calls of objects ----
 
 
-def _take_object(call: Ongoing, data: Bytes) -> None:
-    call.value = pickle.loads(data) if len(data) else None
+def _done(value: Any) -> Ongoing:
+    call = Ongoing()
+    call.value = value
+    return call
 
 
-class ObjectCalls:
-    """The calls for objects of a communicator."""
+def _items(given: Any, count: int) -> list[Any]:
+    items = [None] * count if given is None else list(given)
+    if len(items) != count:
+        raise ValueError(f"expecting {count} items, got {len(items)}")
+    return items
 
-    live: Any
-    Barrier: Any
 
-    # ---- messages of objects --------------------------------------------------------------
+def bcast(state: Any, obj: Any, root: int = 0) -> Ongoing:
+    """Return the root's object."""
+    collectives.check_root(state, root)
+    if state.is_inter:
+        to = dict.fromkeys(range(len(state.peers)), obj) if root == ROOT else {}
+        found = _move_across(state, to, [root] if root >= 0 else [])
+        return _done(found[0] if found else None)
+    box = [obj]
+    state.locks.setdefault("bcast", threading.Lock())  # mpi4py's own modules look for it
+    objects.broadcast_object_list(box, None, state.group, None, root, serializer=serializer())
+    return _done(box[0])
 
-    def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object."""
-        self.live.send(_bytes(obj), dest, tag).wait()
 
-    def bsend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object without waiting."""
-        self.live.send(_bytes(obj), dest, tag, "b")
+def gather(state: Any, sendobj: Any, root: int = 0) -> Ongoing:
+    """Return all objects on the root."""
+    collectives.check_root(state, root)
+    if state.is_inter:
+        if root == PROC_NULL:
+            return _done(None)
+        is_root = root == ROOT
+        sources = range(len(state.peers)) if is_root else ()
+        found = _move_across(state, {} if is_root else {root: sendobj}, sources)
+        return _done(found if is_root else None)
+    out = [None] * state.size if state.rank == root else None
+    objects.gather_object(sendobj, out, None, state.group, root, serializer=serializer())
+    return _done(out)
 
-    def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object, and wait until it was received."""
-        self.live.send(_bytes(obj), dest, tag, "s").wait()
 
-    def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start sending an object."""
-        return Request.of(self.live.send(_bytes(obj), dest, tag))
+def scatter(state: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Ongoing:
+    """Return one of the root's objects."""
+    collectives.check_root(state, root)
+    is_root = root == (ROOT if state.is_inter else state.rank)
+    given = _items(sendobj, len(state.peers)) if is_root else None
+    if state.is_inter:
+        found = _move_across(state, dict(enumerate(given or ())), [root] if root >= 0 else [])
+        return _done(found[0] if found else None)
+    out: list[Any] = [None]
+    objects.scatter_object_list(*(out, given, None, state.group, root), serializer=serializer())
+    return _done(out[0])
 
-    def ibsend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """Start sending an object."""
-        return Request.of(self.live.send(_bytes(obj), dest, tag, "b"))
 
-    def issend(self, obj: Any, dest: int, tag: int = 0) -> Request:
-        """As ssend, without waiting."""
-        return Request.of(self.live.send(_bytes(obj), dest, tag, "s"))
+def allgather(state: Any, sendobj: Any) -> Ongoing:
+    """Return all objects."""
+    if state.is_inter:
+        peers = range(len(state.peers))
+        return _done(_move_across(state, dict.fromkeys(peers, sendobj), peers))
+    return _done(gathered(state, sendobj))
 
-    def _recv(self, buf: Any, source: int, tag: int, waits: bool) -> Ongoing:
-        most = (
-            None if buf is None else buf if isinstance(buf, int) else len(memory_of(buf, True)[0])
-        )
 
-        def take(call: Ongoing, data: Bytes) -> None:
-            if most is not None and most >= 0 and len(data) > most:
-                fail("ERR_TRUNCATE", f"{len(data)} bytes for {most}")
-            _take_object(call, data)
+def alltoall(state: Any, sendobj: Sequence[Any]) -> Ongoing:
+    """Return one object of each rank."""
+    given = _items(sendobj, len(state.peers))
+    if state.is_inter:
+        return _done(_move_across(state, dict(enumerate(given)), range(len(given))))
+    packets = [bytes_of(each) for each in given]
+    sizes, mine = np.empty(len(given), np.int64), np.array([len(p) for p in packets], np.int64)
+    state.group.all_to_all_single(sizes, mine)
+    outs = [np.empty(n, np.uint8) for n in sizes]
+    state.group.all_to_all(outs, packets)
+    return _done([pickle.loads(out) for out in outs])
 
-        call: Ongoing = self.live.recv_any(source, tag, take, waits)
+
+def reduce(state: Any, sendobj: Any, op: Any = SUM, root: int = 0) -> Ongoing:
+    """Return the reduction of all objects on the root."""
+    if state.is_inter:
+        call = gather(state, sendobj, root)
+        call.value = _fold(op, call.value) if call.value else None
         return call
+    collectives.check_root(state, root)
+    found = objects.reduce_object(*(sendobj, op, None, state.group, root), serializer=serializer())
+    return _done(found)
 
-    def irecv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Start receiving an object; `buf` limits its bytes, or has their number."""
-        return Request.of(self._recv(buf, source, tag, False))
 
-    def recv(
-        self,
-        buf: Any = None,
-        source: int = ANY_SOURCE,
-        tag: int = ANY_TAG,
-        status: Status | None = None,
-    ) -> Any:
-        """Receive an object."""
-        if buf is not None:
-            warnings.warn("the buf argument is deprecated", UserWarning, stacklevel=2)
-        call = self._recv(buf, source, tag, True)
-        call.wait()
-        if status is not None:
-            status.set(*call.found)
-        return call.value
+def allreduce(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
+    """Return the reduction of all objects."""
+    return _done(_fold(op, allgather(state, sendobj).value))
 
-    def sendrecv(
-        self,
-        sendobj: Any,
-        dest: int,
-        sendtag: int = 0,
-        recvbuf: Any = None,
-        source: int = ANY_SOURCE,
-        recvtag: int = ANY_TAG,
-        status: Status | None = None,
-    ) -> Any:
-        """Send and receive an object."""
-        received = partial(self._recv, recvbuf, source, recvtag, True)
-        call = self.live.both(_bytes(sendobj), dest, sendtag, received)
-        return Request.of(call).wait(status)
 
-    # ---- collective calls of objects ------------------------------------------------------
+def scan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
+    """Return the reduction of the objects of the ranks up to this one."""
+    return _done(_fold(op, gathered(state, sendobj)[: state.rank + 1]))
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.Barrier()
 
-    def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Return the root's object."""
-        state = self.live
-        collectives.check_root(state, root)
-        if state.is_inter:
-            return _across(
-                state,
-                {root: None} if root >= 0 else {},
-                obj if root == ROOT else None,
-                root == ROOT,
-            )
-        box = [obj]
-        # mpi4py's own modules look for it.
-        state.__dict__.setdefault("locks", {}).setdefault("bcast", threading.Lock())
-        with translated():
-            objects.broadcast_object_list(
-                box, None, state.group, None, root, serializer=_serializer()
-            )
-        return box[0]
+def exscan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
+    """Return the reduction of the objects of the ranks before this one; None on rank 0."""
+    before = gathered(state, sendobj)[: state.rank]
+    return _done(_fold(op, before) if before else None)
 
-    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Return all objects on the root."""
-        state = self.live
-        collectives.check_root(state, root)
-        if state.is_inter:
-            return _gather_across(state, sendobj, root)
-        out = [None] * state.size if state.rank == root else None
-        with translated():
-            objects.gather_object(sendobj, out, None, state.group, root, serializer=_serializer())
-        return out
 
-    def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return one of the root's objects."""
-        state = self.live
-        collectives.check_root(state, root)
-        if state.is_inter:
-            return _scatter_across(state, sendobj, root)
-        given: Any = None
-        if state.rank == root:
-            given = [None] * state.size if sendobj is None else list(sendobj)
-            if len(given) != state.size:
-                raise ValueError(f"expecting {state.size} items, got {len(given)}")
-        out: list[Any] = [None]
-        with translated():
-            objects.scatter_object_list(
-                *(out, given, None, state.group, root), serializer=_serializer()
-            )
-        return out[0]
+def neighbor_alltoall(state: Any, sendobj: Any) -> Ongoing:
+    """Return one object of each neighbour."""
+    sources, targets = (len(each) for each in state.topology.edges(state))
+    packets = [bytes_of(each) for each in _items(sendobj, targets)]
+    sizes, mine = np.full(sources, -1), np.array([len(p) for p in packets], np.int64)
+    collectives.neighbor_alltoall(state, mine, sizes).wait()
+    outs = [np.empty(max(n, 0), np.uint8) for n in sizes]
+    collectives._neighbors(state, [_raw(p) for p in packets], [_raw(o) for o in outs]).wait()
+    found = [pickle.loads(o) if n >= 0 else None for o, n in zip(outs, sizes, strict=True)]
+    return _done(found)
 
-    def allgather(self, sendobj: Any) -> list[Any]:
-        """Return all objects."""
-        state = self.live
-        if state.is_inter:
-            return list(_all_across(state, [sendobj] * len(state.peers)))
-        return _gathered(state, sendobj)
 
-    def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Return one object of each rank."""
-        state = self.live
-        count = len(state.peers)
-        given = [None] * count if sendobj is None else list(sendobj)
-        if len(given) != count:
-            raise ValueError(f"expecting {count} items, got {len(given)}")
-        if state.is_inter:
-            return list(_all_across(state, given))
-        packets = [_bytes(each) for each in given]
-        sizes, mine = np.empty(count, np.int64), np.array([len(p) for p in packets], np.int64)
-        with translated():
-            state.group.all_to_all_single(sizes, mine)
-            outs = [np.empty(n, np.uint8) for n in sizes]
-            state.group.all_to_all(outs, packets)
-        return [pickle.loads(out) for out in outs]
-
-    def reduce(self, sendobj: Any, op: Any = SUM, root: int = 0) -> Any:
-        """Return the reduction of all objects on the root."""
-        state = self.live
-        collectives.check_root(state, root)
-        if state.is_inter:
-            found = _gather_across(state, sendobj, root)
-            return _fold(op, found) if found else None
-        with translated():
-            return objects.reduce_object(
-                *(sendobj, op, None, state.group, root), serializer=_serializer()
-            )
-
-    def allreduce(self, sendobj: Any, op: Any = SUM) -> Any:
-        """Return the reduction of all objects."""
-        state = self.live
-        if state.is_inter:
-            return _fold(op, _all_across(state, [sendobj] * len(state.peers)))
-        return _fold(op, _gathered(state, sendobj))
+def neighbor_allgather(state: Any, sendobj: Any) -> Ongoing:
+    """Return the neighbours' objects."""
+    return neighbor_alltoall(state, [sendobj] * len(state.topology.edges(state)[1]))
 
 
 # Bytes of an object that goes with its size in one call.
 _SHORT = 248
 
 
-def _gathered(state: Any, obj: Any) -> list[Any]:
+def gathered(state: Any, obj: Any) -> list[Any]:
     """Return the objects of all ranks: in one call of the engine if all are short."""
     if "rows" not in state.__dict__:
         state.rows = np.zeros((state.size, 8 + _SHORT), np.uint8)
@@ -310,59 +225,14 @@ def _gathered(state: Any, obj: Any) -> list[Any]:
     return [pickle.loads(out) for out in outs]
 
 
-def _all_across(state: Any, given: Sequence[Any]) -> Sequence[Any]:
-    """Return what each rank of the other side has sent; this rank sends to each."""
-    count = len(given)
-    packets = [_bytes(each) for each in given]
-    sizes = np.empty(count, np.int64)
-    mine = np.array([len(p) for p in packets], np.int64)
-    collectives.alltoall(state, mine, sizes).wait()
-    outs = [np.empty(n, np.uint8) for n in sizes]
-    raw = collectives._raw
-    sends = {k: [raw(p)] for k, p in enumerate(packets)}
-    collectives.exchange(state, sends, {k: [raw(o)] for k, o in enumerate(outs)}).wait()
-    return [pickle.loads(out) for out in outs]
-
-
-def _across(state: Any, sources: dict[int, Any], obj: Any, sends: bool) -> Any:
-    """Send an object to all ranks of the other side, or receive it from one."""
-    to = dict.fromkeys(range(len(state.peers)), obj) if sends else {}
-    found = _move_across(state, to, list(sources))
-    return found[0] if found else None
-
-
-def _move_across(state: Any, to: dict[int, Any], sources: Sequence[int]) -> list[Any]:
-    raw = collectives._raw
-    packets = {peer: _bytes(obj) for peer, obj in to.items()}
+def _move_across(state: Any, to: dict[int, Any], sources: Iterable[int]) -> list[Any]:
+    """Send objects to ranks of the other side; return those that some of them send."""
+    packets = {peer: bytes_of(obj) for peer, obj in to.items()}
     sizes = {peer: np.array([len(p)], np.int64).view(np.uint8) for peer, p in packets.items()}
-    got = {peer: np.zeros(8, np.uint8) for peer in sources}
-    collectives.exchange(
-        state, {k: [raw(s)] for k, s in sizes.items()}, {k: [raw(g)] for k, g in got.items()}
-    ).wait()
-    outs = {k: np.empty(int(g.view(np.int64)[0]), np.uint8) for k, g in got.items()}
-    collectives.exchange(
-        state, {k: [raw(p)] for k, p in packets.items()}, {k: [raw(o)] for k, o in outs.items()}
-    ).wait()
-    return [pickle.loads(outs[k]) for k in sources]
-
-
-def _gather_across(state: Any, obj: Any, root: int) -> list[Any] | None:
-    if root == PROC_NULL:
-        return None
-    if root == ROOT:
-        return _move_across(state, {}, range(len(state.peers)))
-    _move_across(state, {root: obj}, ())
-    return None
-
-
-def _scatter_across(state: Any, given: Any, root: int) -> Any:
-    if root == PROC_NULL:
-        return None
-    if root == ROOT:
-        count = len(state.peers)
-        values = [None] * count if given is None else list(given)
-        if len(values) != count:
-            raise ValueError(f"expecting {count} items, got {len(values)}")
-        _move_across(state, dict(enumerate(values)), ())
-        return None
-    return _move_across(state, {}, [root])[0]
+    outs = {peer: np.zeros(8, np.uint8) for peer in sources}
+    for sends in (sizes, packets):
+        if sends is packets:
+            outs = {k: np.empty(int(out.view(np.int64)[0]), np.uint8) for k, out in outs.items()}
+        raw = [{k: [_raw(data)] for k, data in each.items()} for each in (sends, outs)]
+        collectives.exchange(state, *raw).wait()
+    return [pickle.loads(out) for out in outs.values()]

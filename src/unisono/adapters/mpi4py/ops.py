@@ -248,17 +248,13 @@ def _reduced_across(state: CommState, mine: Run, output: Run | None, op: Op) -> 
     rows = [np.empty(len(data), np.uint8) for _ in range(count)]
     wanted = {k: [_raw(rows[k])] for k in range(count)} if output is not None else {}
     call = exchange(state, {k: [_raw(data)] for k in range(count)}, wanted)
-    inner = call._finish
-    assert inner is not None
     reduction = op.live
 
-    def finish(call: Ongoing) -> None:
-        inner(call)
+    def fold() -> None:
         if output is not None and len(data):
             output.fill(reduction.fold(rows, mine))
 
-    call._finish = finish
-    return call
+    return call.then(fold)
 
 
 def reduce(state: CommState, sendbuf: Any, recvbuf: Any, op: Op = SUM, root: int = 0) -> Ongoing:
@@ -287,16 +283,8 @@ def _reduce_inter(state: CommState, sendbuf: Any, recvbuf: Any, op: Op, root: in
     output = simple(recvbuf, True)
     rows = [np.empty(output.nbytes, np.uint8) for _ in state.peers]
     call = exchange(state, {}, {k: [_raw(row)] for k, row in enumerate(rows)})
-    inner = call._finish
-    assert inner is not None
-
-    def finish(call: Ongoing) -> None:
-        inner(call)
-        if output.nbytes:
-            output.fill(op.live.fold(rows, output))
-
-    call._finish = finish
-    return call
+    reduction = op.live
+    return call.then(lambda: output.fill(reduction.fold(rows, output)) if output.nbytes else None)
 
 
 def _source(state: CommState, sendbuf: Any, output: Run) -> Run | None:
@@ -351,16 +339,8 @@ def _scattered(state: CommState, mine: Run, output: Run, counts: Sequence[int], 
             call = _reduced_across(state, mine, into, op)
         else:
             call = _reduced(state, mine, into, op, state.size)
-        inner = call._finish
-        assert inner is not None
-        size = mine.kind.size
-
-        def finish(call: Ongoing) -> None:
-            inner(call)
-            output.fill(whole[first * size : (first + counts[state.rank]) * size])
-
-        call._finish = finish
-        return call
+        begin, end = (n * mine.kind.size for n in (first, first + counts[state.rank]))
+        return call.then(lambda: output.fill(whole[begin:end]))
     data = mine.typed(mine.pack())
     target = np.empty(counts[state.rank] * mine.kind.size, np.uint8)
     per = len(data) // max(mine.count, 1)

@@ -41,26 +41,27 @@ class Run(NamedTuple):
         """Whether the data is contiguous."""
         return self.kind.is_plain
 
+    def _reach(self, low: int, high: int) -> tuple[Bytes, int]:
+        """Return memory that has these bytes of the buffer, and the place of its first one."""
+        if self.memory is NONE and low > 1 << 12:
+            return at_address(low, high - low), low  # of BOTTOM: the places are addresses
+        if low < 0 or high > len(self.memory):
+            raise ValueError(f"message: buffer of {len(self.memory)} bytes is too small for {high}")
+        return self.memory, 0
+
     def _index(self) -> Any:
         index = self.kind.index(self.count) + self.offset
-        memory = self.memory
-        if self.memory is NONE and len(index) and self.offset >= 0 and index.min() > 1 << 12:
-            # BOTTOM: the places are addresses.
-            low = int(index.min())
-            memory, index = at_address(low, int(index.max()) + 1 - low), index - low
-        if len(index) and (index.min() < 0 or index.max() >= len(memory)):
-            raise ValueError(f"message: datatype reaches outside the buffer of {len(memory)} bytes")
-        return memory, index
+        if not len(index):
+            return self.memory, index
+        memory, base = self._reach(int(index.min()), int(index.max()) + 1)
+        return memory, index - base if base else index
 
     def pack(self) -> Bytes:
         """Return the data: the memory itself if it is contiguous, else a copy."""
         if self.kind.is_plain:
             end = self.offset + self.nbytes
-            if end > len(self.memory):
-                raise ValueError(
-                    f"message: buffer of {len(self.memory)} bytes is too small, {end} needed"
-                )
-            return self.memory[self.offset : end]
+            memory, base = self._reach(self.offset, end) if self.nbytes else (self.memory, 0)
+            return memory[self.offset - base : end - base]
         memory, index = self._index()
         packed: Bytes = memory[index]
         return packed
@@ -145,6 +146,20 @@ def _usable(kind: TypeMap | None, what: str) -> TypeMap:
     return kind
 
 
+def _inferred(length: int, kind: TypeMap | None) -> int:
+    """Return how many elements a buffer has."""
+    if not length:
+        return 0
+    extent = _usable(kind, "infer count").extent
+    number, rest = divmod(length, extent)
+    if rest:
+        raise ValueError(
+            f"message: cannot infer count, buffer length {length} is not a multiple of datatype "
+            f"extent {extent}"
+        )
+    return number
+
+
 EMPTY_PART = Run(NONE, 0, 0, named["BYTE"].ob)
 
 
@@ -170,22 +185,14 @@ def simple(message: Any, writes: bool, peer: int = 0, blocks: int = 1) -> Run:
             raise ValueError(f"message: negative count {number}")
         if number > 0 and array is None:
             raise ValueError(f"message: buffer is None but count is {number}")
-    elif length:
-        extent = _usable(kind, "infer count").extent
-        number, rest = divmod(length, extent)
-        if rest:
-            raise ValueError(
-                f"message: cannot infer count, buffer length {length} is not a multiple of "
-                f"datatype extent {extent}"
-            )
+    else:
+        number = _inferred(length, kind)
         if blocks > 1 and number % blocks:
             raise ValueError(
                 f"message: cannot infer count, number of entries {number} is not a multiple of "
                 f"required number of blocks {blocks}"
             )
         number //= max(blocks, 1)
-    else:
-        number = 0
     if kind is None:
         if number:
             raise ValueError("message: datatype is null")
@@ -207,15 +214,7 @@ def vector(message: Any, writes: bool, blocks: int) -> list[Run]:
     array, counts, displs, given = _words(message, True)
     memory, kind = _base(array, given, writes)
     if counts is None:
-        total = 0
-        if len(memory):
-            extent = _usable(kind, "infer count").extent
-            total, rest = divmod(len(memory), extent)
-            if rest:
-                raise ValueError(
-                    f"message: cannot infer count, buffer length {len(memory)} is not a multiple "
-                    f"of datatype extent {extent}"
-                )
+        total = _inferred(len(memory), kind)
         whole, rest = divmod(total, max(blocks, 1))
         sizes = [whole + (k < rest) for k in range(blocks)]
     elif np.ndim(counts) == 0:
@@ -341,7 +340,5 @@ def pack_external_size(self: Datatype, datarep: str, count: int) -> int:
     return count * int(self.live.size)
 
 
-def install() -> None:
-    """Add the methods to Datatype."""
-    for function in (pack, unpack, pack_size, pack_external, unpack_external, pack_external_size):
-        setattr(Datatype, function.__name__.capitalize(), function)
+for _each in (pack, unpack, pack_size, pack_external, unpack_external, pack_external_size):
+    setattr(Datatype, _each.__name__.capitalize(), _each)

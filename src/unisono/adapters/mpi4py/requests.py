@@ -1,14 +1,27 @@
-"""Requests: calls under way, each made of works of unisono and of what to do at their end."""
+"""Requests: calls under way, each made of works of unisono and of what to do at their end.
+
+Also the forms of a call: it is a function of a handle's object that returns an `Ongoing`, and its
+blocking, started and planned methods are made of it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, Self
 
-from unisono.adapters.mpi4py.errors import ANY_SOURCE, ANY_TAG, UNDEFINED, exception_of, require
+from unisono.adapters.mpi4py.errors import (
+    ANY_SOURCE,
+    ANY_TAG,
+    UNDEFINED,
+    exception_of,
+    require,
+    translated,
+)
 from unisono.adapters.mpi4py.handles import Handle, Status
 from unisono.core.operations.work import Work
+from unisono.errors import UnisonoError
 
 Finish = Callable[["Ongoing"], "list[Work] | None"]
 EMPTY = ANY_SOURCE, ANY_TAG, 0
@@ -21,6 +34,7 @@ class Ongoing:
 
     Attributes:
         value: The result of a call for objects.
+        status: The caller's, of the blocking form.
         found: Source, tag and bytes of the message of a receive.
         is_own: Whether it is a synchronous send to this rank.
     """
@@ -28,6 +42,7 @@ class Ongoing:
     def __init__(self, works: Sequence[Work] = (), finish: Finish | None = None) -> None:
         self.works, self._finish = list(works), finish
         self.value: Any = None
+        self.status: Status | None = None
         self.found: tuple[int, int, int] = EMPTY
         self.is_cancelled = self.is_done = self.is_own = False
         self._error: BaseException | None = None
@@ -64,6 +79,18 @@ class Ongoing:
         if self._error is not None:
             error, self._error = self._error, None
             raise exception_of(error) from error
+
+    def then(self, action: Callable[[], object]) -> Self:
+        """Do something more at the end; return the call."""
+        inner = self._finish
+
+        def finish(call: Ongoing) -> None:
+            if inner is not None:
+                inner(call)
+            action()
+
+        self._finish = finish
+        return self
 
     def cancel(self) -> None:
         """Do nothing: what was sent can be received."""
@@ -192,8 +219,12 @@ class Request(Handle, root=True):
 
     # ---- several --------------------------------------------------------------------------
 
+    def _take(self, status: Status | None, keeps: bool) -> Any:
+        return self.Get_status(status) if keeps else self._wait(status)
+
     @classmethod
-    def _any(cls, requests: Sequence[Request], status: Any, waits: bool) -> tuple[int, bool, Any]:
+    def _any(cls, requests: Sequence[Request], status: Any, waits: bool, keeps: bool) -> Any:
+        """Return place, flag and object of one that has ended."""
         if all(r._call() is None for r in requests):
             if status is not None:
                 status.set(*EMPTY)
@@ -202,104 +233,34 @@ class Request(Handle, root=True):
             for at, request in enumerate(requests):
                 call = request._call()
                 if call is not None and call.test():
-                    return at, True, request._wait(status)
+                    return at, True, request._take(status, keeps)
             if not waits:
                 return UNDEFINED, False, None
             _wait_a_moment(requests)
 
     @classmethod
-    def Waitany(cls, requests: Sequence[Request], status: Status | None = None) -> int:
-        """Wait for one of the requests; return its place."""
-        return cls._any(requests, status, True)[0]
-
-    @classmethod
-    def waitany(cls, requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
-        """Wait for one of the requests; return its place and object."""
-        at, _, value = cls._any(requests, status, True)
-        return at, value
-
-    @classmethod
-    def Testany(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool]:
-        """Return the place of a request that has ended, and whether there is one."""
-        return cls._any(requests, status, False)[:2]
-
-    @classmethod
-    def testany(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool, Any]:
-        """Return place, flag and object of a request that has ended."""
-        return cls._any(requests, status, False)
-
-    @classmethod
-    def Get_status_any(cls, requests: Sequence[Request], status: Any = None) -> tuple[int, bool]:
-        """Return the place of a request that has ended; it stays."""
-        if all(r._call() is None for r in requests):
-            if status is not None:
-                status.set(*EMPTY)
-            return UNDEFINED, True
-        for at, request in enumerate(requests):
-            if request._call() is not None and request.Get_status(status):
-                return at, True
-        return UNDEFINED, False
-
-    get_status_any = Get_status_any
-
-    @classmethod
-    def _all(cls, requests: Sequence[Request], statuses: Any) -> list[Any]:
+    def _all(cls, requests: Sequence[Request], statuses: Any, waits: bool, keeps: bool) -> Any:
+        """Return whether all have ended, and their objects."""
+        if not waits:
+            ended = [(c := r._call()) is None or c.test() for r in requests]
+            if not all(ended):
+                return False, None
         made = [Status() for _ in requests]
         values, first = [], None
         for request, status in zip(requests, made, strict=True):
             try:
-                values.append(request._wait(status))
+                values.append(request._take(status, keeps))
             except BaseException as error:
                 values.append(None)
                 first = first or error
         _give(made, statuses)
         if first is not None:
             raise first
-        return values
+        return True, values
 
     @classmethod
-    def Waitall(cls, requests: Sequence[Request], statuses: Any = None) -> Literal[True]:
-        """Wait for all requests."""
-        cls._all(requests, statuses)
-        return True
-
-    @classmethod
-    def waitall(cls, requests: Sequence[Request], statuses: Any = None) -> list[Any]:
-        """Wait for all requests; return their objects."""
-        return cls._all(requests, statuses)
-
-    @classmethod
-    def _all_ended(cls, requests: Sequence[Request]) -> bool:
-        ended = [(c := r._call()) is None or c.test() for r in requests]
-        return all(ended)
-
-    @classmethod
-    def Testall(cls, requests: Sequence[Request], statuses: Any = None) -> bool:
-        """Return whether all have ended."""
-        return cls.testall(requests, statuses)[0]
-
-    @classmethod
-    def testall(cls, requests: Sequence[Request], statuses: Any = None) -> tuple[bool, Any]:
-        """Return whether all have ended, and their objects."""
-        if not cls._all_ended(requests):
-            return False, None
-        return True, cls._all(requests, statuses)
-
-    @classmethod
-    def Get_status_all(cls, requests: Sequence[Request], statuses: Any = None) -> bool:
-        """Return whether all have ended; they stay."""
-        if not cls._all_ended(requests):
-            return False
-        made = [Status() for _ in requests]
-        for request, status in zip(requests, made, strict=True):
-            request.Get_status(status)
-        _give(made, statuses)
-        return True
-
-    get_status_all = Get_status_all
-
-    @classmethod
-    def _some(cls, requests: Sequence[Request], statuses: Any, waits: bool) -> tuple[Any, Any]:
+    def _some(cls, requests: Sequence[Request], statuses: Any, waits: bool, keeps: bool) -> Any:
+        """Return places and objects of those that have ended; None if none is active."""
         if all(r._call() is None for r in requests):
             return None, None
         while True:
@@ -309,43 +270,36 @@ class Request(Handle, root=True):
             if ended or not waits:
                 break
             _wait_a_moment(requests)
-        return ended, cls._all([requests[at] for at in ended], statuses)
+        return ended, cls._all([requests[at] for at in ended], statuses, True, keeps)[1]
 
-    @classmethod
-    def Waitsome(cls, requests: Sequence[Request], statuses: Any = None) -> list[int] | None:
-        """Wait for some of the requests; return their places."""
-        places: list[int] | None = cls._some(requests, statuses, True)[0]
-        return places
 
-    @classmethod
-    def waitsome(cls, requests: Sequence[Request], statuses: Any = None) -> tuple[Any, Any]:
-        """Wait for some of the requests; return places and objects."""
-        return cls._some(requests, statuses, True)
+def _add_several() -> None:
+    """Add the calls for several requests: which of the results each returns."""
+    picks = {
+        "_any": {"wait": (0, 2), "Wait": (0,), "test": (0, 1, 2), "Test": (0, 1)},
+        "_all": {"wait": (1,), "Wait": (0,), "test": (0, 1), "Test": (0,)},
+        "_some": {"wait": (0, 1), "Wait": (0,), "test": (0, 1), "Test": (0,)},
+    }
+    for kind, forms in picks.items():
+        keeping = forms["Test"]
+        for verb, places in {**forms, "Get_status_": keeping, "get_status_": keeping}.items():
+            name = verb + kind[1:]
+            made = _several(kind, itemgetter(*places), verb.lower() == "wait", verb.endswith("_"))
+            made.__name__, made.__doc__ = name, f"See MPI_{name.capitalize()}."
+            setattr(Request, name, classmethod(made))
 
-    @classmethod
-    def Testsome(cls, requests: Sequence[Request], statuses: Any = None) -> list[int] | None:
-        """Return the places of those that have ended."""
-        places: list[int] | None = cls._some(requests, statuses, False)[0]
-        return places
 
-    @classmethod
-    def testsome(cls, requests: Sequence[Request], statuses: Any = None) -> tuple[Any, Any]:
-        """Return places and objects of those that have ended."""
-        return cls._some(requests, statuses, False)
+def _several(kind: str, pick: Callable[[Any], Any], waits: bool, keeps: bool) -> Any:
+    def several(cls: Any, requests: Sequence[Request], statuses: Any = None, **how: Any) -> Any:
+        statuses = how.pop("status", statuses)
+        if how:
+            raise TypeError(f"unexpected arguments {sorted(how)}")
+        return pick(getattr(cls, kind)(requests, statuses, waits, keeps))
 
-    @classmethod
-    def Get_status_some(cls, requests: Sequence[Request], statuses: Any = None) -> Any:
-        """Return the places of those that have ended; they stay."""
-        if all(r._call() is None for r in requests):
-            return None
-        ended = [at for at, r in enumerate(requests) if (c := r._call()) is not None and c.test()]
-        made = [Status() for _ in ended]
-        for at, status in zip(ended, made, strict=True):
-            requests[at].Get_status(status)
-        _give(made, statuses)
-        return ended
+    return several
 
-    get_status_some = Get_status_some
+
+_add_several()
 
 
 def _give(made: list[Status], statuses: Any) -> None:
@@ -392,3 +346,52 @@ class Grequest(Request):
 
 
 REQUEST_NULL = Request()
+
+
+# ---- the forms of calls ----
+
+
+def add_calls(cls: type, calls: Mapping[str, Callable[..., Ongoing]], forms: str) -> None:
+    """Add the forms of calls, each a function of the handle's object, unless the class has them."""
+    for name, function in calls.items():
+        prefix = "i" if name.islower() else "I"
+        made = {
+            "now": (name, _now),
+            "start": (f"{prefix}{name[0].lower()}{name[1:]}", _started),
+            "plan": (f"{name}_init", _planned),
+        }
+        for called, form in (made[each] for each in forms.split()):
+            if called not in vars(cls):
+                method = form(function)
+                method.__name__, method.__qualname__ = called, f"{cls.__name__}.{called}"
+                method.__doc__ = getattr(function, "func", function).__doc__
+                setattr(cls, called, method)
+
+
+def _now(function: Callable[..., Ongoing]) -> Any:
+    def now(self: Any, *arguments: Any, **how: Any) -> Any:
+        try:
+            call = function(self.live.now, *arguments, **how)
+        except (UnisonoError, MemoryError) as error:
+            raise exception_of(error) from error
+        call.wait()
+        _note(call, call.status)
+        return call.value
+
+    return now
+
+
+def _started(function: Callable[..., Ongoing]) -> Any:
+    def started(self: Any, *arguments: Any, **how: Any) -> Request:
+        with translated():
+            return Request.of(function(self.live, *arguments, **how))
+
+    return started
+
+
+def _planned(function: Callable[..., Ongoing]) -> Any:
+    def planned(self: Any, *arguments: Any, info: Any = None, **how: Any) -> Prequest:
+        state = self.live
+        return Prequest.of(Persistent(lambda: function(state, *arguments, **how)))
+
+    return planned

@@ -8,16 +8,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py import collectives
-from unisono.adapters.mpi4py.comm import Comm, Intracomm, _split, add_forms
+from unisono.adapters.mpi4py.comm import Comm, Intracomm, _split, collective_calls, object_calls
 from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, require, translated
 from unisono.adapters.mpi4py.handles import Group, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
-from unisono.adapters.mpi4py.objects import _bytes, pickle
+from unisono.adapters.mpi4py.objects import allgather, bcast, sendrecv
+from unisono.adapters.mpi4py.requests import Ongoing, add_calls
 from unisono.beyond.neighbors import _graph_table
 from unisono.core.backends.neighbors import NeighborMessages
 from unisono.core.c10d.new_groups import new_group
-from unisono.core.c10d.objects import functions as objects
+from unisono.core.c10d.objects.functions import all_gather_object
 
 
 class Weights(int):
@@ -125,29 +125,16 @@ class Topocomm(Intracomm):
     outdegree = property(lambda self: len(self.outedges))
     degrees = property(lambda self: (self.indegree, self.outdegree))
 
-    def neighbor_allgather(self, sendobj: Any) -> list[Any]:
-        """Return the neighbours' objects."""
-        return self.neighbor_alltoall([sendobj] * self.outdegree)
 
-    def neighbor_alltoall(self, sendobj: list[Any]) -> list[Any]:
-        """Return one object of each neighbour."""
-        sources, targets = self.degrees
-        if len(sendobj) != targets:
-            raise ValueError(f"expecting {targets} items, got {len(sendobj)}")
-        packets = [_bytes(each) for each in sendobj]
-        sizes, mine = np.full(sources, -1), np.array([len(p) for p in packets], np.int64)
-        collectives.neighbor_alltoall(self.live, mine, sizes).wait()
-        outs = [np.empty(max(n, 0), np.uint8) for n in sizes]
-        raw = collectives._raw
-        collectives._neighbors(self.live, [raw(p) for p in packets], [raw(o) for o in outs]).wait()
-        return [pickle.loads(o) if n >= 0 else None for o, n in zip(outs, sizes, strict=True)]
-
-
-add_forms(
+add_calls(
     Topocomm,
-    "Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv "
-    "Neighbor_alltoallw",
+    collective_calls(
+        "Neighbor_allgather Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv "
+        "Neighbor_alltoallw"
+    ),
+    "now start plan",
 )
+add_calls(Topocomm, object_calls("neighbor_allgather neighbor_alltoall"), "now")
 
 
 class Cartcomm(Topocomm):
@@ -191,13 +178,12 @@ class Cartcomm(Topocomm):
         """Return the ranks `disp` places before and behind in a dimension."""
         topology, here = self.live.topology, self.Get_coords(self.live.rank)
         require(0 <= direction < len(here), "ERR_ARG", f"direction {direction}")
-
-        def at(place: int) -> int:
-            if not topology.periods[direction] and not 0 <= place < topology.shape[direction]:
-                return PROC_NULL
-            return self.Get_cart_rank([*here[:direction], place, *here[direction + 1 :]])
-
-        return at(here[direction] - disp), at(here[direction] + disp)
+        found = []
+        for place in (here[direction] - disp, here[direction] + disp):
+            inside = topology.periods[direction] or 0 <= place < topology.shape[direction]
+            coords = [*here[:direction], place, *here[direction + 1 :]]
+            found.append(self.Get_cart_rank(coords) if inside else PROC_NULL)
+        return found[0], found[1]
 
     def Sub(self, remain_dims: Sequence[bool]) -> Cartcomm:
         """Return the sub-grid of some dimensions that this rank is in."""
@@ -216,22 +202,17 @@ class Cartcomm(Topocomm):
 
 
 def _on_grid(state: CommState, shape: Sequence[int], periods: Sequence[Any]) -> CommState:
-    shape = list(shape)
+    shape, wraps = list(shape), [bool(p) for p in periods]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     table = []
     for rank in range(math.prod(shape)):
-        coords = np.unravel_index(rank, tuple(shape)) if shape else ()
         row = []
-        for dim, (size, wraps) in enumerate(zip(shape, periods, strict=True)):
-            for step in (-1, 1):
-                place = list(coords)
-                place[dim] += step
-                if wraps:
-                    place[dim] %= size
-                inside = 0 <= place[dim] < size
-                at = int(np.ravel_multi_index(tuple(place), tuple(shape))) if inside else PROC_NULL
-                row.append(at)
+        for stride, size, wrap in zip(strides, shape, wraps, strict=True):
+            place = rank // stride % size
+            for to in (place - 1, place + 1):
+                inside = wrap or 0 <= to < size
+                row.append(rank + (to % size - place) * stride if inside else PROC_NULL)
         table.append((row, row))
-    wraps = [bool(p) for p in periods]
     state.topology = Neighborhood("CART", table, shape=shape, periods=wraps)
     state.topology.connect(state.rank)
     return state
@@ -338,7 +319,7 @@ def _dist_graph(self: Intracomm, row: tuple[list[int], list[int]], weights: Any)
     with translated():
         made = CommState(_split(self.live.group, 0, self.live.rank))
         rows: list[Any] = [None] * made.size
-        objects.all_gather_object(rows, row, made.group)
+        all_gather_object(rows, row, made.group)
     made.topology = Neighborhood("DIST_GRAPH", rows, weights=weights)
     made.topology.connect(made.rank)
     return Distgraphcomm.of(made)
@@ -381,7 +362,7 @@ def create_dist_graph(
         at += degree
     everything: list[Any] = [None] * state.size
     with translated():
-        objects.all_gather_object(everything, (edges, given is not None), state.group)
+        all_gather_object(everything, (edges, given is not None), state.group)
     flat = [edge for each, _ in everything for edge in each]
     mine_in = [e for e in flat if e[1] == state.rank]
     mine_out = [e for e in flat if e[0] == state.rank]
@@ -459,7 +440,7 @@ class Intercomm(Comm):
         state = self.live
         with translated():
             flags: list[Any] = [None] * state.channel.size()
-            objects.all_gather_object(flags, (bool(high), state.is_first), state.channel)
+            all_gather_object(flags, (bool(high), state.is_first), state.channel)
             first = {is_first: flag for flag, is_first in flags}
             # With equal flags the group of the lowest rank comes first.
             mine = bool(high) if first[True] != first[False] else not state.is_first
@@ -468,7 +449,7 @@ class Intercomm(Comm):
         return Intracomm.of(made)
 
     def _remote_list(self, value: Any) -> list[Any]:
-        return list(self.allgather(value))
+        return list(allgather(self.live, value).value)
 
     def Split(self, color: int = 0, key: int = 0) -> Comm:
         """Return an inter-communicator of the ranks of one color on both sides."""
@@ -509,12 +490,12 @@ def create_intercomm(
     """Return an inter-communicator of this group and the one of the other leader."""
     state = self.live
     require(0 <= local_leader < state.size, "ERR_RANK")
-    ranks: Any = None
+    call = Ongoing()
     if state.rank == local_leader:
-        ranks = peer_comm.sendrecv(
-            tuple(state.group.ranks), remote_leader, tag, None, remote_leader, tag
-        )
-    ranks = self.bcast(ranks, local_leader)
+        mine = tuple(state.group.ranks)
+        call = sendrecv(peer_comm.live, mine, remote_leader, tag, None, remote_leader, tag)
+        call.wait()
+    ranks = bcast(state, call.value, local_leader).value
     with translated():
         return Intercomm.of(InterState(_split(state.group, 0, state.rank), ranks))
 

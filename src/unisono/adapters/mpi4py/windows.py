@@ -52,7 +52,6 @@ class WinState(Described):
         self.public = np.asarray(self.window.local)[:size]
         self.memory = self.public if given is None else given
         self.seen = None if given is None else given.copy()
-        self.is_separate = given is not None
         self.attributes |= {
             NUMBERS["WIN_BASE"]: int(self.memory.__array_interface__["data"][0]) if size else 0,
             NUMBERS["WIN_SIZE"]: size,
@@ -60,6 +59,7 @@ class WinState(Described):
             NUMBERS["WIN_FLAVOR"]: self.flavor,
             NUMBERS["WIN_MODEL"]: NUMBERS["WIN_SEPARATE" if given is not None else "WIN_UNIFIED"],
         }
+        self.held: dict[int, bool] = {}  # the locks, and whether they are shared
         self.posted: list[int] = []
         self.started: list[int] = []
 
@@ -232,6 +232,8 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
             rank = next((r for r, (n, _) in enumerate(state.places) if n), 0)
         require(0 <= rank < state.comm.size, "ERR_RANK", f"rank {rank}")
         size, unit = state.places[rank]
+        if rank == state.comm.rank:
+            return buffer._of(state.memory, self), unit
         with translated():
             part = np.asarray(state.window.map_remote_tensor(rank))
         return buffer._of(part[:size], self), unit
@@ -335,9 +337,8 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         self, origin: Any, result: Any, target_rank: int, target_disp: int = 0, op: Op = SUM
     ) -> None:
         """As Get_accumulate, of one element."""
-        if op != OPS["NO_OP"] or origin is not None:
-            _require_one(origin)
-        _require_one(result)
+        is_read = op == OPS["NO_OP"] and origin is None
+        _require_one(*([] if is_read else [origin]), result)
         self.Get_accumulate(origin, result, target_rank, [target_disp, 1, _type(result)], op)
 
     def Compare_and_swap(
@@ -345,8 +346,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
     ) -> None:
         """Set one element to origin if it equals compare, atomically; read it before."""
         parts = [simple(each, each is result, target_rank) for each in (origin, compare, result)]
-        for each in (origin, compare, result):
-            _require_one(each)
+        _require_one(origin, compare, result)
         state = self.live
         if target_rank == PROC_NULL:
             return
@@ -356,30 +356,6 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
             before = to.update(lambda now: new if np.array_equal(now, old) else None)
             self._own(target_rank)
         parts[2].fill(before)
-
-    def _request(self, call: Callable[..., None], *arguments: Any) -> Request:
-        call(*arguments)
-        return Request.of(Ongoing())
-
-    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """As Put, with a request."""
-        return self._request(self.Put, origin, target_rank, target)
-
-    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Request:
-        """As Get, with a request."""
-        return self._request(self.Get, origin, target_rank, target)
-
-    def Raccumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: Op = SUM
-    ) -> Request:
-        """As Accumulate, with a request."""
-        return self._request(self.Accumulate, origin, target_rank, target, op)
-
-    def Rget_accumulate(
-        self, origin: Any, result: Any, target_rank: int, target: Any = None, op: Op = SUM
-    ) -> Request:
-        """As Get_accumulate, with a request."""
-        return self._request(self.Get_accumulate, origin, result, target_rank, target, op)
 
     # ---- order ----------------------------------------------------------------------------
 
@@ -395,7 +371,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         for rank in sends:
             comm.send(np.empty(0, np.uint8), rank, tag, "b")
         for rank in recvs:
-            comm.recv_any(rank, tag, lambda call, data: None, waits=True).wait()
+            comm.now.recv_any(rank, tag, lambda call, data: None).wait()
 
     def _ranks(self, group: Group) -> list[int]:
         return [self.live.comm.group.ranks.index(rank) for rank in group.live]
@@ -443,8 +419,7 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         require(0 <= rank < state.comm.size, "ERR_RANK", f"rank {rank}")
         with translated():
             state.lock(rank, _ACCESS, shared)
-        held = state.__dict__.setdefault("held", {})
-        held[rank] = shared
+        state.held[rank] = shared
         self._own(rank)
 
     def Unlock(self, rank: int) -> None:
@@ -452,12 +427,11 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         state = self.live
         if rank == PROC_NULL:
             return
-        held = state.__dict__.setdefault("held", {})
-        require(rank in held, "ERR_RMA_SYNC", f"rank {rank} is not locked")
+        require(rank in state.held, "ERR_RMA_SYNC", f"rank {rank} is not locked")
         self._own(rank)
         with translated():
             state.window.flush(rank)
-            state.unlock(rank, _ACCESS, held.pop(rank))
+            state.unlock(rank, _ACCESS, state.held.pop(rank))
 
     def Lock_all(self, assertion: int = 0) -> None:
         """Lock all parts, shared."""
@@ -491,6 +465,22 @@ class Win(Attributes, Handle, np.ndarray[Any, Any], root=True):  # type: ignore[
         self.live.sync()
 
 
+def _add_requests() -> None:
+    """Add the forms with a request, which have ended when they return."""
+    for name in ("Put", "Get", "Accumulate", "Get_accumulate"):
+        call = getattr(Win, name)
+
+        def started(self: Win, *arguments: Any, call: Any = call, **how: Any) -> Request:
+            call(self, *arguments, **how)
+            return Request.of(Ongoing())
+
+        started.__name__, started.__doc__ = f"R{name.lower()}", f"As {name}, with a request."
+        setattr(Win, started.__name__, started)
+
+
+_add_requests()
+
+
 def _or_self(comm: Any) -> Any:
     return SELF[0] if comm is None else comm
 
@@ -505,10 +495,12 @@ def _type(message: Any) -> Any:
     return Datatype.of(simple(message, True).kind)
 
 
-def _require_one(message: Any) -> None:
-    part = simple(message, False)
-    if part.count != 1:
-        raise ValueError(f"expecting one element, got {part.count}")
+def _require_one(*messages: Any) -> None:
+    parts = [simple(message, False) for message in messages]
+    if any(part.count != 1 for part in parts):
+        raise ValueError(f"expecting one element, got {[part.count for part in parts]}")
+    if len({id(part.kind) for part in parts}) != 1:
+        raise ValueError("mismatch in the datatypes of the buffers")
 
 
 WIN_NULL = Win()

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.spawn import prepare
 from typing import Any, Self
 
 from unisono.beyond.pool.flight import result_of
 from unisono.beyond.pool.pool import Pool, chunks_of
 from unisono.beyond.pool.rank import CallAnswer, RaisedError, error_of, run_each
+from unisono.beyond.pool.workers import RankWorkers
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
+from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
+from unisono.core.groups.world import current
 from unisono.core.platform.machine import allowed_cpus
 from unisono.core.platform.posix import set_blocking
 from unisono.errors import (
@@ -29,8 +35,10 @@ from unisono.errors import (
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 from unisono.launcher.spawn import check_start
+from unisono.launcher.workers.program import run_program
 
 _POLL_S = 0.5
+_TAKE_S = 5.0
 
 
 @dataclass
@@ -106,11 +114,13 @@ class _TaskDispatcher:
     """Gives the tasks of a queue to the ranks of a pool, on a thread."""
 
     def __init__(
-        self, queue: _Queue, size: int, start_method: str, retries: int, initial: Any
+        self, queue: _Queue, size: int, open_pool: Callable[[], Any], retries: int, initial: Any
     ) -> None:
         self._queue = queue
         self._size = size
-        self._start_method = start_method
+        self._open_pool = open_pool
+        # Those that have not ended for good.
+        self._ranks = list(range(size))
         self._retries = retries
         self._initial = initial
         self._busy: dict[int, _QueuedTask | None] = {}  # None is the initializer
@@ -118,9 +128,7 @@ class _TaskDispatcher:
     def run(self) -> None:
         queue = self._queue
         try:
-            with Pool(
-                self._size, start_method=self._start_method, replace=True, with_group=False
-            ) as pool:
+            with self._open_pool() as pool:
                 self._serve(pool)
         except BaseException as error:
             for task in self._busy.values():
@@ -131,19 +139,22 @@ class _TaskDispatcher:
             queue.started.set()
             queue.release()
 
-    def _serve(self, pool: Pool) -> None:
-        for rank in range(self._size):
+    def _serve(self, pool: Pool | RankWorkers) -> None:
+        for rank in self._ranks:
             self._begin(pool, rank)
         self._queue.started.set()
         while True:
-            for rank in range(self._size):
-                while rank not in self._busy and (task := self._next()) is not None:
+            for rank in list(self._ranks):
+                while self._is_free(rank) and (task := self._next()) is not None:
                     self._send(pool, rank, task)
             if not self._busy and self._is_over():
                 return
             for rank, answer in pool.answers(self._busy, _POLL_S, [self._queue.fd]):
                 self._take(pool, rank, answer)
             self._queue.woken()
+
+    def _is_free(self, rank: int) -> bool:
+        return rank in self._ranks and rank not in self._busy
 
     def _is_over(self) -> bool:
         queue = self._queue
@@ -164,12 +175,12 @@ class _TaskDispatcher:
                     return task
         return None
 
-    def _begin(self, pool: Pool, rank: int) -> None:
+    def _begin(self, pool: Pool | RankWorkers, rank: int) -> None:
         if self._initial is not None:
             pool.post(rank, self._initial)
             self._busy[rank] = None
 
-    def _send(self, pool: Pool, rank: int, task: _QueuedTask) -> None:
+    def _send(self, pool: Pool | RankWorkers, rank: int, task: _QueuedTask) -> None:
         try:
             payload = _payload(task.fn, task.args, task.keywords)
         except InvalidArgumentError as error:
@@ -183,11 +194,17 @@ class _TaskDispatcher:
         pool.post(rank, payload)
         self._busy[rank] = task
 
-    def _restart(self, pool: Pool, rank: int) -> None:
-        pool.restart([rank])
-        self._begin(pool, rank)
+    def _restart(self, pool: Pool | RankWorkers, rank: int) -> None:
+        """Start another process, or go on without a rank of a group."""
+        if isinstance(pool, Pool):
+            pool.restart([rank])
+            self._begin(pool, rank)
+            return
+        self._ranks.remove(rank)
+        if not self._ranks:
+            raise WorkerFailedError(f"all workers of the executor have ended: {pool.end_of(rank)}")
 
-    def _take(self, pool: Pool, rank: int, answer: CallAnswer | str) -> None:
+    def _take(self, pool: Pool | RankWorkers, rank: int, answer: CallAnswer | str) -> None:
         task = self._busy[rank]
         if isinstance(answer, str):
             self._lose(rank, answer, task)
@@ -274,6 +291,9 @@ class Executor(futures.Executor):
         ArgumentTypeError, InvalidArgumentError: A wrong argument.
     """
 
+    _workers: RankWorkers | None = None
+    """The ranks that are the workers, in place of processes of this host."""
+
     def __init__(
         self,
         max_workers: int | None = None,
@@ -283,6 +303,7 @@ class Executor(futures.Executor):
         retries: int = 0,
         start_method: str = "spawn",
     ) -> None:
+        workers = self._workers
         wanted = len(allowed_cpus()) if max_workers is None else max_workers
         fn = print if initializer is None else initializer
         call = "Executor(max_workers, initializer=fn, initargs=(x,))"
@@ -290,8 +311,19 @@ class Executor(futures.Executor):
         if as_integer(retries, "retries") < 0:
             raise InvalidArgumentError(f"retries must be at least 0, got {retries}")
         initial = None if initializer is None else _payload(initializer, tuple(initargs), {})
+        if workers is not None and not workers.taken.acquire(timeout=_TAKE_S):
+            raise UsageError(
+                "the ranks are the workers of another executor",
+                hint="use one executor at a time: shut the other one down before",
+            )
         self._queue = _Queue()
-        dispatcher = _TaskDispatcher(self._queue, self._size, start_method, retries, initial)
+        open_pool: Callable[[], Any] = partial(
+            Pool, self._size, start_method=start_method, replace=True, with_group=False
+        )
+        if workers is not None:
+            self._size = len(workers.ranks)
+            open_pool = partial(workers.open, self._queue.wake)
+        dispatcher = _TaskDispatcher(self._queue, self._size, open_pool, retries, initial)
         self._thread = threading.Thread(target=dispatcher.run, name="unisono-executor")
         self._thread.start()
         self._close = weakref.finalize(self, self._queue.close)
@@ -417,3 +449,78 @@ class Executor(futures.Executor):
             task.future.cancel()
         if wait:
             self._thread.join()
+
+
+@contextmanager
+def ranks_as_workers(group: Any = None, root: int = 0, **options: Any) -> Iterator[Any]:
+    """Give tasks to the ranks of a group, on all hosts; all ranks enter.
+
+    The root gets an `Executor` with these options, whose workers are the other ranks. These make
+    the tasks, and get None when it has ended. A worker that dies is not replaced. A group of one
+    rank has processes of its own as workers.
+
+        with unisono.futures.MPICommExecutor() as executor:
+            if executor is not None:
+                print(list(executor.map(square, range(100))))
+
+    Args:
+        group: A group, or a communicator of `unisono.MPI`; by default all ranks.
+        root: The rank that has the executor.
+        options: See `Executor`; the number of workers is that of the other ranks.
+
+    Raises:
+        InvalidArgumentError: There is no such rank.
+    """
+    if current().default is None:
+        init_process_group()
+    members: Any = getattr(getattr(group, "ob", group), "group", group) or current().default
+    if not 0 <= as_integer(root, "root") < members.size():
+        raise InvalidArgumentError(f"root {root} is no rank of a group of {members.size()}")
+    if members.size() == 1 or Executor._workers is not None:
+        with Executor(**options) as executor:
+            yield executor
+        return
+    workers = RankWorkers(members, root)
+    if members.rank() != root:
+        workers.serve()
+        yield None
+        return
+    try:
+        with _RankExecutor(workers, options) as executor:
+            yield executor
+    finally:
+        workers.close()
+
+
+class _RankExecutor(Executor):
+    """An executor over ranks."""
+
+    def __init__(self, workers: RankWorkers, options: dict[str, Any]) -> None:
+        self._workers = workers
+        super().__init__(**options)
+
+
+def main() -> None:
+    """Run a program on rank 0, with the other ranks as the workers of its executors."""
+    arguments = sys.argv[1:]
+    if not arguments:
+        sys.exit("usage: python -m unisono.futures [-m MODULE | -c TEXT | PROGRAM] ...")
+    init_process_group()
+    group = current().default
+    assert group is not None
+    if group.size() > 1:
+        workers = RankWorkers(group, 0)
+        if group.rank() != 0:
+            # Functions of the program are found in its module, which does not run as the main one.
+            where = "name" if arguments[0] == "-m" else "path"
+            if arguments[0] != "-c":
+                prepare({f"init_main_from_{where}": arguments[where == "name"]})
+            workers.serve()
+            return
+        Executor._workers = workers
+    try:
+        run_program(arguments)
+    finally:
+        if Executor._workers is not None:
+            Executor._workers.close()
+        destroy_process_group()

@@ -160,12 +160,7 @@ class _Rank:
                 result = Payload(value, dumps)
         except BaseException as error:
             self._end_fork(error)
-            # The frames of this module are not the user's.
-            below = error.__traceback__
-            while below is not None and below.tb_frame.f_code.co_filename == __file__:
-                below = below.tb_next
-            lines = traceback.format_exception(type(error), error, below or error.__traceback__)
-            raised = RaisedError(pickled_error(error), "".join(lines).rstrip())
+            raised = raised_by(error, __file__)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -225,6 +220,15 @@ def run_cell(source: str, number: int) -> None:
         value = eval(code, space)
         if value is not None:
             print(repr(value))
+
+
+def raised_by(error: BaseException, above: str) -> RaisedError:
+    """Return what a call has raised, without the first frames, of the file `above`."""
+    below = error.__traceback__
+    while below is not None and below.tb_frame.f_code.co_filename == above:
+        below = below.tb_next
+    lines = traceback.format_exception(type(error), error, below or error.__traceback__)
+    return RaisedError(pickled_error(error), "".join(lines).rstrip())
 
 
 def error_of(raised: RaisedError) -> BaseException | None:
