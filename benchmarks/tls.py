@@ -4,9 +4,10 @@
 
 `plain` is unisono with UNISONO_TLS=off, `tls` with auto and a token, `gloo` and `gloo-tls` are
 torch's, of which torch's wheels have `gloo` only. All ranks of all peers are up at the same time,
-and the peers take turns. The table has the median over rounds of the time of an all_reduce in place on
-the slower rank, and the ratio to `plain`. Below it stands what the cipher alone would add, by
-`openssl speed`: a rank encrypts and decrypts as many bytes as it has. With `--start HOSTSxRANKS` it measures starts of `unisono run` instead, by turns.
+and the peers take turns. The table has the median over rounds of the time of an all_reduce in place
+on the slower rank, and the ratio to `plain`. Below it stands what the cipher alone would add, by
+`openssl speed`: a rank encrypts and decrypts as many bytes as it has. With `--start HOSTSxRANKS` it
+measures starts of `unisono run` instead, by turns.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def make_certificates(folder: Path) -> None:
 
 def cipher_bytes_s() -> float:
     """Return the rate of AES-128-GCM in records of 16 KiB."""
-    words = "openssl speed -seconds 1 -evp aes-128-gcm -bytes 16384".split()
+    words = ["openssl", "speed", "-seconds", "1", "-evp", "aes-128-gcm", "-bytes", "16384"]
     shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     return float(shown.split()[-1].rstrip("k")) * 1000
 

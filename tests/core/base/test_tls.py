@@ -371,10 +371,9 @@ def test_a_client_without_a_certificate_is_refused(monkeypatch, authority):
     ours, theirs = socket.socketpair()
 
     def call():
-        with theirs, pytest.raises(OSError, match="certificate required"):
-            theirs_tls = context.wrap_socket(theirs, server_hostname="host1")
-            with theirs_tls:
-                theirs_tls.recv(1)
+        theirs_tls = context.wrap_socket(theirs, server_hostname="host1")
+        with theirs_tls, pytest.raises(OSError, match="certificate required"):
+            theirs_tls.recv(1)
 
     thread = threading.Thread(target=call)
     thread.start()
@@ -459,7 +458,8 @@ def test_a_blocking_socket_waits_and_has_a_time_out():
 
 
 def test_a_key_file_with_a_password_asks_nobody(certificate, monkeypatch):
-    openssl(certificate, *"rsa -aes256 -passout pass:x -in key.pem -out locked.pem".split())
+    words = "rsa -aes256 -passout pass:x -in key.pem -out locked.pem"
+    openssl(certificate, *words.split())
     monkeypatch.setenv("UNISONO_TLS", "cert")
     for name, file in (("CERT", "cert"), ("PKEY", "locked"), ("CA_FILE", "cert")):
         monkeypatch.setenv(f"UNISONO_TLS_{name}", str(certificate / f"{file}.pem"))
