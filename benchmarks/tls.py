@@ -4,9 +4,10 @@
 
 `plain` is unisono with UNISONO_TLS=off, `tls` with auto and a token, `gloo` and `gloo-tls` are
 torch's, of which torch's wheels have `gloo` only. All ranks of all peers are up at the same time,
-and the peers take turns. The table has the median over rounds of the time of an all_reduce in
-place on the slower rank, and the ratio to
-`plain`. With `--start HOSTSxRANKS` it measures starts of `unisono run` instead, by turns.
+and the peers take turns. The table has the median over rounds of the time of an all_reduce in place
+on the slower rank, and the ratio to `plain`. Below it stands what the cipher alone would add, by
+`openssl speed`: a rank encrypts and decrypts as many bytes as it has. With `--start HOSTSxRANKS` it
+measures starts of `unisono run` instead, by turns.
 """
 
 from __future__ import annotations
@@ -115,8 +116,16 @@ def make_certificates(folder: Path) -> None:
             "-CAcreateserial", "-out", "cert.pem", "-days", "2")  # fmt: skip
 
 
+def cipher_bytes_s() -> float:
+    """Return the rate of AES-128-GCM in records of 16 KiB."""
+    words = ["openssl", "speed", "-seconds", "1", "-evp", "aes-128-gcm", "-bytes", "16384"]
+    shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    return float(shown.split()[-1].rstrip("k")) * 1000
+
+
 def compare(peers: list[str], rounds: int) -> None:
     """Measure all sizes, and print the table."""
+    rate = cipher_bytes_s()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_certificates(folder)
@@ -138,6 +147,9 @@ def compare(peers: list[str], rounds: int) -> None:
                     for us in medians.values()
                 )
                 print(f"{name:>10}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+                bound_us = 2e6 * nbytes / rate
+                least = 1 + bound_us / 1e6 / medians[peers[0]]
+                print(f"{'cipher':>10}{bound_us:12.1f} us, with it at least {least:.2f} x")
         finally:
             for pair in pairs.values():
                 for rank in pair.ranks:

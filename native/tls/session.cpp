@@ -31,8 +31,10 @@ constexpr std::size_t kRecordHeadBytes = 5;
 // Encrypted bytes of a system call. With more they leave the cache before they are sent; with fewer
 // the other end wakes for each record.
 constexpr std::size_t kBatchBytes = 8 * kRecordBytes;
-// A system call for a short part of a record receives up to this, perhaps several records.
-constexpr std::size_t kBufferBytes = 4096;
+// A system call receives up to this beside what OpenSSL asks for. A call for each record of a large
+// message would cost more than to copy them; before the handshake a stranger must not get so much.
+constexpr std::size_t kBufferBytes = 4 * kRecordBytes;
+constexpr std::size_t kGreetingBytes = 4096;
 constexpr std::size_t kMostHelloBytes = 4096;
 // From this many bytes on a connection takes new keys. AES-GCM needs them after 2^24.5 records.
 constexpr std::size_t kUpdateBytes = std::size_t{1} << 36;
@@ -167,7 +169,7 @@ TlsSession::TlsSession(std::shared_ptr<const TlsContext> context, int fd, bool i
       is_server_(is_server),
       secrets_(std::move(secrets)),
       session_(call_.SSL_new(context_->get())) {
-  in_.reserve(kBufferBytes);
+  in_.resize(kGreetingBytes);
   openssl::Stream* stream = session_ == nullptr ? nullptr : call_.BIO_new(Callbacks::method());
   if (stream == nullptr) {
     call_.SSL_free(session_);
@@ -198,7 +200,7 @@ TlsSession::~TlsSession() {
 bool TlsSession::has_unread() const {
   if (!is_ready_) return false;
   if (!why_.empty()) return true;  // which the next read reports
-  return !is_partial_ && (taken_ != in_.size() || call_.SSL_has_pending(session_) != 0);
+  return !is_partial_ && (taken_ != got_ || call_.SSL_has_pending(session_) != 0);
 }
 
 // Continue the handshake; false: errno has the reason.
@@ -239,7 +241,7 @@ ssize_t TlsSession::read(const iovec* parts, int count, int flags) {
       }
       at += static_cast<std::size_t>(result);
       got += result;
-      if (was_short_ && taken_ == in_.size() && call_.SSL_has_pending(session_) == 0) return got;
+      if (was_short_ && taken_ == got_ && call_.SSL_has_pending(session_) == 0) return got;
     }
   }
   return got;
@@ -292,29 +294,27 @@ bool TlsSession::put(const char* data, std::size_t nbytes) {
 
 // Receive what OpenSSL asks for: the head of a record, or its rest. As recv(), the error is errno_.
 int TlsSession::receive(char* into, std::size_t nbytes) {
-  const bool is_short = nbytes < kBufferBytes;
-  if (taken_ == in_.size()) {
-    // With the rest of a record comes the head of the next one, and with a head a short rest.
-    in_.resize(kBufferBytes);
-    taken_ = 0;
-    const std::size_t ahead = is_short ? kBufferBytes : kRecordHeadBytes;
-    iovec parts[2] = {{into, is_short ? 0 : nbytes}, {in_.data(), ahead}};
+  const bool is_short = nbytes < kGreetingBytes;
+  if (taken_ == got_) {
+    if (is_ready_ && in_.size() < kBufferBytes) in_.resize(kBufferBytes);
+    taken_ = got_ = 0;
+    iovec parts[2] = {{into, is_short ? 0 : nbytes}, {in_.data(), in_.size()}};
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = 2;
     const ssize_t count = recvmsg(fd_, &message, flags_);
     errno_ = count < 0 ? errno : 0;
-    was_short_ = count < static_cast<ssize_t>(parts[0].iov_len + ahead);
+    was_short_ = count < static_cast<ssize_t>(parts[0].iov_len + in_.size());
     has_ended_ |= count == 0;
     // The caller, who has a deadline, waits for the rest of the record.
     if (count > 0) flags_ |= MSG_DONTWAIT;
     const std::size_t got = count < 0 ? 0 : static_cast<std::size_t>(count);
     const std::size_t direct = std::min(got, parts[0].iov_len);
-    in_.resize(got - direct);
+    got_ = got - direct;
     if (count > 0 && first_ < 0) first_ = static_cast<unsigned char>(direct != 0 ? *into : in_[0]);
     if (count <= 0 || direct != 0) return count < 0 ? -1 : static_cast<int>(direct);
   }
-  const std::size_t count = std::min(nbytes, in_.size() - taken_);
+  const std::size_t count = std::min(nbytes, got_ - taken_);
   std::copy_n(in_.begin() + static_cast<ptrdiff_t>(taken_), count, into);
   taken_ += count;
   return static_cast<int>(count);

@@ -90,10 +90,11 @@ class TlsSession {
   const bool is_server_;
   Secrets secrets_;
   openssl::Session* session_ = nullptr;
-  std::vector<char> in_;   // [taken_, end) is received, and OpenSSL has not asked for it
+  std::vector<char> in_;   // [taken_, got_) is received, and OpenSSL has not asked for it
   std::vector<char> out_;  // [sent_, end) is encrypted and unsent
   std::vector<char> record_;
   std::size_t taken_ = 0;
+  std::size_t got_ = 0;
   std::size_t sent_ = 0;
   std::size_t since_update_ = 0;
   unsigned char greeting_[9] = {};  // a client's first bytes

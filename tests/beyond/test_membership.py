@@ -115,7 +115,10 @@ def keys(store, prefix, numbers):
     store.wait([f"worker/attempt_0/default_pg/0/{prefix}/{each}" for each in numbers], 60.0)
 
 
-def test_survivors_of_a_killed_rank_keep_their_state_and_take_a_replacement_in():
+@pytest.mark.parametrize("tls", ["auto", "on"])
+def test_survivors_of_a_killed_rank_keep_their_state_and_take_a_replacement_in(tls, monkeypatch):
+    monkeypatch.setenv("UNISONO_TLS", tls)
+    monkeypatch.setenv("UNISONO_TOKEN", "of the job")
     body = script(
         COUNT
         + """

@@ -12,6 +12,7 @@ from tests.faults.fault_calls import BUSY_S, NOTICE_S
 from tests.faults.scripts import outcome, started
 from tests.support import netns
 from tests.support.lateness import best_s
+from unisono.core.base.net.tls import why_no_tls
 from unisono.core.engines import is_native_built
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
@@ -85,9 +86,37 @@ def test_several_connections_between_hosts(network, family):
     compute(network.hosts, MASTER_ADDR=getattr(network.hosts[0], family), UNISONO_CHANNELS="4")
 
 
-def test_two_ranks_on_each_host(network):
+@pytest.mark.parametrize("tls", ["off", "auto", "on"])
+def test_two_ranks_on_each_host(network, tls):
     first, second = network.hosts[:2]
-    compute([first, second, first, second], MASTER_ADDR=first.v4)
+    compute([first, second, first, second], MASTER_ADDR=first.v4, UNISONO_TLS=tls)
+
+
+ASKS = """
+tell(attempt(lambda: dist.init_process_group(timeout=4)))
+"""
+
+
+@pytest.mark.skipif(bool(why_no_tls()), reason=str(why_no_tls()))
+@pytest.mark.parametrize("encrypts", [0, 1])
+def test_a_host_that_does_not_encrypt_is_refused(network, encrypts):
+    """Its link to the store is the first; neither end goes on without encryption."""
+    modes = ["off", "off"]
+    modes[encrypts] = "auto"
+    members = network.hosts[:2]
+    prefixes = [
+        host.inside("env", f"UNISONO_TLS={mode}") for host, mode in zip(members, modes, strict=True)
+    ]
+    place = {"MASTER_PORT": str(PORT), "MASTER_ADDR": members[0].v4}
+    with started(prefixes, ASKS, place | {"TORCHELASTIC_USE_AGENT_STORE": ""}) as processes:
+        _, (told, _, _) = (outcome(process) for process in processes)
+    assert told["kind"] == "HandshakeError", told
+    one, other = ("it encrypts its connections", "this client does not")
+    if encrypts == 1:
+        one, other = ("this client encrypts its connections", "the server does not")
+    assert f"at {members[0].v4}:{PORT}" in told["text"]
+    assert one in told["text"]
+    assert other in told["text"]
 
 
 LEVELS = """

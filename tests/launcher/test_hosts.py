@@ -12,8 +12,10 @@ from tests.support.nodes import LOSING, PATIENT, REDUCING, Job
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
 
-def test_nodes_meet_by_name_restart_and_do_without_a_host_that_is_cut_off(tmp_path):
-    with netns.Network(2) as network, Job(tmp_path, REDUCING, network.hosts) as job:
+@pytest.mark.parametrize("tls", ["auto", "on"])
+def test_nodes_meet_by_name_restart_and_do_without_a_host_that_is_cut_off(tmp_path, tls):
+    variables = {"UNISONO_TLS": tls}
+    with netns.Network(2) as network, Job(tmp_path, REDUCING, network.hosts, **variables) as job:
         # The first host is the endpoint, by name alone.
         options = {"nnodes": "1:2", "endpoint": "host1", "conf": LOSING}
         first, second = (job.node("--max-restarts=1", **options) for _ in range(2))

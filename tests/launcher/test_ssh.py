@@ -72,8 +72,10 @@ def ups(launch, count):
 
 
 @needs_sshd
-def test_hosts_are_one_world_and_the_token_is_in_no_command_line(start):
-    code, out, err = start(script=SUM, args=["a b", "'"], UNISONO_HOST="203.0.113.1").finish()
+@pytest.mark.parametrize("tls", ["off", "on"])
+def test_hosts_are_one_world_and_the_token_is_in_no_command_line(start, tls):
+    variables = {"UNISONO_HOST": "203.0.113.1", "UNISONO_TLS": tls}
+    code, out, err = start(script=SUM, args=["a b", "'"], **variables).finish()
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         "[rank 0] up 0 3 host1 False INFO a b '",

@@ -18,6 +18,7 @@ import pytest
 from tests.support import netns
 from tests.support.launches import Launch
 from unisono.core.base import document
+from unisono.core.base.net import tls
 from unisono.core.platform.processes import IS_LINUX
 from unisono.core.rendezvous.agents import state
 from unisono.core.rendezvous.agents.member import Timing
@@ -36,7 +37,7 @@ from unisono.workbench.cli.doctor.facts import (
     SystemLimits,
 )
 from unisono.workbench.cli.doctor.findings import endpoint_fault, findings
-from unisono.workbench.cli.doctor.host import why_not_readable
+from unisono.workbench.cli.doctor.host import protection, why_not_readable
 from unisono.workbench.cli.doctor.links import _SIZES, Peer, Probe, Responder
 from unisono.workbench.cli.doctor.session import Session
 from unisono.workbench.cli.main import main
@@ -112,6 +113,10 @@ FAULTS = {
     "no token": (
         facts(changes={2: {"admits": "local"}}),
         ("token", "error", "UNISONO_TOKEN is not set on h2"),
+    ),
+    "no encryption": (
+        facts(changes={2: {"protection": "none: no libssl"}}),
+        ("token", "warning", "h2: connections to other hosts are not encrypted (no libssl)"),
     ),
     "insecure": (
         facts(changes={1: {"admits": "any"}}),
@@ -708,3 +713,17 @@ def test_run_starts_workers_only_if_the_doctor_finds_no_error(tmp_path):
 def test_sizes_of_packets_are_tried_from_small_to_large():
     # The first size that does not arrive costs 1.5 s and ends the trials.
     assert list(_SIZES) == sorted(_SIZES)
+
+
+def test_protection_of_a_host(monkeypatch):
+    def shown(mode, token):
+        monkeypatch.setenv("UNISONO_TLS", mode)
+        monkeypatch.setenv("UNISONO_TOKEN", token)
+        return protection()
+
+    monkeypatch.setattr(tls, "why_no_tls", lambda: "")
+    assert (shown("auto", ""), shown("off", "t")) == ("none", "none")
+    assert shown("auto", "t") == "TLS 1.3 (token)"
+    assert shown("on", "").startswith("none: UNISONO_TLS=on encrypts with keys")
+    monkeypatch.setattr(tls, "why_no_tls", lambda: "no libssl")
+    assert shown("auto", "t") == "none: no libssl"

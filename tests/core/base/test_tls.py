@@ -281,9 +281,107 @@ def test_another_key_is_refused_by_both_ends(other):
 
 @pytest.fixture
 def certificate(tmp_path):
-    words = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2"
-    subprocess.run([*words.split(), "-subj", "/CN=x"], cwd=tmp_path, check=True, timeout=60)
+    words = "req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2"
+    openssl(tmp_path, *words.split(), "-subj", "/CN=x")
     return tmp_path
+
+
+def openssl(folder, *words):
+    subprocess.run(["openssl", *words], cwd=folder, check=True, timeout=60, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    """A folder with certificates of two authorities, `ca` and `foreign`, all with one key."""
+    folder = tmp_path_factory.mktemp("authority")
+    curve = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    request = ["req", *curve.split(), "-keyout", "key.pem", "-out", "request.pem"]
+    for name in ("ca", "foreign"):
+        made = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
+        openssl(folder, "req", "-x509", *curve.split(), *made, "-days", "2")
+    openssl(folder, *request, "-subj", "/CN=rank")
+    for name, signer, subject, days in (
+        ("good", "ca", "DNS:host1,IP:10.0.0.1", 2),
+        ("other_name", "ca", "DNS:host2", 2),
+        ("expired", "ca", "DNS:host1", -1),
+        ("foreign_good", "foreign", "DNS:host1", 2),
+    ):
+        (folder / "names").write_text(f"subjectAltName={subject}")
+        signs = ["-CA", f"{signer}.pem", "-CAkey", f"{signer}.key", "-extfile", "names"]
+        made = ["-req", "-in", "request.pem", "-out", f"{name}.pem", "-days", str(days)]
+        openssl(folder, "x509", *made, *signs, "-set_serial", "1")
+    return folder
+
+
+def shake_by_certificates(monkeypatch, authority, client, server, name="host1"):
+    """Let two ends shake hands; return what the client and the server have raised, or ""."""
+
+    def end(sock, files, **options):
+        monkeypatch.setenv("UNISONO_TLS", "cert")
+        for variable, file in zip(("CERT", "PKEY", "CA_FILE"), files, strict=True):
+            monkeypatch.setenv(f"UNISONO_TLS_{variable}", str(authority / f"{file}.pem"))
+        sock.setblocking(False)
+        return SecuredSocket(sock, [], **options)
+
+    ours, theirs = socket.socketpair()
+    errors = ["", ""]
+    with end(ours, client, name=name) as first, end(theirs, server, is_server=True) as second:
+        for _ in range(4):
+            for at, sock in enumerate((first, second)):
+                try:
+                    sock.send(b"")
+                    sock.recv(1)
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    errors[at] = errors[at] or str(error.strerror)
+    return errors
+
+
+GOOD = ("good", "key", "ca")
+
+
+@pytest.mark.parametrize("name", ["host1", "10.0.0.1"])
+def test_certificates_of_both_ends(monkeypatch, authority, name):
+    assert shake_by_certificates(monkeypatch, authority, GOOD, GOOD, name) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "refuser", "reason"),
+    [
+        (GOOD, ("expired", "key", "ca"), 0, "certificate has expired"),
+        (("expired", "key", "ca"), GOOD, 1, "certificate has expired"),
+        (GOOD, ("other_name", "key", "ca"), 0, "hostname mismatch"),
+        (GOOD, ("foreign_good", "key", "ca"), 0, "unable to get local issuer certificate"),
+        (("foreign_good", "key", "ca"), GOOD, 1, "unable to get local issuer certificate"),
+    ],
+)
+def test_refused_certificates(monkeypatch, authority, client, server, refuser, reason):
+    errors = shake_by_certificates(monkeypatch, authority, client, server)
+    assert errors[refuser].lower() == f"its certificate is refused: {reason}"
+    # A server learns of its client's refusal, and a client of its server's.
+    assert "alert" in errors[1 - refuser]
+
+
+def test_a_client_without_a_certificate_is_refused(monkeypatch, authority):
+    for variable, file in zip(("CERT", "PKEY", "CA_FILE"), GOOD, strict=True):
+        monkeypatch.setenv(f"UNISONO_TLS_{variable}", str(authority / f"{file}.pem"))
+    monkeypatch.setenv("UNISONO_TLS", "cert")
+    context = ssl.create_default_context(cafile=str(authority / "ca.pem"))
+    ours, theirs = socket.socketpair()
+
+    def call():
+        theirs_tls = context.wrap_socket(theirs, server_hostname="host1")
+        with theirs_tls, pytest.raises(OSError, match="certificate required"):
+            theirs_tls.recv(1)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    ours.settimeout(20)
+    server = SecuredSocket(ours, [], is_server=True)
+    with server, pytest.raises(OSError, match="peer did not return a certificate"):
+        server.recv(1)
+    thread.join()
 
 
 def test_a_server_with_a_certificate_only_is_refused(certificate):
@@ -360,8 +458,8 @@ def test_a_blocking_socket_waits_and_has_a_time_out():
 
 
 def test_a_key_file_with_a_password_asks_nobody(certificate, monkeypatch):
-    words = "openssl rsa -aes256 -passout pass:x -in key.pem -out locked.pem"
-    subprocess.run(words.split(), cwd=certificate, check=True, timeout=60, capture_output=True)
+    words = "rsa -aes256 -passout pass:x -in key.pem -out locked.pem"
+    openssl(certificate, *words.split())
     monkeypatch.setenv("UNISONO_TLS", "cert")
     for name, file in (("CERT", "cert"), ("PKEY", "locked"), ("CA_FILE", "cert")):
         monkeypatch.setenv(f"UNISONO_TLS_{name}", str(certificate / f"{file}.pem"))
@@ -393,8 +491,19 @@ def test_rules(monkeypatch):
 def test_without_openssl(monkeypatch, caplog):
     monkeypatch.setattr(tls, "why_no_tls", lambda: "it is not there")
     monkeypatch.setenv("UNISONO_TLS", "auto")
-    assert rule_for("t") is TlsRule.NONE
-    assert "connections to other hosts are not encrypted: it is not there" in caplog.text
+    policy = TlsPolicy.of(b"t", "rank")
+    assert policy.rule is TlsRule.NONE
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert policy.call(ours) is ours
+        assert not caplog.text  # within the host
+        monkeypatch.setattr(tls, "is_local", lambda sock: False)
+        assert policy.call(ours) is policy.call(ours) is ours
+        text = "connections to other hosts are not encrypted: it is not there"
+        assert caplog.text.count(text) == 1
+        theirs.sendall(b"\x16")
+        with pytest.raises(tls.TlsRefusal, match="it encrypts, and this end does not"):
+            policy.answer(ours)
     monkeypatch.setenv("UNISONO_TLS", "on")
     with pytest.raises(
         UnsupportedError, match="UNISONO_TLS=on cannot encrypt connections here: it is not there"

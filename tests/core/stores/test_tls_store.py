@@ -6,13 +6,14 @@ import threading
 
 import pytest
 
+from tests.support.relay import Relay
 from unisono.core.base.net import tls
 from unisono.core.base.net.sockets import listen
 from unisono.core.stores import TCPStore, start_server
 from unisono.core.stores.tcp.link import open_link
 from unisono.core.stores.tcp.server import ServerOptions
 from unisono.core.stores.tcp.wire import RequestOp
-from unisono.errors import HandshakeError, StoreConnectionError
+from unisono.errors import HandshakeError, InvalidArgumentError, StoreConnectionError
 
 pytestmark = pytest.mark.skipif(bool(tls.why_no_tls()), reason=str(tls.why_no_tls()))
 
@@ -26,49 +27,6 @@ def serving(monkeypatch, mode, token=TOKEN, **options):
     options = ServerOptions(token=token.encode(), **options)
     with contextlib.closing(start_server(listen("127.0.0.1", 0), options)) as server:
         yield server
-
-
-class Relay:
-    """Passes bytes between a client and a server, through `change(data, to_server)`."""
-
-    def __init__(self, port, change=lambda data, to_server: data):
-        self.seen = b""
-        self._change = change
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._target = port
-        self._socks = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._socks += [near, far]
-                for ends in ((near, far, True), (far, near, False)):
-                    thread = threading.Thread(target=self._pump, args=ends)
-                    self._threads.append(thread)
-                    thread.start()
-
-    def _pump(self, source, target, to_server):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.seen += data
-                target.sendall(self._change(data, to_server))
-        for sock in (source, target):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        for sock in (self._listener, *self._socks):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for sock in (self._listener, *self._socks):
-            sock.close()
 
 
 def test_keys_and_values_are_not_seen(server_kind, monkeypatch):
@@ -159,6 +117,14 @@ def test_a_client_without_a_token_is_refused_if_all_must_encrypt(server_kind, mo
         monkeypatch.setenv("UNISONO_TLS", "auto")
         with pytest.raises(HandshakeError, match="it encrypts its connections"):
             TCPStore("127.0.0.1", server.port, token="", timeout=20)
+
+
+def test_a_server_that_cannot_encrypt_leaves_no_socket(server_kind, monkeypatch):
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    listeners = listen("127.0.0.1", 0)
+    with pytest.raises(InvalidArgumentError, match="and there is no token"):
+        start_server(listeners)
+    assert [listener.fileno() for listener in listeners] == [-1] * len(listeners)
 
 
 def test_silent_strangers_hold_up_nobody(server_kind, monkeypatch):

@@ -39,8 +39,8 @@ VARIABLES: dict[str, Variable] = {
         "", "1: clients without a token (torch's) may use a store from other machines and users"
     ),
     "UNISONO_TLS": Variable(
-        "off",
-        "off, auto (encrypt connections to other hosts if there is a token), on (all, or fail) or "
+        "auto",
+        "auto (encrypt connections to other hosts if there is a token), off, on (all, or fail) or "
         "cert (to other hosts, with certificates)",
     ),
     "UNISONO_TLS_CERT": Variable("", "PEM file of this host's certificate, for UNISONO_TLS=cert"),

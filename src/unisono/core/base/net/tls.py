@@ -66,17 +66,22 @@ def rule_for(token: str | bytes) -> TlsRule:
             "UNISONO_TLS=on encrypts with keys from the job's token, and there is no token",
             hint="set UNISONO_TOKEN to the same secret on all hosts",
         )
-    if not (absent := why_no_tls()):
-        if mode == "cert":
-            _certificates()
-        return TlsRule.ALL if mode == "on" else TlsRule.OTHER_HOSTS
-    if mode != "auto":
+    if absent := why_no_tls():
+        if mode == "auto":
+            return TlsRule.NONE
         raise UnsupportedError(
             f"UNISONO_TLS={mode} cannot encrypt connections here: {absent}", hint=_HINT
         )
-    text = "connections to other hosts are not encrypted: %s; %s"
-    log_once(_LOG, logging.WARNING, text, absent, _HINT)
-    return TlsRule.NONE
+    if mode == "cert":
+        _certificates()
+    return TlsRule.ALL if mode == "on" else TlsRule.OTHER_HOSTS
+
+
+def _warn_of_plain(sock: socket.socket) -> None:
+    """Log, once, that a connection to another host is plain because OpenSSL is missing."""
+    if config.get("UNISONO_TLS") == "auto" and (absent := why_no_tls()) and not is_local(sock):
+        text = "connections to other hosts are not encrypted: %s; %s"
+        log_once(_LOG, logging.WARNING, text, absent, _HINT)
 
 
 @functools.cache
@@ -171,7 +176,10 @@ class TlsPolicy(NamedTuple):
             sock: Connected. It is taken over if the connection must be encrypted.
             name: Host name or address that a certificate must have.
         """
-        if self.rule is TlsRule.NONE or (self.rule is TlsRule.OTHER_HOSTS and is_local(sock)):
+        if self.rule is TlsRule.NONE:
+            _warn_of_plain(sock)
+            return sock
+        if self.rule is TlsRule.OTHER_HOSTS and is_local(sock):
             return sock
         return SecuredSocket(sock, self.secrets, name if uses_certificates() else "")
 

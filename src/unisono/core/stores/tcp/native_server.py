@@ -112,5 +112,10 @@ def start_server(
     if not listeners:
         raise InvalidArgumentError("a store server needs at least one listening socket")
     kind: Any = NativeServer if is_wanted() else StoreServer
-    server: StoreServer = kind(listeners, options or ServerOptions())
+    try:
+        server: StoreServer = kind(listeners, options or ServerOptions())
+    except Exception:
+        for listener in listeners:
+            listener.close()
+        raise
     return server

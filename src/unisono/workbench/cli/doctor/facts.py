@@ -59,6 +59,7 @@ class HostFacts:
             processor and its byte order.
         admits: Clients that a store of this host serves: "token" (holders of the token), "any"
             (UNISONO_INSECURE) or "local" (there is no token).
+        protection: What protects its connections to other hosts; "none: ..." if nothing can.
         limits: Limits of the system.
         sharing: How its ranks exchange data.
     """
@@ -69,6 +70,7 @@ class HostFacts:
     names: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     admits: str = "token"
+    protection: str = "TLS 1.3 (token)"
     limits: SystemLimits = field(default_factory=SystemLimits)
     sharing: Sharing = field(default_factory=Sharing)
 

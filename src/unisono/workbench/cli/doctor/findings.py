@@ -111,6 +111,11 @@ def _of_host(host: HostFacts, world_size: int) -> Iterator[Finding]:
     elif host.admits == "any":
         fact = f"UNISONO_INSECURE=1 on {_NAMES} lets any client join the job"
         yield Finding("token", WARNING, fact, "set UNISONO_TOKEN instead")
+    elif host.protection.startswith("none: "):
+        fact = f"{_NAMES}: connections to other hosts are not encrypted ({host.protection[6:]})"
+        yield Finding(
+            "token", WARNING, fact, "install OpenSSL 3, or set UNISONO_TLS=off everywhere"
+        )
     if _name_fault(host, host.name):
         address, *_ = host.names[host.name] or ("no address",)
         fact = f"{_NAMES}: the own name leads to {address}; unisono copes, Gloo and MPI may not"
@@ -263,6 +268,10 @@ def _clocks(facts: Examination) -> Iterator[Finding]:
             yield Finding("clocks", WARNING, fact, fix)
 
 
+def _shown_protection(facts: Examination) -> str:
+    return f"the hosts have a token; encryption between them: {facts.hosts[0].protection}"
+
+
 _OF_ALL = (_hosts, _other_names, _versions, _lost_packets, _speed, _clocks)
 
 
@@ -284,7 +293,7 @@ def _shown_versions(facts: Examination) -> str:
 _FINE: dict[str, Callable[[Examination], str]] = {
     "hosts": _summary,
     "names": lambda facts: "every host resolves the names of all hosts",
-    "token": lambda facts: "the hosts have a token",
+    "token": _shown_protection,
     "versions": _shown_versions,
     "reach": lambda facts: "every host reaches every other host",
     "packets": lambda facts: "full packets arrive, and none are lost",

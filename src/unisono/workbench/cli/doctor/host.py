@@ -22,8 +22,10 @@ from unisono import __version__
 from unisono.core.base import config, document
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.host import reason_of
+from unisono.core.base.net import tls
 from unisono.core.platform.machine import cpu_quota, huge_pages, most_descriptors, usable_cores
 from unisono.core.platform.memory import available_memory_bytes, why_not_readable
+from unisono.errors import UnisonoError
 from unisono.workbench.cli.doctor.facts import HostFacts, Sharing, SystemLimits
 
 _NAME_S = 2.0
@@ -59,9 +61,21 @@ def examine_host(nprocs: int, addresses: Sequence[str], names: Iterable[str]) ->
             "byte order": sys.byteorder,
         },
         admits="any" if config.get("UNISONO_INSECURE") == "1" else admits,
+        protection=protection(),
         limits=_limits(),
         sharing=_sharing(),
     )
+
+
+def protection() -> str:
+    """Return what protects connections of this host to others; "none: ..." if nothing can."""
+    token = config.get("UNISONO_TOKEN")
+    try:
+        shown = tls.protection(token)
+    except UnisonoError as error:
+        return f"none: {error}"
+    is_missed = shown == "none" and token and config.get("UNISONO_TLS") == "auto"
+    return f"none: {tls.why_no_tls()}" if is_missed else shown
 
 
 def resolve(names: Iterable[str]) -> dict[str, tuple[str, ...] | None]:
