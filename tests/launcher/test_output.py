@@ -153,16 +153,35 @@ def on_a_terminal(launches, *words, script, **variables):
     return launches.run(*words, script=script, terminal=True, **{"TERM": "xterm"} | variables)[:2]
 
 
-def test_terminal_shows_a_status_line_and_each_line_once(launches):
-    code, shown = on_a_terminal(launches, "-n", 3, script="print('equal')\n" * 3)
-    assert code == 0
-    assert "of 3 ranks up | 0 restarts | 0:0" in shown
-    # However the lines were folded, each rank's are all there.
+EQUAL = """
+import os
+if os.environ["RANK"] == "2":
+    open("late").read(1)
+print("equal")
+print("equal")
+print("equal")
+"""
+
+
+def equal_lines(shown):
+    """Return how many lines of how many ranks a terminal shows, however they were folded."""
     total = 0
-    for ranks in re.findall(r"\[rank ([\d,-]+)\] equal", shown):
+    # The prefix of one rank has a colour.
+    for ranks in re.findall(r"\[rank ([\d,-]+)\] (?:\x1b\[0m)?equal", shown):
         parts = [part.split("-") for part in ranks.split(",")]
         total += sum(int(part[-1]) - int(part[0]) + 1 for part in parts)
-    assert total == 9
+    return total
+
+
+def test_terminal_shows_a_status_line_and_each_line_once(launches, fifo):
+    late = fifo("late")
+    launch = launches.start("-n", 3, script=EQUAL, terminal=True, TERM="xterm")
+    launch.until(lambda: equal_lines(launch.out) == 6, "lines of ranks 0 and 1")
+    os.write(late, b"x")
+    code, shown, _ = launch.finish()
+    assert code == 0
+    assert "of 3 ranks up | 0 restarts | 0:0" in shown
+    assert equal_lines(shown) == 9
 
 
 ONE_DIES = """

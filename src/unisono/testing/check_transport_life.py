@@ -36,6 +36,8 @@ def check_vanishing(make: MakeTransports, vanish: Callable[[Transport], None]) -
         any_rank = b.recv(None, key(), room_for(8))
         others = b.recv(None, key(), room_for(8), among=[0])
         wait(c.send(1, key(6), pattern(1)), b.recv(2, key(6), room_for(1)))
+        # Otherwise b may still connect to c, which accepts it after its end.
+        wait(b.send(2, key(7), pattern(1)), c.recv(1, key(7), room_for(1)))
         vanish(c)
         for transfer in (mine, any_rank):
             error = fails("a receive that waits", transfer, LinkDown)

@@ -400,12 +400,15 @@ import numpy as np
 import unisono as dist
 from unisono.adapters.mpi import library as mpi_library
 mpi_library._FINALIZE_S, rank, way = 0.5, int(os.environ["PMI_RANK"]), sys.argv[1]
-dist.init_process_group("mpi", timeout=2.0 if way == "late" else 300.0)
+dist.init_process_group("mpi", timeout=300.0 if way == "leaves" else 2.0)
 dist.all_reduce(np.ones(3))
 dist.destroy_process_group()
 mpi_library.process.lost = way == "leaves" and rank == 2
 # Longer than the time-out: a launcher would end this rank if another one ended.
 time.sleep(2.5 if way == "late" and rank == 2 else 0)
+if way == "alone":
+    mpi_library.process.ends.close()
+    time.sleep(60 if rank == 2 else 0)
 os.write(1, f"{rank} ends\\n".encode())
 """
 
@@ -422,6 +425,8 @@ os.write(1, f"{rank} ends\\n".encode())
                 "has waited 1 s in MPI_Finalize for rank 2, which did not end yet; find it with",
             ],
         ),
+        # The time-out of the group: nobody can tell whether rank 2 is late or has ended.
+        ("alone", ["it waited 2 s for the other ranks; the store does not answer; end the"]),
     ],
 )
 def test_a_wait_for_the_end_of_others_names_them_and_ends(tmp_path, way, texts):
@@ -431,7 +436,7 @@ def test_a_wait_for_the_end_of_others_names_them_and_ends(tmp_path, way, texts):
     keep = ["-disable-auto-cleanup"] if way == "leaves" else []
     code, text = launched([MPIEXEC, *keep, "-n", 3, sys.executable, path, way])
     assert (code == 0) == (way == "late"), text
-    assert text.count(" ends\n") == 3, text
+    assert text.count(" ends\n") == (2 if way == "alone" else 3), text
     assert all(each in text for each in texts), text
 
 

@@ -231,14 +231,15 @@ class MPIEnds:
     def missing(self) -> tuple[str, bool | None]:
         """Return which ranks do not call MPI_Finalize, and whether one of them never will.
 
-        None instead: all of them call it.
+        None instead: all of them call it, or their store is gone, which one that is through with
+        MPI_Finalize may have taken along.
         """
         ranks = range(self._size)
         try:
             here = [rank for rank in ranks if self._store.check([str(rank)])]
             gone = [rank for rank in here if self._store.get(str(rank)) == b"leaves"]
         except UnisonoError:
-            return "the other ranks; the store does not answer", False
+            return "the other ranks; the store does not answer", None
         if gone:
             return f"{name_ranks(gone)}, which ended without MPI_Finalize", True
         late = sorted({*ranks} - {*here})

@@ -19,6 +19,7 @@ from typing import IO, Protocol
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.log import get_logger
 from unisono.core.platform.posix import set_blocking
+from unisono.core.platform.processes import IS_LINUX
 
 _log = get_logger("launcher.output")
 
@@ -198,7 +199,8 @@ class OutputReader:
     ) -> None:
         self._tick = tick
         self._last = last
-        self._selector = selectors.DefaultSelector()
+        # Epoll may miss what was just written to a terminal, and `close` would leave it unread.
+        self._selector = selectors.PollSelector() if IS_LINUX else selectors.DefaultSelector()
         self._streams: set[WorkerStream] = set()
         # Only the thread uses the selector. Other threads put functions here and wake it.
         self._tasks: deque[Callable[[], object]] = deque()
