@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from unisono.core.base.buffers import view
+from unisono.core.base.buffers import dtype_name_of, view
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.types import Function, ReduceOp
 from unisono.core.c10d import collectives
@@ -24,7 +24,7 @@ from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group, require_group
 from unisono.core.operations.exact import split_exactly, sums_exactly, widened
 from unisono.core.operations.keywords import CallKeywords
-from unisono.core.operations.reductions import copied, dtype_name_of, empty, exact_over_ranks
+from unisono.core.operations.reductions import copied, empty, exact_over_ranks
 from unisono.core.operations.table import OPS
 from unisono.errors import InvalidArgumentError, UnsupportedError
 

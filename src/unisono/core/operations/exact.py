@@ -40,8 +40,8 @@ def widened(array: Any) -> Array:
 def exact_sum(parts: Array, dtype_name: str) -> Array:
     """Return the sum [n] of float64 parts [k, n], rounded once to a type; bfloat16 as its bits.
 
-    The rounding is to nearest, ties to even; a sum of -0 alone is -0. A NaN, or infinities of both
-    signs, give NaN; a sum beyond the type's range gives infinity.
+    The rounding is to nearest, ties to even. A sum of -0 alone is -0. A NaN, or infinities of both
+    signs, give NaN. A sum beyond the type's range gives infinity.
 
     Cost: some 20 operations on an element; about 0.5 us for one whose sum two floats cannot hold.
     """

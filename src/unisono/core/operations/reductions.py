@@ -1,8 +1,8 @@
 """Reductions that no kernel has: by functions, of NumPy's own types, in float32, exact.
 
-For a function, the arrays of all ranks are gathered, and each rank applies it in the order of
-ranks, on equal data: all ranks have one result, or one error. Of a function that is said to be
-commutative, pairs of ranks exchange their results instead.
+For a function, the arrays of all ranks are gathered. Each rank applies it in the order of ranks, on
+equal data, so that all have one result, or one error. Of a function that is said to be commutative,
+pairs of ranks exchange their results instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from unisono.core.backends import Pending
-from unisono.core.base.buffers import Array, device_of, is_torch, view
+from unisono.core.base.buffers import Array, device_of, dtype_name_of, is_torch, view
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.integers import as_flag
 from unisono.core.base.types import Function, RedOpType, ReduceOp, as_reduce_op, dtype_named
@@ -218,11 +218,6 @@ def reduce_otherwise(
             work = reduce_wide(group, name, accumulate, tensor, *settings, how=how)
     work._op = name  # not that of its last part
     return work
-
-
-def dtype_name_of(array: Any) -> str:
-    """Return the name of an array's or tensor's dtype; of anything else that of its type."""
-    return str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
 
 
 def reduce_by(
