@@ -5,7 +5,6 @@ Run from the repository root: `make docs`. A test fails when the page is out of 
 
 from __future__ import annotations
 
-from fractions import Fraction
 from pathlib import Path
 
 from unisono.core.schedules import available, build
@@ -22,20 +21,18 @@ HEAD = """\
 Written by `tools/algorithms_page.py` from the schedules; do not edit.
 
 Each cell has two counts for a world of p ranks. The **rounds** are the number of message latencies
-in sequence. The **bytes sent** are those of the busiest rank, as a multiple of n. A dash means that
-the algorithm does not support that world size.
+in sequence. The **bytes sent** are those of the busiest rank, as a multiple of the size of the
+whole data: the vector, or all p blocks together. A dash means that the algorithm does not support
+that world size.
 
-n is the size of the whole data in bytes. For all_reduce, broadcast, reduce, scan and exscan that is
-the vector, otherwise all p blocks together. Roots are rank 0. Data is not pipelined: a pipeline
-adds rounds and does not change the bytes.
+Roots are rank 0. Data is not pipelined: a pipeline adds rounds and does not change the bytes.
 
 `one_shot`, `two_shot` and `rank_order` are meant for shared memory, where a rank writes each post
 once. The counts here are for an engine that sends each post to every rank that reads it.
 
-`unisono explain all_reduce 1M -n 64` shows the rounds in another world, and its choice.
-
-To choose an algorithm, pass `algorithm="ring"` in a call or set `UNISONO_ALGO`; see
-[environment variables](environment.md). Otherwise `unisono.lowlevel.select` chooses.
+`unisono explain all_reduce 1M -n 64` shows the rounds in another world, and the choice of
+`unisono.lowlevel.select`. `algorithm="ring"` in a call or
+[`UNISONO_ALGO`](environment.md#unisono_algo-choose-algorithms) overrides it.
 """
 
 
@@ -59,9 +56,11 @@ def section(collective: str) -> str:
         "|---" * (len(WORLD_SIZES) + 1) + "|",
     ]
     served = {name for p in WORLD_SIZES for name in available(collective, p)}
+    rows: dict[str, list[str]] = {}
     for name in [name for name in ALGORITHMS if name in served]:
         cells = " | ".join(cell(collective, name, p) for p in WORLD_SIZES)
-        lines.append(f"| `{name}` | {cells} |")
+        rows.setdefault(cells, []).append(f"`{name}`")
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -71,14 +70,7 @@ def cell(collective: str, algorithm: str, world_size: int) -> str:
         return "-"
     root = 0 if collective in ROOTED else -1
     counted = cost(build(collective, algorithm, world_size, root))
-    return f"{counted.rounds}; {multiple(counted.bytes_sent)}"
-
-
-def multiple(factor: Fraction) -> str:
-    """Return a multiple of n as text."""
-    if factor.denominator == 1:
-        return {0: "0", 1: "n"}.get(int(factor), f"{factor} n")
-    return f"{factor} n"
+    return f"{counted.rounds}; {counted.bytes_sent}"
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ HEAD = """\
 Written by `tools/compatibility_page.py` from a comparison with the installed torch (2.13); do not
 edit.
 
-A script with `import torch.distributed as dist` runs if that line is changed to
-`import unisono as dist`, on NumPy arrays as well as on torch tensors. This page lists every public
-name of `torch.distributed` and `torch.distributed.distributed_c10d`, and the private names that
-libraries use.
+This page lists every public name of `torch.distributed` and
+`torch.distributed.distributed_c10d`, and the private names that libraries use.
+[From torch](../howto/from-torch.md) shows how a script moves.
 
 These names take the same arguments, in the same order, with the same defaults:
 
@@ -39,32 +38,20 @@ These take more arguments, or differ as listed, or are *refused*: `unisono.NAME`
 
 **how** stands for the keywords `timeout` (seconds or timedelta), `algorithm` and `deterministic`
 (reduce in the order of ranks, see [reductions](reductions.md)). The methods of a ProcessGroup also
-take c10d's keywords (`tensors`, `opts`, `srcRank`, ...). Errors are those of `unisono.errors`.
-Each is a RuntimeError, and also a ValueError, TypeError, TimeoutError, ... if torch raises such an
-error.
+take c10d's keywords (`tensors`, `opts`, `srcRank`, ...).
 
 | names | status | additions, or reason |
 | --- | --- | --- |
 """
 
-BEYOND = """
-## Names that only unisono has
-
-The [API](api/index.md) describes them:
-
-"""
-
-OMITTED = "This page omits names that torch imports for its own use:"
-TAIL = "\n" + textwrap.fill(f"{OMITTED} {', '.join(sorted(INCIDENTAL))}.", 100) + "\n"
-
 PACKAGES_HEAD = """
 ## Modules of torch.distributed
 
-An import of a refused module raises an ImportError with the reason.
-
-| modules below `torch.distributed` | below `unisono` |
+| module below `torch.distributed` | below `unisono` |
 | --- | --- |
 """
+
+REFUSALS = "An import of any other module raises an ImportError with the reason:"
 
 NEWER_HEAD = """
 ## Names of torch's main line
@@ -79,8 +66,8 @@ They were read from torch's source in 2026; a test cannot compare them with 2.13
 LAUNCHER_HEAD = """
 ## Launcher of torch.distributed
 
-`unisono run` takes torchrun's command line ([running scripts](../howto/run.md)). torch's other
-classes for launches have no counterpart: a launch is configured by flags.
+`unisono run` takes torchrun's [command line](../howto/run.md). torch's other classes for launches
+have no counterpart.
 
 | module of `torch.distributed` | here |
 | --- | --- |
@@ -158,6 +145,7 @@ MODULES = {
 }
 
 # Public names of torch's launcher: module -> (names, what is here).
+ABSENT = "no counterpart"
 LAUNCHER = {
     "launcher.api": (
         "LaunchConfig elastic_launch launch_agent",
@@ -165,7 +153,7 @@ LAUNCHER = {
     ),
     "elastic.agent.server.api": (
         "WorkerSpec Worker WorkerState WorkerGroup RunResult ElasticAgent SimpleElasticAgent",
-        "no counterpart: the agent belongs to the command",
+        ABSENT,
     ),
     "elastic.multiprocessing": (
         "start_processes MultiprocessContext PContext ProcessFailure RunProcsResult "
@@ -175,8 +163,7 @@ LAUNCHER = {
     ),
     "elastic.multiprocessing.errors": (
         "ProcessFailure ChildFailedError record ErrorHandler get_error_handler",
-        "`record`, `ChildFailedError`; not needed, because the launcher reads tracebacks from "
-        "standard error and from `record`'s file",
+        "`record`, `ChildFailedError`; not needed for tracebacks",
     ),
     "elastic.rendezvous": (
         "RendezvousClosedError RendezvousConnectionError RendezvousError "
@@ -186,7 +173,7 @@ LAUNCHER = {
         "`--rdzv-backend static`, `c10d`, `etcd`, `redis`, without plug-ins; `unisono.errors` has "
         "`RendezvousError`",
     ),
-    "elastic.control_plane": ("worker_main", "no counterpart: a server in each worker"),
+    "elastic.control_plane": ("worker_main", ABSENT),
 }
 
 # Members of torch's classes that unisono's classes lack, with the reason.
@@ -217,7 +204,7 @@ LACKING = {
                 *("supports_coalescing", "supports_shrinking", "supports_splitting"),
                 *("supports_tensor_alloc", "supports_time_estimate", "suspend"),
             ),
-            "a method of torch's C++ backends",
+            "the methods of torch's C++ backends",
         ),
         "monitored_barrier": "a function of the module",
         "name": "an attribute, the group's name: for the backend's use get_backend(group)",
@@ -253,16 +240,16 @@ def page() -> str:
     table = "".join(
         f"| {quoted(names)} | {status} | {text} |\n" for (status, text), names in rows.items()
     )
-    modules: dict[str, list[str]] = {}
-    for name, text in sorted({**MODULES, **REFUSED_MODULES}.items()):
-        modules.setdefault(text if name in MODULES else f"refused: {text}", []).append(name)
-    packages = "".join(f"| {quoted(names)} | {text} |\n" for text, names in modules.items())
+    packages = "".join(f"| `{name}` | {text} |\n" for name, text in MODULES.items())
+    refused = f"{REFUSALS}\n\n{block(sorted(REFUSED_MODULES))}"
     newer = "".join(f"| `{name}` | {text} |\n" for name, text in NEWER.items() if text)
     newer_head = NEWER_HEAD.format(same=quoted(name for name, text in NEWER.items() if not text))
-    launcher = "".join(f"| `{name}` | {text} |\n" for name, (_, text) in LAUNCHER.items())
+    launcher = "".join(
+        f"| `{name}` | {text} |\n" for name, (_, text) in LAUNCHER.items() if text != ABSENT
+    )
     return (
-        f"{head}{table}{filled(newer_head)}{newer}{BEYOND}{block(names_beyond_torch())}\n"
-        f"{PACKAGES_HEAD}{packages}{LAUNCHER_HEAD}{launcher}{TAIL}"
+        f"{head}{table}{filled(newer_head)}{newer}{PACKAGES_HEAD}{packages}\n{refused}\n"
+        f"{LAUNCHER_HEAD}{launcher}"
     )
 
 
@@ -279,15 +266,6 @@ def block(names: Iterable[str]) -> str:
 def filled(text: str) -> str:
     """Return text with its long lines broken."""
     return "\n".join(textwrap.fill(line, 100) for line in text.splitlines()) + "\n"
-
-
-def names_beyond_torch() -> Iterator[str]:
-    """Yield the names that only unisono has."""
-    theirs = names_of_torch()
-    for name in unisono.__all__:
-        value = getattr(unisono, name)
-        if name not in theirs and (inspect.isclass(value) or inspect.isroutine(value)):
-            yield name
 
 
 def entries() -> Iterator[Entry]:
@@ -311,7 +289,10 @@ def entries() -> Iterator[Entry]:
             grouped: dict[str, list[str]] = {}
             for member, why in lacks.items():
                 grouped.setdefault(why, []).append(member)
-            more += [f"without `{', '.join(m)}` ({why})" for why, m in grouped.items()]
+            more += [
+                f"without `{', '.join(m)}` ({why})" if len(m) < 9 else f"without {len(m)} of {why}"
+                for why, m in grouped.items()
+            ]
         if name in NOTES:
             more.append(NOTES[name])
         yield Entry(name, "extended" if more else "same", sentences(more))

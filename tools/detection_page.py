@@ -37,7 +37,7 @@ several tasks use the plug-in `pytorch`, which sets the variables of the first r
 1. If MASTER_ADDR and MASTER_PORT are set: at that address. Rank 0 runs the store there; under
    `unisono run` and torchrun the launcher does.
 2. On one host: in a file in `unisono-<user id>` in the temporary folder, whose name comes from the
-   job's id. No port is needed; any number of jobs can run at the same time.
+   job's id.
 3. On several hosts under srun: on the first host of SLURM_STEP_NODELIST, at a port from 16384 to
    32767 that is derived from the numbers of job and step. If another program has it, rank 0 takes
    one of the next 7. With `srun -m arbitrary` the others look on all hosts of the list.

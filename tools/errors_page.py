@@ -26,8 +26,8 @@ Written by `tools/errors_page.py` from the source; do not edit.
 
     from unisono.errors import CollectiveTimeoutError, PeerLostError
 
-Every error is an `UnisonoError`, which is a `RuntimeError`, as scripts for torch expect. Most
-classes also inherit the standard library's class for such an error. Every error can be pickled.
+Every error is an `UnisonoError`, which is a `RuntimeError`, as scripts for torch expect. Every
+error can be pickled.
 
 An error prints a first line, then `where:`, and `hint:` if there is something to do. The attributes
 `what`, `context` and `hint` hold the same facts. `context` has rank, group, op, seq, peers, usable,
@@ -37,15 +37,8 @@ After an error a group either stays usable or is broken for good: see `context.u
 classes below. Every later call of a broken group raises the first reason at once. Make a new group
 then (`new_group`, or destroy and init).
 
-Below, variable parts of the messages are in braces. `{call}` is "{op} #{seq} in group '{group}'",
-and `{here}` is "rank {rank} of {size}". The section of a class states the effect on the group; a
-sub-class has the effect of its base class. All other errors do not affect groups.
-
-The page has the first lines of errors that another rank or a store causes. A `UsageError` concerns
-the line that makes the call, a `RendezvousError` or `LaunchError` the flags and addresses of the
-start. Their first lines name the argument or the host, its value and the values that are allowed.
-[Rendezvous errors](../howto/rendezvous.md#rendezvous-errors) and
-[troubleshooting](../howto/troubleshooting.md#error-messages) have the usual causes.
+The page has the first lines of errors that another rank causes. Variable parts are in braces:
+`{call}` is "{op} #{seq} in group '{group}'", and `{here}` is "rank {rank} of {size}".
 """
 
 # The state of the group after an error of a class and its sub-classes, and the advice. Classes
@@ -107,13 +100,14 @@ MISMATCHES = """\
 ## Ranks that make different calls
 
 Every rank raises a `CollectiveMismatchError` within a second; its first line shows both sides. No
-array is changed, and the group's next call works. Tests make each of these mistakes.
+array is changed, and the group's next call works. Tests make calls that differ in
+
+{differences}
 """
 
 REFUSALS = """\
-An argument may be wrong on one rank only: a short list, a root outside the group, a read-only
-array, an undefined op. Then that rank raises an error of a class below. All other ranks raise a
-`CollectiveMismatchError` that quotes it, within a second. The group's next call works.
+If an argument is wrong on one rank only, such as a root outside the group, that rank raises an
+error of a class below. All others raise a `CollectiveMismatchError` that quotes it.
 """
 
 
@@ -122,25 +116,32 @@ MESSAGES = """\
 
 `send` and `recv` are matched by peer and tag, without an agreement of the ranks. If a message has
 another dtype or size than the receiving array, the receiver raises `CollectiveMismatchError`, which
-names the sender and both sides. The message is dropped, and the array keeps its values. The group
-and the order of later messages do not change.
+names the sender and both sides. The message is dropped, the array keeps its values, and the group
+stays usable.
 
-The sender raises no error. A small send has returned before. A large send that still waits ends as
-if the message had been received. If both sides need the error, use a collective, for example
-`all_to_all_single` or `scatter`.
+The sender raises no error: its send ends as if the message had been received. If both sides need
+the error, use a collective, for example `all_to_all_single` or `scatter`.
 
 A receive without a matching send raises a time-out error that names the rank. The group stays
 usable.
 """
 
 
-# Errors whose first lines explain themselves; those of InternalError ask for a report.
-SELF_EXPLAINED = (
-    errors.UsageError,
-    errors.RendezvousError,
-    errors.LaunchError,
-    errors.InternalError,
-)
+# Errors whose first lines do not explain themselves, because another rank causes them.
+LISTED = (errors.CollectiveMismatchError, errors.CollectiveTimeoutError, errors.PeerError)
+LISTED += (errors.CollectiveAbortedError, errors.StepAborted)
+
+
+OTHERS = """\
+## Other errors
+
+Their first lines explain themselves: they name the argument, file, key or host, its value and the
+values that are allowed. [Rendezvous errors](../howto/rendezvous.md#rendezvous-errors) and
+[troubleshooting](../howto/troubleshooting.md#error-messages) have the usual causes. A sub-class of
+a class above has its effect on the group, the others have none. [API](api/errors.md): docstrings.
+
+| class | inherits |
+|---|---|"""
 
 
 class Message(NamedTuple):
@@ -160,36 +161,39 @@ def page() -> str:
     """Return the page's text."""
     found = sorted(set(messages()))
     parts = [HEAD, *mismatches()]
-    for name in errors_by_line():
+    names = errors_by_line()
+    for name in [name for name in names if name in AFTERWARDS]:
         parts += section(name, [message for message in found if message.cls == name])
-    return "\n".join(parts)
+    others = [f"| `{name}` | {bases(name)} |" for name in names if name not in AFTERWARDS]
+    return "\n".join([*parts, OTHERS, *others]) + "\n"
 
 
 def mismatches() -> list[str]:
-    """Return the table of calls that do not match, from the tests that make them."""
+    """Return what differs in calls that do not match, from the tests that make them."""
     sys.path.insert(0, str(Path().resolve()))
     from tests.core.collectives.test_mismatch import CASES
 
-    lines = [MISMATCHES, "| what differs | one rank | the others |", "|---|---|---|"]
-    lines += [f"| {name} | `{one}` | `{other}` |" for name, (_, _, one, other) in CASES.items()]
-    return [*lines, "", REFUSALS, MESSAGES]
+    differences = textwrap.indent(textwrap.fill(", ".join(CASES), 96), "    ")
+    return [MISMATCHES.format(differences=differences), REFUSALS, MESSAGES]
 
 
 def section(name: str, found: list[Message]) -> list[str]:
     """Return the part of the page about one class."""
     cls = getattr(errors, name)
-    bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
     summary = (cls.__doc__ or "").partition("\n")[0]
-    lines = [f"## {name}", "", textwrap.fill(f"{summary} Inherits {bases}.", 100), ""]
-    # A sub-class without an entry is like its base class, whose section is above.
-    if name in AFTERWARDS:
-        state, advice = AFTERWARDS[name]
-        lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
+    state, advice = AFTERWARDS[name]
+    lines = [f"## {name}", "", textwrap.fill(f"{summary} Inherits {bases(name)}.", 100), ""]
+    lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
     # One text may be raised in several places.
     texts = dict.fromkeys([*COMPOSED.get(name, []), *(message.text for message in found)])
-    if issubclass(cls, SELF_EXPLAINED):
+    if not issubclass(cls, LISTED):
         texts = {}
     return [*lines, *(f"- {quoted(short(text))}" for text in texts), *([""] if texts else [])]
+
+
+def bases(name: str) -> str:
+    """Return the base classes of a class."""
+    return ", ".join(f"`{base.__name__}`" for base in getattr(errors, name).__bases__)
 
 
 def short(text: str) -> str:

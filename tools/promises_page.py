@@ -26,30 +26,27 @@ MPI = """
 ## Weaker on MPI
 
 - After a time-out, a loss or an abort in the data of a call MPI may still read and write the arrays
-  of that call. No other rank gets numbers from such an array, because after a call of more than
-  50 ms a rank asks the others whether they have given up. It waits 1 s for answers. If the report
-  of a failure takes longer than that on the network, a wrong number is possible.
-- On Open MPI a call of 128 KiB or more blocks a thread in MPI. Between hosts a thread makes all
-  calls. After such an error that thread may stay in MPI, and use a core. The process then ends
-  without `MPI_Finalize`, because that would hang.
+  of that call. No other rank gets numbers from such an array: after a call of more than 50 ms a
+  rank asks the others, for 1 s, if they have given up. If the report of a failure takes longer, a
+  wrong number is possible.
+- On Open MPI a call of 128 KiB or more blocks a thread in MPI, which may stay there after such an
+  error and use a core. The process then ends without `MPI_Finalize`, because that would hang.
 - Open MPI 5 counts in 32 bits, and Intel MPI loses data of a broadcast of 5 GiB. There the links
   move more than 2,147,483,647 bytes. If only the sizes of lists or splits are that large, the call
   raises, and the group is broken.
 - A killed rank: MPICH and Intel MPI without mpiexec go on. Open MPI goes on under
   `mpiexec --enable-recovery`. Other launchers usually end all ranks.
 - On one host MPICH reads large arrays out of the memory of the other rank. If that rank is killed
-  meanwhile, MPICH ends the reading process with exit status 143 (6 of some 220 kills).
-  `MPIR_CVAR_CH4_CMA_ENABLE=0` avoids that, but then the shrunk group may wait until its time-out.
-  Intel MPI ends the process with SIGABRT, and so does MPICH with UNISONO_SHARED_MEMORY=0 on one
-  host.
-- Between hosts over TCP Intel MPI connects to a killed rank for ever (10 of 70 kills). MPICH
-  crashes with SIGSEGV when it sends to that rank (7 of 70).
-- If a rank is killed while MPI makes a group, in some ms of the group's first call, MPI can make no
-  group any more. New groups and `shrink_group` then raise UnsupportedError, unless they have
+  meanwhile, MPICH may end the reading process with exit status 143. `MPIR_CVAR_CH4_CMA_ENABLE=0`
+  avoids that, but then the shrunk group may wait until its time-out. Intel MPI ends the process
+  with SIGABRT, and so does MPICH with UNISONO_SHARED_MEMORY=0 on one host.
+- Between hosts over TCP Intel MPI may connect to a killed rank for ever. MPICH may crash with
+  SIGSEGV when it sends to that rank.
+- If a rank is killed while MPI makes a group, in the group's first call, MPI can make no group any
+  more. New groups and `shrink_group` then raise UnsupportedError, unless they have
   `CPUOptions(engine="auto")`.
 - A library has room for some 2,000 live groups (MPICH: 2,045). The next group fails on all ranks.
 - Sums and products of NaNs may differ between ranks in the NaN's bits.
-- More than 2**31 - 1 elements are reduced over unisono's own links.
 
 All tests of groups that pass on the native engine pass on MPI at 2, 3 and 4 ranks, except:
 

@@ -106,6 +106,21 @@ def test_source_files_that_a_page_names_exist(page):
     assert [name for name in names if not any((p / name).exists() for p in places)] == []
 
 
+def test_each_package_of_a_shelf_has_a_sentence():
+    text = (ROOT / "src/README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+/\w+)` \| (.+?) \|$", text, re.MULTILINE))
+    source = ROOT / "src/unisono"
+    shelves = set(re.findall(r"^\| \*\*(\w+)\*\* \|", text, re.MULTILINE))
+    packages = {
+        path.parent.relative_to(source).as_posix()
+        for shelf in shelves
+        for path in source.glob(f"{shelf}/*/__init__.py")
+    }
+    assert shelves == {"workbench", "adapters", "beyond", "launcher", "core"}
+    assert set(rows) == packages
+    assert all(row.endswith(".") for row in rows.values())
+
+
 def test_texts_of_errors_that_the_page_on_trouble_quotes_exist():
     page = (ROOT / "docs/howto/troubleshooting.md").read_text(encoding="utf-8")
     quoted = [q for line in page.splitlines() for q in re.findall(r"^\| `([^`]+)`", line)]

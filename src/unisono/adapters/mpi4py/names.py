@@ -385,11 +385,14 @@ def _refusal(name: str, reason: str) -> Any:
 
 def page() -> str:
     """Return the page of the reference."""
-    rows = "".join(f"| `{name}` | {reason} |\n" for name, reason in REFUSED.items())
+    names: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        names.setdefault(reason, []).append(f"`{name}`")
+    rows = "".join(f"| {', '.join(same)} | {reason} |\n" for reason, same in names.items())
     return (
         "# What unisono.MPI refuses\n\nA call raises `NotImplementedError` with the name and the "
         "reason. Written by\n`make docs`.\n\n"
-        f"| name | reason |\n|---|---|\n{rows}"
+        f"| names | reason |\n|---|---|\n{rows}"
     )
 
 
