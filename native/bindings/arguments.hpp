@@ -48,7 +48,7 @@ enum Kind : char {
   kAbsent = '-',   // only None is handled here
 };
 
-constexpr size_t kMaxParameters = 10;
+constexpr size_t kMaxParameters = 12;
 
 // The parameters of a function.
 struct Signature {

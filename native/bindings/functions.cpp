@@ -209,7 +209,7 @@ PyTypeObject* function_type = nullptr;
 nb::object make_function(nb::object function, const std::vector<nb::str>& names,
                          const std::string& kinds, size_t positional) {
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
-    throw nb::value_error("one kind per parameter, ten at most");
+    throw nb::value_error("one kind per parameter, twelve at most");
   }
   if (kinds.find(kGroup) == std::string::npos) throw nb::value_error("one parameter is the group");
   import_numpy();

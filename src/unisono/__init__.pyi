@@ -434,6 +434,7 @@ def all_reduce(
     async_op: Literal[False] = False,
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> None:
     """Replace every rank's tensor by the reduction over all ranks.
@@ -451,6 +452,8 @@ def all_reduce(
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
         accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
+        reproducible: Round the exact sum once (SUM, AVG), so that the bits depend on nothing but
+            the contributions: not on their order, algorithm or hosts. See `reproducible_sum`.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
@@ -484,6 +487,7 @@ def all_reduce(
     async_op: Literal[True],
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work: ...
 @overload
@@ -494,6 +498,7 @@ def all_reduce(
     async_op: bool = False,
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload
@@ -550,6 +555,7 @@ def reduce(
     group_dst: int | None = None,
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
@@ -584,6 +590,7 @@ def reduce(
     group_dst: int | None = None,
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work: ...
 @overload
@@ -596,6 +603,7 @@ def reduce(
     group_dst: int | None = None,
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload
@@ -963,6 +971,8 @@ def reduce_scatter_tensor(
     op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: Literal[False] = False,
+    *,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> None:
     """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
@@ -975,6 +985,7 @@ def reduce_scatter_tensor(
         op: As for all_reduce.
         group: The default group if None.
         async_op: Return a `Work` at once.
+        reproducible: As for all_reduce.
         **how: timeout, algorithm.
 
     Examples: On rank 1 of 2
@@ -1001,6 +1012,8 @@ def reduce_scatter_tensor(
     op: ReduceOp | Function,
     group: ProcessGroup | None,
     async_op: Literal[True],
+    *,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work: ...
 @overload
@@ -1010,6 +1023,8 @@ def reduce_scatter_tensor(
     op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
+    *,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
 @overload

@@ -13,13 +13,18 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
+import numpy as np
+
+from unisono.core.base.buffers import dtype_name_of, view
+from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.types import Function, ReduceOp
 from unisono.core.c10d import collectives
 from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group, require_group
+from unisono.core.operations.exact import split_exactly, sums_exactly, widened
 from unisono.core.operations.keywords import CallKeywords
-from unisono.core.operations.reductions import copied, empty
+from unisono.core.operations.reductions import copied, empty, exact_over_ranks
 from unisono.core.operations.table import OPS
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
@@ -32,6 +37,7 @@ __all__ = [
     "gather",
     "reduce",
     "reduce_scatter",
+    "reproducible_sum",
     "scan",
 ]
 
@@ -63,6 +69,48 @@ def all_reduce(
     with _preparing("all_reduce", group, how):
         y = copied(x)
     collectives.all_reduce(y, op, group, **how)
+    return y
+
+
+def reproducible_sum(parts: Any, group: Group = None, timeout: Timeout | None = None) -> Any:
+    """Return the exact sum [...] of the parts [k, ...] of all ranks, rounded once.
+
+    Its bits depend only on the parts of all ranks together: not on the number of ranks, on which
+    rank has which part, nor on their order. So k may differ between ranks, and be 0.
+
+    Args:
+        parts: Floats or complex numbers, an array or tensor; equal dtype and [...] on all ranks.
+        group: The default group if None.
+        timeout: Seconds or timedelta for the whole call.
+
+    Raises:
+        UnsupportedError: The dtype is not float16, bfloat16, float32, float64 or complex.
+
+    Cost: a number of rows c, mostly 1 to 3, has the exact sum of a rank's parts. The ranks agree on
+        the largest c, then exchange c float64 arrays, and the result.
+    """
+    with _preparing("all_reduce", group, {}) as pg:
+        due = Deadline(pg.timeout_s if timeout is None else timeout)
+        if not sums_exactly(dtype := dtype_name_of(parts)) or not parts.shape:
+            raise UnsupportedError(
+                f"reproducible_sum of {dtype} {list(parts.shape)}: only parts [k, ...] of "
+                "float16, bfloat16, float32, float64 and complex numbers"
+            )
+        y = empty(parts, *parts.shape[1:])
+        result = view(y, write=True)
+        n = result.count * (2 if dtype.startswith("complex") else 1)
+        rows = split_exactly(widened(parts).reshape(len(parts), n)) if len(parts) else []
+        count, label = np.array([len(rows)]), f"reproducible_sum of {dtype}"
+    pg.all_reduce(count, ReduceOp.MAX, timeout=due.remaining(), _label=label)
+    with reporting_bad_arguments(pg, "all_reduce"):
+        # -0 changes no sum.
+        planes = np.full((max(1, count[0]), n), -0.0)
+        for plane, row in zip(planes, rows, strict=False):
+            plane[:] = row
+    real = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+    _, summed = exact_over_ranks(pg, planes, label, due.remaining(), dtype=real)
+    if summed is not None:  # on all ranks, because there is no root
+        result.array[:] = summed.view(result.array.dtype)
     return y
 
 

@@ -108,6 +108,11 @@ def device_of(obj: Any) -> str:
     return "cuda" if hasattr(obj, "__cuda_array_interface__") else "cpu"
 
 
+def dtype_name_of(array: Any) -> str:
+    """Return the name of an array's or tensor's dtype; of anything else that of its type."""
+    return str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+
+
 def device_type(device: Any) -> str:
     """Return the type of a text such as "cuda:1" or of a torch.device; "" of another object."""
     kind = getattr(device, "type", device)

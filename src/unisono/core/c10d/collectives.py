@@ -84,6 +84,7 @@ def all_reduce(
     async_op: bool = False,
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace every rank's tensor by the reduction over all ranks.
@@ -101,6 +102,8 @@ def all_reduce(
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
         accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
+        reproducible: Round the exact sum once (SUM, AVG), so that the bits depend on nothing but
+            the contributions: not on their order, algorithm or hosts. See `reproducible_sum`.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
@@ -118,7 +121,8 @@ def all_reduce(
     """
     if (pg := _group(group, "all_reduce", how)) is None:
         return None
-    work = pg.all_reduce(tensor, op, async_op=async_op, accumulate=accumulate, **how)
+    special = {"accumulate": accumulate, "reproducible": reproducible}
+    work = pg.all_reduce(tensor, op, async_op=async_op, **special, **how)
     return work if async_op else None
 
 
@@ -155,6 +159,7 @@ def reduce(
     group_dst: int | None = None,
     *,
     accumulate: str | None = None,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
@@ -170,7 +175,8 @@ def reduce(
     if (pg := _group(group, "reduce", how)) is None:
         return None
     root = root_of(pg, "reduce", dst, group_dst)
-    work = pg.reduce(tensor, root, op, async_op=async_op, accumulate=accumulate, **how)
+    special = {"accumulate": accumulate, "reproducible": reproducible}
+    work = pg.reduce(tensor, root, op, async_op=async_op, **special, **how)
     return work if async_op else None
 
 
@@ -384,6 +390,8 @@ def reduce_scatter_tensor(
     op: ReduceOp | Function = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
+    *,
+    reproducible: bool = False,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
@@ -396,6 +404,7 @@ def reduce_scatter_tensor(
         op: As for all_reduce.
         group: The default group if None.
         async_op: Return a `Work` at once.
+        reproducible: As for all_reduce.
         **how: timeout, algorithm.
 
     Examples: On rank 1 of 2
@@ -406,6 +415,7 @@ def reduce_scatter_tensor(
     """
     if (pg := _group(group, "reduce_scatter_tensor", how)) is None:
         return None
+    how["reproducible"] = reproducible
     work = pg.reduce_scatter_tensor(output, input, op, async_op=async_op, **how)
     return work if async_op else None
 

@@ -29,11 +29,21 @@ from unisono.core.backends import CallOptions, CPUBackend, DeviceBackend, GroupS
 from unisono.core.backends.neighbors import NeighborMessages
 from unisono.core.base.buffers import device_of
 from unisono.core.base.deadline import Deadline
-from unisono.core.base.integers import as_flag, as_integer, as_splits
+from unisono.core.base.integers import as_flag, as_splits
 from unisono.core.base.seam import cpp
 from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.base.types import Array, Arrays, Function, ReduceOp, as_reduce_op
 from unisono.core.operations.c10d_methods import call_c10d_form, gather_rows, test_of_form
+from unisono.core.operations.checked import (
+    as_tag,
+    first_of,
+    first_of_pairs,
+    list_on_root,
+    member_rank,
+    nothing_received,
+    one_each,
+    peer_rank,
+)
 from unisono.core.operations.dispatch import dispatcher
 from unisono.core.operations.hooks import Hooked
 from unisono.core.operations.keywords import SHARED, How, check_keywords
@@ -50,7 +60,7 @@ from unisono.errors import (
     UnsupportedError,
 )
 
-__all__ = ["OPS", "OpSchema", "Operations", "in_cpp", "list_on_root", "one_each", "schema_of"]
+__all__ = ["OPS", "OpSchema", "Operations", "in_cpp", "schema_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -153,7 +163,7 @@ class Operations(Hooked):
     @operation("broadcast_", in_lists=True, shared=True)
     def broadcast(self, tensor: Array, root: int = 0, **how: Unpack[How]) -> Work:
         """As `unisono.broadcast`."""
-        root = _member(self, root, "root")
+        root = member_rank(self, root, "root")
         return self._work(self._on(tensor).broadcast(tensor, root, self._options(how)))
 
     @operation("allreduce_", in_lists=True, coalesces=True)
@@ -163,10 +173,12 @@ class Operations(Hooked):
         op: ReduceOp | Function = ReduceOp.SUM,
         *,
         accumulate: str | None = None,
+        reproducible: bool = False,
         **how: Unpack[How],
     ) -> Work:
         """As `unisono.all_reduce`."""
-        if work := reduce_otherwise(self, "all_reduce", op, tensor, tensor, how, accumulate):
+        special = accumulate, reproducible
+        if work := reduce_otherwise(self, "all_reduce", op, tensor, tensor, how, special):
             return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).all_reduce(tensor, op, self._options(how)))
@@ -176,7 +188,7 @@ class Operations(Hooked):
         self, tensors: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
         """As `unisono.all_reduce_coalesced`."""
-        first, op = _first(tensors, "tensors"), as_reduce_op(op)
+        first, op = first_of(tensors, "tensors"), as_reduce_op(op)
         return self._work(self._on(first).all_reduce_coalesced(tensors, op, self._options(how)))
 
     @operation("reduce_", in_lists=True, shared=True)
@@ -187,11 +199,13 @@ class Operations(Hooked):
         op: ReduceOp | Function = ReduceOp.SUM,
         *,
         accumulate: str | None = None,
+        reproducible: bool = False,
         **how: Unpack[How],
     ) -> Work:
         """As `unisono.reduce`."""
-        root = _member(self, root, "root")
-        if work := reduce_otherwise(self, "reduce", op, tensor, tensor, how, accumulate, root):
+        root = member_rank(self, root, "root")
+        special = accumulate, reproducible
+        if work := reduce_otherwise(self, "reduce", op, tensor, tensor, how, special, root):
             return work
         op = as_reduce_op(op)
         return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
@@ -224,7 +238,7 @@ class Operations(Hooked):
     ) -> Work:
         """As `unisono.all_gather_coalesced`."""
         one_each(self, outputs, "output_tensor_lists")
-        on = self._on(_first(tensors, "input_tensor_list"))
+        on = self._on(first_of(tensors, "input_tensor_list"))
         return self._work(on.all_gather_coalesced(outputs, tensors, self._options(how)))
 
     @operation("allgather_into_tensor_coalesced_")
@@ -240,7 +254,7 @@ class Operations(Hooked):
             >>> x, y
             (array([5., 6.]), array([7., 7., 8., 8.]))
         """
-        on = self._on(_paired(outputs, tensors))
+        on = self._on(first_of_pairs(outputs, tensors))
         return self._work(on.all_gather_into_tensor_coalesced(outputs, tensors, self._options(how)))
 
     @operation("gather_", in_lists=True, shared=True)
@@ -248,7 +262,7 @@ class Operations(Hooked):
         self, tensor: Array, outputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
     ) -> Work:
         """As `unisono.gather`."""
-        root = _member(self, root, "root")
+        root = member_rank(self, root, "root")
         list_on_root(self, outputs, root, "gather_list")
         return self._work(self._on(tensor).gather(tensor, outputs, root, self._options(how)))
 
@@ -257,7 +271,7 @@ class Operations(Hooked):
         self, output: Array, inputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
     ) -> Work:
         """As `unisono.scatter`."""
-        root = _member(self, root, "root")
+        root = member_rank(self, root, "root")
         list_on_root(self, inputs, root, "scatter_list")
         return self._work(self._on(output).scatter(output, inputs, root, self._options(how)))
 
@@ -278,6 +292,7 @@ class Operations(Hooked):
         op: ReduceOp | Function = ReduceOp.SUM,
         *,
         input_split_sizes: Sequence[int] | None = None,
+        reproducible: bool = False,
         **how: Unpack[How],
     ) -> Work:
         """As `unisono.reduce_scatter_tensor`, also of different sizes.
@@ -285,9 +300,8 @@ class Operations(Hooked):
         `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
         """
         given = {} if input_split_sizes is None else {"input_split_sizes": input_split_sizes}
-        if work := reduce_otherwise(
-            self, "reduce_scatter_tensor", op, output, tensor, {**how, **given}
-        ):
+        name, special = "reduce_scatter_tensor", (None, reproducible)
+        if work := reduce_otherwise(self, name, op, output, tensor, {**how, **given}, special):
             return work
         op = as_reduce_op(op)
         options = self._options(how, as_splits(input_split_sizes, "input_split_sizes"))
@@ -310,7 +324,7 @@ class Operations(Hooked):
             >>> x, y
             (array([2.]), array([4., 6.]))
         """
-        on, op = self._on(_paired(outputs, tensors)), as_reduce_op(op)
+        on, op = self._on(first_of_pairs(outputs, tensors)), as_reduce_op(op)
         options = self._options(how)
         return self._work(on.reduce_scatter_tensor_coalesced(outputs, tensors, op, options))
 
@@ -391,7 +405,7 @@ class Operations(Hooked):
     @operation("send", in_lists=True, shared=True)
     def send(self, tensor: Array, peer: int, tag: int = 0, **how: Unpack[How]) -> Work:
         """Send to a rank; done when the tensor may be changed. `PROC_NULL`: send nothing."""
-        peer, tag, options = _peer(self, peer, "dst"), _tag(tag), self._options(how)
+        peer, tag, options = peer_rank(self, peer, "dst"), as_tag(tag), self._options(how)
         if peer == PROC_NULL:
             return self._work(Pending([tensor], done=True))
         return self._work(self._on(tensor).send(tensor, peer, tag, options))
@@ -403,10 +417,10 @@ class Operations(Hooked):
         """Receive from a rank, from any rank (None), or nothing (`PROC_NULL`)."""
         if peer is None:
             return self.recv_any_source(tensor, tag, **how)
-        peer, tag = _peer(self, peer, "src"), _tag(tag, receives=True)
+        peer, tag = peer_rank(self, peer, "src"), as_tag(tag, receives=True)
         options = self._options(how)
         if peer == PROC_NULL:
-            return self._work(_nothing(tensor))
+            return self._work(nothing_received(tensor))
         return self._work(self._on(tensor).recv(tensor, peer, tag, options))
 
     @operation("recv_any_source_", in_lists=True)
@@ -419,25 +433,25 @@ class Operations(Hooked):
             >>> x, work.source_rank()
             (array([1]), 1)
         """
-        tag = _tag(tag, receives=True)
+        tag = as_tag(tag, receives=True)
         return self._work(self._on(tensor).recv_any_source(tensor, tag, self._options(how)))
 
     @operation()
     def recv_array(self, peer: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
         """Receive a message of any size and dtype; the work's `result()` is [its elements]."""
-        peer = None if peer is None else _peer(self, peer, "src")
-        tag, options = _tag(tag, receives=True), self._options(how)
+        peer = None if peer is None else peer_rank(self, peer, "src")
+        tag, options = as_tag(tag, receives=True), self._options(how)
         if peer == PROC_NULL:
-            return self._work(_nothing(np.empty(0, np.uint8)))
+            return self._work(nothing_received(np.empty(0, np.uint8)))
         return self._work(self._on().recv_array(peer, tag, options))
 
     @operation()
     def probe(self, peer: int | None = None, tag: int = ANY_TAG, **how: Unpack[How]) -> Work:
         """Wait for a message, and leave it there; the work's `result()` is [`MessageInfo`]."""
-        peer = None if peer is None else _peer(self, peer, "src")
-        tag, options = _tag(tag, receives=True), self._options(how)
+        peer = None if peer is None else peer_rank(self, peer, "src")
+        tag, options = as_tag(tag, receives=True), self._options(how)
         if peer == PROC_NULL:
-            return self._work(_nothing(MessageInfo(PROC_NULL, ANY_TAG, None, 0, 0)))
+            return self._work(nothing_received(MessageInfo(PROC_NULL, ANY_TAG, None, 0, 0)))
         return self._work(self._on().probe(peer, tag, options))
 
     # ---- c10d's other names ---------------------------------------------------------------
@@ -582,89 +596,6 @@ class _Detour:
         group, device = self._group, self._device
         kernel = partial(dispatcher.kernel(op, device), group, device)
         return partial(group._queue, op, device, kernel) if group._follows_stream() else kernel
-
-
-# ---- checks -------------------------------------------------------------------------------
-
-
-def one_each(group: Operations, tensors: Any, name: str) -> None:
-    """Check that a list has one entry for each rank.
-
-    Raises:
-        ArgumentTypeError: Not a list.
-        InvalidArgumentError: More or fewer entries.
-    """
-    if not isinstance(tensors, (list, tuple)):
-        raise ArgumentTypeError(f"{name} must be a list, got {type(tensors).__name__}")
-    if len(tensors) != group.size():
-        raise InvalidArgumentError(
-            f"{name} has {len(tensors)} entries, expected one for each of {group.size()} ranks"
-        )
-
-
-def list_on_root(group: Operations, tensors: Any, root: int, name: str) -> None:
-    """Check that a list is there on the root, and only there.
-
-    Raises:
-        ArgumentTypeError: Not a list.
-        InvalidArgumentError: Missing, in the wrong place, or of the wrong length.
-    """
-    if group.rank() != root:
-        # The truth value of an array is not that of a list.
-        if len(tensors) if isinstance(tensors, (list, tuple)) else tensors is not None:
-            raise InvalidArgumentError(f"{name} is for the root only, which is rank {root}")
-    elif tensors is None:
-        raise InvalidArgumentError(f"{name} is required on the root, which is this rank")
-    else:
-        one_each(group, tensors, name)
-
-
-def _member(group: Operations, rank: Any, what: str) -> int:
-    number = as_integer(rank, what)
-    if not 0 <= number < group.size():
-        raise InvalidArgumentError(
-            f"{what}={number} is not a rank of group '{group.name}' (0..{group.size() - 1})"
-        )
-    return number
-
-
-def _peer(group: Operations, rank: Any, what: str) -> int:
-    """Check the other rank of a message."""
-    number = as_integer(rank, what)
-    return number if number == PROC_NULL else _member(group, number, what)
-
-
-def _first(tensors: Any, name: str) -> Any:
-    if not isinstance(tensors, (list, tuple)):
-        raise ArgumentTypeError(f"{name} must be a list, got {type(tensors).__name__}")
-    if not tensors:
-        raise InvalidArgumentError(f"{name} is empty; expected at least one array")
-    return tensors[0]
-
-
-def _paired(outputs: Any, tensors: Any) -> Any:
-    """Check that two lists have as many entries; return the first of `tensors`."""
-    first = _first(tensors, "inputs")
-    _first(outputs, "outputs")
-    if len(outputs) != len(tensors):
-        raise InvalidArgumentError(
-            f"outputs has {len(outputs)} entries and inputs {len(tensors)}; expected as many"
-        )
-    return first
-
-
-def _tag(tag: Any, *, receives: bool = False) -> int:
-    number = as_integer(tag, "tag")
-    if not 0 <= number < 2**63 and not (receives and number == ANY_TAG):
-        raise InvalidArgumentError(f"tag={number} is outside 0..2**63-1")
-    return number
-
-
-def _nothing(output: Any) -> Pending:
-    """Return the end of a receive from `PROC_NULL`."""
-    pending = Pending([output], done=True)
-    pending.source, pending.tag, pending.count = PROC_NULL, ANY_TAG, 0
-    return pending
 
 
 def in_cpp(function: F) -> F:

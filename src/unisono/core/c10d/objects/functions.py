@@ -32,8 +32,8 @@ from unisono.core.c10d.objects.packet import FIRST_BYTES
 from unisono.core.c10d.objects.serializer import Serializer
 from unisono.core.c10d.p2p import peer_of, sender_of
 from unisono.core.groups.world import Group, member_group
+from unisono.core.operations.checked import list_on_root, one_each
 from unisono.core.operations.keywords import takes_own_keywords
-from unisono.core.operations.methods import list_on_root, one_each
 from unisono.core.transports.messages import PROC_NULL, is_proc_null
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
 
