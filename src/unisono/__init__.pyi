@@ -452,8 +452,9 @@ def all_reduce(
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
         accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
-        reproducible: Round the exact sum once (SUM, AVG), so that the bits depend on nothing but
-            the contributions: not on their order, algorithm or hosts. See `reproducible_sum`.
+        reproducible: Round the exact sum once (SUM; AVG divides it), so that the bits depend on
+            the contributions only: not on their order, algorithm or hosts. See also
+            `functional.reproducible_sum`.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:

@@ -15,16 +15,19 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from unisono.core.base.buffers import dtype_name_of, view
-from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.base.buffers import view
+from unisono.core.base.deadline import Timeout
+from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.base.types import Function, ReduceOp
 from unisono.core.c10d import collectives
 from unisono.core.c10d.arguments import reporting_bad_arguments
+from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group, require_group
 from unisono.core.operations.exact import split_exactly, sums_exactly, widened
+from unisono.core.operations.exact_exchange import exact_over_ranks
 from unisono.core.operations.keywords import CallKeywords
-from unisono.core.operations.reductions import copied, empty, exact_over_ranks
+from unisono.core.operations.reductions import copied, empty
 from unisono.core.operations.table import OPS
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
@@ -43,11 +46,13 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def _preparing(call: str, group: Group, how: Mapping[str, Any]) -> Iterator[ProcessGroup]:
+def _preparing(
+    call: str, group: Group, how: Mapping[str, Any], name: str = ""
+) -> Iterator[ProcessGroup]:
     """Yield the group; the other ranks get an error of the block, which makes the arrays."""
-    pg = member_group(group, call, stacklevel=5) or require_group(group)
-    name = call.removesuffix("_tensor").removesuffix("_into").removesuffix("_single")
-    with reporting_bad_arguments(pg, call):
+    pg = member_group(group, name or call, stacklevel=5) or require_group(group)
+    with reporting_bad_arguments(pg, name or call):
+        name = name or call.removesuffix("_tensor").removesuffix("_into").removesuffix("_single")
         if how.get("async_op"):
             raise UnsupportedError(
                 f"functional.{name} returns its result, so it takes no async_op",
@@ -84,31 +89,36 @@ def reproducible_sum(parts: Any, group: Group = None, timeout: Timeout | None = 
         timeout: Seconds or timedelta for the whole call.
 
     Raises:
-        UnsupportedError: The dtype is not float16, bfloat16, float32, float64 or complex.
+        UnsupportedError: The dtype is not float16, bfloat16, float32, float64 or complex; or the
+            call is in a stream.
 
     Cost: a number of rows c, mostly 1 to 3, has the exact sum of a rank's parts. The ranks agree on
         the largest c, then exchange c float64 arrays, and the result.
     """
-    with _preparing("all_reduce", group, {}) as pg:
-        due = Deadline(pg.timeout_s if timeout is None else timeout)
-        if not sums_exactly(dtype := dtype_name_of(parts)) or not parts.shape:
+    name, shape = "reproducible_sum", tuple(getattr(parts, "shape", (0,)))
+    with _preparing("all_reduce", group, {}, name) as pg:
+        dtype = view(parts, write=False, pack=False).dtype.name
+        if not (shape and sums_exactly(dtype)) or explicit_stream() is not None:
             raise UnsupportedError(
-                f"reproducible_sum of {dtype} {list(parts.shape)}: only parts [k, ...] of "
-                "float16, bfloat16, float32, float64 and complex numbers"
+                f"reproducible_sum of {dtype}{list(shape)}: only parts [k, ...] of float16, "
+                "bfloat16, float32, float64 and complex numbers, and not in a stream"
             )
-        y = empty(parts, *parts.shape[1:])
-        result = view(y, write=True)
+        y = empty(parts, *shape[1:])
+        result, label = view(y, write=True), f"{name} of {dtype}{list(shape[1:])}"
         n = result.count * (2 if dtype.startswith("complex") else 1)
-        rows = split_exactly(widened(parts).reshape(len(parts), n)) if len(parts) else []
-        count, label = np.array([len(rows)]), f"reproducible_sum of {dtype}"
-    pg.all_reduce(count, ReduceOp.MAX, timeout=due.remaining(), _label=label)
-    with reporting_bad_arguments(pg, "all_reduce"):
-        # -0 changes no sum.
-        planes = np.full((max(1, count[0]), n), -0.0)
-        for plane, row in zip(planes, rows, strict=False):
-            plane[:] = row
-    real = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-    _, summed = exact_over_ranks(pg, planes, label, due.remaining(), dtype=real)
+        flat = widened(view(parts, write=False).array, dtype)
+        rows = split_exactly(flat.reshape(shape[0], n)) if shape[0] else []
+        count = np.array([len(rows)])
+        call = ObjectCall(pg, name, timeout, None)
+    with call:
+        pg.all_reduce(count, ReduceOp.MAX, timeout=call.remaining_s, _label=label)
+        with reporting_bad_arguments(pg, name):
+            # -0 changes no sum; the sum of no parts is 0.
+            planes = np.full((max(1, count[0]), n), -0.0 if count[0] else 0.0)
+            for plane, row in zip(planes, rows, strict=False):
+                plane[:] = row
+        real = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+        summed = exact_over_ranks(pg, planes, ("float64", real), label, timeout=call.remaining_s)
     if summed is not None:  # on all ranks, because there is no root
         result.array[:] = summed.view(result.array.dtype)
     return y

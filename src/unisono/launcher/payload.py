@@ -63,8 +63,9 @@ class Payload:
 
     def data(self) -> bytes:
         """Return the file, for `of` on another host."""
-        size = os.fstat(self._fd).st_size
-        return os.pread(self._fd, size, 0) + self._parts_at.to_bytes(8, "little")
+        # A file is never empty, and other processes share its offset.
+        with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as file:
+            return file[:] + self._parts_at.to_bytes(8, "little")
 
     @classmethod
     def of(cls, data: Any) -> Payload:

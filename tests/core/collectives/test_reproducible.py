@@ -8,7 +8,7 @@ import pytest
 
 import unisono as dist
 from unisono.core.engines.kernels import narrow, widen
-from unisono.core.operations import exact, reductions
+from unisono.core.operations import exact, exact_exchange
 from unisono.core.operations.exact import exact_sum, split_exactly
 from unisono.errors import (
     ArgumentTypeError,
@@ -100,11 +100,11 @@ def test_zeros_infinities_and_nan():
 @pytest.mark.ranks(3, kind="both")
 @pytest.mark.parametrize("name", ["float16", "float32", "float64", "complex64", "complex128"])
 def test_all_kinds_of_calls_and_sizes(rank, name, monkeypatch):
-    monkeypatch.setattr(reductions, "_GATHERED_BYTES", 200)
+    monkeypatch.setattr(exact_exchange, "_GATHERED_BYTES", 200)
     rng, real = np.random.default_rng(3), np.dtype(name).type(0).real.dtype.name
     for n in (0, 1, 7, 100):
-        every = rng.normal(size=(3, 3 * n)).astype(name) * rng.choice([1e-3, 1, 300], size=3 * n)
-        every = every.astype(name)
+        both = rng.normal(size=(2, 3, 3 * n)) * rng.choice([1e-3, 1, 300], size=3 * n)
+        every = (both[0] + 1j * both[1] if name[0] == "c" else both[0]).astype(name)
         flat = every.view(real).astype(np.float64)
         expected = np.array([rounded(column, real) for column in flat.T], real).view(name)
         x = every[rank].copy()
@@ -112,7 +112,10 @@ def test_all_kinds_of_calls_and_sizes(rank, name, monkeypatch):
         assert x.tobytes() == expected.tobytes()
         x = np.array(every[rank].reshape(n, 3), order="F")
         dist.all_reduce(x, dist.ReduceOp.AVG, reproducible=True)
-        np.testing.assert_array_equal(x.reshape(-1), expected / np.dtype(real).type(3))
+        # A float64 sum is rounded before it is divided.
+        means = [float(sum(map(Fraction, column.tolist())) / 3) for column in flat.T]
+        whole = expected.view(real) / 3 if real == "float64" else np.array(means, real)
+        assert x.tobytes() == whole.view(name).tobytes()
         x = every[rank].copy()
         dist.reduce(x, 1, reproducible=True)
         assert x.tobytes() == (expected if rank == 1 else every[rank]).tobytes()
@@ -142,7 +145,7 @@ def test_the_bits_do_not_depend_on_ranks_or_order(rank):
 
 @pytest.mark.ranks(2)
 def test_tensors(rank, monkeypatch):
-    monkeypatch.setattr(reductions, "_GATHERED_BYTES", 200)
+    monkeypatch.setattr(exact_exchange, "_GATHERED_BYTES", 200)
     torch = pytest.importorskip("torch")
     every = torch.randn(2, 900, generator=torch.Generator().manual_seed(4)).bfloat16()
     exactly = every.double().sum(0)  # 16 bits leave room for the sum of two
@@ -163,6 +166,13 @@ def test_integers_need_nothing_and_wrong_calls_are_errors_on_all_ranks(rank):
     x = np.array([2**62, 5], np.int64)
     dist.all_reduce(x, dist.ReduceOp.MAX, reproducible=True)
     assert x.tolist() == [2**62, 5]
+    x = np.full(2, 5, ">i4")
+    dist.all_reduce(x, reproducible=True)
+    assert x.tolist() == [10, 10]
+    x = np.array([4e4, 4e4], np.float16)
+    work = dist.group.WORLD.all_reduce(x, dist.ReduceOp.AVG, reproducible=True)
+    assert work.result()[0] is x
+    assert x.tolist() == [4e4, 4e4]
     x, either = np.full(3, 0.5), (UnsupportedError, CollectiveMismatchError)
     for kind in (dist.ReduceOp.MAX, np.fmin, dist.ReduceOp.PREMUL_SUM(2.0)):
         with pytest.raises(UnsupportedError, match="only SUM and AVG of float16"):
@@ -176,8 +186,25 @@ def test_integers_need_nothing_and_wrong_calls_are_errors_on_all_ranks(rank):
         dist.all_reduce(x, [dist.ReduceOp.SUM, dist.ReduceOp.AVG][rank], reproducible=True)
     with pytest.raises(ArgumentTypeError if rank == 0 else CollectiveMismatchError):
         dist.all_reduce(x, reproducible=True if rank else x)
-    with pytest.raises(InvalidArgumentError, match="has 5 elements, expected 6: the output's"):
-        dist.reduce_scatter_tensor(x, np.ones(5), reproducible=True)
+    for part, whole in (
+        (x, np.ones(5)),
+        (x.astype("f4"), np.ones(6)),
+        (np.ones(3, int), np.ones(6)),
+    ):
+        with pytest.raises(InvalidArgumentError, match="expected float64 of 1/2 of the input's"):
+            dist.reduce_scatter_tensor(part, whole, reproducible=True)
+    with pytest.raises(UnsupportedError, match="mask"):
+        dist.reduce_scatter_tensor(x, np.ma.masked_less(np.ones(6), 2), reproducible=True)
+    with pytest.raises(CollectiveMismatchError, match="to rank"):
+        dist.reduce(x, rank, reproducible=True)
+    with pytest.raises(CollectiveMismatchError, match="to rank"):
+        dist.reduce(x, rank, np.fmin)
+    with pytest.raises(CollectiveMismatchError, match=r"float64\[2, 3\]"):
+        dist.all_reduce(np.ones((2, 3) if rank else (3, 2)), reproducible=True)
+    with pytest.raises(ArgumentTypeError, match="reproducible_sum: tensor must be an array"):
+        dist.functional.reproducible_sum([])
+    with pytest.raises(UnsupportedError, match=r"reproducible_sum of float64\[\]"):
+        dist.functional.reproducible_sum(np.array(1.0))
     with pytest.raises(either[rank], match="reproducible_sum of int64"):
         dist.functional.reproducible_sum(np.ones((2, 3), float if rank else int))
     with pytest.raises(CollectiveMismatchError):
@@ -186,14 +213,56 @@ def test_integers_need_nothing_and_wrong_calls_are_errors_on_all_ranks(rank):
     dist.barrier()
 
 
+@pytest.mark.ranks(2)
+def test_a_sum_of_zeros_has_one_sign_however_the_parts_are_placed(rank):
+    parts = np.array([[-0.0, 1.0], [-0.0, 2.0**-60], [-0.0, 2.0**-120]])
+    for cut in range(4):
+        got = dist.functional.reproducible_sum(np.split(parts, [cut])[rank])
+        assert got.tobytes() == np.array([-0.0, 1.0]).tobytes()
+    assert dist.functional.reproducible_sum(parts[:0]).tobytes() == np.zeros(2).tobytes()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_blocks_and_streams(rank):
+    x, y = np.full(2, 1.0 + rank), np.full(2, 2.0)
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    assert (x.tolist(), y.tolist()) == ([3, 3], [4, 4])
+    with pytest.raises(ArgumentTypeError, match="reproducible"), dist._coalescing_manager():
+        dist.all_reduce(x, reproducible=True)
+    refused = pytest.raises(InvalidArgumentError, match="reproducible_sum in a coalescing block")
+    with refused, dist._coalescing_manager():
+        dist.functional.reproducible_sum(np.ones((1, 2)))
+    for how in ({"reproducible": True}, {"op": np.fmin}):
+        refused = pytest.raises(UnsupportedError, match="all_reduce of this kind takes no stream")
+        with dist.stream(dist.Stream()), refused:
+            dist.all_reduce(x, **how)
+    with dist.stream(dist.Stream()), pytest.raises(UnsupportedError, match="not in a stream"):
+        dist.functional.reproducible_sum(np.ones((1, 2)))
+    dist.barrier()
+    assert x.tolist() == [3, 3]
+
+
+@pytest.mark.ranks(2)
+def test_hooks_see_one_call(rank):
+    seen: list[str] = []
+    pg = dist.new_group()
+    pg.register_pre_hook(1, lambda call: seen.append(call.name.name))
+    dist.all_reduce(np.ones(9000), group=pg, reproducible=True)
+    dist.functional.reproducible_sum(np.ones((3, 2)), pg)
+    assert len(seen) == 2
+    assert seen[0] == "ALLREDUCE"
+
+
 @pytest.mark.ranks(3, kind="processes")
 def test_an_error_between_the_exchanges_is_one_on_all_ranks(rank, monkeypatch):
-    def without_memory(parts, name):
+    def without_memory(*arguments):
         raise MemoryError("no room")
 
     x = np.ones(20_000)
     if rank == 1:
-        monkeypatch.setattr(reductions, "exact_sum", without_memory)
+        monkeypatch.setattr(exact_exchange, "exact_sum", without_memory)
     with pytest.raises(MemoryError if rank == 1 else CollectiveMismatchError, match="no room"):
         dist.all_reduce(x, reproducible=True)
     monkeypatch.undo()

@@ -47,7 +47,7 @@ _LINES = 40
 _numbers = itertools.count(1)
 
 
-class _Step(NamedTuple):
+class _PacketStep(NamedTuple):
     """A packet that this rank sends or gets.
 
     Attributes:
@@ -80,8 +80,8 @@ class _Packets(NamedTuple):
     """
 
     windows: list[Window]
-    steps: list[_Step]
-    arriving: dict[tuple[int, bool], list[_Step]]
+    steps: list[_PacketStep]
+    arriving: dict[tuple[int, bool], list[_PacketStep]]
     tag: int
 
 
@@ -203,7 +203,7 @@ class ReshardPlan:
                 if into.dtype == out.dtype and array.flags.c_contiguous:
                     far, copies = [array.reshape(-1).view(np.uint8)] * _SLOTS, [[]] * _SLOTS
                     straight += [] if sends else [number]
-            self._packets.steps.append(_Step(number, sends, peer, copies, far, False))
+            self._packets.steps.append(_PacketStep(number, sends, peer, copies, far, False))
         return straight
 
     def _copies(
@@ -250,7 +250,7 @@ class ReshardPlan:
         try:
             for convert, into, out in self._local:
                 convert(into, out)
-            _Moves(group, self._packets, deadline).run()
+            _PacketMoves(group, self._packets, deadline).run()
         except BaseException as error:
             self._report(error, deadline)
             raise
@@ -303,7 +303,7 @@ class ReshardPlan:
         )
 
 
-class _Moves:
+class _PacketMoves:
     """One run of the packets of a rank."""
 
     def __init__(self, group: ProcessGroup, packets: _Packets, deadline: Deadline) -> None:
@@ -337,7 +337,7 @@ class _Moves:
             for _ in range(min(self._sent[peer], _SLOTS) + (peer in self._ends)):
                 self._wait(1, peer)
 
-    def _send(self, step: _Step) -> None:
+    def _send(self, step: _PacketStep) -> None:
         peer, number = step.peer, self._sent[step.peer]
         if not step.straight and number >= _SLOTS:
             self._wait(1, peer)
@@ -357,7 +357,7 @@ class _Moves:
         else:
             self._sent[peer] = number + 1
 
-    def _receive(self, step: _Step) -> None:
+    def _receive(self, step: _PacketStep) -> None:
         peer, key = step.peer, (step.peer, step.straight)
         if step.far:
             self._arriving[key].popleft().wait()
@@ -376,12 +376,12 @@ class _Moves:
         self._packets.windows[1].signal(peer)
         self._taken[peer] += 1
 
-    def _expect(self, step: _Step, slot: int) -> None:
+    def _expect(self, step: _PacketStep, slot: int) -> None:
         self._arriving[step.peer, step.straight].append(
             self._message("recv", step, 0 if step.straight else slot)
         )
 
-    def _message(self, call: str, step: _Step, slot: int) -> Work:
+    def _message(self, call: str, step: _PacketStep, slot: int) -> Work:
         words: Any = step.far[slot], step.peer, self._packets.tag + step.straight
         limit_s = self._deadline.remaining()
         started: Work = getattr(self._group, call)(*words, async_op=True, timeout=limit_s)

@@ -133,8 +133,8 @@ class _BlockRecorder:
         bound = signature(schema.check).bind(None, *arguments, **keywords)
         bound.apply_defaults()
         values, how = bound.arguments, dict(bound.arguments["how"])
-        for name in schema.check.__kwdefaults__ or ():
-            if values[name] is not None:
+        for name, default in (schema.check.__kwdefaults__ or {}).items():
+            if values[name] is not default:
                 how[name] = values[name]
         kind = schema.name
         if self._calls and self._calls[0].schema.name != kind:

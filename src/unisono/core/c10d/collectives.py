@@ -102,8 +102,9 @@ def all_reduce(
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
         accumulate: "float32" sums float16 and bfloat16 in float32, and rounds once.
-        reproducible: Round the exact sum once (SUM, AVG), so that the bits depend on nothing but
-            the contributions: not on their order, algorithm or hosts. See `reproducible_sum`.
+        reproducible: Round the exact sum once (SUM; AVG divides it), so that the bits depend on
+            the contributions only: not on their order, algorithm or hosts. See also
+            `functional.reproducible_sum`.
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
@@ -121,8 +122,9 @@ def all_reduce(
     """
     if (pg := _group(group, "all_reduce", how)) is None:
         return None
-    special = {"accumulate": accumulate, "reproducible": reproducible}
-    work = pg.all_reduce(tensor, op, async_op=async_op, **special, **how)
+    work = pg.all_reduce(
+        tensor, op, async_op=async_op, accumulate=accumulate, reproducible=reproducible, **how
+    )
     return work if async_op else None
 
 
@@ -175,8 +177,15 @@ def reduce(
     if (pg := _group(group, "reduce", how)) is None:
         return None
     root = root_of(pg, "reduce", dst, group_dst)
-    special = {"accumulate": accumulate, "reproducible": reproducible}
-    work = pg.reduce(tensor, root, op, async_op=async_op, **special, **how)
+    work = pg.reduce(
+        tensor,
+        root,
+        op,
+        async_op=async_op,
+        accumulate=accumulate,
+        reproducible=reproducible,
+        **how,
+    )
     return work if async_op else None
 
 
@@ -415,8 +424,9 @@ def reduce_scatter_tensor(
     """
     if (pg := _group(group, "reduce_scatter_tensor", how)) is None:
         return None
-    how["reproducible"] = reproducible
-    work = pg.reduce_scatter_tensor(output, input, op, async_op=async_op, **how)
+    work = pg.reduce_scatter_tensor(
+        output, input, op, async_op=async_op, reproducible=reproducible, **how
+    )
     return work if async_op else None
 
 

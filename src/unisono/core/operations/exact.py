@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.core.base.buffers import Array, view
+from unisono.core.base.buffers import Array
 from unisono.core.engines.kernels import narrow, widen
 
 # Elements that are added at once, so that all sums in between stay in the cache.
@@ -29,27 +29,28 @@ def sums_exactly(dtype_name: str) -> bool:
     return dtype_name in _KINDS
 
 
-def widened(array: Any) -> Array:
-    """Return an array or tensor [...] as float64 [..., 2 for a complex number], a copy."""
-    flat = view(array, write=False)
-    values = widen(flat.array) if flat.dtype.name == "bfloat16" else flat.array
-    real = values.view(values.real.dtype) if flat.dtype.kind == "c" else values
-    return real.astype(np.float64)
+def widened(flat: Array, dtype_name: str) -> Array:
+    """Return numbers [n], of bfloat16 their bits, as float64 [n], or [2n] of complex numbers."""
+    values = widen(flat) if dtype_name == "bfloat16" else flat
+    return values.view(values.real.dtype).astype(np.float64)
 
 
-def exact_sum(parts: Array, dtype_name: str) -> Array:
+def exact_sum(parts: Array, dtype_name: str, divisor: int = 1) -> Array:
     """Return the sum [n] of float64 parts [k, n], rounded once to a type; bfloat16 as its bits.
 
     The rounding is to nearest, ties to even. A sum of -0 alone is -0. A NaN, or infinities of both
-    signs, give NaN. A sum beyond the type's range gives infinity.
+    signs, give NaN. A sum beyond the type's range gives infinity. With a divisor, a narrow type's
+    quotient is rounded in float64 first, and a float64 sum is divided after its rounding.
 
-    Cost: some 20 operations on an element; about 0.5 us for one whose sum two floats cannot hold.
+    Cost: some 20 operations on an element. If two floats cannot hold its sum, 1 to 2 us per part.
     """
     name = {"complex64": "float32", "complex128": "float64"}.get(dtype_name, dtype_name)
     result = np.empty(parts.shape[1])
     with np.errstate(all="ignore"):
         for at in range(0, len(result), _BLOCK):
             result[at : at + _BLOCK] = _sum_block(parts[:, at : at + _BLOCK], name != "float64")
+        if divisor != 1:
+            result /= divisor
         if name == "float64":
             return result
         if name == "float32":
@@ -63,7 +64,8 @@ def exact_sum(parts: Array, dtype_name: str) -> Array:
 def split_exactly(parts: Array) -> list[Array]:
     """Return as few float64 arrays [n] as have the exact sum of the parts [k, n].
 
-    An element that is infinite or NaN is in the first one.
+    An element that is infinite or NaN is in the first one. Sums near the largest float64 take a row
+    for each multiple of it. The sum of no parts is 0.
     """
     most, rows = np.finfo(np.float64).max, list[Array]()
     with np.errstate(all="ignore"):
@@ -73,6 +75,8 @@ def split_exactly(parts: Array) -> list[Array]:
                 row = np.where(np.isfinite(rows[0]), row, 0.0)
                 if not row.any():
                     return rows
+                # The first one alone has the sign of a zero.
+                row = np.where(row == 0, -0.0, row)
             # The sum of finite parts may be beyond the range: then its other half follows.
             is_beyond = np.isinf(row) & np.isfinite(parts).all(axis=0)
             row = np.where(is_beyond, np.copysign(most, row), row)

@@ -8,25 +8,23 @@ pairs of ranks exchange their results instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dis import get_instructions
 from functools import lru_cache, partial, reduce
 from hashlib import blake2b
-from itertools import pairwise
-from math import prod
 from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import numpy as np
 
 from unisono.core.backends import Pending
-from unisono.core.base.buffers import Array, device_of, dtype_name_of, is_torch, view
+from unisono.core.base.buffers import device_of, dtype_name_of, is_torch, view
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.integers import as_flag
-from unisono.core.base.types import Function, RedOpType, ReduceOp, as_reduce_op, dtype_named
-from unisono.core.engines.kernels import divide
-from unisono.core.operations.exact import exact_sum, sums_exactly, widened
+from unisono.core.base.threads.streams import explicit_stream
+from unisono.core.base.types import Function, RedOpType, ReduceOp, as_reduce_op
+from unisono.core.operations.exact import sums_exactly
+from unisono.core.operations.exact_exchange import announcing, exact_over_ranks
 from unisono.core.operations.work import Work
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
@@ -43,10 +41,6 @@ _OF_NUMPY: dict[Any, str] = {
     np.timedelta64: "SUM MIN MAX",
     np.datetime64: "MIN MAX",
 }
-
-
-# Up to so many bytes of all ranks together, one exchange is faster than two of the parts.
-_GATHERED_BYTES = 1 << 15
 
 
 def empty(like: Any, *shape: int) -> Any:
@@ -202,11 +196,16 @@ def reduce_otherwise(
     """
     accumulate, is_exact = special
     if is_exact is not False and (is_exact := as_flag(is_exact, "reproducible")):
-        # The order of ranks is part of nothing: integers have one sum anyway.
-        is_exact = dtype_name_of(tensor)[:3] not in ("int", "uin", "boo")
+        is_exact = not _is_whole(tensor)  # integers have one sum in any order
     function = function_for(tensor, op) if accumulate is None and not is_exact else None
     if accumulate is None and function is None and not is_exact:
         return None
+    if explicit_stream() is not None:
+        raise UnsupportedError(
+            f"{name} of this kind takes no stream",
+            hint="functions, accumulate and reproducible read their arrays at once; call it "
+            "outside the block, after stream.synchronize()",
+        )
     with nullcontext() if group._hooks is None else group._hooks.parts():
         if is_exact:
             given = {**how, "accumulate": accumulate}
@@ -238,7 +237,7 @@ def reduce_by(
         if not hasattr(each, "shape"):
             raise ArgumentTypeError(f"{name} by a function takes arrays, got {type(each).__name__}")
     label = f"{name} by {getattr(function, '__name__', 'a function')}"
-    agreed = f"{label} {_digest_of(function)}"
+    agreed = f"{label} {_digest_of(function)}" + _to(group, root)
     mine, rank = copied(tensor), group.rank()
     if root in (-1, rank):
         output = _writable(output)
@@ -280,7 +279,7 @@ def _in_pairs(
     rounds = [targets for targets in rounds if targets]
     work = Work(Pending([mine], done=True), label, group)
     for number, targets in enumerate(rounds, 1):
-        with _announcing(group, label, is_last=number == len(rounds)):
+        with announcing(group, label, is_last=number == len(rounds)):
             to, sources = targets.get(rank), {target: source for source, target in targets.items()}
             source, flat = sources.get(rank), mine.reshape(-1)
             ins = [len(flat) if r == source else 0 for r in range(size)]
@@ -298,19 +297,6 @@ def _in_pairs(
             _check(label, result, mine)
             mine[...] = result
     return work, mine
-
-
-@contextmanager
-def _announcing(group: Any, label: str, *, is_last: bool) -> Iterator[None]:
-    """Report an error of the block to the other ranks, which wait in its exchange or the next."""
-    since = group.place()
-    try:
-        yield
-    except BaseException as error:
-        has_ended = is_last and group.place() > since
-        if not has_ended and not group.is_known_to_all(error, since):
-            group.refuse(label, error)
-        raise
 
 
 def _writable(array: Any) -> Any:
@@ -363,6 +349,18 @@ def reduce_wide(
     return work
 
 
+def _is_whole(array: Any) -> bool:
+    """Whether the elements are integers or booleans."""
+    on_host = device_of(array) == "cpu"
+    name = view(array, write=False, pack=False).dtype.name if on_host else dtype_name_of(array)
+    return name.startswith(("int", "uint", "bool"))
+
+
+def _to(group: Any, root: int) -> str:
+    """Return the words about a root that ranks must agree on."""
+    return f" to rank {group.ranks[root]}" if root >= 0 else ""
+
+
 def _reduce_exactly(
     group: Any, name: str, op: Any, output: Any, tensor: Any, how: Any, root: int
 ) -> Work:
@@ -371,12 +369,14 @@ def _reduce_exactly(
     Raises:
         UnsupportedError: The call is asynchronous, names an algorithm, a type to sum in or sizes
             of parts; or it is no sum of floats.
+        InvalidArgumentError: The output has another dtype, or is no part of the input.
     """
     for taken in ("async_op", "algorithm", "accumulate", "input_split_sizes"):
         if how.get(taken) not in (None, False):
             raise UnsupportedError(f"{name} with reproducible takes no {taken}")
     kind = as_reduce_op(op) if function_for(tensor, op) is None else None
-    dtype = dtype_name_of(tensor)
+    mine = view(tensor, write=False)
+    dtype = mine.dtype.name
     if kind is None or kind not in (ReduceOp.SUM, ReduceOp.AVG) or not sums_exactly(dtype):
         shown = getattr(kind or op, "name", type(op).__name__)
         raise UnsupportedError(
@@ -384,85 +384,23 @@ def _reduce_exactly(
             "bfloat16, float32, float64 and complex numbers",
             hint="MIN and MAX depend on the order only in the sign of zero and the bits of NaN",
         )
-    scatters = name.startswith("reduce_sc")
-    if root in (-1, group.rank()):
-        output = _writable(output)
-    label, limit = f"{name}, reproducible {kind.name}", how.get("timeout")
-    mine = copied(tensor).reshape(1, -1)
-    count, expected = prod(mine.shape), group.size() * prod(output.shape)
-    if scatters and count != expected:
+    scatters, size = name.startswith("reduce_sc"), group.size()
+    made = view(output, write=True, pack=False) if root in (-1, group.rank()) else None
+    if (
+        scatters
+        and made is not None
+        and (made.dtype.name, made.count * size) != (dtype, mine.count)
+    ):
         raise InvalidArgumentError(
-            f"{name}: the input has {count} elements, expected {expected}: "
-            "the output's for each rank"
+            f"{name}: the output is {made.dtype.name} of {made.count} elements, expected {dtype} "
+            f"of 1/{size} of the input's {mine.count}"
         )
-    work, result = exact_over_ranks(group, mine, label, limit, root=root, scatters=scatters)
-    if result is not None:
-        if kind == ReduceOp.AVG:
-            divide(result, dtype_named(dtype), group.size())
-        made = empty(output, len(result))
-        view(made, write=True).array[:] = result
-        output[...] = made.reshape(output.shape)
-    return work
-
-
-def exact_over_ranks(
-    group: Any,
-    rows: Any,
-    label: str,
-    timeout: Any,
-    *,
-    root: int = -1,
-    scatters: bool = False,
-    dtype: str | None = None,
-) -> tuple[Work, Array | None]:
-    """Return the exact sum over all ranks and rows, rounded once to a type: [n].
-
-    Args:
-        group: The group.
-        rows: [k, n] floats, an array or tensor; equal k and n on all ranks.
-        label: Name of the call in errors; equal on all ranks.
-        timeout: Seconds for all exchanges; None for the group's.
-        root: Rank that gets the result; -1 for all. Other ranks get None.
-        scatters: Whether each rank gets its part of the result instead.
-        dtype: Name of the type; None for that of the rows.
-
-    Cost: up to 32 KiB of all ranks one all_gather; beyond it an all_to_all of the parts, and an
-        all_gather of the sums: 2(p-1)/p of the rows' bytes sent per rank.
-    """
-    rank, size, dtype = group.rank(), group.size(), dtype or dtype_name_of(rows)
-    due, (count, n) = Deadline(group.timeout_s if timeout is None else timeout), rows.shape
-
-    def summed(parts: Any) -> Array:
-        made = exact_sum(widened(parts).reshape(size * count, -1), dtype)
-        return made.view(dtype) if dtype.startswith("complex") else made
-
-    def exchange(output: Any, array: Any, outs: list[int], ins: list[int]) -> Work:
-        how = {"output_split_sizes": outs, "input_split_sizes": ins, "_label": label}
-        made: Work = group.all_to_all_single(output, array, timeout=due.remaining(), **how)
-        return made
-
-    if not scatters and size * rows.nbytes <= _GATHERED_BYTES:
-        parts = empty(rows, size * count, n)
-        how = {"timeout": due.remaining(), "_label": label}
-        work: Work = group.all_gather_into_tensor(parts, rows, **how)
-        return work, summed(parts) if root in (-1, rank) else None
-    starts = [n * r // size for r in range(size + 1)]
-    own = [end - begin for begin, end in pairwise(starts)]
-    with _announcing(group, label, is_last=scatters):
-        if count > 1:
-            rows = np.concatenate([each.reshape(-1) for each in np.split(rows, starts[1:-1], 1)])
-        parts = empty(rows, size * count * own[rank])
-        mine, given = count * own[rank], [count * each for each in own]
-        work = exchange(parts, rows.reshape(-1), [mine] * size, given)
-        part = summed(parts)
-    if scatters:
-        return work, part
-    with _announcing(group, label, is_last=True):
-        if root < 0:
-            result = np.empty(n, part.dtype)
-            how = {"timeout": due.remaining(), "_label": label, "output_split_sizes": own}
-            return group.all_gather_into_tensor(result, part, **how), result
-        result = np.empty(n if rank == root else 0, part.dtype)
-        ins = [own[rank] if r == root else 0 for r in range(size)]
-        work = exchange(result, part, own if rank == root else [0] * size, ins)
-    return work, result if rank == root else None
+    shape = "" if scatters else list(mine.shape)
+    label = f"{name}, reproducible {kind.name} of {dtype}{shape}{_to(group, root)}"
+    divisor = size if kind == ReduceOp.AVG else 1
+    how = {"timeout": how.get("timeout"), "root": root, "scatters": scatters, "divisor": divisor}
+    result = exact_over_ranks(group, mine.array.reshape(1, -1), (dtype, dtype), label, **how)
+    if made is not None and result is not None:
+        made.array[:] = result
+        made.unpack()
+    return Work(Pending([output], done=True), name, group)

@@ -200,7 +200,8 @@ class OutputReader:
         self._tick = tick
         self._last = last
         # Epoll may miss what was just written to a terminal, and `close` would leave it unread.
-        self._selector = selectors.PollSelector() if IS_LINUX else selectors.DefaultSelector()
+        made = getattr(selectors, "PollSelector" if IS_LINUX else "DefaultSelector")
+        self._selector: selectors.BaseSelector = made()
         self._streams: set[WorkerStream] = set()
         # Only the thread uses the selector. Other threads put functions here and wake it.
         self._tasks: deque[Callable[[], object]] = deque()
