@@ -264,7 +264,7 @@ def test_gather_into_tensor_stacks_or_concatenates(rank):
     assert z.tolist() == ([1.0, 2.0] if rank == 0 else [0.0, 0.0])
     # What only rank 1 does wrong, and its error; rank 0 gets a report of it.
     for arguments, how, error, text in (
-        ((z,), {}, ArgumentTypeError, "missing argument input"),
+        ((z,), {}, ArgumentTypeError, ": missing argument input"),
         ((z, x), {"wrong": 1}, TypeError, "wrong"),
         ((z, x, dist.BarrierOptions()), {}, ArgumentTypeError, "have no rootRank"),
         ((z, x, 5), {}, InvalidArgumentError, "root"),
