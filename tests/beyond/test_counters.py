@@ -1,5 +1,8 @@
 """Counters and locks over a group: each value once, each rank in turn, errors that name ranks."""
 
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -276,6 +279,148 @@ def test_an_offer_is_taken_back_from_a_rank_that_has_given_up():
     assert memory.tolist() == [3, 0, 0, 0, 0]
 
 
+class _Cut:
+    """An object whose call number `at` raises KeyboardInterrupt, before or after it is made."""
+
+    def __init__(self, inner, at, after):
+        self._inner, self.left, self._after = inner, at, after
+
+    def __getattr__(self, name):
+        value = getattr(self._inner, name)
+
+        def call(*arguments):
+            self.left -= 1
+            if self.left == 0 and not self._after:
+                raise KeyboardInterrupt
+            result = value(*arguments)
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+@NAMES
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("gives_up", [False, True])
+@pytest.mark.parametrize("has_gone", [False, True])
+@pytest.mark.ranks(1)
+def test_an_interrupt_anywhere_in_a_release_loses_no_turn(rank, name, after, gives_up, has_gone):
+    at, left = 1, 0
+    while left <= 0:
+        if name is None:
+            memory = np.zeros(5, np.int64)
+            part = WindowPart(np.zeros((3, 64), np.uint8), memory, dtype_of_numpy(memory.dtype))
+            cut = _Cut(part, -1, after)
+            cells = [counters._Cells(me, 3, part if me else cut) for me in range(3)]
+            turns = [counters._MemoryTurn(each) for each in cells]
+        else:
+            store = dist.HashStore()
+            cut = _Cut(store, -1, after)
+            turns = [counters._StoreTurn(store if me else cut, me) for me in range(3)]
+        for turn in turns:
+            turn.ask()
+        assert turns[0].wait(0)
+        if has_gone:
+            turns[1].give_up()
+        lock = dist.Lock(name="a")
+        lock._user["turn"], cut.left = turns[0], at
+        with contextlib.suppress(KeyboardInterrupt):
+            lock._leave(turns[0], turns[0].give_up if gives_up else turns[0].pass_on)
+        left, at = cut.left, at + 1
+        for me in (2,) if has_gone else (1, 2):
+            assert turns[me].wait(0), at
+            assert turns[me].holder()[0] == me
+            turns[me].pass_on()
+    assert at > 5
+
+
+@NAMES
+@pytest.mark.ranks(2)
+def test_an_object_serves_one_thread_at_a_time(rank, name):
+    lock = dist.Lock(name=name)
+    if rank == 0:
+        lock.acquire()
+    dist.barrier()
+    if rank == 1:
+        pool = ThreadPoolExecutor(1)
+        waiting = pool.submit(lock.acquire, timeout=20)
+        assert wait_until(lambda: asked(lock) == 2)
+        with fails(UsageError, f"acquire: this rank waits for {lock!r} already"):
+            lock.acquire(timeout=0.01)
+        with fails(UsageError, "release: this rank does not hold Lock"):
+            lock.release()
+    dist.barrier()
+    if rank == 0:
+        lock.release()
+    else:
+        waiting.result()
+        pool.shutdown()
+        with fails(UsageError, f"acquire: this rank holds {lock!r} already"):
+            lock.acquire(timeout=0.01)
+        lock.release()
+    dist.barrier()
+    with lock:
+        pass
+
+
+@NAMES
+@pytest.mark.ranks(2, kind="processes")
+def test_a_fork_of_a_rank_cannot_use_its_lock(rank, name):
+    lock = dist.Lock(name=name)
+    if rank == 0:
+        lock.acquire()
+        if (child := os.fork()) == 0:
+            done = 1
+            try:
+                for call in lock.acquire, lock.release:
+                    with fails(ClosedError, "which belongs to the parent of this fork"):
+                        call()
+                done = 0
+            finally:
+                os._exit(done)
+        assert os.waitpid(child, 0)[1] == 0
+    dist.barrier()
+    if rank == 1:
+        with fails(CollectiveTimeoutError, "rank 0 holds it"):
+            lock.acquire(timeout=0.05)
+    dist.barrier()
+    if rank == 0:
+        lock.release()
+    dist.barrier()
+
+
+@NAMES
+@pytest.mark.ranks(2)
+def test_a_thread_that_waits_as_the_group_is_destroyed_says_so(rank, name):
+    pair = dist.new_group([0, 1])
+    lock = dist.Lock(pair, name)
+    if rank == 0:
+        lock.acquire()
+    dist.barrier()
+    if rank == 1:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(lock.acquire, timeout=5)
+            assert wait_until(lambda: asked(lock) == 2)
+            dist.destroy_process_group(pair)
+            with fails(ClosedError, f"{lock!r}, which was destroyed"):
+                waiting.result()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_ranks_that_disagreed_make_the_same_counter_next(rank, monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    with fails(CollectiveMismatchError):
+        dist.Counter() if rank == 0 else dist.barrier()
+    for make in partial(dist.Counter, start="a"), partial(dist.Lock, name=3):
+        kind = make.func.__name__
+        error = ArgumentTypeError if rank == 0 else CollectiveMismatchError
+        with fails(error, "must be"):
+            make() if rank == 0 else make.func()
+    assert gathered([dist.Counter().fetch_add()]) == [0, 1], kind
+
+
 @pytest.mark.ranks(2, kind="threads")
 def test_wrong_use_is_an_error(rank):
     with fails(ArgumentTypeError, "Counter: name must be str, got int"):
@@ -301,5 +446,5 @@ def test_wrong_use_is_an_error(rank):
         lock.acquire()
     counter = dist.Counter()
     dist.destroy_process_group()
-    with fails(ClosedError, "Counter 1 of group 'default', which was destroyed"):
+    with fails(ClosedError, "Counter 0 of group 'default', which was destroyed"):
         counter.fetch_add()

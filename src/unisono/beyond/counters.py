@@ -7,12 +7,16 @@ are in shared memory if the group has one host and C++.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from unisono.beyond.windows.memory import shared_part
 from unisono.core.base.deadline import Deadline, Timeout
+from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.groups.world import require_group
 from unisono.core.platform.machine import usable_cores
 from unisono.core.stores import PrefixStore, Store
@@ -26,6 +30,7 @@ from unisono.errors import (
     PeerLostError,
     StoreKeyError,
     StoreTimeoutError,
+    UnisonoError,
     UsageError,
 )
 
@@ -68,22 +73,30 @@ class _Cells:
 class _Named:
     """Keys in the store of a group that its members find by a name, or cells without a name."""
 
-    def __init__(self, group: Any, name: str | None, settings: str, cells: int = 1) -> None:
+    def __init__(self, group: Any, name: str | None, start: int | None, cells: int = 1) -> None:
         self._group = pg = require_group(group)
-        kind = type(self).__name__
-        if name is not None and not isinstance(name, str):
-            raise ArgumentTypeError(f"{kind}: name must be str, got {type(name).__name__}")
+        kind, settings = type(self).__name__, ""
+        alone = isinstance(name, str)
+        with contextlib.nullcontext() if alone else reporting_bad_arguments(pg, kind):
+            if name is not None and not alone:
+                raise ArgumentTypeError(f"{kind}: name must be str, got {type(name).__name__}")
+            if start is not None:
+                self._start = check_integer(start, "start")
+                settings = f"start={self._start}"
         self.name: str | int = name if name is not None else pg.counts[kind]
         self._cells: _Cells | None = None
         if name is None:
-            pg.counts[kind] += 1
             pg.agree(f"{kind}({settings})")
+            pg.counts[kind] += 1  # not before: after a mismatch the ranks would count differently
             if (part := shared_part(pg, kind, cells)) is not None:
                 self._cells = _Cells(pg.rank(), pg.size(), part)
 
-    def _check_open(self) -> None:
-        if not self._group.backends:
+    def _check_open(self) -> Any:
+        """Return the first backend of the group."""
+        backends = [*self._group.backends.values()]
+        if not backends:
             raise ClosedError(f"{self!r}, which was destroyed")
+        return backends[0]
 
     @property
     def _store(self) -> Store:
@@ -102,8 +115,7 @@ class Counter(_Named):
         while (task := tasks.fetch_add()) < 100:
             work_on(task)
 
-    All counters of a group with the same name are the same counter. The ranks are served in the
-    order in which their requests reach the store. A new group has no counters.
+    All counters of a group with the same name are the same counter. A new group has no counters.
 
     Args:
         group: The default group if None.
@@ -123,8 +135,7 @@ class Counter(_Named):
     """
 
     def __init__(self, group: Any = None, name: str | None = None, start: int = 0) -> None:
-        self._start = check_integer(start, "start")
-        super().__init__(group, name, f"start={self._start}")
+        super().__init__(group, name, start)
         if self._cells is not None:
             return
         mine = str(self._start)
@@ -158,11 +169,12 @@ class Lock(_Named):
             append_to_file()
 
     All locks of a group with the same name are the same lock. The ranks get it in the order in
-    which their requests reach the store. A Lock object serves one thread; other threads of the rank
-    need an object of their own.
+    which they ask. A Lock object serves one thread; other threads of the rank need an object of
+    their own, of the same name. A lock without a name thus serves one thread of each rank.
 
     If a rank is lost while it holds the lock, or waits for it, the lock is never free again. The
-    other ranks raise PeerLostError, because the lost rank may have left its work undone.
+    other ranks raise PeerLostError, because the lost rank may have left its work undone. If Ctrl-C
+    cuts short the request for a lock with a name, they may time out.
 
     Args:
         group: The default group if None.
@@ -176,8 +188,11 @@ class Lock(_Named):
 
     def __init__(self, group: Any = None, name: str | None = None) -> None:
         pg = require_group(group)
-        super().__init__(pg, name, "", cells=_ASKS + pg.size())
-        self._turn: _StoreTurn | _MemoryTurn | None = None
+        super().__init__(pg, name, None, cells=_ASKS + pg.size())
+        self._pid = os.getpid()
+        # The turn for which a thread waits, or which it has. An entry is set by one atomic
+        # `setdefault`, so that an interrupt leaves no doubt whose it is.
+        self._user: dict[str, _StoreTurn | _MemoryTurn] = {}
 
     def acquire(self, timeout: Timeout | None = None) -> None:
         """Wait until all ranks that asked before have released the lock, and take it.
@@ -189,52 +204,72 @@ class Lock(_Named):
             CollectiveTimeoutError: The lock was not free in time; names the rank that holds it.
             PeerLostError: The rank whose turn it is has ended, or has left the default group. If it
                 destroyed only a sub-group, the call times out and names it.
-            UsageError: This object holds the lock already.
-            ClosedError: The group was destroyed.
+            UsageError: This object holds the lock already, or another thread waits with it.
+            ClosedError: The group was destroyed, or this process is a fork of the rank.
         """
         deadline = Deadline(self._group.timeout_s if timeout is None else timeout)
-        if self._turn is not None:
-            raise UsageError(
-                f"acquire: this rank holds {self!r} already",
-                hint="give each thread a Lock object of its own",
-            )
-        self._check_open()
+        self._check_own()
         turn: _StoreTurn | _MemoryTurn
         if self._cells is not None:
             turn = _MemoryTurn(self._cells)
         else:
             turn = _StoreTurn(self._store, self._group.rank())
         try:
+            if (user := self._user.setdefault("turn", turn)) is not turn:
+                doing = "holds" if user.has_come else "waits for"
+                raise UsageError(
+                    f"acquire: this rank {doing} {self!r} already",
+                    hint="give each thread a Lock object of its own, of the same name",
+                )
             turn.ask()
             while not turn.wait(deadline.remaining()):
                 self._check_holder(turn, deadline)
+            turn.has_come = True
         except BaseException:
-            turn.give_up()
+            self._leave(turn, turn.give_up)
             raise
-        self._turn = turn
 
     def release(self) -> None:
         """Pass the lock on to the rank that has waited longest.
 
         Raises:
             UsageError: This object does not hold the lock.
-            ClosedError: The group was destroyed.
+            ClosedError: The group was destroyed, or this process is a fork of the rank.
         """
-        if self._turn is None:
+        turn = self._user.get("turn")
+        if turn is None or not turn.has_come:
             raise UsageError(f"release: this rank does not hold {self!r}")
-        turn, self._turn = self._turn, None
+        self._check_own()
+        self._leave(turn, turn.pass_on)
+
+    def _check_own(self) -> None:
         self._check_open()
-        turn.pass_on()
+        if os.getpid() != self._pid:
+            raise ClosedError(f"{self!r}, which belongs to the parent of this fork")
+
+    def _leave(self, turn: _StoreTurn | _MemoryTurn, step: Callable[[], None]) -> None:
+        """Take the last step of a turn. What cuts it short, such as Ctrl-C, comes after it."""
+        if self._user.get("turn") is not turn:
+            return
+        try:
+            step()
+        except UnisonoError:
+            raise
+        except BaseException:
+            step()
+            raise
+        finally:
+            self._user.pop("turn", None)
 
     def _check_holder(self, turn: _StoreTurn | _MemoryTurn, deadline: Deadline) -> None:
         """Raise an error if the time is over, or if the rank that has its turn is lost."""
-        pg = self._group
+        pg, backend = self._group, self._check_open()
         me, (rank, holder), reason = pg.ranks[pg.rank()], turn.holder(), None
         peers: tuple[int, ...] = ()
         if rank >= 0:
             peers = (pg.ranks[rank],)
             holder = f"rank {peers[0]}"
-            reason = next(iter(pg.backends.values())).lost(rank)
+            reason = backend.lost(rank)
             if reason is not None and turn.holder()[0] != rank:
                 return  # it has passed the lock on before it left
         context = Context(rank=me, group=pg.name, op="acquire", peers=peers, usable=True)
@@ -243,7 +278,7 @@ class Lock(_Named):
                 f"acquire of {self!r} failed on rank {me}: {holder}, whose turn it is, was lost: "
                 f"{reason}",
                 context=context,
-                hint="this lock stays taken; other ranks can go on with a lock of another name",
+                hint="this lock stays taken; other ranks can go on with another lock",
             )
         if deadline.expired():
             raise CollectiveTimeoutError(
@@ -262,11 +297,13 @@ class Lock(_Named):
 class _StoreTurn:
     """The turn of a rank at a lock in a store: the ranks draw tickets."""
 
+    has_come = False
+
     def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self._ticket = store.add("next", 1) - 1
+        self._store, self._rank, self._ticket = store, rank, -1
 
     def ask(self) -> None:
+        self._ticket = self._store.add("next", 1) - 1
         self._store.set(f"rank/{self._ticket}", str(self._rank))
 
     def wait(self, limit_s: float) -> bool:
@@ -288,20 +325,37 @@ class _StoreTurn:
 
     def give_up(self) -> None:
         ticket, store = self._ticket, self._store
-        if not ticket or store.compare_set(f"turn/{ticket}", "", "gone") != b"gone":
-            self.pass_on()  # the turn has come meanwhile
+        if ticket < 0:
+            return
+        if (
+            self.has_come
+            or not ticket
+            or store.compare_set(f"turn/{ticket}", "", "gone") != b"gone"
+        ):
+            self.has_come = True  # meanwhile
+            self.pass_on()
 
     def pass_on(self) -> None:
-        """Give the turn to the first later ticket whose rank has not given up."""
-        given, ticket, store = b"", self._ticket, self._store
+        """Give the turn to the first later ticket whose rank has not given up.
+
+        Each step may be done twice, so that the call can be made again if it was cut short.
+        """
+        given, store = b"", self._store
         while given != b"given":
+            ticket = self._ticket
             given = store.compare_set(f"turn/{ticket + 1}", "", "given")
-            # A sum, because the next rank may pass the lock on before this line.
-            store.add("serving", 1)
+            self._serve(ticket + 1)
             store.delete_key(f"turn/{ticket}")
             # Last: if this rank is killed here, the other ranks can still name it.
             store.delete_key(f"rank/{ticket}")
-            ticket += 1
+            if given == b"gone":
+                self._ticket = ticket + 1
+
+    def _serve(self, ticket: int) -> None:
+        """Set the ticket whose turn it is, unless a later rank was here before this one."""
+        before, after = str(ticket - 1), str(ticket)
+        while int(found := self._store.compare_set("serving", before, after).decode()) < ticket:
+            before = "" if found == before else found  # the same: there is no value yet
 
 
 # Cells of a lock: how many tickets were drawn; whose turn it is; and for each rank the ticket with
@@ -312,6 +366,8 @@ _DRAWN, _TURN, _ASKS = 0, 1, 2
 
 class _MemoryTurn:
     """The turn of a rank at a lock in shared memory."""
+
+    has_come = False
 
     def __init__(self, cells: _Cells) -> None:
         self._cells, self._mine = cells, cells.me + 1
@@ -352,27 +408,31 @@ class _MemoryTurn:
             self.pass_on()  # the turn has come meanwhile
 
     def pass_on(self) -> None:
-        """Offer the turn, which this rank has taken, to the rank with the lowest ticket."""
+        """Offer the turn, which this rank has taken, to the rank with the lowest ticket.
+
+        The call can be made again if it was cut short.
+        """
         cells, held = self._cells, -self._mine
         while True:
-            asks = [(ticket, rank) for rank, ticket in enumerate(self._asks()) if ticket]
+            turn, *tickets = cells.read(_TURN, 1 + cells.size)
+            if turn > 0 and not tickets[turn - 1]:
+                cells.swap(_TURN, turn, held)  # this call, cut short, did not take it back
+            asks = [(ticket, rank) for rank, ticket in enumerate(tickets) if ticket]
             if not asks:
                 cells.swap(_TURN, held, 0)
                 # A rank that has asked meanwhile has seen that the turn was taken.
-                if not any(self._asks()) or not cells.swap(_TURN, 0, held):
+                if not any(cells.read(_ASKS, cells.size)) or not cells.swap(_TURN, 0, held):
                     return
                 continue
             ticket, rank = min(asks)
             cells.swap(_TURN, held, rank + 1)
             cells.part.signal(rank)
-            # A rank that has given up meanwhile does not take it.
-            is_asking = cells.read(_ASKS + rank)[0] == ticket
+            # A rank that has given up meanwhile does not take it. Exchanged, not read: a read may
+            # come before the offer.
+            is_asking = cells.swap(_ASKS + rank, ticket, ticket)
             if is_asking or not cells.swap(_TURN, rank + 1, held):
                 return
 
     def _set_ask(self, ticket: int) -> None:
         at = _ASKS + self._cells.me
         self._cells.swap(at, self._cells.read(at)[0], ticket)
-
-    def _asks(self) -> list[int]:
-        return self._cells.read(_ASKS, self._cells.size)

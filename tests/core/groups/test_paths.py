@@ -258,6 +258,21 @@ def test_gather_into_tensor_stacks_or_concatenates(rank):
         with pytest.raises(kind, match=text):
             group.gather_single(wrong, np.ones(6)).wait()
     dist.barrier()
+    # The function and the method are the same call.
+    z, x = np.zeros(2), np.full(1, rank + 1.0)
+    dist.gather_single(z, x) if rank == 0 else group.gather_single(z, x).wait()
+    assert z.tolist() == ([1.0, 2.0] if rank == 0 else [0.0, 0.0])
+    # What only rank 1 does wrong, and its error; rank 0 gets a report of it.
+    for arguments, how, error, text in (
+        ((z,), {}, ArgumentTypeError, ": missing argument input"),
+        ((z, x), {"wrong": 1}, TypeError, "wrong"),
+        ((z, x, dist.BarrierOptions()), {}, ArgumentTypeError, "have no rootRank"),
+        ((z, x, 5), {}, InvalidArgumentError, "root"),
+        ((z, x), {"opts": 5}, ArgumentTypeError, "the options of gather have no asyncOp"),
+    ):
+        with pytest.raises(error if rank else CollectiveMismatchError, match=text):
+            group.gather_single(*(arguments if rank else (z, x)), **(how if rank else {})).wait()
+    dist.barrier()
 
 
 # ---- loops of different length -----------------------------------------------------------------

@@ -198,15 +198,16 @@ def read_c10d_form(schema: OpSchema, arguments: tuple[Any, ...], how: dict[str, 
             if keyword in how and name not in given:
                 given[name] = how.pop(keyword)
     given |= how
-    given.setdefault("async_op", True if opts is None else opts.asyncOp)
     if opts is None:
+        given.setdefault("async_op", True)
         return C10dCall(schema, given)
-    for name in settings:
-        if not hasattr(opts, FIELDS[name]):
+    for named in ("asyncOp", "timeout", *(FIELDS[name] for name in settings)):
+        if not hasattr(opts, named):
             raise ArgumentTypeError(
-                f"the options of {schema.name} have no {FIELDS[name]}: {type(opts).__name__}"
+                f"the options of {schema.name} have no {named}: {type(opts).__name__}"
             )
-        given[name] = getattr(opts, FIELDS[name])
+    given.setdefault("async_op", opts.asyncOp)
+    given |= {name: getattr(opts, FIELDS[name]) for name in settings}
     given["timeout"] = None if opts.timeout == GROUP_DEFAULT else opts.timeout
     return C10dCall(schema, given, getattr(opts, "rootTensor", 0))
 
@@ -248,13 +249,18 @@ def refusing(group: Any, schema: OpSchema, arguments: Sequence[Any]) -> Iterator
         raise
 
 
-def gather_rows(group: Any, output: Any, input: Any, opts: Any = None) -> Work:
+def gather_rows(group: Any, *arguments: Any, **how: Any) -> Work:
     """`unisono.gather_into_tensor` in c10d's form; asynchronous unless `asyncOp` is False."""
-    options = GatherOptions() if opts is None else opts
-    with refusing(group, OPS["gather"], (output, input)):
-        is_root = options.rootRank == group.rank()
-        outputs = [rows_of(output, group.size())] if is_root else []
-    work: Work = group.gather(outputs, [input], options)
+    schema, label = OPS["gather"], "gather_into_tensor"
+    with refusing(group, schema._replace(name=label), arguments):
+        names = {"output": "outputs", "input": "tensor"}
+        given = {names.get(name, name): value for name, value in how.items()}
+        given = read_c10d_form(schema, arguments, given).given
+        if missing := [name for name, its in names.items() if its not in given]:
+            raise ArgumentTypeError(f"{label}: missing argument {missing[0]}")
+        is_root = given.get("root", 0) == group.rank()
+        given["outputs"] = rows_of(given["outputs"], group.size()) if is_root else []
+    work: Work = group._call(schema, (), given | {"_label": label})
     return work
 
 
