@@ -126,6 +126,7 @@ def test_a_wait_for_what_has_ended_is_recorded(rank, engine):
 
     for made in (
         lambda future: future, lambda future: future.then(lambda f: f.value()),
+        lambda future: future.then(lambda f: f.wait()),
         lambda future: dist.collect_all([future]),
     ):  # fmt: skip
         future = made(dist.all_reduce(x, group=group, async_op=True).get_future())
