@@ -345,7 +345,8 @@ SCALE = tool("scale", "benchmarks")
     ],
 )
 def test_machines_predict_published_measurements(figure):
-    assert SCALE.predicted(figure) == pytest.approx(figure.published, rel=0.1)
+    off = abs(SCALE.predicted(figure) / figure.published - 1)
+    assert 0.1 * figure.missed <= off < 0.1 * (1 + 1.5 * figure.missed)
 
 
 def test_machines_whose_switches_reduce(capsys, tmp_path):

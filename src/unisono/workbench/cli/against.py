@@ -73,19 +73,16 @@ def causes(
     cards = values["interfaces"]
     while cards > 1:
         cards //= 2
-        variants[f"{cards} of {values['interfaces']} interfaces in use"] = (
-            lambda _, number=cards: {"interfaces": number}
-        )  # fmt: skip
-    variants["messages inside hosts at 25 GB/s: PCIe, no NVLink"] = lambda _: {
-        "inside_gbps": 25.0, "inside_efficiency": 1.0, "nvls": False
-    }  # fmt: skip
+        variants[f"{cards} of {values['interfaces']} interfaces in use"] = _sets(interfaces=cards)
+    variants["messages inside hosts at 25 GB/s: PCIe, no NVLink"] = _sets(
+        inside_gbps=25.0, inside_efficiency=1.0, nvls=False
+    )
     if values["nvls"]:
-        variants["no reductions in switches (NCCL_NVLS_ENABLE=0)"] = lambda _: {"nvls": False}
+        variants["no reductions in switches (NCCL_NVLS_ENABLE=0)"] = _sets(nvls=False)
     if values["channels"] > 1:
         # For reductions in switches NCCL's formula has a factor of channels - 1.
-        variants["1 channel (NCCL_MAX_NCHANNELS, NCCL_NTHREADS)"] = lambda _: {
-            "channels": 1, "nvls": False
-        }  # fmt: skip
+        one = _sets(channels=1, nvls=False)
+        variants["1 channel (NCCL_MAX_NCHANNELS, NCCL_NTHREADS)"] = one
     variants["interfaces at half of their bandwidth"] = lambda own: {"gbps": own["gbps"] / 2}
     variants["100 us more per message between hosts"] = lambda own: {
         "latency_us": own["latency_us"] + 100
@@ -95,3 +92,7 @@ def causes(
         us = predicted_us(Machine(net.name, values | changed(values), tables, {}))
         if us and abs(measured_us / us - 1) < 0.15:
             yield f"{text}: {us:,.0f} us"
+
+
+def _sets(**values: Any) -> Callable[[Values], Values]:
+    return lambda _: values

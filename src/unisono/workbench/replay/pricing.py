@@ -52,11 +52,11 @@ class RecordedTimes:
             for call, then in zip(job.calls, self._begins, strict=True)
             if call.op == MESSAGE
         ]
-        free = max((call.nbytes for call, then in sends if _is_free(call, then)), default=-1)
+        largest = max((call.nbytes for call, at in sends if _is_free(call, at)), default=-1)
         # The least size of the sends that waited for a receiver which came later. One that others
         # of its size did without only happened to end after the receiver had asked.
         self._waits_from = min(
-            (call.nbytes for call, then in sends if _outlasts(call, then) and call.nbytes > free),
+            (call.nbytes for call, at in sends if _outlasts(call, at) and call.nbytes > largest),
             default=math.inf,
         )
 
