@@ -126,6 +126,7 @@ def test_a_wait_for_what_has_ended_is_recorded(rank, engine):
 
     for made in (
         lambda future: future, lambda future: future.then(lambda f: f.value()),
+        lambda future: future.then(lambda f: f.wait()),
         lambda future: dist.collect_all([future]),
     ):  # fmt: skip
         future = made(dist.all_reduce(x, group=group, async_op=True).get_future())
@@ -139,6 +140,27 @@ def test_a_wait_for_what_has_ended_is_recorded(rank, engine):
     work = dist.all_reduce(x, group=group, async_op=True)
     asyncio.run(awaited(work))
     assert times()[-1]
+
+
+@pytest.mark.ranks(2, kind="both")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_an_await_of_a_call_that_waits_for_its_stream_is_recorded(rank, engine):
+    group = dist.new_group(pg_options=CPUOptions(engine=engine))
+    stream, release = dist.Stream(), threading.Event()
+
+    async def run():
+        with dist.stream(stream):
+            stream.submit(release.wait, 60)
+            work = dist.all_reduce(np.ones(6), group=group, async_op=True)
+        task = asyncio.create_task(awaited(work))
+        await asyncio.sleep(0)
+        release.set()
+        # The loop does not go on here, so that the task does not see the end.
+        records = lambda: dist.trace_records(group)  # noqa: E731
+        assert wait_until(lambda: records() and records()[0].wait_begun_ns)
+        await task
+
+    asyncio.run(run())
 
 
 @pytest.mark.ranks(2)

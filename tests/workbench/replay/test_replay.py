@@ -233,19 +233,27 @@ def test_a_send_that_waited_for_its_receiver_waits_for_it_again(factor, end):
     assert play(early, RecordedTimes(early)).ends == [{0: 4, 1: end}]
 
 
-@pytest.mark.parametrize(("other", "end"), [(None, 7), (16, 7), (8, 22)])
-def test_a_send_whose_receiver_was_early_waits_if_one_of_its_size_has(other, end):
+@pytest.mark.parametrize(
+    ("others", "end"),
+    [
+        ({}, 7), ({16: 12}, 7), ({8: 12}, 22),
+        # A larger one did not wait, so that the smaller one overlapped by chance.
+        ({4: 12, 16: 9}, 7), ({4: 9, 8: 12}, 22),
+    ],
+)  # fmt: skip
+def test_a_send_whose_receiver_was_early_waits_if_one_as_large_or_smaller_has(others, end):
     """Recorded: the receive at 0, the send from 5 to 7. Now the receiver asks at 20."""
     send = JobCall("m", MESSAGE, 0, (0, 1), 8, begins_ps={0: 5, 1: 0}, ends_ps={0: 7, 1: 8})
     steps = [[JobStep(5, 0, True, True)], [JobStep(20, 0, True, True)]]
     calls = [send]
-    if other:
-        # A message of ranks 2 and 3 that waited.
-        calls.append(
-            JobCall("n", MESSAGE, 0, (2, 3), other, begins_ps={2: 0, 3: 10}, ends_ps={2: 12, 3: 12})
-        )
-        steps += [[JobStep(0, 1, True, True)], [JobStep(10, 1, True, True)]]
-    job = Job([JobGroup("g", (0, 1, 2, 3))], calls, steps, [0] * len(steps), [], [])
+    for size, ended in others.items():
+        # A message of two other ranks; one that ended at 12 waited for its receiver at 10.
+        ends = len(steps), len(steps) + 1
+        times = dict(zip(ends, (0, 10), strict=True)), dict(zip(ends, (ended, 12), strict=True))
+        steps += [[JobStep(at, len(calls), True, True)] for at in (0, 10)]
+        calls.append(JobCall("n", MESSAGE, 0, ends, size, begins_ps=times[0], ends_ps=times[1]))
+    ranks = tuple(range(len(steps)))
+    job = Job([JobGroup("g", ranks)], calls, steps, [0] * len(steps), [], [])
     assert play(job, RecordedTimes(job)).ends[0] == {0: end, 1: 23}
 
 

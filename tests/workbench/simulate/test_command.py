@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.tools import tool
 from unisono.errors import UnknownNameError
+from unisono.workbench.cli.against import causes
 from unisono.workbench.cli.main import main
 from unisono.workbench.cli.simulate import machine_of
 from unisono.workbench.cli.terminal import working
@@ -344,7 +345,8 @@ SCALE = tool("scale", "benchmarks")
     ],
 )
 def test_machines_predict_published_measurements(figure):
-    assert SCALE.predicted(figure) == pytest.approx(figure.published, rel=0.1)
+    off = abs(SCALE.predicted(figure) / figure.published - 1)
+    assert 0.1 * figure.missed <= off < 0.1 * (1 + 1.5 * figure.missed)
 
 
 def test_machines_whose_switches_reduce(capsys, tmp_path):
@@ -362,17 +364,51 @@ def test_machines_whose_switches_reduce(capsys, tmp_path):
         expected = " has no switches that reduce for them; nvls needs one host, nvls_tree"
         expected = " has switches that reduce, GOAL has none" if "--goal" in more else expected
         assert expected in capsys.readouterr().err
-    # What a ring sends, 2 (p-1)/p n, at 370.8 GB/s, and its latencies.
-    ranks = [f"#  Rank  {n} Group  0 Pid 1 on  node-a device  {n} [0x10] H100" for n in range(8)]
-    us = 1.1 * 1.75 * (64 << 20) / 370.8e3
-    ranks.append("# size count type redop root time")
-    lines = [*ranks, f"{64 << 20} {16 << 20} float sum -1 {us:.1f} 30.00 30.00 0 {us:.1f}"]
-    (tmp_path / "out.txt").write_text("\n".join(lines))
-    words = ("all_reduce", "--net", "dgx-h100", "--against", str(tmp_path / "out.txt"))
-    assert main(["simulate", *words]) == 0
-    out = capsys.readouterr().out
-    assert [row[-1] for row in table(out)] == ["nvls"]
-    assert "- no reductions in switches (NCCL_NVLS_ENABLE=0): 3" in out
+
+
+def measured_on(folder, hosts, nbytes, us):
+    """Write a file of nccl-tests of one time, 8 ranks per host; return its name."""
+    lines = [f"#  Rank  {n} Group  0 Pid 1 on  node-{n // 8} device  0" for n in range(8 * hosts)]
+    lines.append("# size count type redop root time")
+    lines.append(f"{nbytes} {nbytes // 4} float sum -1 {us:.1f} 30.00 30.00 0 {us:.1f}")
+    (folder / "out.txt").write_text("\n".join(lines))
+    return str(folder / "out.txt")
+
+
+def test_what_explains_a_gap_where_switches_reduce(capsys, tmp_path):
+    """Also if the switches are all that was asked for."""
+    off = "- no reductions in switches (NCCL_NVLS_ENABLE=0): "
+    late = "- 100 us more per message between hosts: "
+    nbytes = 1 << 21
+    ring = SCALE.predicted(SCALE.Figure("", "dgx-h100", 8, nbytes, "ring", 0, busbw=False))
+    for hosts, size, us, words, name, told in (
+        (1, nbytes, 1.1 * ring, (), "nvls", off),
+        (1, nbytes, 1.1 * ring, ("--algorithm", "ring,nvls"), "nvls", off),
+        (1, nbytes, 1.1 * ring, ("--algorithm", "nvls"), "nvls", "- nothing that is known here"),
+        # A machine has another latency for nvls_tree than for others.
+        (2, 1024, 266.8, ("--algorithm", "nvls_tree"), "nvls_tree", late),
+    ):
+        file = measured_on(tmp_path, hosts, size, us)
+        words = (*words, "--net", "dgx-h100", "--against", file)
+        assert main(["simulate", "all_reduce", *words]) == 0
+        out = capsys.readouterr().out
+        assert [row[-1] for row in table(out)] == [name]
+        assert told in out
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "gb200-nvl72"])
+def test_what_explains_a_gap_changes_what_algorithms_have_of_their_own(name):
+    net = machine_of(name)
+    tried = []
+    assert not list(causes(net, 1.0, lambda machine: tried.append(machine) or 0.0))
+    for machine in tried:
+        changed = {key for key in net.values if machine.values[key] != net.values[key]}
+        assert changed
+        for algorithm in ("nvls", "nvls_tree", "ring"):
+            own, before = machine.of(algorithm), net.of(algorithm)
+            assert changed == {key for key in own if own[key] != before[key]}
+    fewer = [m for m in tried if m.values["inside_gbps"] == 25 or m.values["channels"] == 1]
+    assert [m.reducing("all_reduce", 8) for m in fewer] == [(), ()]
 
 
 def test_a_refusal_is_printed_once(capsys):

@@ -313,6 +313,41 @@ def test_impossible_calls_are_refused():
         state._serve(np.arange(8), times, times * 0)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "network", "options"),
+    [
+        # A rank that stands for all, events, and stages.
+        (("all_reduce", "ring"), Switch(2048, LinkSpec(1000, 0.2)), {}),
+        (("all_reduce", "ring"), Switch(2048, LinkSpec(1000, 0.2)), {"contended": False}),
+        (("all_reduce", "ring"), Switch(2048, LinkSpec(1000, 0.2)), {"method": "stages"}),
+        (("reduce", "linear"), Switch(2048, LinkSpec(1000, 125)), {"method": "events"}),
+        (("reduce", "linear"), Switch(2048, LinkSpec(1000, 125)), {"method": "stages"}),
+    ],
+)
+def test_times_that_add_up_to_more_than_64_bits_are_refused(algorithm, network, options):
+    """Each message takes less than 10,000 s."""
+    root = 0 if algorithm[0] == "reduce" else -1
+    schedule = build(*algorithm, 2048, root)
+    with pytest.raises(InvalidArgumentError, match=r"simulate: times add up to .* at most 4000000"):
+        simulate(schedule, 1 << 50, network, itemsize=4, **options)
+
+
+def test_bytes_that_add_up_to_more_than_64_bits_are_right():
+    schedule = build("all_reduce", "one_shot", 128)
+    for method in ("events", "stages"):
+        result = simulate(schedule, 1 << 50, Switch(128, LinkSpec(1000, 125)), method=method)
+        assert result.nbytes == 128 * 127 << 50
+        # All send as fast as their links can.
+        assert result.last_us == pytest.approx(127 * 2**50 / 125e3, rel=1e-3)
+
+
+def test_passes_of_a_reduction_have_times_that_fit():
+    schedule, network = build("all_reduce", "ring", 4), Switch(4, LinkSpec(1000, 125))
+    costs = Costs(reduction=LinkSpec(0, 10.0), passes=10**9)
+    with pytest.raises(InvalidArgumentError, match=r"takes .* s on a link, expected at most 10000"):
+        simulate(schedule, 1 << 40, network, costs)
+
+
 def test_a_network_computes_the_same_for_messages_alone_and_on_links():
     for network in (Switch(6, LinkSpec(7, 3.0)), Hosts(6, 2, LinkSpec(5, 9.0), LinkSpec(11, 2.0))):
         source, target = np.divmod(np.arange(36), 6)

@@ -34,7 +34,7 @@ class StreamCall(Pending):
         stream: Does the earlier work.
     """
 
-    __slots__ = ("_begun", "_real", "gate", "stream")
+    __slots__ = ("_awaited", "_begun", "_real", "gate", "stream")
 
     def __init__(
         self, deadline: Deadline, runs_here: Callable[[StreamCall], bool], stream: Stream
@@ -44,11 +44,15 @@ class StreamCall(Pending):
         self.gate = Completion()
         self._begun = Completion()
         self._real: Pending | None = None
+        # Whether a caller waits that has only a callback.
+        self._awaited = False
 
     def begin(self, real: Pending) -> None:
         """End when `real`, the call that has begun, ends."""
         self._real = real
         self.outputs, self.recorded = real.outputs, real.recorded
+        if self._awaited:
+            real._note_wait()
         self._begun.finish()
         real.add_callback(self._ended)
 
@@ -66,6 +70,8 @@ class StreamCall(Pending):
             self._real.expire()
 
     def _note_wait(self) -> None:
+        # First, because another thread may just begin the call.
+        self._awaited = True
         if self._real is not None:
             self._real._note_wait()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from typing import Any, Protocol
 
 from unisono.core.backends import Pending
@@ -287,7 +287,7 @@ class Future:
         """
         limit = None if timeout is None else Deadline(timeout)
         if done := self.done():
-            for call in self._calls:
+            for call in () if _runs_callback() else self._calls:
                 _end_of(call)._note_wait()
         else:
             done = all(_end_of(call).wait_or_expire(limit) for call in self._calls)
@@ -325,7 +325,7 @@ class Future:
 
         def run(completion: Completion) -> None:
             try:
-                context.run(callback, self)
+                _called(context, callback, self)
             except BaseException as error:
                 if must_pass(error):
                     raise
@@ -343,7 +343,7 @@ class Future:
 
         def run(completion: Completion) -> None:
             try:
-                value = context.run(callback, self)
+                value = _called(context, callback, self)
             except BaseException as error:
                 result.set_exception(error)
                 if must_pass(error):
@@ -371,6 +371,23 @@ class Future:
             return "<Future pending>"
         error = self._completion.error
         return "<Future done>" if error is None else f"<Future failed: {error!r}>"
+
+
+_here = threading.local()
+
+
+def _runs_callback() -> bool:
+    """Return whether this thread runs a done-callback, whose waits are not its caller's."""
+    return getattr(_here, "runs_callback", False)
+
+
+def _called(context: Context, callback: Callable[[Future], Any], future: Future) -> Any:
+    outer = _runs_callback()
+    _here.runs_callback = True
+    try:
+        return context.run(callback, future)
+    finally:
+        _here.runs_callback = outer
 
 
 def _end_of(call: Pending | Work) -> Pending:

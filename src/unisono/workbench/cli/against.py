@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unisono.core.base.host import reason_of
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate import Machine
+
+Values = dict[str, Any]
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 _RANK = re.compile(r"#\s+Rank\s+\d+ .* on\s+(\S+) device")
@@ -63,24 +65,34 @@ def causes(
     Args:
         net: The machine.
         measured_us: The time of the largest size.
-        predicted_us: Function that returns the time on a machine.
+        predicted_us: Function that returns the time on a machine; 0 if it has no algorithm.
     """
     values = net.values
-    variants: dict[str, dict[str, object]] = {}
+    # What a variant changes in the values of the machine, and in those of an algorithm.
+    variants: dict[str, Callable[[Values], Values]] = {}
     cards = values["interfaces"]
     while cards > 1:
         cards //= 2
-        variants[f"{cards} of {values['interfaces']} interfaces in use"] = {"interfaces": cards}
-    variants["messages inside hosts at 25 GB/s: PCIe, no NVLink"] = {
-        "inside_gbps": 25.0, "inside_efficiency": 1.0
-    }  # fmt: skip
+        variants[f"{cards} of {values['interfaces']} interfaces in use"] = _sets(interfaces=cards)
+    variants["messages inside hosts at 25 GB/s: PCIe, no NVLink"] = _sets(
+        inside_gbps=25.0, inside_efficiency=1.0, nvls=False
+    )
     if values["nvls"]:
-        variants["no reductions in switches (NCCL_NVLS_ENABLE=0)"] = {"nvls": False}
+        variants["no reductions in switches (NCCL_NVLS_ENABLE=0)"] = _sets(nvls=False)
     if values["channels"] > 1:
-        variants["1 channel (NCCL_MAX_NCHANNELS, NCCL_NTHREADS)"] = {"channels": 1}
-    variants["interfaces at half of their bandwidth"] = {"gbps": values["gbps"] / 2}
-    variants["100 us more per message between hosts"] = {"latency_us": values["latency_us"] + 100}
+        # For reductions in switches NCCL's formula has a factor of channels - 1.
+        one = _sets(channels=1, nvls=False)
+        variants["1 channel (NCCL_MAX_NCHANNELS, NCCL_NTHREADS)"] = one
+    variants["interfaces at half of their bandwidth"] = lambda own: {"gbps": own["gbps"] / 2}
+    variants["100 us more per message between hosts"] = lambda own: {
+        "latency_us": own["latency_us"] + 100
+    }
     for text, changed in variants.items():
-        us = predicted_us(Machine(net.name, values | changed, net.algorithms, {}))
+        tables = {name: table | changed(net.of(name)) for name, table in net.algorithms.items()}
+        us = predicted_us(Machine(net.name, values | changed(values), tables, {}))
         if us and abs(measured_us / us - 1) < 0.15:
             yield f"{text}: {us:,.0f} us"
+
+
+def _sets(**values: Any) -> Callable[[Values], Values]:
+    return lambda _: values

@@ -105,6 +105,7 @@ def _against(options: argparse.Namespace) -> int:
     """Print each measured time beside the best prediction, and what would explain the last gap."""
     from unisono.core.schedules import available
     from unisono.workbench.cli import against
+    from unisono.workbench.simulate.machines import REDUCING
 
     if options.op not in OPS or options.op == "barrier":
         raise InvalidArgumentError(f"--against: nccl-tests has no {options.op}")
@@ -120,6 +121,7 @@ def _against(options: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"--against {options.against} makes no use of {unused}")
     if run.ranks:
         options.ranks, options.hosts = [run.ranks], run.hosts
+    options.orders = 0
     options.ranks = options.ranks or _RANKS
     names = [named(options.op, name) for name in options.algorithm.split(",")]
     net, (p, *_), factor = _machine(options), options.ranks, OPS[options.op].bus_factor
@@ -130,9 +132,12 @@ def _against(options: argparse.Namespace) -> int:
 
     def best(machine: Machine, nbytes: int) -> SimulatedRow:
         shape = p, local_of(machine, p), nbytes
-        every = machine.reducing(options.op, p) if options.algorithm == "all" else ()
-        rows = [row_of(options, machine, name, shape) for name in (*names, *every)]
-        return min(rows, key=lambda row: float(row["time_us"]))
+        reducing = machine.reducing(options.op, p)
+        # What would explain a gap may be that there are no such switches.
+        has = [name for name in names if machine is net or name not in {*REDUCING} - {*reducing}]
+        has += reducing if options.algorithm == "all" else ()
+        rows = [row_of(options, machine, name, shape) for name in has]
+        return min(rows, key=lambda row: float(row["time_us"]), default={"time_us": 0.0})
 
     print(f"# {options.op} on {p} ranks, {options.against} against net {net.name}")
     print(f"#{'size':>13}{'measured us':>14}{'busbw':>9}{'predicted':>12}{'busbw':>9}{'ratio':>7}")

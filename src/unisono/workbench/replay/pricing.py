@@ -47,12 +47,18 @@ class RecordedTimes:
         for call, before in zip(job.calls, before_of(job), strict=True):
             free = job.calls[before].ends_ps if before >= 0 else {}
             self._begins.append({r: max(at, free.get(r, at)) for r, at in call.begins_ps.items()})
-        # Sizes of the sends that waited for a receiver which came later.
-        self._waited = {
-            call.nbytes
+        sends = [
+            (call, then)
             for call, then in zip(job.calls, self._begins, strict=True)
-            if call.op == MESSAGE and _outlasts(call, then)
-        }
+            if call.op == MESSAGE
+        ]
+        largest = max((call.nbytes for call, at in sends if _is_free(call, at)), default=-1)
+        # The least size of the sends that waited for a receiver which came later. One that others
+        # of its size did without only happened to end after the receiver had asked.
+        self._waits_from = min(
+            (call.nbytes for call, at in sends if _outlasts(call, at) and call.nbytes > largest),
+            default=math.inf,
+        )
 
     def ends(self, call: int, begins: Mapping[int, int]) -> dict[int, int]:
         """Return the recorded ends, moved by how much later the last rank begins.
@@ -72,13 +78,14 @@ class RecordedTimes:
         """Return the end of a send that takes as long as the recorded one.
 
         One that waited for its receiver takes as long after both calls as that. If its receiver had
-        asked before, it would wait if one of at most its size has waited.
+        asked before, it would wait if one of at most its size has waited, and none of that size or
+        more has not.
         """
         source, target = self._calls[call].members
         then, end = self._begins[call], self._calls[call].ends_ps[source]
         waits = _outlasts(self._calls[call], then)
         if then[target] <= then[source]:
-            waits = min(self._waited, default=math.inf) <= self._calls[call].nbytes
+            waits = self._waits_from <= self._calls[call].nbytes
         if not waits:
             return made_ps + end - then[source]
         late = end - max(then.values())
@@ -89,6 +96,12 @@ class RecordedTimes:
         _, target = self._calls[call].members
         late = self._calls[call].ends_ps[target] - max(self._begins[call].values())
         return max(asked_ps, max(sent_ps, asked_ps) + late)
+
+
+def _is_free(call: JobCall, then: Mapping[int, int]) -> bool:
+    """Return whether a send ended before its receiver asked."""
+    source, target = call.members
+    return call.ends_ps[source] < then[target]
 
 
 def _outlasts(call: JobCall, then: Mapping[int, int]) -> bool:

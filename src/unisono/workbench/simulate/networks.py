@@ -22,6 +22,19 @@ from unisono.errors import InvalidArgumentError
 _PS_PER_NS = 1000
 LONGEST_PS = 10**16
 """The longest time of a message on a link: sums of hundreds have less than 64 bits."""
+_MOST_PS = 4 * 10**18
+
+
+def check_sum(ps: float) -> None:
+    """Check that a clock, or the time for which a link serves, has less than 64 bits.
+
+    Raises:
+        InvalidArgumentError: It has not, or sums with it would not.
+    """
+    if ps > _MOST_PS:
+        raise InvalidArgumentError(
+            f"simulate: times add up to {ps / 1e12:g} s, expected at most {_MOST_PS // 10**12} s"
+        )
 
 
 def whole_ps(ps: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> IntArray:

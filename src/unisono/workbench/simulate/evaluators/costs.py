@@ -9,7 +9,7 @@ import numpy as np
 from unisono.core.schedules.ir import IntArray
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate.evaluators.traffic import WORK, TrafficRows
-from unisono.workbench.simulate.networks import LinkSpec
+from unisono.workbench.simulate.networks import LinkSpec, whole_ps
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Costs:
         if np.isfinite(self.messages.gbps):
             fixed = fixed + np.where(rows.kind == WORK, 0, self.messages.busy_ps(rows.nbytes))
         if np.isfinite(self.reduction.gbps):
-            reduced = self.passes * self.reduction.busy_ps(rows.nbytes)
+            reduced = whole_ps(float(self.passes) * self.reduction.busy_ps(rows.nbytes))
             fixed = fixed + np.where(rows.reduces, reduced, 0)
         if np.isfinite(self.memory.gbps):
             copied = (rows.kind == WORK) & ~rows.reduces

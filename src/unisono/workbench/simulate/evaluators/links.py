@@ -27,8 +27,8 @@ from unisono.workbench.simulate.evaluators.agenda import Agenda
 from unisono.workbench.simulate.evaluators.costs import Costs
 from unisono.workbench.simulate.evaluators.result import CAUSES, Result
 from unisono.workbench.simulate.evaluators.stages import matched
-from unisono.workbench.simulate.evaluators.traffic import RECV, SEND, TrafficRows
-from unisono.workbench.simulate.networks import Network
+from unisono.workbench.simulate.evaluators.traffic import RECV, SEND, TrafficRows, sum_of
+from unisono.workbench.simulate.networks import Network, check_sum
 
 _TAKES, _WORKS = -1, -2
 
@@ -231,10 +231,12 @@ def executed(
     if costs.cores:
         cores = _Cores(len(begin.clock), network.period, costs)
     trace = _execute(rows, messages, cost, begin, cores)
+    check_sum(max(trace.clock))
     busy = None
     if contended:
         links, times = messages.links, messages.busy
         used = np.bincount(links[links >= 0], times[links >= 0], len(messages.names))
+        check_sum(used.max(initial=0))
         busy = np.zeros(network.links, np.int64)
         busy[messages.names] = used.astype(np.int64)
         busy = network.per_lane(busy)
@@ -246,7 +248,7 @@ def executed(
     passed = (*rows.rank[messages.send[path]].tolist()[::-1], last)
     result = Result(
         finish, causes, passed, len(path), len(messages.send),
-        int(rows.nbytes[messages.send].sum()), busy, True, "events", network,
+        sum_of(rows.nbytes[messages.send]), busy, True, "events", network,
     )  # fmt: skip
     return Traced(result, messages, trace, path)
 

@@ -20,8 +20,14 @@ from unisono.core.schedules.ir import BoolArray, IntArray
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.simulate.evaluators.costs import Costs
 from unisono.workbench.simulate.evaluators.result import CAUSES, Result
-from unisono.workbench.simulate.evaluators.traffic import RECV, SEND, Traffic, TrafficRows
-from unisono.workbench.simulate.networks import Network
+from unisono.workbench.simulate.evaluators.traffic import (
+    RECV,
+    SEND,
+    Traffic,
+    TrafficRows,
+    sum_of,
+)
+from unisono.workbench.simulate.networks import Network, check_sum
 
 # Rows come as blocks in the order of ranks. Up to this number of blocks, one after another is
 # faster than to sort the rows by rank.
@@ -71,6 +77,7 @@ class _StagePlan(NamedTuple):
         head: The first receive of each rank.
         latency: Latency of each message.
         moving: Time of each message for its bytes, on free links.
+        most: Time by which this stage moves the last clock at most.
         hops: The links of the messages; None without contention.
     """
 
@@ -84,6 +91,7 @@ class _StagePlan(NamedTuple):
     head: IntArray
     latency: IntArray
     moving: IntArray
+    most: float
     hops: Sequence[_Hop] | None = None
 
 
@@ -109,24 +117,29 @@ class _StageState:
         self.free = np.zeros(len(self.lanes[1]), np.int64)
         self.exact, self.messages, self.nbytes = True, 0, 0
         self.plan: _StagePlan | None = None
+        # Of all clocks and links, at most.
+        self.most = float(costs.start_ps)
 
     def advance(self, rows: TrafficRows) -> None:
         """Execute the rows of one stage of all ranks."""
         plan = self.plan
         if plan is None or not _equal(rows, plan.rows):
             plan = self.plan = self._planned(rows)
+        self.most += plan.most
+        check_sum(self.most)
         if len(plan.source):
             end, parts = self._deliver(plan, self.clock[plan.source] + plan.sent)
             # As if the rank had waited for this message before its first row.
             self._wait(plan, end[plan.message] - plan.before, parts)
             self.messages += len(plan.source)
-            self.nbytes += int(rows.nbytes[rows.kind == SEND].sum())
+            self.nbytes += sum_of(rows.nbytes[rows.kind == SEND])
         self.clock += plan.total
 
     def _planned(self, rows: TrafficRows) -> _StagePlan:
         """Match the messages of a stage, and compute what they cost."""
         p, network = len(self.clock), self.network
         cost = self.costs.of(rows)
+        most = np.bincount(rows.rank, cost, p).max()
         spent, total = _spent(rows.rank, cost, p)
         send, receive = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
         source, target, nbytes = rows.rank[send], rows.peer[send], rows.nbytes[send]
@@ -140,11 +153,14 @@ class _StageState:
         columns = (rows, total, source, spent[send], rank, found, before, _heads(rank))
         if not self.contended:
             latency, moving = network.alone(source, target, nbytes)
-            return _StagePlan(*columns, latency, moving)
+            most += (latency + moving).max(initial=0)
+            return _StagePlan(*columns, latency, moving, most)
         links = network.routes(source, target)
         latencies, busy = network.costs(links, nbytes)
         hops = list(self._hops(links, latencies, busy))
-        return _StagePlan(*columns, latencies.sum(axis=1), busy.max(axis=1, initial=0), hops)
+        latency = latencies.sum(axis=1)
+        most += latency.max(initial=0) + sum(_longest(hop) for hop in hops)
+        return _StagePlan(*columns, latency, busy.max(axis=1, initial=0), most, hops)
 
     def _hops(self, links: IntArray, latency: IntArray, busy: IntArray) -> Iterator[_Hop]:
         """Yield the links of messages, hop by hop; all arrays are [messages, hops]."""
@@ -215,7 +231,7 @@ class _StageState:
 
         def arrivals(rank: int, way: IntArray, nbytes: IntArray, sent: IntArray) -> IntArray:
             self.messages += len(way)
-            self.nbytes += int(nbytes.sum())
+            self.nbytes += sum_of(nbytes)
             one = int(nbytes[0])
             same = (nbytes == one).all()
             time = equal(rank % period, one)[way] if same else travel(rank, way, nbytes)
@@ -225,6 +241,7 @@ class _StageState:
         if taken is None:
             return False
         self.clock, source, size = taken
+        self.most = float(self.clock.max())
         later = np.flatnonzero(source >= 0)
         before = source[later]
         zero, one = np.zeros_like(later), np.ones_like(later)
@@ -284,6 +301,14 @@ class _StageState:
         return back
 
 
+def _longest(hop: _Hop) -> float:
+    """Return the longest time for which a link serves messages of a stage."""
+    if hop.once or not len(hop.link):
+        return float(hop.busy.max(initial=0))
+    order = np.argsort(hop.link)
+    return float(np.add.reduceat(hop.busy[order].astype(float), _heads(hop.link[order])).max())
+
+
 def rank_by_rank(
     traffic: Traffic, k: int, costs: Costs, start: IntArray, arrivals: Arrivals
 ) -> Taken | None:
@@ -311,6 +336,7 @@ def rank_by_rank(
     for rank in range(p):
         rows = traffic.rows(k, [distance[rank : rank + 1]])
         cost = costs.of(rows)
+        check_sum(2 * cost.sum(dtype=float))
         spent = np.cumsum(cost)
         send, receive = (_places(rows.kind == kind) for kind in (SEND, RECV))
         # A negative index counts from the end. A division would take several times as long.
@@ -330,6 +356,7 @@ def rank_by_rank(
             clock[rank], m = latest, int(begin.argmax())
             source[rank], size[rank] = rank - way[m], nbytes[m]
         clock[rank] += spent[-1]
+    check_sum(clock.max())
     return clock, source, size
 
 

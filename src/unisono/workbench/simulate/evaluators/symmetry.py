@@ -21,8 +21,15 @@ from unisono.workbench.simulate.evaluators import links
 from unisono.workbench.simulate.evaluators.costs import Costs
 from unisono.workbench.simulate.evaluators.result import CAUSES, Result
 from unisono.workbench.simulate.evaluators.stages import matched
-from unisono.workbench.simulate.evaluators.traffic import RECV, SEND, Traffic, TrafficRows, joined
-from unisono.workbench.simulate.networks import Network
+from unisono.workbench.simulate.evaluators.traffic import (
+    RECV,
+    SEND,
+    Traffic,
+    TrafficRows,
+    joined,
+    sum_of,
+)
+from unisono.workbench.simulate.networks import Network, check_sum
 
 # Stages and rows per table: larger tables cost memory, smaller tables cost NumPy calls.
 _STAGES = 2048
@@ -183,7 +190,7 @@ class _Clocks:
         message[sends], message[receives] = np.arange(len(sends)), found
         self._execute(rows, message, *parts)
         self.messages += len(sends)
-        self.nbytes += int(send.nbytes.sum())
+        self.nbytes += sum_of(send.nbytes)
         return True
 
     def _execute(
@@ -217,6 +224,7 @@ def run(parts: Sequence[Traffic], network: Network, costs: Costs, images: Images
             if rows is None or not clocks.advance(rows):
                 return None
     times = images.size // images.followed
+    check_sum(max(clocks.clock))
     last = clocks.clock.index(max(clocks.clock))
     latency, moving, hops = clocks.path[last]
     parts_ps = (latency, moving, 0, clocks.clock[last] - latency - moving)

@@ -198,6 +198,12 @@ class Traffic:
         return joined([self.rows(k, [everyone]) for k in range(self.stages)])
 
 
+def sum_of(nbytes: IntArray) -> int:
+    """Return a sum that may have more than 64 bits."""
+    high, low = nbytes >> 32, nbytes & 0xFFFFFFFF
+    return (int(high.sum()) << 32) + int(low.sum())
+
+
 def joined(tables: Sequence[TrafficRows]) -> TrafficRows:
     """Return the rows of tables one after another, rank by rank."""
     rows = _appended(tables)
