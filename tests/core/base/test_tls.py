@@ -504,7 +504,9 @@ def test_without_openssl(monkeypatch, caplog):
         text = "connections to other hosts are not encrypted: it is not there"
         assert caplog.text.count(text) == 1
         caplog.clear()
-        monkeypatch.setattr(tls, "_warn_of_plain", lambda sock: pytest.fail("nothing would encrypt"))
+        monkeypatch.setattr(
+            tls, "_warn_of_plain", lambda sock: pytest.fail("nothing would encrypt")
+        )
         assert TlsPolicy.of(b"", "rank").call(ours) is ours
         theirs.sendall(b"\x16")
         with pytest.raises(tls.TlsRefusal, match="it encrypts, and this end does not"):
