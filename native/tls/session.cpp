@@ -32,7 +32,7 @@ constexpr std::size_t kRecordHeadBytes = 5;
 // the other end wakes for each record.
 constexpr std::size_t kBatchBytes = 8 * kRecordBytes;
 // A system call receives up to this beside what OpenSSL asks for. A call for each record of a large
-// message would cost more than to copy them; before the handshake a stranger must not get so much.
+// message would cost more than to copy them. The buffer is small until OpenSSL asks for a long one.
 constexpr std::size_t kBufferBytes = 4 * kRecordBytes;
 constexpr std::size_t kGreetingBytes = 4096;
 constexpr std::size_t kMostHelloBytes = 4096;
@@ -295,8 +295,9 @@ bool TlsSession::put(const char* data, std::size_t nbytes) {
 // Receive what OpenSSL asks for: the head of a record, or its rest. As recv(), the error is errno_.
 int TlsSession::receive(char* into, std::size_t nbytes) {
   const bool is_short = nbytes < kGreetingBytes;
+  // A connection of small messages keeps the small buffer: a server may have thousands.
+  if (is_ready_ && !is_short && in_.size() < kBufferBytes) in_.resize(kBufferBytes);
   if (taken_ == got_) {
-    if (is_ready_ && in_.size() < kBufferBytes) in_.resize(kBufferBytes);
     taken_ = got_ = 0;
     iovec parts[2] = {{into, is_short ? 0 : nbytes}, {in_.data(), in_.size()}};
     msghdr message{};

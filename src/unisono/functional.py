@@ -16,7 +16,6 @@ from typing import Any, Unpack
 import numpy as np
 
 from unisono.core.base.buffers import view
-from unisono.core.base.deadline import Timeout
 from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.base.types import Function, ReduceOp
 from unisono.core.c10d import collectives
@@ -77,7 +76,7 @@ def all_reduce(
     return y
 
 
-def reproducible_sum(parts: Any, group: Group = None, timeout: Timeout | None = None) -> Any:
+def reproducible_sum(parts: Any, group: Group = None, **how: Unpack[CallKeywords]) -> Any:
     """Return the exact sum [...] of the parts [k, ...] of all ranks, rounded once.
 
     Its bits depend only on the parts of all ranks together: not on the number of ranks, on which
@@ -86,17 +85,19 @@ def reproducible_sum(parts: Any, group: Group = None, timeout: Timeout | None = 
     Args:
         parts: Floats or complex numbers, an array or tensor; equal dtype and [...] on all ranks.
         group: The default group if None.
-        timeout: Seconds or timedelta for the whole call.
+        **how: timeout (seconds or timedelta), of the whole call.
 
     Raises:
         UnsupportedError: The dtype is not float16, bfloat16, float32, float64 or complex; or the
-            call is in a stream.
+            call is in a stream, or has another keyword.
 
     Cost: a number of rows c, mostly 1 to 3, has the exact sum of a rank's parts. The ranks agree on
         the largest c, then exchange c float64 arrays, and the result.
     """
     name, shape = "reproducible_sum", tuple(getattr(parts, "shape", (0,)))
-    with _preparing("all_reduce", group, {}, name) as pg:
+    with _preparing("all_reduce", group, how, name) as pg:
+        if others := sorted(how.keys() - {"async_op", "timeout"}):
+            raise UnsupportedError(f"reproducible_sum takes no {others[0]}")
         dtype = view(parts, write=False, pack=False).dtype.name
         if not (shape and sums_exactly(dtype)) or explicit_stream() is not None:
             raise UnsupportedError(
@@ -109,7 +110,7 @@ def reproducible_sum(parts: Any, group: Group = None, timeout: Timeout | None = 
         flat = widened(view(parts, write=False).array, dtype)
         rows = split_exactly(flat.reshape(shape[0], n)) if shape[0] else []
         count = np.array([len(rows)])
-        call = ObjectCall(pg, name, timeout, None)
+        call = ObjectCall(pg, name, how.get("timeout"), None)
     with call:
         pg.all_reduce(count, ReduceOp.MAX, timeout=call.remaining_s, _label=label)
         with reporting_bad_arguments(pg, name):

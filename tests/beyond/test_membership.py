@@ -115,7 +115,8 @@ def keys(store, prefix, numbers):
     store.wait([f"worker/attempt_0/default_pg/0/{prefix}/{each}" for each in numbers], 60.0)
 
 
-@pytest.mark.parametrize("tls", ["auto", "on"])
+# On one host `auto` is plain.
+@pytest.mark.parametrize("tls", ["auto", "on"], ids=["plain", "encrypted"])
 def test_survivors_of_a_killed_rank_keep_their_state_and_take_a_replacement_in(tls, monkeypatch):
     monkeypatch.setenv("UNISONO_TLS", tls)
     monkeypatch.setenv("UNISONO_TOKEN", "of the job")

@@ -109,7 +109,11 @@ def test_a_host_that_does_not_encrypt_is_refused(network, encrypts):
     ]
     place = {"MASTER_PORT": str(PORT), "MASTER_ADDR": members[0].v4}
     with started(prefixes, ASKS, place | {"TORCHELASTIC_USE_AGENT_STORE": ""}) as processes:
-        _, (told, _, _) = (outcome(process) for process in processes)
+        (first, _, log), (told, _, _) = (outcome(process) for process in processes)
+    # The server's log has the reason, and its rank waits for its whole time-out.
+    assert first["text"].startswith("rank 0 of 2 waited 4 s for ranks that never came: 1"), first
+    refused = ("it encrypts, and this server does not", "it does not encrypt; give it")
+    assert refused[encrypts == 0] in log
     assert told["kind"] == "HandshakeError", told
     one, other = ("it encrypts its connections", "this client does not")
     if encrypts == 1:

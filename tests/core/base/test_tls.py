@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import os
 import socket
 import ssl
 import struct
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -501,6 +503,11 @@ def test_without_openssl(monkeypatch, caplog):
         assert policy.call(ours) is policy.call(ours) is ours
         text = "connections to other hosts are not encrypted: it is not there"
         assert caplog.text.count(text) == 1
+        caplog.clear()
+        monkeypatch.setattr(
+            tls, "_warn_of_plain", lambda sock: pytest.fail("nothing would encrypt")
+        )
+        assert TlsPolicy.of(b"", "rank").call(ours) is ours
         theirs.sendall(b"\x16")
         with pytest.raises(tls.TlsRefusal, match="it encrypts, and this end does not"):
             policy.answer(ours)
@@ -509,6 +516,24 @@ def test_without_openssl(monkeypatch, caplog):
         UnsupportedError, match="UNISONO_TLS=on cannot encrypt connections here: it is not there"
     ):
         rule_for("t")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc")
+def test_a_connection_of_small_messages_has_a_small_buffer():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with contextlib.ExitStack() as stack:
+        before, count = resident(), 300
+        for _ in range(count):
+            stack.enter_context(contextlib.closing(tap := Tap()))
+            tap.shake()
+            for _ in range(3):
+                (record,) = tap.records(b"small")
+                tap.far.sendall(record)
+                assert tap.server.recv(100) == b"small"
+        assert (resident() - before) / count < 100 << 10  # with large buffers 130 KiB more
+        del tap
 
 
 def test_one_end_does_not_decide_alone():

@@ -12,6 +12,7 @@ import unisono as dist
 from tests.support.operations import Operations
 from unisono.core.backends import CPUOptions
 from unisono.core.base import log, seam
+from unisono.core.base.net.tls import why_no_tls
 from unisono.core.engines import shared_memory
 from unisono.core.engines.reference import ReferenceEngine
 from unisono.core.groups.world import World, use
@@ -120,6 +121,57 @@ def test_a_world_of_two_transports_is_refused_by_all(tmp_path):
     found = run(meet, 3, ranks="processes", args=args)
     line = "the ranks of a world must have one transport, but they have "
     assert {each for each, _ in found} == {f"{line}tcp on ranks 0 and 2, inproc on rank 1"}
+
+
+def meet_near(rank, path, settings):
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(settings[rank])
+    if "/" in path:
+        store = dist.FileStore(path, size)
+    else:
+        store = dist.TCPStore("127.0.0.1", int(path), is_master=False, token="of the store")
+    try:
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=30.0)
+        x = np.full(1000, rank + 1.0)
+        dist.all_reduce(x)
+        dist.barrier()
+        return x[0], ""
+    except UnsupportedError as error:
+        return 0.0, error.what
+    finally:
+        for name in settings[rank]:
+            os.environ.pop(name, None)
+
+
+AUTO = {"UNISONO_TLS": "auto", "UNISONO_TOKEN": "of the job"}
+NO_TOKEN, OFF = {"UNISONO_TLS": "auto", "UNISONO_TOKEN": ""}, AUTO | {"UNISONO_TLS": "off"}
+
+
+@pytest.mark.skipif(bool(why_no_tls()), reason=str(why_no_tls()))
+@pytest.mark.parametrize("other", [NO_TOKEN, OFF], ids=["no token", "off"])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("tcp", "reference"),  # by the round trips to the store
+        pytest.param("tcp", "native", marks=pytest.mark.native),
+        pytest.param("file", "native", marks=pytest.mark.native),
+    ],
+)
+def test_ranks_of_one_host_need_not_agree_about_other_hosts(tmp_path, kind, engine, other):
+    """Between them nothing is encrypted in any case."""
+    settings = [each | {"UNISONO_ENGINE": engine} for each in (AUTO, other)]
+    with dist.TCPStore("127.0.0.1", 0, is_master=True, token="of the store") as server:
+        path = str(tmp_path / "store") if kind == "file" else str(server.port)
+        assert run(meet_near, 2, ranks="processes", args=(path, settings)) == [(3.0, "")] * 2
+
+
+@pytest.mark.skipif(bool(why_no_tls()), reason=str(why_no_tls()))
+def test_ranks_of_one_host_agree_about_their_host(tmp_path):
+    args = (str(tmp_path / "store"), [AUTO, AUTO | {"UNISONO_TLS": "on"}])
+    for _, line in run(meet_near, 2, ranks="processes", args=args):
+        assert line.startswith("the ranks of a world must have one transport, but they have ")
+        assert line.endswith(" on rank 0, tcp+TLS-by-token-everywhere on rank 1")
 
 
 def meet_as_threads(rank, store, engines):

@@ -203,6 +203,8 @@ def test_integers_need_nothing_and_wrong_calls_are_errors_on_all_ranks(rank):
         dist.all_reduce(np.ones((2, 3) if rank else (3, 2)), reproducible=True)
     with pytest.raises(ArgumentTypeError, match="reproducible_sum: tensor must be an array"):
         dist.functional.reproducible_sum([])
+    with pytest.raises(UnsupportedError, match="reproducible_sum takes no algorithm"):
+        dist.functional.reproducible_sum(np.ones((1, 2)), algorithm="ring")
     with pytest.raises(UnsupportedError, match=r"reproducible_sum of float64\[\]"):
         dist.functional.reproducible_sum(np.array(1.0))
     with pytest.raises(either[rank], match="reproducible_sum of int64"):

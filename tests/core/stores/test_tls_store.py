@@ -44,6 +44,26 @@ def test_keys_and_values_are_not_seen(server_kind, monkeypatch):
         assert b"name of a key" in relay.seen
 
 
+def test_a_client_behind_a_forwarder_calls_again_and_encrypts(server_kind, monkeypatch):
+    """It takes the server for one of its own host; the server knows that it is not."""
+    with serving(monkeypatch, "on") as server, contextlib.closing(Relay(server.port)) as relay:
+        monkeypatch.setenv("UNISONO_TLS", "auto")
+        with TCPStore("127.0.0.1", relay.port, token=TOKEN, timeout=20) as store:
+            assert b"UNISONO" in relay.seen  # the first call, which was plain
+            store.set("name of a key", b"value of it")
+            assert store.get("name of a key") == b"value of it"
+            # One more connection encrypts at once.
+            before = len(relay.seen)
+            waiter = threading.Thread(target=store.wait, args=(["later"], 20))
+            waiter.start()
+            assert store.add("n", 2) == 2
+            store.set("later", b"")
+            waiter.join()
+            assert b"UNISONO" not in relay.seen[before:]
+        for text in (b"name of a key", b"value of it", TOKEN.encode()):
+            assert text not in relay.seen
+
+
 @pytest.mark.parametrize("to_server", [True, False])
 def test_changed_bytes_end_the_connection(server_kind, monkeypatch, to_server):
     armed = threading.Event()

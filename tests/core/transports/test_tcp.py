@@ -190,6 +190,11 @@ def test_a_token_of_the_store_alone_is_warned_of(monkeypatch, caplog):
         TCPStore("127.0.0.1", 0, is_master=True, token="of the store") as store,
         tcp_world(1) as (rank,),
     ):
+        rank.hosts, rank.trips_us = ("here",), (0,)
+        rank._show(store, [rank.address])
+        assert not caplog.text  # nothing goes to another host
+        rank.hosts = ("",)
+        rank.trips_us = (100,)
         rank._show(store, [rank.address])
     assert "the store has a token, but UNISONO_TOKEN is not set" in caplog.text
 

@@ -619,3 +619,9 @@ def has_ended(transport: Transport, peer: int) -> bool:
     # Without a host id it is unknown which ranks are on this host.
     near = bool(here) and transport.hosts[peer] == here
     return down is not None and (near or down.reason == CLOSED)
+
+
+def on_one_host(hosts: Sequence[str], trips_us: Sequence[int | None]) -> bool:
+    """Whether all ranks are known to have one host; see `Transport` for the arguments."""
+    is_known = bool(hosts[0]) or 0 in trips_us
+    return is_known and len(set(hosts)) == 1 and set(trips_us) <= {0, None}

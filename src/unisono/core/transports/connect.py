@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from unisono.core.stores.prefix import innermost
 from unisono.core.stores.tcp.client import RefusalGrace
 from unisono.core.stores.tcp.handshake import TOKEN_HINT
 from unisono.core.stores.tcp.refusals import forget_refused, may_refuse, refused_client
-from unisono.core.transports.api import Transport
+from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.native_messages import NativeMessages
 from unisono.core.transports.registry import make_transport
 from unisono.errors import (
@@ -36,6 +37,7 @@ from unisono.errors import (
 
 _LOG = get_logger("transports")
 _UNKNOWN = "-"
+_BETWEEN_HOSTS = re.compile(r"\+TLS-by-(token|certificate)$")
 
 # Begins what a rank publishes that cannot listen: an error, not an address.
 _FAILED = "! "
@@ -111,13 +113,15 @@ def connect(
         number, published = _publish(store, rank, world_size, deadline, mine)
         hosts, endpoints, words, trips, found = published
         named = [text.split("\t", 1) for text in found]
-        _check_transports([name for name, _ in named], rank)
+        trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
+        names = [name for name, _ in named]
+        _check_transports(names, rank, is_near=on_one_host(hosts, trips_us))
         _check_engines(hosts, endpoints, rank)
         addresses += (address for _, address in named)
         transport.world_number = number
         transport.hosts = _placed(hosts)
         transport.words = tuple(words)
-        transport.trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
+        transport.trips_us = trips_us
         transport.round_trip_us = round_trip_us(transport.hosts, transport.trips_us)
         if messages is not None:
             near = [other == host for other in hosts]
@@ -164,8 +168,10 @@ def _publish(
     return number, [] if failed else [list(column) for column in zip(*rows, strict=True)]
 
 
-def _check_transports(names: Sequence[str], rank: int) -> None:
+def _check_transports(names: Sequence[str], rank: int, *, is_near: bool) -> None:
     """Check that all ranks have transports of one name, which understand each other."""
+    if is_near:  # nothing goes to another host
+        names = [_BETWEEN_HOSTS.sub("", name) for name in names]
     if len(set(names)) > 1:
         shown = by_rank(enumerate(names))
         raise UnsupportedError(

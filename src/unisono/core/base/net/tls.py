@@ -78,7 +78,7 @@ def rule_for(token: str | bytes) -> TlsRule:
 
 
 def _warn_of_plain(sock: socket.socket) -> None:
-    """Log, once, that a connection to another host is plain because OpenSSL is missing."""
+    """Log, once, that a connection of a job with a token is plain because OpenSSL is missing."""
     if config.get("UNISONO_TLS") == "auto" and (absent := why_no_tls()) and not is_local(sock):
         text = "connections to other hosts are not encrypted: %s; %s"
         log_once(_LOG, logging.WARNING, text, absent, _HINT)
@@ -158,7 +158,7 @@ class TlsPolicy(NamedTuple):
 
     Attributes:
         rule: The connections that must be encrypted.
-        secrets: The keys that both ends know; a caller has one.
+        secrets: The keys that both ends know; a caller has one, or none without a token.
     """
 
     rule: TlsRule
@@ -167,7 +167,7 @@ class TlsPolicy(NamedTuple):
     @classmethod
     def of(cls, token: bytes, purpose: str, end: bytes = b"") -> Self:
         """Return the policy of a job with this token, see `rule_for` and `secret_of`."""
-        return cls(rule_for(token), [secret_of(token, purpose, end)])
+        return cls(rule_for(token), [secret_of(token, purpose, end)] if token else [])
 
     def call(self, sock: socket.socket, name: str = "") -> socket.socket:
         """Return the socket to use in place of one that has just called another end.
@@ -177,7 +177,8 @@ class TlsPolicy(NamedTuple):
             name: Host name or address that a certificate must have.
         """
         if self.rule is TlsRule.NONE:
-            _warn_of_plain(sock)
+            if self.secrets:
+                _warn_of_plain(sock)
             return sock
         if self.rule is TlsRule.OTHER_HOSTS and is_local(sock):
             return sock

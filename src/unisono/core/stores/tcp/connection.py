@@ -20,13 +20,14 @@ from unisono.core.base.net.silence import (
     round_trip_us,
 )
 from unisono.core.base.net.sockets import connect, format_address
-from unisono.core.base.net.tls import TlsPolicy
+from unisono.core.base.net.tls import TlsPolicy, TlsRule
 from unisono.core.platform.posix import after_fork
-from unisono.core.stores.tcp.handshake import shake_hands
+from unisono.core.stores.tcp.handshake import asks_for_tls, shake_hands
 from unisono.core.stores.tcp.link import RawRequest, open_link
 from unisono.core.stores.tcp.wire import STOP_WAITING, RequestOp, encode_request
 from unisono.errors import (
     ClosedError,
+    HandshakeError,
     InvalidArgumentError,
     StoreConnectionError,
     StoreTimeoutError,
@@ -271,9 +272,15 @@ class ConnectionPool:
             limit_start(sock, 0)
             self.round_trip_us = round_trip_us(sock)
             return Connection(sock, self._address)
-        except BaseException:
+        except BaseException as error:
             sock.close()
-            raise
+            is_asked = isinstance(error, HandshakeError) and asks_for_tls(error)
+            if not is_asked or self._tls.rule is not TlsRule.OTHER_HOSTS:
+                raise
+        # A forwarder of this host has called the server for this client, and the server knows the
+        # forwarder's address only.
+        self._tls = self._tls._replace(rule=TlsRule.ALL)
+        return self._open(deadline, retry)
 
 
 _POOLS: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()

@@ -90,6 +90,11 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
         raise _lost(address, error) from error
 
 
+def asks_for_tls(error: HandshakeError) -> bool:
+    """Whether a server has refused a client because it does not encrypt."""
+    return error.what.endswith(_REASONS[Answer.TLS_NEEDED][0])
+
+
 def _not_encrypted(sock: socket.socket, address: str, error: OSError) -> NoReturn:
     """Raise the error for a TLS handshake that has failed."""
     session = session_of(sock)

@@ -41,7 +41,7 @@ from unisono.core.base.net.tls import (
 )
 from unisono.core.stores import Store
 from unisono.core.stores.prefix import innermost
-from unisono.core.transports.api import Transport
+from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.messages import Key, LinkDown
 from unisono.core.transports.tcp.address import TCPAddress, listen
 from unisono.core.transports.tcp.dials import LINK, Dials
@@ -148,7 +148,8 @@ class TCPTransport(Transport):
         return TlsPolicy(self._greetings.tls.rule, self._policy_secrets(address))
 
     def _policy_secrets(self, address: TCPAddress) -> Secrets:
-        return [secret_of(config.get("UNISONO_TOKEN").encode(), "rank", address.token)]
+        job_token = config.get("UNISONO_TOKEN").encode()
+        return [secret_of(job_token, "rank", address.token)] if job_token else []
 
     def may_wait(self) -> bool:
         return threading.current_thread() is not self._thread and super().may_wait()
@@ -174,7 +175,8 @@ class TCPTransport(Transport):
     def _show(self, store: Store, addresses: Sequence[str]) -> None:
         job_token, server = config.get("UNISONO_TOKEN"), innermost(store)
         is_auto = config.get("UNISONO_TLS") == "auto"
-        if is_auto and not job_token and getattr(server, "has_token", False):
+        is_far = not on_one_host(self.hosts, self.trips_us)
+        if is_far and is_auto and not job_token and getattr(server, "has_token", False):
             _log.warning(
                 "connections between ranks are not encrypted: the store has a token, but "
                 "UNISONO_TOKEN is not set"

@@ -178,8 +178,9 @@ def exchange(endpoint: Endpoint, channel: int, within_s: float) -> TimedAnswer |
 def _call(endpoint: Endpoint, within_s: float) -> socket.socket:
     host, port, key = endpoint
     sock = socket.create_connection((host, port), within_s)
-    rule = TlsRule.NONE if key == NO_KEY else rule_for(key)
-    return TlsPolicy(rule, [secret_by(key)]).call(sock, host)
+    is_near = key == NO_KEY
+    policy = TlsPolicy(TlsRule.NONE, []) if is_near else TlsPolicy(rule_for(key), [secret_by(key)])
+    return policy.call(sock, host)
 
 
 def _state_of_stack(offered: OfferedStack) -> RankState:
