@@ -624,6 +624,34 @@ def test_an_aborted_group(rank):
 
 
 @pytest.mark.ranks(2)
+def test_a_window_that_was_closed_after_an_error_is_not_the_cause(rank):
+    group = dist.new_group([0, 1])
+    window = dist.new_window(np.zeros(1), group)
+    transport = window.comm.transport
+    if rank == 0:
+        real, asked = transport.failure, []
+
+        def late(context):
+            # The message with the cause comes after the flag in shared memory.
+            asked.append(context)
+            return real(context) if len(asked) > 5 else None
+
+        transport.failure = late
+        dist.barrier()
+        error = raised(lambda: window.wait_signal(1, timeout=20))
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert "rank 0 did nothing" in str(error)
+        del transport.failure
+        dist.barrier()
+    else:
+        dist.barrier()
+        window.close()
+        group.backends["cpu"].fail("timeout", "timed out after 1 s: rank 0 did nothing", (0,))
+        dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
 def test_a_dropped_window_is_closed(rank):
     window = dist.new_window(np.zeros(1))
     window.fence()

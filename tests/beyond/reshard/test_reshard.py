@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.calls import check_usable, fails
+from tests.support.calls import check_usable, fails, wait_until
 from tests.support.shardings import (
     numbered,
     part_of,
@@ -219,6 +219,41 @@ def test_bfloat16_on_the_way(rank):
     torch.testing.assert_close(z, y.float(), rtol=0, atol=0, equal_nan=True)
 
 
+def waits_for_its_receiver(rank, folder):
+    """The receiver is late; the sender must have sent nothing when it waits."""
+    n, moves, sent = 1 << 18, run_module._PacketMoves, []
+    x, y = np.arange(float(n)), np.zeros(n)
+    plan = dist.reshard(x if rank == 0 else None, y if rank else None)
+    real, flag = (moves._message, moves._wait, moves.run), folder / "waits"
+
+    def message(self, *words):
+        sent.append(words)
+        return real[0](self, *words)
+
+    def wait(self, *words):
+        if not flag.exists():
+            (folder / "part").write_text(str(len(sent)))
+            (folder / "part").rename(flag)
+        real[1](self, *words)
+
+    def run_late(self):
+        wait_until(flag.exists, 20)
+        real[2](self)
+
+    if rank == 0:
+        moves._message, moves._wait = message, wait
+    else:
+        moves.run = run_late
+    plan.run()
+    assert flag.read_text() == "0"
+    assert rank == 0 or (y == np.arange(n)).all()
+
+
+def test_a_sender_waits_until_its_messages_are_expected(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "1")
+    run(waits_for_its_receiver, 2, ranks="processes", args=(tmp_path,))
+
+
 def wrong(rank, kind):
     """Return (src, dst) of this rank, of which something is wrong."""
     rows = dist.Sharded(np.zeros((2, 4)), (4, 4), mesh=[0, 1], placements=[0])
@@ -406,7 +441,7 @@ def test_a_rank_that_is_late_is_named(rank, monkeypatch):
         moves._wait(0, 1)
 
     if rank == 0:
-        monkeypatch.setattr(run_module._Moves, "_send", stays)
+        monkeypatch.setattr(run_module._PacketMoves, "_send", stays)
     with pytest.raises(UnisonoError) as caught:
         plan.run(timeout=0.5)
     texts = ("in group 'default' timed out after ", f" on rank {rank} of 2: rank 0 did not signal")
@@ -493,7 +528,7 @@ def leaves_with_an_error(rank):
     n = 4 << 20
     plan = dist.reshard(np.ones(n) if rank == 0 else None, None if rank == 0 else np.zeros(n))
     if rank == 2:
-        run_module._Moves._receive = None  # not callable
+        run_module._PacketMoves._receive = None  # not callable
     try:
         plan.run(timeout=30)
     except Exception as error:

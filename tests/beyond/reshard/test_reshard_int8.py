@@ -97,6 +97,42 @@ def test_bfloat16_on_the_way_is_the_same_on_all_replicas(rank):
 
 
 @pytest.mark.ranks(2)
+def test_int8_of_what_float32_cannot_hold(rank):
+    most = float(np.finfo(np.float32).max)
+    x = np.array([1e300, 1.0, -2.0, np.nextafter(most, np.inf), -np.inf, most, -most / 3])
+    for dtype, lost in ((np.float64, {0, 3, 4}), (np.float32, {0, 4})):
+        with np.errstate(over="ignore"):
+            given = x.astype(dtype)
+        y = np.zeros(x.shape)
+        dist.reshard(given if rank == 0 else None, y, dtype="int8").run()
+        if rank == 1:
+            assert set(np.flatnonzero(~np.isfinite(y))) == set(np.flatnonzero(np.isnan(y))) == lost
+            kept = sorted({*range(len(x))} - lost)
+            assert (abs(y - given.astype(float))[kept] <= most / 254 * (1 + 1e-6)).all()
+
+
+@pytest.mark.ranks(2)
+def test_the_bound_of_int8_holds_before_the_dtype_of_the_target(rank):
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(1).normal(size=(50, 128)).astype(np.float32)
+    y, z = np.zeros(x.shape, np.float32), torch.zeros(x.shape, dtype=torch.bfloat16)
+    for into in (y, z):
+        dist.reshard(x if rank == 0 else None, into if rank else None, dtype="int8").run()
+    if rank == 1:
+        assert (abs(y - x).max(1) <= abs(x).max(1) / 254 * (1 + 1e-6)).all()
+        assert torch.equal(z, torch.from_numpy(y).bfloat16())
+
+
+@pytest.mark.ranks(2)
+def test_packets_of_int8_fill_their_slots(rank):
+    x, y = np.ones((4, 1 << 18), np.float32), np.zeros((4, 1 << 18), np.float32)
+    plan = dist.reshard(x if rank == 0 else None, y if rank else None, dtype="int8")
+    pieces = sum(len(step.copies[0]) for step in plan._packets.steps)
+    assert pieces * run_module._LEAST_BYTES < 1.5 * plan.moved_bytes
+    plan.run()
+
+
+@pytest.mark.ranks(2)
 def test_dtypes_that_do_not_fit(rank):
     x = np.zeros(3)
     with fails(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.calls import check_usable, fails
+from tests.support.calls import check_usable, fails, wait_until
 from tests.support.forks import all_ended, end_all, forked
 from tests.support.shardings import (
     numbered,
@@ -24,6 +24,7 @@ from tests.support.shardings import (
     random_view,
     spread,
 )
+from unisono.beyond.reshard import versions as versions_module
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
@@ -508,3 +509,94 @@ def test_broken_indices(rank, folder, text):
     path.unlink()
     with fails(CollectiveError, "No such file"):
         dist.load_arrays({"x": np.zeros(1)}, path)
+
+
+@pytest.mark.ranks(1)
+def test_parts_that_no_index_names_are_removed(rank, folder, monkeypatch):
+    path, x = folder / "m.safetensors.index.json", np.zeros(1)
+    dist.save_arrays({}, path, part_bytes=1)
+    assert os.listdir(folder) == [path.name]
+
+    def save(value):
+        before = set(os.listdir(folder))
+        dist.save_arrays({"x": np.full(1, value)}, path, part_bytes=1)
+        dist.load_arrays({"x": x}, path)
+        assert x.tolist() == [value]
+        return set(os.listdir(folder)) - before
+
+    (first,) = save(1.0)
+    # A copy of the index needs its parts; these are no parts of this name.
+    shutil.copy(path, folder / "best.safetensors.index.json")
+    others = ["m-00001-of-00002.safetensors", "mm-01234567-00001-of-00001.safetensors"]
+    # Of calls that were killed.
+    dead = "m-01234567-00001-of-00001.safetensors"
+    for name in [*others, dead, f"{dead}.0123456789ab.incomplete"]:
+        (folder / name).touch()
+    (second,) = save(2.0)
+    stay = {path.name, "best.safetensors.index.json", first, second, *others}
+    assert set(os.listdir(folder)) == stay
+    dist.load_arrays({"x": x}, folder / "best.safetensors.index.json")
+    assert x.tolist() == [1]
+
+    # A call that fails at its end.
+    real = os.replace
+
+    def fails_for_indices(old, new):
+        if str(new).endswith("index.json"):
+            raise OSError(5, "EIO")
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", fails_for_indices)
+    with fails(CollectiveError, "cannot name"):
+        save(3.0)
+    monkeypatch.undo()
+    assert set(os.listdir(folder)) == stay
+    with fails(InvalidArgumentError, f"path {str(path)!r}: an index needs part_bytes"):
+        dist.save_arrays({"x": x}, str(path))
+    dist.load_arrays({"x": x}, path)
+    assert x.tolist() == [2]
+
+
+@pytest.mark.parametrize("part_bytes", [None, 1])
+@pytest.mark.ranks(2, kind="processes")
+def test_a_file_that_is_replaced_between_the_ranks(rank, folder, monkeypatch, part_bytes):
+    name = "m.safetensors.index.json" if part_bytes else "m.safetensors"
+    (folder / "new").mkdir(exist_ok=True)
+    for place, value in ((folder, 1.0), (folder / "new", 2.0)):
+        dist.save_arrays({"x": np.full(1, value)}, place / name, part_bytes=part_bytes)
+    # Rank 0 opens the first version, rank 1 the second one; or the index of the first one.
+    function = "_names_in" if part_bytes else "_opened"
+    real, calls, flag = getattr(versions_module, function), [], folder / "opened"
+
+    def replaced_between(path):
+        calls.append(path)
+        if len(calls) == 1 and rank == 1 and not part_bytes:
+            wait_until(flag.exists, 20)
+            os.replace(folder / "new" / name, folder / name)
+        result = real(path)
+        if len(calls) == 1 and rank == 1 and part_bytes:
+            old = list(folder.glob("m-*"))
+            for new in sorted((folder / "new").iterdir()):  # the index comes last
+                os.replace(new, folder / new.name)
+            for part in old:
+                part.unlink()
+        flag.touch()
+        return result
+
+    monkeypatch.setattr(versions_module, function, replaced_between)
+    x = np.zeros(1)
+    dist.load_arrays({"x": x}, folder / name)
+    assert x.tolist() == [2]
+    monkeypatch.undo()
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_ranks_that_see_different_files(rank, folder, monkeypatch):
+    (folder / str(rank)).mkdir()
+    monkeypatch.chdir(folder / str(rank))
+    group = dist.new_group([rank], use_local_synchronization=True)
+    dist.save_arrays({"x": np.full(1, float(rank))}, "x", group)
+    monkeypatch.setattr(versions_module, "_SETTLE_S", 0.1)
+    with fails(CollectiveMismatchError, ": the ranks see different files of the name x"):
+        dist.load_arrays({"x": np.zeros(1)}, "x")
+    check_usable()

@@ -5,8 +5,10 @@ multiples of 128 and the sides of the boxes of all sources. So a rank that has a
 has the block, and each element becomes the same value on all ranks, whoever sends it.
 
     scale = max(largest finite magnitude / 127, 2^-126)     float32
-    code  = element / scale, rounded to nearest even        int8; -128 if it is NaN or infinite
+    code  = element / scale, rounded to nearest even        int8; -128 if it is not finite
     value = code * scale, NaN for -128                      float32, then the dtype of the target
+
+NaN and what is beyond float32's range are not finite. No scale is so large that 127 of it are.
 """
 
 from __future__ import annotations
@@ -24,12 +26,20 @@ BLOCK = 128
 _NOT_FINITE = -128
 # The smallest normal number: below it a scale is rounded too much.
 _LEAST_SCALE = np.float32(2.0**-126)
+_MOST = np.finfo(np.float32).max
+# Rounded down: to nearest, 127 of it would be infinite.
+_MOST_SCALE = np.nextafter(_MOST / np.float32(127), np.float32(0))
 
 
 def borders_of(n: int, boxes: Sequence[IndexBox]) -> IntArray:
     """Return the borders between the blocks of a last dimension of n, from 0 to n."""
     sides = [side for box in boxes for side in (box.begins[-1], box.ends[-1])]
-    return np.array(sorted({*range(0, n, BLOCK), n, *sides}), np.int64)
+    every = np.arange(0, n, BLOCK, dtype=np.int64)
+    borders: IntArray = np.concatenate((every, np.array([*sides, n], np.int64)))
+    # Not np.unique, which takes seconds for millions.
+    borders.sort(kind="stable")
+    is_last = np.append(borders[:-1] != borders[1:], True)
+    return np.asarray(borders[is_last], np.int64)
 
 
 class BlockedBox(NamedTuple):
@@ -78,10 +88,11 @@ class BlockedBox(NamedTuple):
             values = widen(source) if is_bfloat16 else source
             if values.dtype == np.float16:
                 values = values.astype(np.float32)
-            finite = np.isfinite(values)
-            sizes = np.where(finite, np.abs(values), 0)
+            sizes = np.abs(values)
+            finite = sizes <= _MOST
+            sizes[~finite] = 0
             largest = np.maximum.reduceat(sizes, self.starts, axis=-1)
-            scales[...] = np.maximum(largest / 127, _LEAST_SCALE)
+            scales[...] = np.clip(largest / 127, _LEAST_SCALE, _MOST_SCALE)
             made = np.rint(values[..., self.inner] / np.repeat(scales, self.counts, axis=-1))
             codes[...] = np.where(finite[..., self.inner], made, _NOT_FINITE)
 

@@ -279,9 +279,14 @@ def packets(
         if each.source == each.target:
             continue
         row = pairs[each.relayed, each.source, each.target]
-        one = IndexBox(each.box.begins, tuple(begin + 1 for begin in each.box.begins))
-        for box in each.box.cut(most // nbytes_of(array, one, each.relayed)):
-            nbytes = nbytes_of(array, box, each.relayed)
+        count = most * each.box.size // nbytes_of(array, each.box, each.relayed)
+        # Blocks that are cut need a little more.
+        while True:
+            cut = [(box, nbytes_of(array, box, each.relayed)) for box in each.box.cut(count)]
+            if max(nbytes for _, nbytes in cut) <= most:
+                break
+            count -= -(-count // 16)
+        for box, nbytes in cut:
             begin = -(-row[-1].nbytes // _ALIGNED) * _ALIGNED if row else most
             if begin + nbytes > most:
                 row.append(BoxPacket(each.source, each.target, each.relayed, [], 0))

@@ -57,8 +57,8 @@ class _PacketStep(NamedTuple):
         copies: For each slot, the copies into it or out of it.
         far: For each slot, the message to or from another host: the slot, or the memory of the
             array if that is contiguous and has the dtype that is sent.
-        straight: Whether that is so for the receiver. It expects such messages from the beginning,
-            so their sender waits for no slot.
+        straight: Whether that is so for the receiver. It expects all such messages before it
+            signals for the first time, so their sender waits for no slot.
     """
 
     number: int
@@ -317,14 +317,19 @@ class _PacketMoves:
         # Messages to other hosts: their number, and those under way.
         self._far = 0
         self._leaving: deque[Work] = deque()
-        # The ranks that signal once more, after all that came straight into their arrays.
-        self._ends: dict[int, None] = {}
+        # The ranks that signal before the first packet, and after all that came straight into their
+        # arrays: a message that nobody expects needs memory.
+        straight = (each.peer for each in packets.steps if each.sends and each.straight)
+        self._ends = dict.fromkeys(straight)
+        self._not_ready = set(self._ends)
 
     def run(self) -> None:
         """Send and take all packets."""
         for (peer, straight), its in self._later.items():
             for step in list(itertools.islice(its, None if straight else _SLOTS)):
                 self._expect(step, len(self._arriving[peer, straight]))
+            if straight:
+                self._packets.windows[1].signal(peer)
         for step in self._packets.steps:
             if step.sends:
                 self._send(step)
@@ -339,6 +344,9 @@ class _PacketMoves:
 
     def _send(self, step: _PacketStep) -> None:
         peer, number = step.peer, self._sent[step.peer]
+        if peer in self._not_ready:
+            self._not_ready.remove(peer)
+            self._wait(1, peer)
         if not step.straight and number >= _SLOTS:
             self._wait(1, peer)
         if step.far and len(self._leaving) == _SLOTS:
@@ -352,9 +360,7 @@ class _PacketMoves:
             self._far += 1
         else:
             self._packets.windows[0].signal(peer)
-        if step.straight:
-            self._ends[peer] = None
-        else:
+        if not step.straight:
             self._sent[peer] = number + 1
 
     def _receive(self, step: _PacketStep) -> None:
@@ -371,7 +377,7 @@ class _PacketMoves:
         for convert, into, out in step.copies[slot]:
             convert(into, out)
         for later in itertools.islice(self._later.get(key, ()), 1):
-            # Before its sender may send it: a message that nobody expects needs memory.
+            # Before its sender may send it.
             self._expect(later, slot)
         self._packets.windows[1].signal(peer)
         self._taken[peer] += 1
@@ -463,8 +469,9 @@ def reshard(
             common store.
         dtype: How floating arrays are sent, such as "bfloat16". "int8": in blocks of up to 128
             elements of the last dimension, each with a scale. An element is then off by at most
-            1/254 of the largest of its block, or 2^-127. NaN and infinities become NaN. All
-            targets get the same values, but what stays in its memory keeps its own.
+            1/254 of the largest of its block, or 2^-127, before it is rounded to the target's
+            dtype. NaN and what float32 cannot hold become NaN. All targets get the same values,
+            but what stays in its memory keeps its own.
         timeout: Of the call; the group's if None.
 
     Raises:

@@ -7,12 +7,14 @@ whole or not at all, also if its writers die.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import mmap
 import os
 import re
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ from unisono.core.groups.world import Group, require_group
 from unisono.core.platform.files import lock
 from unisono.errors import (
     ArgumentTypeError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     UnsupportedError,
@@ -53,9 +56,12 @@ _MOST_HEADER = 100_000_000
 # Bytes converted at once: they stay in a cache.
 _AT_ONCE = 1 << 20
 _VERSION = re.compile(r"(\d{10})\.safetensors")
-# How the name of an index ends, as that of a model in several files.
+# How the name of an index ends, as that of a model in several files; and those of its parts.
 _INDEX = ".safetensors.index.json"
-_INCOMPLETE = re.compile(_VERSION.pattern + r"\.[0-9a-f]{12}\.incomplete")
+_PART = r"-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors"
+_INCOMPLETE = r"\.[0-9a-f]{12}\.incomplete"
+# For how long ranks open a file again if they have opened different ones.
+_SETTLE_S, _PAUSE_S = 10.0, 0.005
 
 
 @on_host
@@ -81,7 +87,8 @@ def save_arrays(
         group: The default group if None.
         dtype: Of the floating arrays in the file, such as "bfloat16"; their own if None.
         part_bytes: Write several files of about this size, and last an index with the name `path`,
-            which ends with ".safetensors.index.json". The parts of its predecessor are removed.
+            which ends with ".safetensors.index.json". Then parts of earlier calls with this path,
+            also of killed ones, are removed if no index in the folder names them.
         timeout: Of each of its calls; the group's if None.
 
     Raises:
@@ -107,24 +114,18 @@ def _save(
         call.check(lambda: own.extend(_described(call, pg, arrays, dtype, path, part_bytes)))
         parts, wanted = own
         plain = {name: each.described() for name, each in parts.items()}
-        rows = call.loads_all(call.all_gather(call.pack(lambda: (plain, {}, pg.rank()))))
+        rows = call.loads_all(
+            call.all_gather(call.pack(lambda: (plain, {}, pg.rank(), secrets.token_hex(4))))
+        )
         targets = {}
         for row in rows:
             for name, each in row[0].items():
                 if each.dtype is not None:
                     stored = _stored(each.dtype, wanted)
                     targets[name] = ArrayParts(each.shape, stored, [whole(each.shape)], [])
-        rows.append(({}, targets, None))
+        rows.append(({}, targets, None, ""))
         # The widest first, so that each array is aligned.
         plans = sorted(planned(call, pg, rows), key=lambda plan: -plan.target.itemsize)
-        before = {}
-        if part_bytes is not None:
-            # Parts of two versions have different names, so an index is always of one version.
-            name = os.fsdecode(path)
-            token, before = call.on_all(
-                lambda: (secrets.token_hex(4), {} if pg.rank() else _names_in(name)),
-                f"cannot use {name}",
-            )[0]
 
     def write(path: str | os.PathLike[str], plans: Sequence[PlannedArray]) -> None:
         header, begins, nbytes = _header(plans, targets)
@@ -137,14 +138,31 @@ def _save(
     if part_bytes is None:
         write(path, plans)
         return
-    index = _write_parts(
-        f"{name.removesuffix(_INDEX)}-{token}", _cut(plans, targets, part_bytes), write
-    )
-    with open_file(path, "w", pg, timeout=timeout) as file:
-        file.write_in_order(index if pg.rank() == 0 else index[:0], timeout=timeout)
-    for old in set(before.values()) if pg.rank() == 0 else ():
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(os.path.dirname(name), old))
+    stem = os.fsdecode(path).removesuffix(_INDEX)
+    try:
+        # Parts of two versions have different names, so an index is always of one version.
+        index = _write_parts(f"{stem}-{rows[0][3]}", _cut(plans, targets, part_bytes), write)
+        with open_file(path, "w", pg, timeout=timeout) as file:
+            file.write_in_order(index if pg.rank() == 0 else index[:0], timeout=timeout)
+    finally:
+        # Rank 0, because it names the index.
+        if pg.rank() == 0:
+            with contextlib.suppress(OSError, InvalidArgumentError):
+                _remove_parts(stem)
+
+
+def _remove_parts(stem: str) -> None:
+    """Remove the parts of indices of one name, but those that an index in the folder names."""
+    folder, base = os.path.split(stem)
+    names = os.listdir(folder or os.curdir)
+    kept: set[str] = set()
+    for name in names:
+        if name.endswith(_INDEX):
+            kept |= set(_names_in(os.path.join(folder, name))[0].values())
+    for name in names:
+        if re.fullmatch(f"{re.escape(base)}{_PART}({_INCOMPLETE})?", name) and name not in kept:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
 
 
 def _described(
@@ -164,6 +182,8 @@ def _described(
             raise InvalidArgumentError(f"part_bytes={part_bytes}: expected at least 1")
         if not os.fsdecode(path).endswith(_INDEX):
             raise InvalidArgumentError(f"path {path!r}: the name of an index ends with {_INDEX}")
+    elif os.fsdecode(path).endswith(_INDEX):
+        raise InvalidArgumentError(f"path {path!r}: an index needs part_bytes")
     if "__metadata__" in parts:
         raise InvalidArgumentError("safetensors' format has no array of the name '__metadata__'")
     for name, each in parts.items():
@@ -194,11 +214,11 @@ def _cut(
     plans: Sequence[PlannedArray], targets: Mapping[str, ArrayParts], most: int
 ) -> list[list[PlannedArray]]:
     """Return the arrays of each part: of at most `most` bytes, or one array."""
-    cut: list[list[PlannedArray]] = [[]]
+    cut: list[list[PlannedArray]] = []
     size = 0
     for plan in plans:
         nbytes = math.prod(targets[plan.name].shape) * plan.target.itemsize
-        if cut[-1] and size + nbytes > most:
+        if not cut or size + nbytes > most:
             cut.append([])
             size = 0
         cut[-1].append(plan)
@@ -206,23 +226,22 @@ def _cut(
     return cut
 
 
-def _names_in(path: str) -> dict[str, str]:
-    """Return the part of each array in an index; empty if there is no such file.
+def _names_in(path: str) -> tuple[dict[str, str], bytes]:
+    """Return the part of each array in an index, and its text.
 
     Raises:
         InvalidArgumentError: It is no index.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            names: dict[str, str] = dict(json.load(file)["weight_map"])
+        with open(path, "rb") as file:
+            text = file.read()
+        names: dict[str, str] = dict(json.loads(text)["weight_map"])
         for part in names.values():
             if os.path.basename(part) != part or not part.endswith(".safetensors"):
                 raise ValueError(f"part {part!r}")
-    except FileNotFoundError:
-        return {}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidArgumentError(f"{path} is no index of safetensors' format: {error}") from None
-    return names
+    return names, text
 
 
 def _stored(dtype: DType, wanted: DType | None) -> DType:
@@ -277,20 +296,19 @@ class _StoredArray(NamedTuple):
     memory: np.ndarray[Any, Any]
 
 
-def _opened(path: str) -> dict[str, _StoredArray]:
+def _opened(path: str) -> tuple[dict[str, _StoredArray], str]:
     """Return the arrays of a file or index, mapped into memory; the files may be removed then.
+
+    The other result is another one for each version of the files, on all hosts that see them.
 
     Raises:
         InvalidArgumentError: It is no whole file of safetensors' format.
     """
     if path.endswith(_INDEX):
-        os.stat(path)
-        names = _names_in(path)
-        files = {part: os.path.join(os.path.dirname(path), part) for part in set(names.values())}
-        opened = {part: _opened(file) for part, file in files.items()}
-        return {name: opened[part][name] for name, part in names.items() if name in opened[part]}
+        return _opened_index(path)
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        size = status.st_size
         length = int.from_bytes(file.read(8), "little")
         try:
             if not 2 <= length <= min(_MOST_HEADER, size - 8):
@@ -314,7 +332,26 @@ def _opened(path: str) -> dict[str, _StoredArray]:
             raise InvalidArgumentError(
                 f"{path} is no whole file of safetensors' format: {error}"
             ) from None
-    return found
+    # Not the device, which each host numbers as it likes.
+    return found, f"{status.st_ino} {size} {status.st_mtime_ns}"
+
+
+def _opened_index(path: str) -> tuple[dict[str, _StoredArray], str]:
+    """Return the same for an index."""
+    while True:
+        names, text = _names_in(path)
+        opened, versions = {}, [text]
+        try:
+            for part in sorted(set(names.values())):
+                opened[part], version = _opened(os.path.join(os.path.dirname(path), part))
+                versions.append(version.encode())
+        except FileNotFoundError:
+            # The parts are removed when another index has the name.
+            if _names_in(path)[1] == text:
+                raise
+            continue
+        found = {name: opened[part][name] for name, part in names.items() if name in opened[part]}
+        return found, hashlib.sha256(b" ".join(versions)).hexdigest()
 
 
 def _copy_out(
@@ -352,7 +389,8 @@ def load_arrays(
 ) -> None:
     """Read arrays of any sharding from one file of safetensors' format; a collective call.
 
-    Each rank maps the file, and copies its boxes. dtypes are converted as by `reshard`.
+    Each rank maps the file, and copies its boxes. dtypes are converted as by `reshard`. If the file
+    is replaced meanwhile, all ranks read the same version.
 
     Args:
         arrays: What this rank wants by name, as `dst` of `reshard`.
@@ -363,7 +401,7 @@ def load_arrays(
 
     Raises:
         CollectiveError: A rank cannot read the file, or an array does not fit.
-        CollectiveMismatchError: A rank's arguments are wrong.
+        CollectiveMismatchError: A rank's arguments are wrong, or the ranks see different files.
     """
     pg = require_group(group)
     with ObjectCall(pg, "load_arrays", timeout, None) as call:
@@ -375,7 +413,28 @@ def load_arrays(
 
         call.check(describe)
         name = os.fsdecode(os.fspath(path))
-        call.on_all(lambda: _copy_out(name, _opened(name), own[0]), f"cannot read {name}")
+        failed, deadline = f"cannot read {name}", Deadline(min(_SETTLE_S, call.remaining_s))
+        while True:
+            opened: list[dict[str, _StoredArray]] = []
+
+            def see() -> tuple[str, bool]:
+                is_last = deadline.expired()
+                stored, version = _opened(name)
+                opened.append(stored)  # noqa: B023
+                return version, is_last
+
+            seen = call.on_all(see, failed)
+            if len({version for version, _ in seen}) == 1:
+                break
+            # It is replaced between them.
+            if any(is_last for _, is_last in seen):
+                raise CollectiveMismatchError(
+                    f"{call}: the ranks see different files of the name {name}",
+                    context=call.context(0),
+                    hint="they must see the same folder; replace the file less often",
+                )
+            time.sleep(_PAUSE_S)
+        call.on_all(lambda: _copy_out(name, opened[0], own[0]), failed)
 
 
 _locking: weakref.WeakSet[Publisher] = weakref.WeakSet()
@@ -457,7 +516,7 @@ class Publisher:
             pass
         for name in os.listdir(self._folder):
             # Of a publisher that died.
-            if _INCOMPLETE.fullmatch(name):
+            if re.fullmatch(_VERSION.pattern + _INCOMPLETE, name):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self._folder, name))
         return self._newest()
@@ -581,7 +640,7 @@ class Subscriber:
     def _open(self, number: int, opened: list[dict[str, _StoredArray]]) -> bool:
         """Open a version; return False if it was removed."""
         with contextlib.suppress(FileNotFoundError):
-            opened.append(_opened(_path(self._folder, number)))
+            opened.append(_opened(_path(self._folder, number))[0])
         return bool(opened)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ from unisono.core.transports.messages import Cancelled, Failure, LinkDown
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UsageError
 
 _SOURCES = ("get", "wait_signal")
+# A rank that has an error closes its window at once; why comes by a message, a moment later.
+_CAUSE_S = 0.5
 
 
 class WindowCall(MessageCall):
@@ -142,6 +145,8 @@ class Access:
         traceback: TracebackType | None,
     ) -> None:
         comm = self._window.comm
+        if isinstance(error, LinkDown) and error.reason == CLOSED:
+            error = _cause(comm) or error
         worded = error
         if isinstance(error, (Cancelled, LinkDown, Failure, ClosedError)):
             worded = message_error(comm, self.call, error, self.deadline)
@@ -212,6 +217,16 @@ def end_of(window: State, rank: int) -> BaseException | None:
             return LinkDown(peer, CLOSED, left=True)
         return comm.transport.down(peer)
     return None if window.requests is None else window.requests.ended.get(rank)
+
+
+def _cause(comm: Communicator) -> Failure | None:
+    """Return the failure that a closed part may come from; wait for it, but not for long."""
+    deadline = Deadline(_CAUSE_S)
+    while True:
+        failure = comm.transport.failure(comm.context)
+        if failure is not None or deadline.expired():
+            return failure
+        time.sleep(0.002)
 
 
 def require_atomic(op: str, memory: WindowMemory) -> None:

@@ -114,8 +114,7 @@ def connect(
         hosts, endpoints, words, trips, found = published
         named = [text.split("\t", 1) for text in found]
         trips_us = tuple(None if trip == _UNKNOWN else int(trip) for trip in trips)
-        names = [name for name, _ in named]
-        _check_transports(names, rank, is_near=on_one_host(hosts, trips_us))
+        _check_transports([name for name, _ in named], rank, is_near=on_one_host(hosts, trips_us))
         _check_engines(hosts, endpoints, rank)
         addresses += (address for _, address in named)
         transport.world_number = number
