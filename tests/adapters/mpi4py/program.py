@@ -21,7 +21,7 @@ def raised(call, *arguments):
     """Return the error of a call."""
     try:
         call(*arguments)
-    except (MPI.Exception, NotImplementedError) as error:
+    except (MPI.Exception, NotImplementedError, BufferError) as error:
         return error
     raise AssertionError("no error")
 
@@ -142,6 +142,14 @@ def communicators():
             to = root if rank == 0 else MPI.ROOT if side.rank == root else MPI.PROC_NULL
             assert other.gather(rank, to) == ([0] if to == MPI.ROOT else None)
             assert len(other.allgather(root)) == other.Get_remote_size()
+        if rank == 0:
+            for value in (1.0, 2.0):
+                other.Bcast(np.full(4, value), MPI.ROOT)
+        else:  # a refused call counts, so that the next one gets its own data
+            raised(other.Bcast, b"abc", 0)
+            out = np.empty(4)
+            other.Bcast(out, 0)
+            same(out, [2.0] * 4)
         for each in (both, other, side):
             each.Free()
 

@@ -80,9 +80,8 @@ def bcast(state: CommState, buf: Any, root: int = 0) -> Ongoing:
 
 def exchange(state: Any, sends: dict[int, list[Run]], recvs: dict[int, list[Run]]) -> Ongoing:
     """Messages inside a collective call of an inter-communicator, by rank of the other side."""
-    # Not a tag of the program. Two ranks make their calls in the same order, also if a call is none
-    # of a third one's, as with PROC_NULL for the root; so no call needs a number.
-    tag = 1 << 40
+    # Not a tag of the program; with the number of the call, of which another's data may be late.
+    tag = (1 << 40) + state.calls[0]
     works, stores = [], []
     for peer, parts in recvs.items():
         for part in parts:

@@ -371,22 +371,16 @@ _REPLACE: dict[str, Any] = {
 add_calls(Comm, {**_ARRAY_SENDS, "Recv": messages.recv}, "now start plan")
 add_calls(Comm, _REPLACE, "now start")
 add_calls(Comm, {**_SENDS, "recv": objects.recv}, "now start")
-add_calls(
-    Comm,
-    collective_calls(
-        "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv "
-        "Alltoallw Reduce Allreduce Reduce_scatter_block Reduce_scatter"
-    ),
-    "now start plan",
+ARRAY_COLLECTIVES = collective_calls(
+    "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv "
+    "Alltoallw Reduce Allreduce Reduce_scatter_block Reduce_scatter"
 )
-add_calls(
-    Comm,
-    {
-        **object_calls("sendrecv bcast gather scatter allgather alltoall reduce allreduce"),
-        "barrier": collectives.barrier,
-    },
-    "now",
-)
+OBJECT_COLLECTIVES = {
+    **object_calls("bcast gather scatter allgather alltoall reduce allreduce"),
+    "barrier": collectives.barrier,
+}
+add_calls(Comm, ARRAY_COLLECTIVES, "now start plan")
+add_calls(Comm, {**OBJECT_COLLECTIVES, "sendrecv": objects.sendrecv}, "now")
 
 
 class Intracomm(Comm):
