@@ -21,7 +21,7 @@ def raised(call, *arguments):
     """Return the error of a call."""
     try:
         call(*arguments)
-    except (MPI.Exception, NotImplementedError, BufferError) as error:
+    except (MPI.Exception, NotImplementedError, BufferError, TypeError) as error:
         return error
     raise AssertionError("no error")
 
@@ -102,6 +102,27 @@ def messages():
     assert raised(comm.Recv, np.empty(2), rank, 6).Get_error_class() == MPI.ERR_TRUNCATE
     assert raised(comm.Send, mine, size).error_class == MPI.ERR_RANK
     assert raised(MPI.COMM_NULL.Get_size).error_class == MPI.ERR_COMM
+
+
+def arguments_of_forms():
+    for call in (
+        lambda: comm.Irecv(mine.copy(), left, 8, status=MPI.Status()),
+        lambda: comm.Irecv(mine.copy(), left, 8, MPI.Status()),
+        lambda: comm.Recv_init(mine.copy(), left, 8, status=MPI.Status()),
+        lambda: comm.Send_init(mine, destt=right),
+        lambda: comm.Bcast_init(mine, 0, 0),
+        lambda: comm.Send(mine, right, 8, mode="s"),
+        lambda: comm.isend(mine, right, 8, mode="b"),
+    ):
+        assert isinstance(raised(call), TypeError)
+    message, out, status = [rows, 2, MPI.DOUBLE], np.zeros(3), MPI.Status()
+    planned = comm.Send_init(message, right, 8)
+    message[1] = 3
+    received = comm.Irecv(out, left, 8)
+    planned.Start()
+    received.Wait(status)
+    planned.Wait()
+    assert status.Get_count(MPI.DOUBLE) == 2
 
 
 def refused_messages():
@@ -206,6 +227,7 @@ def refusals():
 
 collectives()
 messages()
+arguments_of_forms()
 refused_messages()
 communicators()
 windows()

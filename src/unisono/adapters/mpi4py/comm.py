@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import sys
-from functools import partial
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
@@ -360,10 +359,8 @@ def object_calls(names: str) -> dict[str, Any]:
 
 
 _MODES = {"": "", "b": "b", "s": "s", "r": ""}
-_SENDS = {f"{k}send": partial(objects.send, mode=mode) for k, mode in _MODES.items() if k != "r"}
-_ARRAY_SENDS = {
-    f"{k}send".capitalize(): partial(messages.send, mode=mode) for k, mode in _MODES.items()
-}
+_SENDS = {f"{k}send": objects.sender(mode) for k, mode in _MODES.items() if k != "r"}
+_ARRAY_SENDS = {f"{k}send".capitalize(): messages.sender(mode) for k, mode in _MODES.items()}
 _REPLACE: dict[str, Any] = {
     "Sendrecv": messages.sendrecv,
     "Sendrecv_replace": messages.sendrecv_replace,

@@ -355,9 +355,14 @@ class Receipt(Ongoing):
 # ---- the calls for arrays ----
 
 
-def send(state: CommState, buf: Any, dest: int, tag: int = 0, *, mode: str = "") -> Ongoing:
-    """Send an array; the mode is that of the letter in the call's name."""
-    return state.send(simple(buf, False, dest).pack(), dest, tag, mode)
+def sender(mode: str) -> Callable[..., Ongoing]:
+    """Return the function that sends in a mode, that of the letter in the call's name."""
+
+    def send(state: CommState, buf: Any, dest: int, tag: int = 0) -> Ongoing:
+        """Send an array."""
+        return state.send(simple(buf, False, dest).pack(), dest, tag, mode)
+
+    return send
 
 
 def recv(

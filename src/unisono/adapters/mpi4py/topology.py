@@ -547,6 +547,7 @@ def _counted(function: Any) -> Any:
         return call
 
     counted.__doc__ = getattr(function, "func", function).__doc__
+    setattr(counted, "__wrapped__", function)  # noqa: B010  its signature
     return counted
 
 
