@@ -96,6 +96,18 @@ def exchange(state: Any, sends: dict[int, list[Run]], recvs: dict[int, list[Run]
     return _call(works, _store([p for p, _ in stores], [d for _, d in stores]))
 
 
+def counted(function: Callable[..., Ongoing]) -> Callable[..., Ongoing]:
+    """Return the call of an inter-communicator that counts itself, also if it is refused then."""
+
+    def call(state: Any, *arguments: Any, **how: Any) -> Ongoing:
+        state.calls[0] += 1
+        return function(state, *arguments, **how)
+
+    call.__doc__ = getattr(function, "func", function).__doc__
+    setattr(call, "__wrapped__", function)  # noqa: B010  its signature
+    return call
+
+
 def gather(
     state: CommState, sendbuf: Any, recvbuf: Any, root: int = 0, parse: Parse = _blocks
 ) -> Ongoing:

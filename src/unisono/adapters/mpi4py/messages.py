@@ -2,9 +2,10 @@
 
 A message is bytes. Its dtype tells its mode: int8 asks for an answer when a receive has taken it
 (`Ssend`), uint8 does not. A receive into memory posts uint8, so that the engine refuses a message
-of int8 and drops its data; the receiver then asks the sender for them again. Receives answer in
-the order in which they took the messages, so the sender knows which message an answer is about; it
-names the tag of the data that come again.
+of int8 and drops its data. The receiver then asks the sender for them again.
+
+Receives answer in the order in which they took the messages, so that the sender knows which message
+an answer is about. An answer names the tag of the data that come again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ _NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
 _agains = itertools.count(1, 2)  # tags of data that come again; those of answers are even
 
 
+class _Started(dict["Receipt", None]):
+    """Receives that have not been taken, oldest first, and locks; the state `now` shares them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posting, self.taking = threading.Lock(), threading.RLock()
+
+
 class CommState(Described):
     """The object of a communicator.
 
@@ -69,9 +78,7 @@ class CommState(Described):
         self.topology: Any = None
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
-        # Receives that have not been taken, oldest first; `now` shares them and the locks.
-        self.started: dict[Receipt, None] = {}
-        self.posting, self.taking = threading.Lock(), threading.RLock()
+        self.started = _Started()
         self.is_async = True
         self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
 
@@ -129,7 +136,7 @@ class CommState(Described):
     def _send_synchronously(self, data: Bytes, peer: int, tag: int) -> Ongoing:
         services, to, key = self.services, self.channel.ranks[peer], self.key | tag
         answer = np.zeros(1, np.int64)
-        with self.posting:  # the answers come in the order of the messages
+        with self.started.posting:  # the answers come in the order of the messages
             answered = services.recv(answer, to, key << 1, async_op=True)
             sent = self.channel.send(data.view(np.int8), peer, tag, async_op=True)
 
@@ -189,7 +196,7 @@ class CommState(Described):
         self, source: int, tag: int, start: Callable[..., Any], make: Callable[[Work], Receipt]
     ) -> Receipt:
         peer, wanted = self._from(source), ANY if tag == ANY_TAG else tag
-        with translated(), self.posting:
+        with translated(), self.started.posting:
             call = make(start(peer, wanted, async_op=True))
             call.asked = None if peer is None else self.channel.ranks[peer], wanted
             self.started[call] = None
@@ -278,7 +285,7 @@ class Receipt(Ongoing):
         Called on the thread that ends the receive, and later if it could not answer there.
         """
         if self._work.is_completed():
-            with self._state.taking:
+            with self._state.started.taking:
                 if not self.is_taken:
                     found = self._synchronous()
                     if found is not None and (earlier := self._earlier(*found)) is not None:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from unisono.adapters.mpi4py.collectives import counted
 from unisono.adapters.mpi4py.comm import (
     ARRAY_COLLECTIVES,
     OBJECT_COLLECTIVES,
@@ -540,16 +541,5 @@ for _name, _function in {
     setattr(Intracomm, _name, _function)
 
 
-def _counted(function: Any) -> Any:
-    def counted(state: InterState, *arguments: Any, **how: Any) -> Ongoing:
-        state.calls[0] += 1
-        call: Ongoing = function(state, *arguments, **how)
-        return call
-
-    counted.__doc__ = getattr(function, "func", function).__doc__
-    setattr(counted, "__wrapped__", function)  # noqa: B010  its signature
-    return counted
-
-
-add_calls(Intercomm, {k: _counted(f) for k, f in ARRAY_COLLECTIVES.items()}, "now start plan")
-add_calls(Intercomm, {k: _counted(f) for k, f in OBJECT_COLLECTIVES.items()}, "now")
+add_calls(Intercomm, {k: counted(f) for k, f in ARRAY_COLLECTIVES.items()}, "now start plan")
+add_calls(Intercomm, {k: counted(f) for k, f in OBJECT_COLLECTIVES.items()}, "now")
