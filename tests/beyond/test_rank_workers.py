@@ -1,16 +1,18 @@
 """`MPICommExecutor` and `python -m unisono.futures`: the ranks of a job as workers."""
 
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.errors import InvalidArgumentError, UsageError, WorkerFailedError
+from unisono.errors import InvalidArgumentError, PeerLostError, UsageError, WorkerFailedError
 from unisono.futures import MPICommExecutor, MPIPoolExecutor
 from unisono.testing import run
 from unisono.testing.hosts import Network, why_no_hosts
@@ -52,6 +54,46 @@ def test_tasks_run_on_the_other_ranks(rank):
 def test_a_root_that_is_no_rank(rank):
     with pytest.raises(InvalidArgumentError, match="root 2 is no rank of a group of 2"):
         MPICommExecutor(root=2).__enter__()
+    with pytest.raises(InvalidArgumentError, match=r"root 2 is no rank|do not agree on the root"):
+        MPICommExecutor(root=2 * rank).__enter__()
+
+
+@pytest.mark.ranks(3)
+def test_a_root_that_not_all_ranks_give(rank):
+    for root, given in ((rank, [rank]), (rank // 2, [0, 1] if rank < 2 else [2])):
+        text = f"the ranks do not agree on the root: only ranks {given} gave {root}"
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
+            MPICommExecutor(root=root).__enter__()
+    dist.barrier()
+
+
+@pytest.mark.ranks(1)
+def test_an_inter_communicator_has_no_root(rank):
+    inter = SimpleNamespace(ob=SimpleNamespace(is_inter=True))
+    text = "an inter-communicator has no rank for the executor"
+    with pytest.raises(InvalidArgumentError, match=text):
+        MPICommExecutor(inter).__enter__()
+
+
+@pytest.mark.ranks(3)
+def test_errors_name_ranks_of_the_job(rank):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    with MPICommExecutor(group) as executor:
+        if executor is not None:
+            error = executor.submit(square, -1).exception()
+            assert error.__notes__ == ["raised on worker 2 of 3"]
+            assert error.__cause__.context.rank == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_task_that_exits_ends_no_worker(rank):
+    with MPICommExecutor() as executor:
+        if executor is not None:
+            error = executor.submit(sys.exit, 3).exception(60)
+            assert str(error).startswith("worker 1 raised an exception")
+            assert executor.submit(square, 3).result(60) == (9, 1)
 
 
 def lose_a_worker(rank, task, retries):
@@ -69,6 +111,21 @@ def test_a_worker_that_dies_fails_its_task_by_name():
     (text, value), *_ = run(lose_a_worker, 3, ranks="processes", args=(die, 0), dead={1})
     assert text.startswith("a worker of the executor ended in the task: rank 1: ")
     assert "was lost" in text
+    assert value == (9, 2)
+
+
+def lose_an_idle_worker(rank):
+    with MPICommExecutor() as executor:
+        if executor is None:
+            return None
+        os.kill(executor.submit(os.getpid).result(60), signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            executor._workers._group.recv(np.empty(1), 1)
+        return executor.submit(square, 3).result(60)
+
+
+def test_a_worker_that_died_idle_costs_no_task():
+    value, *_ = run(lose_an_idle_worker, 3, ranks="processes", dead={1})
     assert value == (9, 2)
 
 
@@ -118,6 +175,26 @@ def test_a_program_with_the_other_ranks_as_workers(tmp_path):
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert [line[:5] for line in done.stdout.splitlines()] == ["2 66 "] * 2
+
+
+UNFINISHED = """
+import time
+from unisono.futures import MPIPoolExecutor
+
+executor = MPIPoolExecutor()
+future = executor.submit(time.sleep, 0.3)
+future.add_done_callback(lambda future: print(future.result()))
+CALL
+"""
+
+
+@pytest.mark.parametrize("call", ["executor.shutdown(wait=False)", ""])
+def test_a_program_that_ends_before_its_tasks(tmp_path, call):
+    program = tmp_path / "program.py"
+    program.write_text(UNFINISHED.replace("CALL", call))
+    words = ["-m", "unisono", "run", "--nproc-per-node", "2", "-m", "unisono.futures", str(program)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
 def test_it_says_how_to_use_it():

@@ -21,7 +21,7 @@ def raised(call, *arguments):
     """Return the error of a call."""
     try:
         call(*arguments)
-    except (MPI.Exception, NotImplementedError) as error:
+    except (MPI.Exception, NotImplementedError, BufferError, TypeError) as error:
         return error
     raise AssertionError("no error")
 
@@ -104,6 +104,27 @@ def messages():
     assert raised(MPI.COMM_NULL.Get_size).error_class == MPI.ERR_COMM
 
 
+def arguments_of_forms():
+    for call in (
+        lambda: comm.Irecv(mine.copy(), left, 8, status=MPI.Status()),
+        lambda: comm.Irecv(mine.copy(), left, 8, MPI.Status()),
+        lambda: comm.Recv_init(mine.copy(), left, 8, status=MPI.Status()),
+        lambda: comm.Send_init(mine, destt=right),
+        lambda: comm.Bcast_init(mine, 0, 0),
+        lambda: comm.Send(mine, right, 8, mode="s"),
+        lambda: comm.isend(mine, right, 8, mode="b"),
+    ):
+        assert isinstance(raised(call), TypeError)
+    message, out, status = [rows, 2, MPI.DOUBLE], np.zeros(3), MPI.Status()
+    planned = comm.Send_init(message, right, 8)
+    message[1] = 3
+    received = comm.Irecv(out, left, 8)
+    planned.Start()
+    received.Wait(status)
+    planned.Wait()
+    assert status.Get_count(MPI.DOUBLE) == 2
+
+
 def refused_messages():
     """A send that is refused leaves no receive, which would take the next message."""
     into = np.zeros(2)
@@ -142,6 +163,14 @@ def communicators():
             to = root if rank == 0 else MPI.ROOT if side.rank == root else MPI.PROC_NULL
             assert other.gather(rank, to) == ([0] if to == MPI.ROOT else None)
             assert len(other.allgather(root)) == other.Get_remote_size()
+        if rank == 0:
+            for value in (1.0, 2.0):
+                other.Bcast(np.full(4, value), MPI.ROOT)
+        else:  # a refused call counts, so that the next one gets its own data
+            raised(other.Bcast, b"abc", 0)
+            out = np.empty(4)
+            other.Bcast(out, 0)
+            same(out, [2.0] * 4)
         for each in (both, other, side):
             each.Free()
 
@@ -198,6 +227,7 @@ def refusals():
 
 collectives()
 messages()
+arguments_of_forms()
 refused_messages()
 communicators()
 windows()

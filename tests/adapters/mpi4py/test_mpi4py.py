@@ -35,6 +35,12 @@ def test_calls_agree_with_numpy(ranks: int, tmp_path: Path) -> None:
     assert done.stdout.count("done") == ranks
 
 
+def test_synchronous_messages_keep_their_order() -> None:
+    """Of arrays and objects, from several threads, and beside other messages."""
+    done = run(2, str(PROGRAM.with_name("order_program.py")), "7")
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr + done.stdout
+
+
 @pytest.mark.parametrize("engine", ["native", "mpi"])
 def test_takes_the_place_of_mpi4py(tmp_path: Path, engine: str) -> None:
     """`python -m unisono.mpi4py` runs a program that imports mpi4py, also if the engine has it."""

@@ -80,9 +80,8 @@ def bcast(state: CommState, buf: Any, root: int = 0) -> Ongoing:
 
 def exchange(state: Any, sends: dict[int, list[Run]], recvs: dict[int, list[Run]]) -> Ongoing:
     """Messages inside a collective call of an inter-communicator, by rank of the other side."""
-    # Not a tag of the program. Two ranks make their calls in the same order, also if a call is none
-    # of a third one's, as with PROC_NULL for the root; so no call needs a number.
-    tag = 1 << 40
+    # Not a tag of the program; with the number of the call, of which another's data may be late.
+    tag = (1 << 40) + state.calls[0]
     works, stores = [], []
     for peer, parts in recvs.items():
         for part in parts:
@@ -95,6 +94,18 @@ def exchange(state: Any, sends: dict[int, list[Run]], recvs: dict[int, list[Run]
             at = state.peers[peer]
             works.append(state.inner.send(part.pack(), at, tag, async_op=True))
     return _call(works, _store([p for p, _ in stores], [d for _, d in stores]))
+
+
+def counted(function: Callable[..., Ongoing]) -> Callable[..., Ongoing]:
+    """Return the call of an inter-communicator that counts itself, also if it is refused then."""
+
+    def call(state: Any, *arguments: Any, **how: Any) -> Ongoing:
+        state.calls[0] += 1
+        return function(state, *arguments, **how)
+
+    call.__doc__ = getattr(function, "func", function).__doc__
+    setattr(call, "__wrapped__", function)  # noqa: B010  its signature
+    return call
 
 
 def gather(

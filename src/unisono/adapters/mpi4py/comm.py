@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import sys
-from functools import partial
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
@@ -360,10 +359,8 @@ def object_calls(names: str) -> dict[str, Any]:
 
 
 _MODES = {"": "", "b": "b", "s": "s", "r": ""}
-_SENDS = {f"{k}send": partial(objects.send, mode=mode) for k, mode in _MODES.items() if k != "r"}
-_ARRAY_SENDS = {
-    f"{k}send".capitalize(): partial(messages.send, mode=mode) for k, mode in _MODES.items()
-}
+_SENDS = {f"{k}send": objects.sender(mode) for k, mode in _MODES.items() if k != "r"}
+_ARRAY_SENDS = {f"{k}send".capitalize(): messages.sender(mode) for k, mode in _MODES.items()}
 _REPLACE: dict[str, Any] = {
     "Sendrecv": messages.sendrecv,
     "Sendrecv_replace": messages.sendrecv_replace,
@@ -371,22 +368,16 @@ _REPLACE: dict[str, Any] = {
 add_calls(Comm, {**_ARRAY_SENDS, "Recv": messages.recv}, "now start plan")
 add_calls(Comm, _REPLACE, "now start")
 add_calls(Comm, {**_SENDS, "recv": objects.recv}, "now start")
-add_calls(
-    Comm,
-    collective_calls(
-        "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv "
-        "Alltoallw Reduce Allreduce Reduce_scatter_block Reduce_scatter"
-    ),
-    "now start plan",
+ARRAY_COLLECTIVES = collective_calls(
+    "Barrier Bcast Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv "
+    "Alltoallw Reduce Allreduce Reduce_scatter_block Reduce_scatter"
 )
-add_calls(
-    Comm,
-    {
-        **object_calls("sendrecv bcast gather scatter allgather alltoall reduce allreduce"),
-        "barrier": collectives.barrier,
-    },
-    "now",
-)
+OBJECT_COLLECTIVES = {
+    **object_calls("bcast gather scatter allgather alltoall reduce allreduce"),
+    "barrier": collectives.barrier,
+}
+add_calls(Comm, ARRAY_COLLECTIVES, "now start plan")
+add_calls(Comm, {**OBJECT_COLLECTIVES, "sendrecv": objects.sendrecv}, "now")
 
 
 class Intracomm(Comm):

@@ -2,7 +2,10 @@
 
 A message is bytes. Its dtype tells its mode: int8 asks for an answer when a receive has taken it
 (`Ssend`), uint8 does not. A receive into memory posts uint8, so that the engine refuses a message
-of int8 and drops its data; the receiver then asks the sender for them again.
+of int8 and drops its data. The receiver then asks the sender for them again.
+
+Receives answer in the order in which they took the messages, so that the sender knows which message
+an answer is about. An answer names the tag of the data that come again.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import itertools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -40,6 +43,15 @@ from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, Peer
 _SYNC = code_of(dtype_named("int8"))
 _ABSENT = LookupError("no message has come")
 _NOTHING: tuple[int, int, int] = (PROC_NULL, ANY_TAG, 0)
+_agains = itertools.count(1, 2)  # tags of data that come again; those of answers are even
+
+
+class _Started(dict["Receipt", None]):
+    """Receives that have not been taken, oldest first, and locks; the state `now` shares them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posting, self.taking = threading.Lock(), threading.RLock()
 
 
 class CommState(Described):
@@ -66,7 +78,7 @@ class CommState(Described):
         self.topology: Any = None
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
-        self.started: list[list[weakref.ref[Receipt]]] = [[]]
+        self.started = _Started()
         self.is_async = True
         self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
 
@@ -123,17 +135,18 @@ class CommState(Described):
 
     def _send_synchronously(self, data: Bytes, peer: int, tag: int) -> Ongoing:
         services, to, key = self.services, self.channel.ranks[peer], self.key | tag
-        answer = np.zeros(1, np.uint8)
-        answered = services.recv(answer, to, key << 1, async_op=True)
-        sent = self.channel.send(data.view(np.int8), peer, tag, async_op=True)
+        answer = np.zeros(1, np.int64)
+        with self.started.posting:  # the answers come in the order of the messages
+            answered = services.recv(answer, to, key << 1, async_op=True)
+            sent = self.channel.send(data.view(np.int8), peer, tag, async_op=True)
 
         lock, sent_again = threading.Lock(), []
 
         def again() -> None:
             with lock:
                 if answered.is_success() and answer[0]:
+                    sent_again.append(services.send(data, to, int(answer[0]), async_op=True))
                     answer[0] = 0
-                    sent_again.append(services.send(data, to, key << 1 | 1, async_op=True))
 
         def end(call: Ongoing) -> list[Work] | None:
             raise_first(call.works)
@@ -160,35 +173,48 @@ class CommState(Described):
         if source == PROC_NULL:
             return _from_nowhere()
         into = part.target()
-        wanted = ANY if tag == ANY_TAG else tag
-        with translated():
-            work = self.channel.recv(into, self._from(source), wanted, async_op=True, _partial=True)
-        return self._began(Receipt(self, work, into, part.store))
+        return self._began(
+            source,
+            tag,
+            functools.partial(self.channel.recv, into, _partial=True),
+            lambda work: Receipt(self, work, into, part.store),
+        )
 
     def recv_any(self, source: int, tag: int, take: Callable[[Ongoing, Bytes], None]) -> Ongoing:
         """Start receiving a message of any size; `take` gets its bytes at the end."""
         self.check(source, tag, receives=True)
         if source == PROC_NULL:
             return _from_nowhere()
-        wanted = ANY if tag == ANY_TAG else tag
-        with translated():
-            work = self.channel.recv_array(self._from(source), wanted, async_op=True)
-        call = Receipt(self, work, None, lambda data: take(call, data))
-        return self._began(call)
 
-    def _began(self, call: Receipt) -> Receipt:
-        # Replaced at once, because other threads read it; in a list, which `now` shares.
-        left = [r for r in self.started[0] if (c := r()) is not None and not c.is_taken]
-        self.started[0] = [*left, weakref.ref(call)]
+        def make(work: Work) -> Receipt:
+            call = Receipt(self, work, None, lambda data: take(call, data))
+            return call
+
+        return self._began(source, tag, self.channel.recv_array, make)
+
+    def _began(
+        self, source: int, tag: int, start: Callable[..., Any], make: Callable[[Work], Receipt]
+    ) -> Receipt:
+        peer, wanted = self._from(source), ANY if tag == ANY_TAG else tag
+        with translated(), self.started.posting:
+            call = make(start(peer, wanted, async_op=True))
+            call.asked = None if peer is None else self.channel.ranks[peer], wanted
+            self.started[call] = None
         if self.is_async:
             # The sender may wait for the answer while this program does something else.
             call.works[0].on_end(call.take)
         return call
 
-    def answer(self, source: int, tag: int, wants_data: bool) -> None:
-        """Tell the sender of a synchronous message that a receive has taken it."""
+    def answer(self, source: int, tag: int, again: int) -> None:
+        """Tell the sender of a synchronous message that a receive has taken it.
+
+        Args:
+            source: The sender.
+            tag: Of the message.
+            again: Tag for its data, which are to come again; 0 if they need not.
+        """
         key = (self.key | tag) << 1
-        self.services.send(np.array([wants_data], np.uint8), source, key, async_op=True)
+        self.services.send(np.array([again], np.int64), source, key, async_op=True)
 
     def both(
         self,
@@ -247,52 +273,77 @@ class Receipt(Ongoing):
     ) -> None:
         super().__init__([work], self._end)
         self._state, self._into, self._store = state, into, store
-        self._lock = threading.RLock()
+        self._work = work
+        self.asked: tuple[int | None, int] = None, ANY
         self.is_taken = False
         # Of a synchronous message that has to come again.
         self._again: tuple[Work, Bytes] | None = None
 
-    def take(self) -> None:
-        """Answer a synchronous message, once; on the thread that ends the receive, or later."""
-        work, state = self.works[0] if self.works else None, self._state
-        if work is None or not work.is_completed():
-            return
-        with self._lock:
-            if self.is_taken:
-                return
-            self.is_taken = True
-            if self._into is None:
-                if work.is_success() and work.result()[0].dtype == np.int8:
-                    state.answer(work.source_rank(), work.tag(), wants_data=False)
-                return
+    def take(self) -> Work | None:
+        """Answer a synchronous message, once; return what has to end before, or None.
+
+        Called on the thread that ends the receive, and later if it could not answer there.
+        """
+        if self._work.is_completed():
+            with self._state.started.taking:
+                if not self.is_taken:
+                    found = self._synchronous()
+                    if found is not None and (earlier := self._earlier(*found)) is not None:
+                        earlier.on_end(self.take)
+                        return earlier
+                    self._take(found)
+        return None
+
+    def _synchronous(self) -> tuple[int, int] | None:
+        """Return source and tag of a synchronous message."""
+        work = self._work
+        if self._into is None:
+            if work.is_success() and work.result()[0].dtype == np.int8:
+                return work.source_rank(), work.tag()
+        elif isinstance(work.exception(), CollectiveMismatchError):
             pending: Any = work._pending
-            is_sync = isinstance(work.exception(), CollectiveMismatchError)
-            if not is_sync or pending.info & ~(1 << 31) != _SYNC:
-                return
-            # Receives that were started before took earlier messages of the same tag.
-            for reference in state.started[0]:
-                earlier = reference()
-                if earlier is self:
-                    break
-                if earlier is not None:
-                    earlier.take()
-            source, tag, size = pending.peer, pending.tag[1], pending.nbytes
+            if pending.info & ~(1 << 31) == _SYNC:
+                return pending.peer, pending.tag[1]
+        return None
+
+    def _earlier(self, source: int, tag: int) -> Work | None:
+        """Return a receive that took an earlier such message, and whose end is not known yet."""
+        for earlier in list(self._state.started):
+            if earlier is self:
+                break
+            earlier.take()
+            of, with_tag = earlier.asked
+            if not earlier.is_taken and of in (None, source) and with_tag in (ANY, tag):
+                return earlier._work
+        return None
+
+    def _take(self, found: tuple[int, int] | None) -> None:
+        state = self._state
+        self.is_taken = True
+        state.started.pop(self, None)
+        if found is None:
+            return
+        (source, tag), again = found, 0
+        if self._into is not None:
+            pending: Any = self._work._pending
+            size, again = pending.nbytes, next(_agains)
             data = self._into[:size] if size <= len(self._into) else np.empty(size, np.uint8)
-            key = (state.key | tag) << 1 | 1
-            self._again = state.services.recv(data, source, key, async_op=True), data
+            self._again = state.services.recv(data, source, again, async_op=True), data
             self.found = state.place[source], tag, size
-            state.answer(source, tag, wants_data=True)
+        state.answer(source, tag, again)
 
     def cancel(self) -> None:
         """End a receive that has taken no message."""
         if not self.test():
-            self.works[0].cancel()
-            if isinstance(self.works[0].exception(), CollectiveTimeoutError):
-                self.is_done = self.is_cancelled = self.is_taken = True
+            self._work.cancel()
+            if isinstance(self._work.exception(), CollectiveTimeoutError):
+                self.take()
+                self.is_done = self.is_cancelled = True
 
     def _end(self, call: Ongoing) -> list[Work] | None:
-        self.take()
-        work, into = self.works[0], self._into
+        if (earlier := self.take()) is not None:
+            return [earlier]
+        work, into = self._work, self._into
         if self._again is not None:
             work, data = self._again
             if work is not self.works[0]:
@@ -311,9 +362,14 @@ class Receipt(Ongoing):
 # ---- the calls for arrays ----
 
 
-def send(state: CommState, buf: Any, dest: int, tag: int = 0, *, mode: str = "") -> Ongoing:
-    """Send an array; the mode is that of the letter in the call's name."""
-    return state.send(simple(buf, False, dest).pack(), dest, tag, mode)
+def sender(mode: str) -> Callable[..., Ongoing]:
+    """Return the function that sends in a mode, that of the letter in the call's name."""
+
+    def send(state: CommState, buf: Any, dest: int, tag: int = 0) -> Ongoing:
+        """Send an array."""
+        return state.send(simple(buf, False, dest).pack(), dest, tag, mode)
+
+    return send
 
 
 def recv(

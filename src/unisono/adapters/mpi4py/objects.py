@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from functools import reduce as _fold
 from typing import Any
@@ -31,10 +31,15 @@ from unisono.errors import UnisonoError
 # ---- messages of objects ----
 
 
-def send(state: Any, obj: Any, dest: int, tag: int = 0, *, mode: str = "") -> Ongoing:
-    """Send an object; the mode is that of the letter in the call's name."""
-    call: Ongoing = state.send(bytes_of(obj), dest, tag, mode)
-    return call
+def sender(mode: str) -> Callable[..., Ongoing]:
+    """Return the function that sends in a mode, that of the letter in the call's name."""
+
+    def send(state: Any, obj: Any, dest: int, tag: int = 0) -> Ongoing:
+        """Send an object."""
+        call: Ongoing = state.send(bytes_of(obj), dest, tag, mode)
+        return call
+
+    return send
 
 
 def recv(

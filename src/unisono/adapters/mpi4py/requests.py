@@ -6,6 +6,7 @@ blocking, started and planned methods are made of it.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -381,17 +382,36 @@ def _now(function: Callable[..., Ongoing]) -> Any:
     return now
 
 
+def _without_status(function: Callable[..., Ongoing]) -> inspect.Signature:
+    shape = inspect.signature(function)
+    return shape.replace(parameters=[p for k, p in shape.parameters.items() if k != "status"])
+
+
 def _started(function: Callable[..., Ongoing]) -> Any:
+    shape = _without_status(function)
+    most = len(shape.parameters) - 1
+
     def started(self: Any, *arguments: Any, **how: Any) -> Request:
+        if len(arguments) > most or "status" in how:
+            shape.bind(self, *arguments, **how)
         with translated():
             return Request.of(function(self.live, *arguments, **how))
 
     return started
 
 
+def _kept(message: Any) -> Any:
+    """Return a message as it is now: the lists in it may change before the start."""
+    return [_kept(each) for each in message] if isinstance(message, list) else message
+
+
 def _planned(function: Callable[..., Ongoing]) -> Any:
+    shape = _without_status(function)
+
     def planned(self: Any, *arguments: Any, info: Any = None, **how: Any) -> Prequest:
-        state = self.live
-        return Prequest.of(Persistent(lambda: function(state, *arguments, **how)))
+        plan = shape.bind(
+            self.live, *map(_kept, arguments), **{k: _kept(v) for k, v in how.items()}
+        )
+        return Prequest.of(Persistent(lambda: function(*plan.args, **plan.kwargs)))
 
     return planned

@@ -8,7 +8,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from unisono.adapters.mpi4py.comm import Comm, Intracomm, _split, collective_calls, object_calls
+from unisono.adapters.mpi4py.collectives import counted
+from unisono.adapters.mpi4py.comm import (
+    ARRAY_COLLECTIVES,
+    OBJECT_COLLECTIVES,
+    Comm,
+    Intracomm,
+    _split,
+    collective_calls,
+    object_calls,
+)
 from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, require, translated
 from unisono.adapters.mpi4py.handles import Group, WorldRanks
 from unisono.adapters.mpi4py.messages import CommState
@@ -393,6 +402,7 @@ class InterState(CommState):
     Attributes:
         inner: Carries the messages of collective calls.
         is_first: Whether this side comes first in its groups.
+        calls: Number of collective calls, also of those that were refused; `now` shares it.
     """
 
     def __init__(self, group: Any, remote: Sequence[int]) -> None:
@@ -401,7 +411,7 @@ class InterState(CommState):
         both = [*first, *second]
         made = [new_group(both, use_local_synchronization=True, sort_ranks=False) for _ in "ab"]
         super().__init__(group, made[0], [both.index(r) for r in remote])
-        self.inner, self.is_first = made[1], mine == first
+        self.inner, self.is_first, self.calls = made[1], mine == first, [0]
 
     def duplicate(self) -> InterState:
         """Return another one of the same ranks."""
@@ -529,3 +539,7 @@ for _name, _function in {
 }.items():
     _function.__name__ = _name
     setattr(Intracomm, _name, _function)
+
+
+add_calls(Intercomm, {k: counted(f) for k, f in ARRAY_COLLECTIVES.items()}, "now start plan")
+add_calls(Intercomm, {k: counted(f) for k, f in OBJECT_COLLECTIVES.items()}, "now")

@@ -140,7 +140,7 @@ class _TaskDispatcher:
             queue.release()
 
     def _serve(self, pool: Pool | RankWorkers) -> None:
-        for rank in self._ranks:
+        for rank in list(self._ranks):
             self._begin(pool, rank)
         self._queue.started.set()
         while True:
@@ -177,8 +177,7 @@ class _TaskDispatcher:
 
     def _begin(self, pool: Pool | RankWorkers, rank: int) -> None:
         if self._initial is not None:
-            pool.post(rank, self._initial)
-            self._busy[rank] = None
+            self._post(pool, rank, self._initial, None)
 
     def _send(self, pool: Pool | RankWorkers, rank: int, task: _QueuedTask) -> None:
         try:
@@ -186,13 +185,20 @@ class _TaskDispatcher:
         except InvalidArgumentError as error:
             task.future.set_exception(error)
             return
-        if pool.end_of(rank) is not None:  # while it was idle, so not in this task
+        self._post(pool, rank, payload, task)
+
+    def _post(
+        self, pool: Pool | RankWorkers, rank: int, payload: Payload, task: _QueuedTask | None
+    ) -> None:
+        if pool.end_of(rank) is None:
+            pool.post(rank, payload)
+            if isinstance(pool, Pool) or pool.end_of(rank) is None:
+                self._busy[rank] = task
+                return
+        if task is not None:  # the worker ended while it was idle, so not in this task
             with self._queue.lock:
                 self._queue.tasks.appendleft(task)
-            self._restart(pool, rank)
-            return
-        pool.post(rank, payload)
-        self._busy[rank] = task
+        self._restart(pool, rank)
 
     def _restart(self, pool: Pool | RankWorkers, rank: int) -> None:
         """Start another process, or go on without a rank of a group."""
@@ -206,13 +212,14 @@ class _TaskDispatcher:
 
     def _take(self, pool: Pool | RankWorkers, rank: int, answer: CallAnswer | str) -> None:
         task = self._busy[rank]
+        named = self._named(pool, rank)
         if isinstance(answer, str):
-            self._lose(rank, answer, task)
+            self._lose(named, answer, task, isinstance(pool, RankWorkers))
         elif answer.raised is not None:
-            self._fail(rank, answer.raised, task)
+            self._fail(named, answer.raised, task)
         else:
             try:
-                result = result_of(rank, answer)
+                result = result_of(named.rank or 0, answer)
             except InvalidArgumentError as error:
                 if task is not None:
                     task.future.set_exception(error)
@@ -223,8 +230,14 @@ class _TaskDispatcher:
         if isinstance(answer, str):
             self._restart(pool, rank)
 
-    def _fail(self, rank: int, raised: RaisedError, task: _QueuedTask | None) -> None:
-        context = Context(rank=rank, world_size=self._size)
+    def _named(self, pool: Pool | RankWorkers, rank: int) -> Context:
+        """Name a worker; one of the ranks of a group by its rank in the job."""
+        if isinstance(pool, Pool):
+            return Context(rank=rank, world_size=self._size)
+        return Context(rank=pool.name_of(rank), world_size=pool.world_size)
+
+    def _fail(self, context: Context, raised: RaisedError, task: _QueuedTask | None) -> None:
+        rank = context.rank
         if task is None:
             raise WorkerFailedError(
                 f"the initializer failed on worker {rank}\n{raised.text}", context=context
@@ -236,13 +249,12 @@ class _TaskDispatcher:
         if not isinstance(error, Exception):
             task.future.set_exception(cause)
             return
-        error.add_note(f"raised on worker {rank} of {self._size}")
+        error.add_note(f"raised on worker {rank} of {context.world_size}")
         error.__cause__ = cause
         task.future.set_exception(error)
 
-    def _lose(self, rank: int, end: str, task: _QueuedTask | None) -> None:
+    def _lose(self, context: Context, end: str, task: _QueuedTask | None, of_job: bool) -> None:
         """Run the task of a worker that ended elsewhere, or let it fail."""
-        context = Context(rank=rank, world_size=self._size)
         if task is None:
             raise WorkerFailedError(
                 f"a worker of the executor ended in the initializer: {end}", context=context
@@ -257,7 +269,9 @@ class _TaskDispatcher:
             WorkerFailedError(
                 f"a worker of the executor ended in the task{again}: {end}",
                 context=context,
-                hint="the other tasks go on; retries=1 runs such a task on another worker",
+                hint="`unisono run` ends the job, too; elsewhere retries=1 runs such a task again"
+                if of_job
+                else "the other tasks go on; retries=1 runs such a task on another worker",
             )
         )
 
@@ -322,7 +336,8 @@ class Executor(futures.Executor):
         )
         if workers is not None:
             self._size = len(workers.ranks)
-            open_pool = partial(workers.open, self._queue.wake)
+            workers.queue = self._queue
+            open_pool = workers.__enter__
         dispatcher = _TaskDispatcher(self._queue, self._size, open_pool, retries, initial)
         self._thread = threading.Thread(target=dispatcher.run, name="unisono-executor")
         self._thread.start()
@@ -469,14 +484,19 @@ def ranks_as_workers(group: Any = None, root: int = 0, **options: Any) -> Iterat
         options: See `Executor`; the number of workers is that of the other ranks.
 
     Raises:
-        InvalidArgumentError: There is no such rank.
+        InvalidArgumentError: There is no such rank, the ranks do not agree on it, or the group is
+            an inter-communicator.
     """
     if current().default is None:
         init_process_group()
-    members: Any = getattr(getattr(group, "ob", group), "group", group) or current().default
-    if not 0 <= as_integer(root, "root") < members.size():
-        raise InvalidArgumentError(f"root {root} is no rank of a group of {members.size()}")
+    state = getattr(group, "ob", group)
+    if getattr(state, "is_inter", False):
+        raise InvalidArgumentError("an inter-communicator has no rank for the executor")
+    members: Any = getattr(state, "group", state) or current().default
+    root = as_integer(root, "root")
     if members.size() == 1 or Executor._workers is not None:
+        if not 0 <= root < members.size():
+            raise InvalidArgumentError(f"root {root} is no rank of a group of {members.size()}")
         with Executor(**options) as executor:
             yield executor
         return

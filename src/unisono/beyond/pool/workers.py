@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing import connection
 from typing import Any, Self
 
@@ -14,8 +14,9 @@ from unisono.beyond.pool.rank import CallAnswer, RaisedError, raised_by
 from unisono.core.c10d.lifecycle import destroy_process_group
 from unisono.core.c10d.new_groups import split_group
 from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import current
 from unisono.core.operations.work import Work
-from unisono.errors import UnisonoError
+from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 
@@ -29,22 +30,36 @@ class RankWorkers:
     Args:
         group: Made anew for this; all ranks call.
         root: Rank that has the executor.
+
+    Attributes:
+        queue: Of the last executor; it is told of answers.
+
+    Raises:
+        InvalidArgumentError: There is no such rank, or other ranks gave another one.
     """
 
     def __init__(self, group: ProcessGroup, root: int) -> None:
-        made: Any = split_group(group, color=0)
+        size = group.size()
+        # Ranks with another root get another group, so that all of them know.
+        made: Any = split_group(group, color=root if 0 <= root < size else size)
+        if made.size() < size or not 0 <= root < size:
+            destroy_process_group(made)
+            if not 0 <= root < size:
+                raise InvalidArgumentError(f"root {root} is no rank of a group of {size}")
+            raise InvalidArgumentError(
+                f"the ranks do not agree on the root: only ranks {list(made.ranks)} gave {root}",
+                hint="give the same root on all ranks",
+            )
         self._group: ProcessGroup = made
         self._root = root
         self.ranks = [rank for rank in range(self._group.size()) if rank != root]
         self.taken = threading.Lock()
         self._ends: dict[int, str] = {}
         self._calls: dict[int, Work] = {}
-        self._wake: Callable[[], object] = print
-
-    def open(self, wake: Callable[[], object]) -> Self:
-        """Begin with an executor, which `wake` tells of answers."""
-        self._wake = wake
-        return self
+        self.queue: Any = None
+        default = current().default
+        assert default is not None
+        self.world_size = default.size()
 
     def __enter__(self) -> Self:
         return self
@@ -53,12 +68,14 @@ class RankWorkers:
         self.taken.release()
 
     def close(self) -> None:
-        """End the workers' loops, and the group."""
-        if self._group.rank() == self._root:
-            for rank in self.ranks:
-                if rank not in self._ends:
-                    self._send(np.empty(0, np.uint8), rank)
-        if not self._ends:
+        """End the executor when its tasks have ended, then the workers' loops, and the group."""
+        if self.queue is not None:
+            self.queue.close()
+        with self.taken:
+            if self._group.rank() == self._root:
+                for rank in self.ranks:
+                    if rank not in self._ends:
+                        self._send(np.empty(0, np.uint8), rank)
             destroy_process_group(self._group)
 
     def _send(self, data: Any, rank: int) -> None:
@@ -67,16 +84,21 @@ class RankWorkers:
         except UnisonoError as error:
             self._ends[rank] = f"rank {self._group.ranks[rank]}: {error}"
 
+    def name_of(self, rank: int) -> int:
+        """Return the global rank of a worker."""
+        return self._group.ranks[self.ranks[rank]]
+
     def end_of(self, rank: int) -> str | None:
         """Return how a worker ended; None while it runs."""
         return self._ends.get(self.ranks[rank])
 
     def post(self, rank: int, payload: Payload) -> None:
-        """Send a call to a worker that is free."""
+        """Send a call to a worker that is free; `end_of` tells if it has ended before."""
         peer = self.ranks[rank]
         self._send(np.frombuffer(payload.data(), np.uint8), peer)
-        self._calls[rank] = self._group.recv_array(peer, async_op=True, timeout=_WITHOUT_END)
-        self._calls[rank].on_end(self._wake)
+        if peer not in self._ends:
+            self._calls[rank] = self._group.recv_array(peer, async_op=True, timeout=_WITHOUT_END)
+            self._calls[rank].on_end(self.queue.wake)
 
     def answers(
         self, ranks: Iterable[int], limit_s: float | None, others: Sequence[Any] = ()
@@ -91,8 +113,8 @@ class RankWorkers:
             if not work.is_completed():
                 continue
             if (error := work.exception()) is not None:
-                peer = self.ranks[rank]
-                found.append((rank, self._ends.setdefault(peer, f"rank {peer}: {error}")))
+                end = f"rank {self.name_of(rank)}: {error}"
+                found.append((rank, self._ends.setdefault(self.ranks[rank], end)))
                 continue
             raised, result = pickle.loads(work.result()[0])
             payload = None if raised else Payload.of(result)
@@ -107,9 +129,10 @@ class RankWorkers:
             try:
                 fn, args, keywords = Payload.of(task).load_once()
                 value = fn(*args, **keywords)
-                with pickling(value, f"the result of rank {self._group.rank()}") as dumps:
+                me = self._group.ranks[self._group.rank()]
+                with pickling(value, f"the result of rank {me}") as dumps:
                     result = Payload(value, dumps).data()
-            except Exception as error:
+            except BaseException as error:  # sys.exit() ends the task, not the worker
                 raised = raised_by(error, __file__)
             answer = np.frombuffer(pickle.dumps((raised, result)), np.uint8)
             self._group.send(answer, self._root)
