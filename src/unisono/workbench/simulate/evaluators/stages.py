@@ -106,10 +106,11 @@ class _StageState:
 
     def __init__(self, network: Network, costs: Costs, *, contended: bool) -> None:
         p = network.size
-        self.network, self.costs, self.contended = network, costs, contended
+        self.network, self.costs = network, costs
         self.clock = np.full(p, costs.start_ps, np.int64)
         # Latency, bytes, links busy and messages on the path to each rank.
         self.path = [np.zeros(p, np.int64) for _ in range(4)]
+        # Without contention of no links.
         self.busy = np.zeros(network.links if contended else 0, np.int64)
         lanes = np.maximum(network.lanes(np.arange(len(self.busy))), 1)
         # The first lane of each link, and the link of each lane.
@@ -151,7 +152,7 @@ class _StageState:
             order = np.argsort(rank, kind="stable")
             rank, found, before = rank[order], found[order], before[order]
         columns = (rows, total, source, spent[send], rank, found, before, _heads(rank))
-        if not self.contended:
+        if not len(self.busy):
             latency, moving = network.alone(source, target, nbytes)
             most += (latency + moving).max(initial=0)
             return _StagePlan(*columns, latency, moving, most)
