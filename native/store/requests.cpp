@@ -8,6 +8,7 @@
 //
 // src/unisono/core/stores/tcp/token.py has the messages of the handshake.
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <optional>
@@ -34,6 +35,16 @@ const std::string kEncrypt = "it does not encrypt; give it the UNISONO_TLS of th
 
 std::string_view text_of(const Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
+// Whether the first TLS record asks for the secret of stores, as a port scan does not.
+bool names_store(int fd) {
+  constexpr std::string_view kIdentity{"\0\5store", 7};
+  std::array<char, 2048> record;
+  const ssize_t count = recv(fd, record.data(), record.size(), MSG_PEEK | MSG_DONTWAIT);
+  const std::string_view hello{record.data(),
+                               static_cast<std::size_t>(std::max<ssize_t>(count, 0))};
+  return hello.find(kIdentity) != std::string_view::npos;
 }
 
 }  // namespace
@@ -67,6 +78,9 @@ bool Server::sniff(Connection& client) {
   if (first != kHandshake) return true;
   if (options_.tls == Tls::none) {
     const bool has_token = !options_.token.empty();
+    if (!has_token && !client.peer.is_local(client.fd) && names_store(client.fd)) {
+      note_refused(client);
+    }
     refuse(client, has_token ? kNoTlsHere : kNoTokenHere,
            has_token ? "it encrypts, and this server does not (UNISONO_TLS)"
                      : "it has a token, and there is none here");

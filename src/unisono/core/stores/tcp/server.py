@@ -51,6 +51,8 @@ from unisono.errors import InvalidArgumentError, StoreKeyError
 
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
+# In the first message of a client that encrypts: the name of the secret, see `secret_of`.
+_TLS_IDENTITY = b"\0\5store"
 # Reads of one encrypted client before the others have their turn.
 _ROUNDS = 16
 # The server stops reading from a client with this many bytes of unread replies.
@@ -309,7 +311,10 @@ class StoreServer:
         except TlsRefusal as error:
             has_token = bool(self._options.token)
             code = Answer.NO_TLS_HERE if has_token else Answer.NO_TOKEN_HERE
-            raise Refused(bytes([code]), str(error)) from None
+            # A port scan does not ask for the secret of stores.
+            is_client = _TLS_IDENTITY in plain.recv(2048, socket.MSG_PEEK)
+            lacks_token = is_client and not has_token and not is_local(plain)
+            raise Refused(bytes([code]), str(error), lacks_token=lacks_token) from None
         connection.is_sniffed = True
         if connection.sock is not plain:
             self._selector.unregister(plain)
