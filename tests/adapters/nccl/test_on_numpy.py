@@ -13,8 +13,9 @@ from tests.support.together import on_threads
 from unisono.core.groups.world import World, use
 
 MODULES = (
-    "aliasing", "coalescing_manager", "cycles", "dispatch", "files", "lists_of_arrays", "mismatch",
-    "neighbors", "objects", "opaque", "p2p", "subgroups", "uneven", "waiting", "work",
+    "aliasing", "coalescing_manager", "dispatch", "files", "groups_are_freed", "lists_of_arrays",
+    "mismatch", "moved_as_bytes", "neighbors", "objects", "p2p", "subgroups", "uneven", "waiting",
+    "work",
 )  # fmt: skip
 SIZE = 3
 LIMIT_S = 60
