@@ -23,7 +23,7 @@ from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group, require_group
-from unisono.core.operations.exact import split_exactly, sums_exactly, widened
+from unisono.core.operations.exact import real_of, split_exactly, sums_exactly, widened
 from unisono.core.operations.exact_exchange import exact_over_ranks
 from unisono.core.operations.keywords import CallKeywords
 from unisono.core.operations.reductions import copied, empty
@@ -118,8 +118,9 @@ def reproducible_sum(parts: Any, group: Group = None, **how: Unpack[CallKeywords
             planes = np.full((max(1, count[0]), n), -0.0 if count[0] else 0.0)
             for plane, row in zip(planes, rows, strict=False):
                 plane[:] = row
-        real = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
-        summed = exact_over_ranks(pg, planes, ("float64", real), label, timeout=call.remaining_s)
+        summed = exact_over_ranks(
+            pg, planes, ("float64", real_of(dtype)), label, timeout=call.remaining_s
+        )
     if summed is not None:  # on all ranks, because there is no root
         result.array[:] = summed.view(result.array.dtype)
     return y

@@ -29,6 +29,11 @@ def sums_exactly(dtype_name: str) -> bool:
     return dtype_name in _KINDS
 
 
+def real_of(dtype_name: str) -> str:
+    """Return the name of the type of a complex number's parts; of another type its own."""
+    return {"complex64": "float32", "complex128": "float64"}.get(dtype_name, dtype_name)
+
+
 def widened(flat: Array, dtype_name: str) -> Array:
     """Return numbers [n], of bfloat16 their bits, as float64 [n], or [2n] of complex numbers."""
     values = widen(flat) if dtype_name == "bfloat16" else flat
@@ -44,7 +49,7 @@ def exact_sum(parts: Array, dtype_name: str, divisor: int = 1) -> Array:
 
     Cost: some 20 operations on an element. If two floats cannot hold its sum, 1 to 2 us per part.
     """
-    name = {"complex64": "float32", "complex128": "float64"}.get(dtype_name, dtype_name)
+    name = real_of(dtype_name)
     result = np.empty(parts.shape[1])
     with np.errstate(all="ignore"):
         for at in range(0, len(result), _BLOCK):
