@@ -62,7 +62,7 @@ def _spawn(folder):
 
 def _new(folder):
     words = ["run", "--max-restarts=100000", "-n1", *_FAILS]
-    code = "import sys; from unisono.workbench.cli.main import main; sys.exit(main())"
+    code = "import sys; from unisono.__main__ import main; sys.exit(main())"
     os.execv(sys.executable, [sys.executable, "-c", code, *words])
 
 

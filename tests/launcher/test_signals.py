@@ -36,6 +36,28 @@ def test_signal_before_the_agent_can_handle_it_is_not_lost(launches):
     assert err == "unisono run: stopped by SIGINT\n"
 
 
+def test_signal_while_the_command_is_imported_is_not_lost(tmp_path):
+    # Python ignores exceptions in callbacks of its import system, as it does here.
+    script = tmp_path / "s.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from unisono.__main__ import main\n"
+        "class Swallowing:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *others):\n"
+        "        if name == 'unisono.workbench.cli.main':\n"
+        "            Swallowing()\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv[1:] = ['--version']\n"
+        "sys.exit(main())\n"
+    )
+    done = python(script)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
 @pytest.mark.parametrize("name", ENDING)
 def test_signal_that_also_the_guard_forwards_counts_once(monkeypatch, name):
     """Slurm sends it to all processes, so the launcher gets it twice."""
