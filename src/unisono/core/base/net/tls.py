@@ -94,8 +94,15 @@ def why_no_tls() -> str:
 
 def protection(token: str) -> str:
     """Return what protects the connections of a job to other hosts, in words."""
-    if rule_for(token) is TlsRule.NONE:
-        return "none"
+    return "none" if rule_for(token) is TlsRule.NONE else _shown()
+
+
+def protection_of(sock: socket.socket) -> str:
+    """Return what protects a connection, in words."""
+    return _shown() if is_secured(sock) else "plain"
+
+
+def _shown() -> str:
     return "TLS 1.3 (certificates)" if uses_certificates() else "TLS 1.3 (token)"
 
 
