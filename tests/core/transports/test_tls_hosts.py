@@ -88,7 +88,11 @@ def reader(host, found):
         found += process.communicate(timeout=20)[0].strip().split(",")
 
 
-def run_job(network, *, environments, engine=NATIVE):
+# As where nothing could be compiled.
+NO_EXTENSION = "import sys; sys.modules['unisono._engine'] = None"
+
+
+def run_job(network, *, environments, engine=NATIVE, before=""):
     """Run JOB on two ranks of each host; return the exit codes and the output."""
     ranks = []
     for at, (host, more) in enumerate(zip(network.hosts, environments, strict=True)):
@@ -97,7 +101,7 @@ def run_job(network, *, environments, engine=NATIVE):
             world |= {"MASTER_PORT": 29655, "UNISONO_ENGINE": engine} | more
             ranks.append(
                 subprocess.Popen(
-                    host.inside(sys.executable, "-c", JOB),
+                    host.inside(sys.executable, "-c", before + JOB),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -137,3 +141,55 @@ def test_without_encryption_everything_is_read():
         assert codes == [0] * 4, output
         assert {"KEYWORD", "VALUEWORD", "ARRAYWORD", "OBJECTWORD"} <= set(seen[1:]), seen
         assert netns.TOKEN not in seen
+
+
+def certificates(folder, hosts):
+    """Make a certificate for each host; return the variables that name its files."""
+
+    def openssl(*words):
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
+    found = []
+    for host in hosts:
+        openssl("req", *key, "-keyout", f"{host.name}.key", "-out", "request", "-subj", "/CN=rank")
+        (folder / "names").write_text(f"subjectAltName=IP:{host.v4},IP:{host.v6}")
+        signs = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names"]
+        openssl("x509", "-req", "-in", "request", *signs, "-out", f"{host.name}.pem")
+        files = {"CERT": f"{host.name}.pem", "PKEY": f"{host.name}.key", "CA_FILE": "ca.pem"}
+        named = {f"UNISONO_TLS_{name}": str(folder / file) for name, file in files.items()}
+        found.append({"UNISONO_TLS": "cert"} | named)
+    return found
+
+
+@pytest.mark.parametrize("before", ["", NO_EXTENSION], ids=["C++", "Python"])
+def test_a_job_with_certificates_is_not_read(before, tmp_path):
+    engine = "auto" if before else NATIVE
+    with netns.Network(2) as network:
+        seen = []
+        files = certificates(tmp_path, network.hosts)
+        with reader(network.hosts[1], seen):
+            codes, output = run_job(network, environments=files, engine=engine, before=before)
+        assert codes == [0] * 4, output
+        assert output.count("between_hosts=TLS-by-certificate") == 4, output
+        assert seen[1:] == []
+
+
+def test_a_job_without_the_extension_is_not_read_or_says_so():
+    with netns.Network(2) as network:
+        seen = []
+        with reader(network.hosts[1], seen):
+            codes, output = run_job(
+                network, environments=[{}, {}], engine="auto", before=NO_EXTENSION
+            )
+        assert codes == [0] * 4, output
+        # A rank warns when it calls another host. Rank 0 calls none: it has the store.
+        warnings = output.count("connections to other hosts are not encrypted: the C++ engine")
+        if sys.version_info >= (3, 13):
+            assert output.count("between_hosts=TLS-by-token") == 4, output
+            assert (warnings, seen[1:]) == (0, []), output
+        else:
+            assert "between_hosts" not in output
+            assert 2 <= warnings <= 4, output
+            assert "ARRAYWORD" in seen

@@ -85,11 +85,18 @@ def _warn_of_plain(sock: socket.socket) -> None:
 
 
 @functools.cache
+def _maker() -> Any:
+    """Return what makes sessions: C++, or its twins in Python, which take long to load."""
+    if hasattr(cpp, "TlsSession"):
+        return cpp
+    from unisono.core.base.net import python_tls
+
+    return python_tls
+
+
 def why_no_tls() -> str:
     """Return why this process cannot encrypt; "" if it can."""
-    if not hasattr(cpp, "TlsSession"):
-        return "the C++ engine, which loads OpenSSL, is not built"
-    return str(cpp.why_no_openssl())
+    return str(_maker().why_no_openssl())
 
 
 def protection(token: str) -> str:
@@ -138,7 +145,7 @@ def certificate_files() -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _context(files: tuple[str, ...]) -> Any:
-    return cpp.TlsContext(*files)
+    return _maker().TlsContext(*files)
 
 
 def _certificates() -> Any:
@@ -244,7 +251,7 @@ class SecuredSocket(socket.socket):
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self.settimeout(timeout)
         try:
-            self.tls: Any = cpp.TlsSession(shared, self.fileno(), is_server, secrets, name)
+            self.tls: Any = _maker().TlsSession(shared, self.fileno(), is_server, secrets, name)
         except RuntimeError as error:
             self.close()
             raise OSError(errno.ENOMEM, str(error)) from None

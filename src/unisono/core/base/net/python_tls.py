@@ -1,0 +1,329 @@
+"""Encryption by Python's ssl, where the extension module is not built.
+
+The twins of what C++ has under these names, see native/tls/session.hpp. Both speak to each other.
+Keys that both ends know need Python 3.13. Python's ssl has no update of keys. So a connection keeps
+its first keys, also after the 400 GB for which AES-GCM has its full margin of safety.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeVar, cast
+
+from unisono.core.base import config
+
+T = TypeVar("T")
+Secrets = Sequence[tuple[str, bytes]]
+_HAS_KEYS = hasattr(ssl.SSLContext, "set_psk_client_callback")
+_RECORD_BYTES = 16 * 1024
+_HEAD_BYTES = 5
+_HELLO_BYTES = 9  # head of the record; type and length of the message
+_BATCH_BYTES = 8 * _RECORD_BYTES
+_MOST_HELLO_BYTES = 4096
+
+_OTHER_SECRET = (
+    "BINDER_DOES_NOT_VERIFY",
+    "NO_SUITABLE_SIGNATURE_ALGORITHM",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE",
+    "SSLV3_ALERT_ILLEGAL_PARAMETER",
+    "TLSV1_ALERT_DECRYPT_ERROR",
+    "TLSV1_ALERT_UNKNOWN_PSK_IDENTITY",
+)
+_OLD = ("UNSUPPORTED_PROTOCOL", "WRONG_SSL_VERSION", "TLSV1_ALERT_PROTOCOL_VERSION")
+
+
+def why_no_openssl() -> str:
+    """Return why there is no TLS here; empty: there is."""
+    if os.name == "nt" or not ssl.HAS_TLSv1_3:
+        return "the C++ engine is not built, and Python's ssl has no TLS 1.3 here"
+    if config.get("UNISONO_TLS") == "cert" or _HAS_KEYS:
+        return ""
+    return "the C++ engine is not built, and a Python before 3.13 has certificates only"
+
+
+class TlsContext:
+    """What sessions share: nothing, or the files of certificates.
+
+    Args:
+        files: Certificate, key and authority, PEM files; none for keys that both ends know.
+
+    Raises:
+        RuntimeError: A file is of no use.
+    """
+
+    def __init__(self, *files: str) -> None:
+        # Server; client; client that checks the server's name.
+        ends = [(True, False), (False, False), (False, True)] if files else []
+        self._ends = {end: _of_files(*end, *files) for end in ends}
+        self.has_certificate = bool(files)
+
+    def end(self, is_server: bool, checks_name: bool, secrets: Secrets, shown: list[str]) -> Any:
+        """Return the context of one session.
+
+        Args:
+            is_server: Whether the other end has called.
+            checks_name: Whether the certificate of a server must have a name.
+            secrets: The keys that both ends know.
+            shown: Gets the names of the keys that a client shows.
+        """
+        if self._ends:
+            return self._ends[is_server, checks_name]
+        made = cast(Any, _plain(is_server))  # mypy knows the oldest Python
+        known = dict(secrets)
+
+        def find(identity: str | None) -> bytes:
+            shown.append(identity or "")
+            return known.get(identity or "", b"")
+
+        if is_server:
+            made.verify_mode = ssl.CERT_NONE
+            made.set_psk_server_callback(find)
+        else:
+            made.set_psk_client_callback(lambda hint: secrets[0] if secrets else (None, b""))
+        return made
+
+
+def _plain(is_server: bool) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
+    if is_server:
+        made.num_tickets = 0
+    # Without an authority, too: a server that shows a certificate in place of the key is refused.
+    made.check_hostname, made.verify_mode = False, ssl.CERT_REQUIRED
+    return made
+
+
+def _of_files(
+    is_server: bool, checks_name: bool, certificate: str, key: str, authority: str
+) -> ssl.SSLContext:
+    made, path = _plain(is_server), certificate
+    made.check_hostname = checks_name
+    try:
+        for path in (authority, certificate, key):
+            with open(path, "rb"):
+                pass
+        # Without a password it would ask at the terminal. No error says which file is bad.
+        path = f"{certificate} or {key}"
+        made.load_cert_chain(certificate, key, lambda: b"")
+        path = authority
+        made.load_verify_locations(authority)
+    except OSError as error:  # also of ssl
+        raise RuntimeError(f"{path}: {error.strerror or error}") from None
+    return made
+
+
+class TlsSession:
+    """One end of a connection whose bytes pass through TLS 1.3.
+
+    Any threads may call it; no call waits.
+
+    Args:
+        context: What sessions share.
+        fd: The socket, which the caller owns.
+        is_server: Whether the other end has called.
+        secrets: The keys that both ends know.
+        name: Host name or address that the certificate of a server must have; "" for any.
+
+    Attributes:
+        is_ready: Whether the handshake is over.
+        is_cut: Whether the connection ended inside a record.
+        is_other_secret: Whether the other end has another key, or none.
+        first_byte: The first byte received; -1: none.
+    """
+
+    def __init__(
+        self, context: TlsContext, fd: int, is_server: bool, secrets: Secrets, name: str
+    ) -> None:
+        self.is_ready = self.is_cut = self.is_other_secret = False
+        self.first_byte = -1
+        self._fd, self._is_server = fd, is_server
+        self._has_certificate = context.has_certificate
+        self._shown: list[str] = []
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        checks_name = bool(name) and not is_server
+        made = context.end(is_server, checks_name, secrets, self._shown)
+        host = name if checks_name else None
+        self._tls = made.wrap_bio(self._incoming, self._outgoing, is_server, host)
+        self._unsent = memoryview(b"")
+        self._record = bytearray()  # the head of the incoming record
+        self._left = 0  # bytes of that record that have not come
+        self._hello = b""
+        self._has_ended = False
+        self._why: tuple[int, str] | None = None
+        # A signal handler may call inside a call of its thread.
+        self._lock, self._is_called = threading.RLock(), False
+
+    @property
+    def secret_name(self) -> str:
+        """The name of the key that a client has shown; "": of none."""
+        return self._shown[-1] if self._shown and self.is_ready else ""
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes are encrypted and not sent."""
+        return bool(self._unsent) or bool(self._outgoing.pending)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether bytes may be read that have left the socket already."""
+        return self.is_ready and bool(self._why or self._tls.pending() or self._incoming.pending)
+
+    def read(self, into: Any) -> int:
+        """Receive bytes after the handshake; return how many, 0 at the end."""
+        view = memoryview(into).cast("B")
+        with self._turn():
+            self._shake()
+            return int(self._go_on(lambda: self._tls.read(len(view), view))) if view else 0
+
+    def write(self, head: Any, rest: Any) -> int:
+        """Take bytes of both after the handshake; return how many."""
+        first, second = memoryview(head).cast("B"), memoryview(rest).cast("B")
+        with self._turn():
+            self._shake()
+            self._flush()
+            if len(first) < _RECORD_BYTES // 4:  # a head and what follows it are one record
+                skip = _RECORD_BYTES - len(first)
+                parts = [memoryview(bytes(first) + bytes(second[:skip])), second[skip:]]
+            else:
+                parts = [first, second]
+            taken = 0
+            with contextlib.suppress(BlockingIOError):  # what was taken is sent later
+                for part in parts:
+                    for at in range(0, len(part), _RECORD_BYTES):
+                        taken += self._go_on(
+                            partial(self._tls.write, part[at : at + _RECORD_BYTES])
+                        )
+                        if self._outgoing.pending >= _BATCH_BYTES:
+                            self._flush()
+                self._flush()
+            return taken
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            if self._is_called:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            self._is_called = True
+            try:
+                # Time-outs of the socket change this.
+                os.set_blocking(self._fd, False)
+                yield
+            finally:
+                self._is_called = False
+
+    def _shake(self) -> None:
+        if self.is_ready:
+            return
+        self._go_on(self._tls.do_handshake)
+        # The other end has shown that it knows the key, or a certificate of the authority.
+        if not (self._has_certificate or self._tls.session_reused):
+            self.is_other_secret = True
+            self._fail(errno.EPROTO, "the other end did not use the job's key")
+        self.is_ready = True
+        self._flush_now()
+
+    def _go_on(self, call: Callable[[], T]) -> T:
+        """Return the result of a call, which gets the bytes that it asks for."""
+        if self._why is not None:
+            raise OSError(*self._why)
+        while True:
+            try:
+                return call()
+            except ssl.SSLWantReadError:
+                self._flush_now()
+                self._receive()
+            except ssl.SSLZeroReturnError:
+                return cast(T, 0)
+            except ssl.SSLError as error:
+                with contextlib.suppress(OSError):
+                    self._flush_now()  # an alert
+                if self._has_ended and self.is_ready and not self.is_cut:
+                    return cast(T, 0)
+                self._explain(error)
+
+    def _receive(self) -> None:
+        data = os.read(self._fd, 4 * _RECORD_BYTES)
+        if not data:
+            self._has_ended = True
+            self.is_cut = bool(self._left or self._record)
+            self._incoming.write_eof()
+            return
+        self.first_byte = data[0] if self.first_byte < 0 else self.first_byte
+        if self._is_server and len(self._hello) < _HELLO_BYTES:
+            self._hello += data[: _HELLO_BYTES - len(self._hello)]
+            self._check_hello()
+        self._incoming.write(data)
+        at = 0
+        while at < len(data):
+            step = min(self._left or _HEAD_BYTES - len(self._record), len(data) - at)
+            if self._left:
+                self._left -= step
+            else:
+                self._record += data[at : at + step]
+            if len(self._record) == _HEAD_BYTES:
+                self._left = int.from_bytes(self._record[3:])
+                self._record.clear()
+            at += step
+
+    def _check_hello(self) -> None:
+        """Refuse a first message that is longer than any client of ours sends.
+
+        OpenSSL would allocate it.
+        """
+        hello = self._hello
+        # A record that ends before the length of the message would hide it.
+        hides = len(hello) >= _HEAD_BYTES and int.from_bytes(hello[3:5]) < 4
+        if hides or (
+            len(hello) == _HELLO_BYTES and int.from_bytes(hello[6:9]) >= _MOST_HELLO_BYTES
+        ):
+            text = os.strerror(errno.EMSGSIZE)
+            self._fail(errno.EPROTO, f"the TLS handshake failed: {text}")
+
+    def _flush(self) -> None:
+        """Send what is encrypted.
+
+        Raises:
+            BlockingIOError: The socket takes no more.
+        """
+        while self.has_unsent:
+            if not self._unsent:
+                self._unsent = memoryview(self._outgoing.read())
+            self._unsent = self._unsent[os.write(self._fd, self._unsent) :]
+
+    def _flush_now(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._flush()
+
+    def _fail(self, code: int, why: str) -> NoReturn:
+        self._why = code, why
+        raise OSError(code, why)
+
+    def _explain(self, error: ssl.SSLError) -> NoReturn:
+        name = error.reason or ""
+        reason = name.lower().replace("_", " ") or str(error)
+        is_plain = self.first_byte >= 0 and not 20 <= self.first_byte <= 23
+        secret = not (self._has_certificate or self._has_ended) and name in _OTHER_SECRET
+        if self.is_ready and self.is_cut:
+            self._fail(errno.EBADMSG, "the connection was cut inside a TLS record")
+        if self.is_ready:
+            text = f"a TLS record was changed, lost, repeated or reordered on the way ({reason})"
+            self._fail(errno.EBADMSG, text)
+        if is_plain:
+            self._fail(errno.EPROTO, "the other end does not encrypt")
+        if self._has_ended:
+            self._fail(errno.ECONNRESET, "the other end hung up during the TLS handshake")
+        if secret:
+            self.is_other_secret = True
+            self._fail(errno.EPROTO, "the other end has another token, or none")
+        if name in _OLD:
+            self._fail(errno.EPROTO, "the other end has no TLS 1.3")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            self._fail(errno.EPROTO, f"its certificate is refused: {error.verify_message}")
+        self._fail(errno.EPROTO, f"the TLS handshake failed: {reason}")
