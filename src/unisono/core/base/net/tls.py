@@ -328,6 +328,11 @@ def key_shown_by(sock: socket.socket) -> str:
     return str(sock.tls.secret_name) if isinstance(sock, SecuredSocket) else ""
 
 
+def has_other_secret(sock: socket.socket) -> bool:
+    """Whether the handshake has failed because the other end has another key, or none."""
+    return isinstance(sock, SecuredSocket) and bool(sock.tls.is_other_secret)
+
+
 def has_unread(sock: socket.socket) -> bool:
     """Whether bytes may be read that have left the socket, so that no selector reports them."""
     return isinstance(sock, SecuredSocket) and bool(sock.tls.has_unread)

@@ -26,6 +26,7 @@ from unisono.core.base.net.sockets import format_address, is_foreign, is_local
 from unisono.core.base.net.tls import (
     TlsPolicy,
     TlsRefusal,
+    has_other_secret,
     has_unread,
     has_unsent,
     is_secured,
@@ -33,7 +34,7 @@ from unisono.core.base.net.tls import (
 )
 from unisono.core.platform.posix import after_fork
 from unisono.core.stores.table import StoreTable, Watch
-from unisono.core.stores.tcp.token import REFUSED_KEY, Answer, Gate, Refused
+from unisono.core.stores.tcp.token import REFUSAL_KEY, REFUSED_KEY, Answer, Gate, Refused
 from unisono.core.stores.tcp.wire import (
     MAX_REPLY_BYTES,
     MAX_VALUE_BYTES,
@@ -280,6 +281,7 @@ class StoreServer:
         except Refused as error:
             if error.lacks_token:
                 self._table.compare_set(REFUSED_KEY, b"", connection.peer.encode())
+            self._note_refusal(connection, error.why)
             connection.unsent += error.answer
             with contextlib.suppress(OSError):
                 self._flush(connection)
@@ -288,7 +290,12 @@ class StoreServer:
             # The protocol has no error reply; torch's server closes the connection as well.
             self._drop(connection, error.what)
         except OSError as error:
+            if has_other_secret(connection.sock):
+                self._note_refusal(connection, str(error.strerror))
             self._drop(connection, str(error.strerror) if is_secured(connection.sock) else "")
+
+    def _note_refusal(self, connection: _ServedClient, why: str) -> None:
+        self._table.compare_set(REFUSAL_KEY, b"", f"{connection.peer}: {why}".encode())
 
     def _receive(self, connection: _ServedClient) -> bool:
         """Take what a client has sent; return whether it is still there."""
