@@ -170,7 +170,8 @@ def starts(shape: str, rounds: int) -> None:
                 begin = (time.perf_counter(), cpu_s())
                 words = ["-m", "unisono", "run", "--nnodes", str(nodes), "--nproc-per-node",
                          str(ranks), "--rdzv-backend=c10d",
-                         "--rdzv-endpoint", f"{network.hosts[0].v4}:{port}", "--no-python"]  # fmt: skip
+                         "--rdzv-endpoint", f"{network.hosts[0].v4}:{port}",
+                         "--no-python"]  # fmt: skip
                 agents = [
                     subprocess.Popen(
                         host.inside(sys.executable, *words, "--", sys.executable, "-c", program),

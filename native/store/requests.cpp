@@ -229,7 +229,9 @@ void Server::handle(Connection& client) {
       client.out.append_number(table_.has_all(request.keys) ? kReady : kNotReady);
       break;
     case Opcode::num_keys:
-      client.out.append_number(static_cast<int64_t>(table_.values().size()));
+      // Strangers cause the note of a refusal, which is no key of the job.
+      client.out.append_number(static_cast<int64_t>(
+        table_.values().size() - table_.values().count(std::string(kRefusalKey))));
       break;
     case Opcode::delete_key:
       client.out.append_number(int64_t{table_.delete_key(request.key)});

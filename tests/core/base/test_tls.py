@@ -34,7 +34,7 @@ def maker(request, monkeypatch):
 def use(monkeypatch, maker):
     if maker == "C++" and not is_native_built():
         pytest.skip("the C++ engine is not built")
-    monkeypatch.setattr(tls, "_maker", lambda: cpp if maker == "C++" else python_tls)
+    monkeypatch.setattr(tls, "tls_maker", lambda: cpp if maker == "C++" else python_tls)
     tls._context.cache_clear()
 
 
@@ -581,7 +581,7 @@ def test_the_languages_understand_each_other(maker, makers, monkeypatch):
 
 
 def test_without_the_extension_keys_need_python_3_13(monkeypatch):
-    monkeypatch.setattr(tls, "_maker", lambda: python_tls)
+    monkeypatch.setattr(tls, "tls_maker", lambda: python_tls)
     monkeypatch.setattr(python_tls, "_HAS_KEYS", False)
     why = "the C\\+\\+ engine is not built, and a Python before 3.13 has certificates only"
     monkeypatch.setenv("UNISONO_TLS", "on")

@@ -252,7 +252,9 @@ def test_a_change_of_members_is_not_read():
             joins = place | {"UNISONO_JOIN": "1"}
             with started([second.inside()], MEMBERS, joins) as [newcomer]:
                 found = [outcome(each) for each in (*ranks, newcomer)]
-        assert [code for _, code, _ in found] == [0, -signal.SIGKILL, 0, 0], "".join(e for *_, e in found)
+        assert [code for _, code, _ in found] == [0, -signal.SIGKILL, 0, 0], "".join(
+            e for *_, e in found
+        )
         told = [text for text, _, _ in found if text]
         assert all("size=3" in text and "between_hosts=TLS-by-token>" in text for text in told), (
             told

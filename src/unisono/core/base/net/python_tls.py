@@ -19,11 +19,11 @@ from typing import Any, NoReturn, TypeVar, cast
 from unisono.core.base import config
 
 T = TypeVar("T")
-Secrets = Sequence[tuple[str, bytes]]
+_Keys = Sequence[tuple[str, bytes]]
 _HAS_KEYS = hasattr(ssl.SSLContext, "set_psk_client_callback")
 _RECORD_BYTES = 16 * 1024
 _HEAD_BYTES = 5
-_HELLO_BYTES = 9  # head of the record; type and length of the message
+_GREETING_BYTES = 9  # head of the record; type and length of the message
 _BATCH_BYTES = 8 * _RECORD_BYTES
 _MOST_HELLO_BYTES = 4096
 
@@ -63,7 +63,7 @@ class TlsContext:
         self._ends = {end: _of_files(*end, *files) for end in ends}
         self.has_certificate = bool(files)
 
-    def end(self, is_server: bool, checks_name: bool, secrets: Secrets, shown: list[str]) -> Any:
+    def end(self, is_server: bool, checks_name: bool, secrets: _Keys, shown: list[str]) -> Any:
         """Return the context of one session.
 
         Args:
@@ -119,6 +119,103 @@ def _of_files(
     return made
 
 
+class _Records:
+    """What the bytes of records show to one who has no keys."""
+
+    def __init__(self) -> None:
+        self.first_byte = -1
+        self._greeting = b""  # the first bytes
+        self._head = b""  # of the incoming record
+        self._left = 0  # bytes of that record that have not come
+
+    def take(self, data: bytes) -> None:
+        """Look at the next bytes."""
+        self.first_byte = data[0] if self.first_byte < 0 else self.first_byte
+        self._greeting += data[: _GREETING_BYTES - len(self._greeting)]
+        at = 0
+        while at < len(data):
+            step = min(self._left or _HEAD_BYTES - len(self._head), len(data) - at)
+            if self._left:
+                self._left -= step
+            else:
+                self._head += data[at : at + step]
+            if len(self._head) == _HEAD_BYTES:
+                self._left, self._head = int.from_bytes(self._head[3:], "big"), b""
+            at += step
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what came is no TLS, whose records have the types 20 to 23."""
+        return self.first_byte >= 0 and not 20 <= self.first_byte <= 23
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last record has ended."""
+        return not (self._left or self._head)
+
+    @property
+    def is_huge_hello(self) -> bool:
+        """Whether the first message announces more than any client of ours sends.
+
+        OpenSSL would allocate it.
+        """
+        seen = self._greeting
+        # A record that ends before the length of the message would hide it.
+        if len(seen) >= _HEAD_BYTES and int.from_bytes(seen[3:5], "big") < 4:
+            return True
+        return len(seen) == _GREETING_BYTES and int.from_bytes(seen[6:], "big") >= _MOST_HELLO_BYTES
+
+
+class _Wire:
+    """The socket, and the bytes between it and OpenSSL."""
+
+    def __init__(self, fd: int) -> None:
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.records = _Records()
+        self.has_ended = False
+        self._fd = fd
+        self._unsent = memoryview(b"")
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes are encrypted and not sent."""
+        return bool(self._unsent) or bool(self.outgoing.pending)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection ended inside a record."""
+        return self.has_ended and not self.records.is_whole
+
+    def never_wait(self) -> None:
+        """Make the socket so; its time-outs change that."""
+        os.set_blocking(self._fd, False)
+
+    def receive(self) -> None:
+        """Take what has come.
+
+        Raises:
+            BlockingIOError: It is nothing.
+        """
+        data = os.read(self._fd, 4 * _RECORD_BYTES)
+        if data:
+            self.records.take(data)
+            self.incoming.write(data)
+        else:
+            self.has_ended = True
+            self.incoming.write_eof()
+
+    def flush(self) -> None:
+        """Send what is encrypted.
+
+        Raises:
+            BlockingIOError: The socket takes no more.
+        """
+        while self.has_unsent:
+            if not self._unsent:
+                self._unsent = memoryview(self.outgoing.read())
+            self._unsent = self._unsent[os.write(self._fd, self._unsent) :]
+
+
 class TlsSession:
     """One end of a connection whose bytes pass through TLS 1.3.
 
@@ -133,29 +230,20 @@ class TlsSession:
 
     Attributes:
         is_ready: Whether the handshake is over.
-        is_cut: Whether the connection ended inside a record.
         is_other_secret: Whether the other end has another key, or none.
-        first_byte: The first byte received; -1: none.
     """
 
     def __init__(
-        self, context: TlsContext, fd: int, is_server: bool, secrets: Secrets, name: str
+        self, context: TlsContext, fd: int, is_server: bool, secrets: _Keys, name: str
     ) -> None:
-        self.is_ready = self.is_cut = self.is_other_secret = False
-        self.first_byte = -1
-        self._fd, self._is_server = fd, is_server
+        self.is_ready = self.is_other_secret = False
+        self._wire, self._is_server = _Wire(fd), is_server
         self._has_certificate = context.has_certificate
         self._shown: list[str] = []
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         checks_name = bool(name) and not is_server
         made = context.end(is_server, checks_name, secrets, self._shown)
         host = name if checks_name else None
-        self._tls = made.wrap_bio(self._incoming, self._outgoing, is_server, host)
-        self._unsent = memoryview(b"")
-        self._record = bytearray()  # the head of the incoming record
-        self._left = 0  # bytes of that record that have not come
-        self._hello = b""
-        self._has_ended = False
+        self._tls = made.wrap_bio(self._wire.incoming, self._wire.outgoing, is_server, host)
         self._why: tuple[int, str] | None = None
         # A signal handler may call inside a call of its thread.
         self._lock, self._is_called = threading.RLock(), False
@@ -166,14 +254,20 @@ class TlsSession:
         return self._shown[-1] if self._shown and self.is_ready else ""
 
     @property
+    def first_byte(self) -> int:
+        """The first byte received; -1: none."""
+        return self._wire.records.first_byte
+
+    @property
     def has_unsent(self) -> bool:
         """Whether bytes are encrypted and not sent."""
-        return bool(self._unsent) or bool(self._outgoing.pending)
+        return self._wire.has_unsent
 
     @property
     def has_unread(self) -> bool:
         """Whether bytes may be read that have left the socket already."""
-        return self.is_ready and bool(self._why or self._tls.pending() or self._incoming.pending)
+        has_bytes = self._tls.pending() or self._wire.incoming.pending
+        return self.is_ready and bool(self._why or has_bytes)
 
     def read(self, into: Any) -> int:
         """Receive bytes after the handshake; return how many, 0 at the end."""
@@ -187,7 +281,7 @@ class TlsSession:
         first, second = memoryview(head).cast("B"), memoryview(rest).cast("B")
         with self._turn():
             self._shake()
-            self._flush()
+            self._wire.flush()
             if len(first) < _RECORD_BYTES // 4:  # a head and what follows it are one record
                 skip = _RECORD_BYTES - len(first)
                 parts = [memoryview(bytes(first) + bytes(second[:skip])), second[skip:]]
@@ -197,12 +291,11 @@ class TlsSession:
             with contextlib.suppress(BlockingIOError):  # what was taken is sent later
                 for part in parts:
                     for at in range(0, len(part), _RECORD_BYTES):
-                        taken += self._go_on(
-                            partial(self._tls.write, part[at : at + _RECORD_BYTES])
-                        )
-                        if self._outgoing.pending >= _BATCH_BYTES:
-                            self._flush()
-                self._flush()
+                        record = part[at : at + _RECORD_BYTES]
+                        taken += self._go_on(partial(self._tls.write, record))
+                        if self._wire.outgoing.pending >= _BATCH_BYTES:
+                            self._wire.flush()
+                self._wire.flush()
             return taken
 
     @contextlib.contextmanager
@@ -212,8 +305,7 @@ class TlsSession:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             self._is_called = True
             try:
-                # Time-outs of the socket change this.
-                os.set_blocking(self._fd, False)
+                self._wire.never_wait()
                 yield
             finally:
                 self._is_called = False
@@ -238,68 +330,22 @@ class TlsSession:
                 return call()
             except ssl.SSLWantReadError:
                 self._flush_now()
-                self._receive()
+                self._wire.receive()
+                if self._is_server and self._wire.records.is_huge_hello:
+                    text = os.strerror(errno.EMSGSIZE)
+                    self._fail(errno.EPROTO, f"the TLS handshake failed: {text}")
             except ssl.SSLZeroReturnError:
                 return cast(T, 0)
             except ssl.SSLError as error:
                 with contextlib.suppress(OSError):
                     self._flush_now()  # an alert
-                if self._has_ended and self.is_ready and not self.is_cut:
+                if self._wire.has_ended and self.is_ready and not self._wire.is_cut:
                     return cast(T, 0)
                 self._explain(error)
 
-    def _receive(self) -> None:
-        data = os.read(self._fd, 4 * _RECORD_BYTES)
-        if not data:
-            self._has_ended = True
-            self.is_cut = bool(self._left or self._record)
-            self._incoming.write_eof()
-            return
-        self.first_byte = data[0] if self.first_byte < 0 else self.first_byte
-        if self._is_server and len(self._hello) < _HELLO_BYTES:
-            self._hello += data[: _HELLO_BYTES - len(self._hello)]
-            self._check_hello()
-        self._incoming.write(data)
-        at = 0
-        while at < len(data):
-            step = min(self._left or _HEAD_BYTES - len(self._record), len(data) - at)
-            if self._left:
-                self._left -= step
-            else:
-                self._record += data[at : at + step]
-            if len(self._record) == _HEAD_BYTES:
-                self._left = int.from_bytes(self._record[3:])
-                self._record.clear()
-            at += step
-
-    def _check_hello(self) -> None:
-        """Refuse a first message that is longer than any client of ours sends.
-
-        OpenSSL would allocate it.
-        """
-        hello = self._hello
-        # A record that ends before the length of the message would hide it.
-        hides = len(hello) >= _HEAD_BYTES and int.from_bytes(hello[3:5]) < 4
-        if hides or (
-            len(hello) == _HELLO_BYTES and int.from_bytes(hello[6:9]) >= _MOST_HELLO_BYTES
-        ):
-            text = os.strerror(errno.EMSGSIZE)
-            self._fail(errno.EPROTO, f"the TLS handshake failed: {text}")
-
-    def _flush(self) -> None:
-        """Send what is encrypted.
-
-        Raises:
-            BlockingIOError: The socket takes no more.
-        """
-        while self.has_unsent:
-            if not self._unsent:
-                self._unsent = memoryview(self._outgoing.read())
-            self._unsent = self._unsent[os.write(self._fd, self._unsent) :]
-
     def _flush_now(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._flush()
+            self._wire.flush()
 
     def _fail(self, code: int, why: str) -> NoReturn:
         self._why = code, why
@@ -308,16 +354,15 @@ class TlsSession:
     def _explain(self, error: ssl.SSLError) -> NoReturn:
         name = error.reason or ""
         reason = name.lower().replace("_", " ") or str(error)
-        is_plain = self.first_byte >= 0 and not 20 <= self.first_byte <= 23
-        secret = not (self._has_certificate or self._has_ended) and name in _OTHER_SECRET
-        if self.is_ready and self.is_cut:
+        secret = not (self._has_certificate or self._wire.has_ended) and name in _OTHER_SECRET
+        if self.is_ready and self._wire.is_cut:
             self._fail(errno.EBADMSG, "the connection was cut inside a TLS record")
         if self.is_ready:
             text = f"a TLS record was changed, lost, repeated or reordered on the way ({reason})"
             self._fail(errno.EBADMSG, text)
-        if is_plain:
+        if self._wire.records.is_plain:
             self._fail(errno.EPROTO, "the other end does not encrypt")
-        if self._has_ended:
+        if self._wire.has_ended:
             self._fail(errno.ECONNRESET, "the other end hung up during the TLS handshake")
         if secret:
             self.is_other_secret = True

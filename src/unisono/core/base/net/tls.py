@@ -25,13 +25,14 @@ from typing import Any, NamedTuple, NoReturn, Self
 from unisono.core.base import config
 from unisono.core.base.log import get_logger, log_once
 from unisono.core.base.net.sockets import is_local
-from unisono.core.base.seam import cpp
+from unisono.core.base.net.tls_maker import tls_maker
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 _LOG = get_logger("tls")
 
 _MODES = ("auto", "on", "off", "cert")
 _FILES = ("CERT", "PKEY", "CA_FILE")
+_SHOWN = ("TLS 1.3 (token)", "TLS 1.3 (certificates)")
 _HANDSHAKE = b"\x16"
 _HINT = "install OpenSSL 3 or 1.1.1 (libssl), or set UNISONO_TLS=off on all hosts"
 
@@ -84,33 +85,19 @@ def _warn_of_plain(sock: socket.socket) -> None:
         log_once(_LOG, logging.WARNING, text, absent, _HINT)
 
 
-@functools.cache
-def _maker() -> Any:
-    """Return what makes sessions: C++, or its twins in Python, which take long to load."""
-    if hasattr(cpp, "TlsSession"):
-        return cpp
-    from unisono.core.base.net import python_tls
-
-    return python_tls
-
-
 def why_no_tls() -> str:
     """Return why this process cannot encrypt; "" if it can."""
-    return str(_maker().why_no_openssl())
+    return str(tls_maker().why_no_openssl())
 
 
 def protection(token: str) -> str:
     """Return what protects the connections of a job to other hosts, in words."""
-    return "none" if rule_for(token) is TlsRule.NONE else _shown()
+    return "none" if rule_for(token) is TlsRule.NONE else _SHOWN[uses_certificates()]
 
 
 def protection_of(sock: socket.socket) -> str:
     """Return what protects a connection, in words."""
-    return _shown() if is_secured(sock) else "plain"
-
-
-def _shown() -> str:
-    return "TLS 1.3 (certificates)" if uses_certificates() else "TLS 1.3 (token)"
+    return _SHOWN[uses_certificates()] if is_secured(sock) else "plain"
 
 
 def uses_certificates() -> bool:
@@ -145,7 +132,7 @@ def certificate_files() -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _context(files: tuple[str, ...]) -> Any:
-    return _maker().TlsContext(*files)
+    return tls_maker().TlsContext(*files)
 
 
 def _certificates() -> Any:
@@ -251,7 +238,7 @@ class SecuredSocket(socket.socket):
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self.settimeout(timeout)
         try:
-            self.tls: Any = _maker().TlsSession(shared, self.fileno(), is_server, secrets, name)
+            self.tls: Any = tls_maker().TlsSession(shared, self.fileno(), is_server, secrets, name)
         except RuntimeError as error:
             self.close()
             raise OSError(errno.ENOMEM, str(error)) from None
@@ -326,11 +313,6 @@ def session_of(sock: socket.socket) -> Any:
 def key_shown_by(sock: socket.socket) -> str:
     """Return the name of the key that the caller of an encrypted socket has shown, or ""."""
     return str(sock.tls.secret_name) if isinstance(sock, SecuredSocket) else ""
-
-
-def has_other_secret(sock: socket.socket) -> bool:
-    """Whether the handshake has failed because the other end has another key, or none."""
-    return isinstance(sock, SecuredSocket) and bool(sock.tls.is_other_secret)
 
 
 def has_unread(sock: socket.socket) -> bool:
