@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.core.base.net import python_tls, tls
+from unisono.core.base.net import python_tls, python_tls_context, tls
 from unisono.core.base.net.tls import SecuredSocket, TlsPolicy, TlsRule, rule_for, secret_of
 from unisono.core.base.seam import cpp, is_native_built
 from unisono.errors import InvalidArgumentError, UnsupportedError
@@ -582,7 +582,7 @@ def test_the_languages_understand_each_other(maker, makers, monkeypatch):
 
 def test_without_the_extension_keys_need_python_3_13(monkeypatch):
     monkeypatch.setattr(tls, "tls_maker", lambda: python_tls)
-    monkeypatch.setattr(python_tls, "_HAS_KEYS", False)
+    monkeypatch.setattr(python_tls_context, "_HAS_KEYS", False)
     why = "the C\\+\\+ engine is not built, and a Python before 3.13 has certificates only"
     monkeypatch.setenv("UNISONO_TLS", "on")
     with pytest.raises(UnsupportedError, match=f"UNISONO_TLS=on cannot encrypt .* here: {why}"):
