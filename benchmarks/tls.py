@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -161,15 +162,16 @@ def starts(shape: str, rounds: int) -> None:
     """Measure starts of `unisono run` on hosts, by turns, until all ranks have left."""
     nodes, ranks = map(int, shape.split("x"))
     program = "import unisono as dist; dist.init_process_group(); dist.barrier()"
-    times: dict[str, list[float]] = {"off": [], "auto": []}
+    times: dict[str, list[tuple[float, float]]] = {"off": [], "auto": []}
     with Network(nodes) as network:
         for number in range(rounds):
             for mode, its in times.items():
                 port = 29700 + 2 * number + (mode == "auto")
-                begin_s = time.perf_counter()
+                begin = (time.perf_counter(), cpu_s())
                 words = ["-m", "unisono", "run", "--nnodes", str(nodes), "--nproc-per-node",
                          str(ranks), "--rdzv-backend=c10d",
-                         "--rdzv-endpoint", f"{network.hosts[0].v4}:{port}"]  # fmt: skip
+                         "--rdzv-endpoint", f"{network.hosts[0].v4}:{port}",
+                         "--no-python"]  # fmt: skip
                 agents = [
                     subprocess.Popen(
                         host.inside(sys.executable, *words, "--", sys.executable, "-c", program),
@@ -179,9 +181,16 @@ def starts(shape: str, rounds: int) -> None:
                 ]
                 if any(agent.wait() for agent in agents):
                     raise SystemExit("a start failed")
-                its.append(time.perf_counter() - begin_s)
-    plain, tls = (statistics.median(its) for its in times.values())
-    print(f"start of {nodes} x {ranks}: plain {plain:.2f} s, tls {tls:.2f} s, {tls / plain:.2f} x")
+                its.append((time.perf_counter() - begin[0], cpu_s() - begin[1]))
+    for at, clock in enumerate(["wall", "CPU"]):
+        plain, tls = (statistics.median(each[at] for each in its) for its in times.values())
+        print(f"start of {shape}, {clock}: {plain:.2f} s, tls {tls:.2f} s, {tls / plain:.2f} x")
+
+
+def cpu_s() -> float:
+    """Return the CPU time of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:

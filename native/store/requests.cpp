@@ -26,6 +26,8 @@ constexpr std::size_t kShownBytes = 64;
 const std::string_view kMagicBytes{reinterpret_cast<const char*>(&kMagic), sizeof kMagic};
 // The twin of REFUSED_KEY in src/unisono/core/stores/tcp/token.py.
 constexpr std::string_view kRefusedKey = "refused";
+// That of REFUSAL_KEY.
+constexpr std::string_view kRefusalKey = "refusal";
 
 const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here accepts any client";
 const std::string kGiveToken = "give it the job's token, UNISONO_TOKEN" + kOrEverybody;
@@ -180,7 +182,13 @@ void Server::note_refused(const Connection& client) {
   table_.compare_set(kRefusedKey, {}, client.peer.text());
 }
 
+// Leave the first client that speaks the protocol and is refused, and the reason, to error texts.
+void Server::note_refusal(const Connection& client, const std::string& why) {
+  table_.compare_set(kRefusalKey, {}, client.peer.text() + ": " + why);
+}
+
 void Server::refuse(Connection& client, Answer answer, const std::string& why) {
+  note_refusal(client, why);
   client.out.append_number(static_cast<char>(answer));
   // Not flush(), because a client that has gone must be logged with this reason.
   const ssize_t sent = send(client.fd, client.out.data(), client.out.size(), MSG_NOSIGNAL);
@@ -221,7 +229,9 @@ void Server::handle(Connection& client) {
       client.out.append_number(table_.has_all(request.keys) ? kReady : kNotReady);
       break;
     case Opcode::num_keys:
-      client.out.append_number(static_cast<int64_t>(table_.values().size()));
+      // Strangers cause the note of a refusal, which is no key of the job.
+      client.out.append_number(static_cast<int64_t>(
+        table_.values().size() - table_.values().count(std::string(kRefusalKey))));
       break;
     case Opcode::delete_key:
       client.out.append_number(int64_t{table_.delete_key(request.key)});

@@ -293,7 +293,9 @@ void Server::receive(Connection& client) {
   if (count <= 0) {
     if (count < 0 && errno == EINTR) return;
     client.has_input = false;
-    if (count == 0 || errno != EAGAIN) doom(client, client.tls ? client.tls->why() : "");
+    if (count != 0 && errno == EAGAIN) return;
+    if (client.tls && client.tls->is_other_secret()) note_refusal(client, client.tls->why());
+    doom(client, client.tls ? client.tls->why() : "");
     return;
   }
   const auto size = static_cast<std::size_t>(count);

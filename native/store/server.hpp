@@ -82,6 +82,7 @@ class Server {
   std::size_t greet(Connection& client, std::string_view data);
   void admit(Connection& client, std::string_view client_nonce);
   void note_refused(const Connection& client);
+  void note_refusal(const Connection& client, const std::string& why);
   void refuse(Connection& client, Answer answer, const std::string& why);
   void flush(Connection& client);
   void handle(Connection& client);

@@ -30,10 +30,10 @@ constexpr std::size_t kRecordBytes = 16 * 1024;
 constexpr std::size_t kRecordHeadBytes = 5;
 // Encrypted bytes of a system call. With more they leave the cache before they are sent; with fewer
 // the other end wakes for each record.
-constexpr std::size_t kBatchBytes = 8 * kRecordBytes;
+constexpr std::size_t kBatchBytes = 16 * kRecordBytes;
 // A system call receives up to this beside what OpenSSL asks for. A call for each record of a large
 // message would cost more than to copy them. The buffer is small until OpenSSL asks for a long one.
-constexpr std::size_t kBufferBytes = 4 * kRecordBytes;
+constexpr std::size_t kBufferBytes = 16 * kRecordBytes;
 constexpr std::size_t kGreetingBytes = 4096;
 constexpr std::size_t kMostHelloBytes = 4096;
 // From this many bytes on a connection takes new keys. AES-GCM needs them after 2^24.5 records.

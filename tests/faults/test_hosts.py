@@ -111,8 +111,10 @@ def test_a_host_that_does_not_encrypt_is_refused(network, encrypts):
     with started(prefixes, ASKS, place | {"TORCHELASTIC_USE_AGENT_STORE": ""}) as processes:
         (first, _, log), (told, _, _) = (outcome(process) for process in processes)
     # The server's log has the reason, and its rank waits for its whole time-out.
-    assert first["text"].startswith("rank 0 of 2 waited 4 s for ranks that never came: 1"), first
     refused = ("it encrypts, and this server does not", "it does not encrypt; give it")
+    named = "rank 0 of 2 waited 4 s for ranks that never came: 1; the store at "
+    named += f"{re.escape(members[0].v4)}:{PORT} refused {re.escape(members[1].v4)}:\\d+: "
+    assert re.match(named + refused[encrypts == 0], first["text"]), first
     assert refused[encrypts == 0] in log
     assert told["kind"] == "HandshakeError", told
     one, other = ("it encrypts its connections", "this client does not")

@@ -1,6 +1,7 @@
 """Agents on several hosts, each a network namespace."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -51,3 +52,15 @@ def test_first_node_may_call_its_own_host_localhost(tmp_path, backend):
         assert {(up.world_size, up.total) for up in ups} == {(2, 2)}
         job.stop()
         assert [agent.ended() for agent in agents] == [0, 0]
+
+
+def test_agents_that_wait_in_vain_say_which_host_was_refused_and_why(tmp_path):
+    with netns.Network(2) as network, Job(tmp_path, REDUCING, network.hosts) as job:
+        first = job.node(conf=f"{PATIENT},join_timeout=8")
+        second = job.node(conf=f"{PATIENT},join_timeout=8", UNISONO_TLS="off")
+        assert [second.ended(), first.ended()] == [1, 1]
+        here, there = (re.escape(host.v4) for host in network.hosts)
+        named = rf"refused {there}:\d+: it does not encrypt; give it the UNISONO_TLS of this server"
+        assert re.search(rf"1 of at least 2 nodes came .*; the store at .*:\d+ {named}", first.err)
+        assert f"at host1:{job.port}" in second.err or here in second.err
+        assert "it encrypts its connections, and this client does not" in second.err

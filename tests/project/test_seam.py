@@ -54,8 +54,6 @@ def test_a_question_is_found(text):
 
 # What C++ alone has: each class with the reason why Python has no class of this name.
 CPP_ALONE = {
-    "TlsContext": "what sessions share in OpenSSL",
-    "TlsSession": "SecuredSocket calls it; Python's ssl has no keys of both ends before 3.13",
     "Segment": "memory that ranks share",
     "Group": "calls in that memory",
     "SharedAgreement": "an agreement in that memory",

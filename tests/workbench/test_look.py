@@ -104,6 +104,7 @@ def test_top_names_the_rank_for_which_the_others_wait(capsys, engine):
         top = capsys.readouterr().out.splitlines()
         assert re.match(named, top[1])
         assert [line.split()[0] for line in top[3:]] == ["0", "1", "2"]
+        assert all(re.search(r"  \d plain  ", line) for line in top[3:]), top
         assert main(["top", "--json", pid]) == 0
         (found,) = json.loads(capsys.readouterr().out)["jobs"]
         assert re.match(named, found["verdict"][0])
@@ -251,6 +252,13 @@ def test_top_on_a_host_without_a_rank():
                 assert all(process.poll() is None for process in processes)
             for rank, host in enumerate(members):
                 assert re.search(rf"^{rank} +{host.name} +{processes[rank].pid} ", text, re.M), text
+            # The connections between hosts, each of which counts on both of its ends.
+            links = [
+                re.search(r"  (\d) TLS 1\.3 \(token\)  ", row) for row in text.splitlines()[3:]
+            ]
+            assert all(links), text
+            assert sum(int(found[1]) for found in links) in (4, 6), text
+            assert "plain" not in text
             for words in (["UNISONO_TOKEN=wrong"], ["-u", "UNISONO_TOKEN"]):
                 refused = top_on(viewer, members[0], "env", *words)
                 assert (refused.returncode, refused.stdout) == (1, "")

@@ -12,11 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from unisono.core.base.net import tls
+from unisono.core.base.net import python_tls, python_tls_context, tls
 from unisono.core.base.net.tls import SecuredSocket, TlsPolicy, TlsRule, rule_for, secret_of
+from unisono.core.base.seam import cpp, is_native_built
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
-pytestmark = pytest.mark.skipif(bool(tls.why_no_tls()), reason=str(tls.why_no_tls()))
+
+@pytest.fixture(autouse=True, params=["C++", "Python"])
+def maker(request, monkeypatch):
+    """What makes sessions."""
+    use(monkeypatch, request.param)
+    if "authority" in request.fixturenames:
+        monkeypatch.setenv("UNISONO_TLS", "cert")
+    if why := tls.why_no_tls():
+        pytest.skip(why)
+    monkeypatch.delenv("UNISONO_TLS", raising=False)
+    yield request.param
+    tls._context.cache_clear()
+
+
+def use(monkeypatch, maker):
+    if maker == "C++" and not is_native_built():
+        pytest.skip("the C++ engine is not built")
+    monkeypatch.setattr(tls, "tls_maker", lambda: cpp if maker == "C++" else python_tls)
+    tls._context.cache_clear()
+
 
 SECRET = secret_of(b"token", "rank", b"end")
 HEAD_BYTES = 5
@@ -360,7 +380,7 @@ def test_certificates_of_both_ends(monkeypatch, authority, name):
 )
 def test_refused_certificates(monkeypatch, authority, client, server, refuser, reason):
     errors = shake_by_certificates(monkeypatch, authority, client, server)
-    assert errors[refuser].lower() == f"its certificate is refused: {reason}"
+    assert errors[refuser].lower().startswith(f"its certificate is refused: {reason}")
     # A server learns of its client's refusal, and a client of its server's.
     assert "alert" in errors[1 - refuser]
 
@@ -370,6 +390,7 @@ def test_a_client_without_a_certificate_is_refused(monkeypatch, authority):
         monkeypatch.setenv(f"UNISONO_TLS_{variable}", str(authority / f"{file}.pem"))
     monkeypatch.setenv("UNISONO_TLS", "cert")
     context = ssl.create_default_context(cafile=str(authority / "ca.pem"))
+    context.verify_flags = ssl.VerifyFlags.VERIFY_DEFAULT  # from 3.13 on a CA must say more
     ours, theirs = socket.socketpair()
 
     def call():
@@ -534,6 +555,41 @@ def test_a_connection_of_small_messages_has_a_small_buffer():
                 assert tap.server.recv(100) == b"small"
         assert (resident() - before) / count < 100 << 10  # with large buffers 130 KiB more
         del tap
+
+
+@pytest.mark.parametrize("makers", [("C++", "Python"), ("Python", "C++")])
+def test_the_languages_understand_each_other(maker, makers, monkeypatch):
+    if maker == "C++" or not is_native_built():
+        pytest.skip("needs both")
+    ours, theirs = socket.socketpair()
+    ends = []
+    for each, sock in zip(makers, (ours, theirs), strict=True):
+        use(monkeypatch, each)
+        ends.append(SecuredSocket(sock, [SECRET], is_server=sock is theirs))
+    data = bytes(range(256)) * 4000
+    for source, target in (ends, ends[::-1]):
+        thread = threading.Thread(target=source.sendall, args=(data,))
+        thread.start()
+        got = bytearray()
+        while len(got) < len(data):
+            got += target.recv(1 << 16)
+        thread.join()
+        assert got == data
+    assert [end.tls.secret_name for end in ends] == ["", "rank"]
+    for end in ends:
+        end.close()
+
+
+def test_without_the_extension_keys_need_python_3_13(monkeypatch):
+    monkeypatch.setattr(tls, "tls_maker", lambda: python_tls)
+    monkeypatch.setattr(python_tls_context, "_HAS_KEYS", False)
+    why = "the C\\+\\+ engine is not built, and a Python before 3.13 has certificates only"
+    monkeypatch.setenv("UNISONO_TLS", "on")
+    with pytest.raises(UnsupportedError, match=f"UNISONO_TLS=on cannot encrypt .* here: {why}"):
+        rule_for("t")
+    monkeypatch.setenv("UNISONO_TLS", "auto")
+    assert rule_for("t") is TlsRule.NONE
+    assert tls.protection("t") == "none"
 
 
 def test_one_end_does_not_decide_alone():

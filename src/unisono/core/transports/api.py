@@ -76,6 +76,10 @@ class Carrier(ABC):
         """What the ranks of a world must agree on about encryption; "" for none."""
         return ""
 
+    def protections(self) -> dict[int, str]:
+        """Return, for each rank with a connection to this rank, what protects it, in words."""
+        return {}
+
     @abstractmethod
     def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
         """Move `transfer.into` to the messages of another rank and finish the transfer.

@@ -22,7 +22,7 @@ from unisono.core.stores.api import changed_too_often
 from unisono.core.stores.prefix import innermost
 from unisono.core.stores.tcp.client import RefusalGrace
 from unisono.core.stores.tcp.handshake import TOKEN_HINT
-from unisono.core.stores.tcp.refusals import forget_refused, may_refuse, refused_client
+from unisono.core.stores.tcp.refusals import forget_refused, may_refuse, refusal, refused_client
 from unisono.core.transports.api import Transport, on_one_host
 from unisono.core.transports.native_messages import NativeMessages
 from unisono.core.transports.registry import make_transport
@@ -314,7 +314,7 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
             ) from None
         with contextlib.suppress(StoreError, UnsupportedError):
             store.barrier(f"{number}/gave up", world_size - len(missing), _STAY_S)
-        names = ", ".join(map(str, missing)) or "none now"
+        names = (", ".join(map(str, missing)) or "none now") + refusal(store)
         raise RendezvousError(
             f"rank {rank} of {world_size} waited {deadline.timeout_s:g} s for ranks that never "
             f"came: {names}",

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple, NoReturn, Self
 from unisono.core.base import config
 from unisono.core.base.log import get_logger, log_once
 from unisono.core.base.net.sockets import is_local
-from unisono.core.base.seam import cpp
+from unisono.core.base.net.tls_maker import tls_maker
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 _LOG = get_logger("tls")
 
 _MODES = ("auto", "on", "off", "cert")
 _FILES = ("CERT", "PKEY", "CA_FILE")
+_SHOWN = ("TLS 1.3 (token)", "TLS 1.3 (certificates)")
 _HANDSHAKE = b"\x16"
 _HINT = "install OpenSSL 3 or 1.1.1 (libssl), or set UNISONO_TLS=off on all hosts"
 
@@ -84,19 +85,19 @@ def _warn_of_plain(sock: socket.socket) -> None:
         log_once(_LOG, logging.WARNING, text, absent, _HINT)
 
 
-@functools.cache
 def why_no_tls() -> str:
     """Return why this process cannot encrypt; "" if it can."""
-    if not hasattr(cpp, "TlsSession"):
-        return "the C++ engine, which loads OpenSSL, is not built"
-    return str(cpp.why_no_openssl())
+    return str(tls_maker().why_no_openssl())
 
 
 def protection(token: str) -> str:
     """Return what protects the connections of a job to other hosts, in words."""
-    if rule_for(token) is TlsRule.NONE:
-        return "none"
-    return "TLS 1.3 (certificates)" if uses_certificates() else "TLS 1.3 (token)"
+    return "none" if rule_for(token) is TlsRule.NONE else _SHOWN[uses_certificates()]
+
+
+def protection_of(sock: socket.socket) -> str:
+    """Return what protects a connection, in words."""
+    return _SHOWN[uses_certificates()] if is_secured(sock) else "plain"
 
 
 def uses_certificates() -> bool:
@@ -131,7 +132,7 @@ def certificate_files() -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _context(files: tuple[str, ...]) -> Any:
-    return cpp.TlsContext(*files)
+    return tls_maker().TlsContext(*files)
 
 
 def _certificates() -> Any:
@@ -237,7 +238,7 @@ class SecuredSocket(socket.socket):
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self.settimeout(timeout)
         try:
-            self.tls: Any = cpp.TlsSession(shared, self.fileno(), is_server, secrets, name)
+            self.tls: Any = tls_maker().TlsSession(shared, self.fileno(), is_server, secrets, name)
         except RuntimeError as error:
             self.close()
             raise OSError(errno.ENOMEM, str(error)) from None

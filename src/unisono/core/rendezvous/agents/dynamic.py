@@ -50,7 +50,7 @@ from unisono.core.stores import HashStore, PrefixStore, Store, TCPStore
 from unisono.core.stores.api import DEFAULT_TIMEOUT, changed_too_often
 from unisono.core.stores.tcp.client import RefusalGrace
 from unisono.core.stores.tcp.handshake import TOKEN_HINT
-from unisono.core.stores.tcp.refusals import forget_refused, refused_client
+from unisono.core.stores.tcp.refusals import forget_refused, refusal, refused_client
 from unisono.errors import StoreError, UnisonoError
 
 _LOG = get_logger("rendezvous")
@@ -368,6 +368,8 @@ class DynamicRendezvous:
             self._pending = None
             self._member = stopped(self._member)
         else:
+            if isinstance(action, End) and not action.ok and state.phase is Phase.JOINING:
+                action = replace(action, reason=f"{action.reason}{refusal(store)}")
             self._pending = None
             self._put_order(action)
 

@@ -31,7 +31,7 @@ from unisono.core.stores.tcp.connection import ConnectionPool
 from unisono.core.stores.tcp.handshake import TOKEN_HINT
 from unisono.core.stores.tcp.native_server import start_server
 from unisono.core.stores.tcp.server import ServerOptions, StoreServer
-from unisono.core.stores.tcp.token import REFUSED_KEY
+from unisono.core.stores.tcp.token import REFUSAL_KEY, REFUSED_KEY
 from unisono.core.stores.tcp.wire import MAX_VALUE_BYTES, READY, RequestOp
 from unisono.errors import (
     InvalidArgumentError,
@@ -301,14 +301,25 @@ class TCPStore(Store):
 
         It is the first that was refused because the server has no token; "" if there is none.
         """
+        return self._note(REFUSED_KEY)
+
+    def refusal(self) -> str:
+        """Return the first client that the server has refused, and why; "" if there is none."""
+        return self._note(REFUSAL_KEY)
+
+    def _note(self, key: str) -> str:
         # One of torch's servers closes the connection if the key of GET is missing.
-        if self._call(RequestOp.CHECK, [REFUSED_KEY]) != READY:
+        if self._call(RequestOp.CHECK, [key]) != READY:
             return ""
-        address: bytes = self._call(RequestOp.GET, REFUSED_KEY)
-        return "" if address == _FORGOTTEN else address.decode()
+        text: bytes = self._call(RequestOp.GET, key)
+        return "" if text == _FORGOTTEN else text.decode()
 
     def forget_refused(self) -> None:
-        """Let `refused_client` return "" from now on, because all clients have come."""
+        """Let `refused_client` and `refusal` return "" from now on: all clients have come."""
+        if self._server is not None:
+            self._call(RequestOp.DELETE_KEY, REFUSAL_KEY)
+        if self.has_token:
+            return
         # Torch's server refuses no client, and its users count its keys.
         if self._server is not None or self.refused_client():
             self._call(RequestOp.SET, REFUSED_KEY, _FORGOTTEN)
@@ -367,9 +378,10 @@ class TCPStore(Store):
                     hint=TOKEN_HINT,
                 )
             if deadline.expired():
+                refused = f"; it refused {text}" if (text := self.refusal()) else ""
                 raise StoreTimeoutError(
                     f"{self!r} timed out after {deadline.timeout_s:g} s waiting for clients: "
-                    f"{joined} of {world_size} joined",
+                    f"{joined} of {world_size} joined{refused}",
                     hint="were all ranks started, with the same address and port?",
                 )
             time.sleep(min(_POLL_S, deadline.remaining()))

@@ -29,11 +29,12 @@ from unisono.core.base.net.tls import (
     has_unread,
     has_unsent,
     is_secured,
+    session_of,
     uses_certificates,
 )
 from unisono.core.platform.posix import after_fork
 from unisono.core.stores.table import StoreTable, Watch
-from unisono.core.stores.tcp.token import REFUSED_KEY, Answer, Gate, Refused
+from unisono.core.stores.tcp.token import REFUSAL_KEY, REFUSED_KEY, Answer, Gate, Refused
 from unisono.core.stores.tcp.wire import (
     MAX_REPLY_BYTES,
     MAX_VALUE_BYTES,
@@ -280,6 +281,8 @@ class StoreServer:
         except Refused as error:
             if error.lacks_token:
                 self._table.compare_set(REFUSED_KEY, b"", connection.peer.encode())
+            if error.answer:  # else it speaks another protocol
+                self._note_refusal(connection, error.why)
             connection.unsent += error.answer
             with contextlib.suppress(OSError):
                 self._flush(connection)
@@ -288,7 +291,12 @@ class StoreServer:
             # The protocol has no error reply; torch's server closes the connection as well.
             self._drop(connection, error.what)
         except OSError as error:
+            if (session := session_of(connection.sock)) and session.is_other_secret:
+                self._note_refusal(connection, str(error.strerror))
             self._drop(connection, str(error.strerror) if is_secured(connection.sock) else "")
+
+    def _note_refusal(self, connection: _ServedClient, why: str) -> None:
+        self._table.compare_set(REFUSAL_KEY, b"", f"{connection.peer}: {why}".encode())
 
     def _receive(self, connection: _ServedClient) -> bool:
         """Take what a client has sent; return whether it is still there."""
@@ -485,7 +493,8 @@ _OPERATIONS: dict[RequestOp, Callable[..., Any]] = {
     RequestOp.COMPARE_SET: StoreTable.compare_set,
     RequestOp.APPEND: _append,
     RequestOp.DELETE_KEY: StoreTable.delete_key,
-    RequestOp.NUM_KEYS: lambda table: len(table.values),
+    # Strangers cause the note of a refusal, which is no key of the job.
+    RequestOp.NUM_KEYS: lambda table: len(table.values) - (REFUSAL_KEY in table.values),
     RequestOp.LIST_KEYS: lambda table: list(table.values),
     RequestOp.MULTI_SET: _multi_set,
     RequestOp.QUEUE_PUSH: StoreTable.queue_push,

@@ -33,6 +33,9 @@ PROOF_BYTES = 32
 REFUSED_KEY = "refused"
 """The key, which users cannot write, of the first client that was refused for lack of a token."""
 
+REFUSAL_KEY = "refusal"
+"""The key of the first client that was refused for any reason, and of the reason."""
+
 _OPENING = encode_request(RequestOp.VALIDATE, MAGIC)
 
 

@@ -106,6 +106,7 @@ def state_of(transport: Transport) -> dict[str, Any]:
         "rss_bytes": resident_bytes(os.getpid()),
         "place": place_of_thread(main),
         "between_hosts": transport.protection,
+        "links": transport.protections(),
         "groups": transport.calls.groups(),
         "stacks": [
             {"thread": threads.get(thread, "?"), "calls": thread == main, "frames": stack_of(frame)}

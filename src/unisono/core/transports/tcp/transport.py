@@ -35,6 +35,7 @@ from unisono.core.base.net.tls import (
     TlsRule,
     has_unread,
     key_shown_by,
+    protection_of,
     rule_for,
     secret_of,
     uses_certificates,
@@ -142,6 +143,11 @@ class TCPTransport(Transport):
             return "TLS-by-certificate"
         is_all = self._greetings.tls.rule is TlsRule.ALL
         return "TLS-by-token-everywhere" if is_all else "TLS-by-token"
+
+    def protections(self) -> dict[int, str]:
+        with self._links_lock:
+            socks = {peer: link.sock for peer, link in self._links.items() if link.ready}
+        return {peer: protection_of(sock) for peer, sock in socks.items() if sock is not None}
 
     def _policy(self, address: TCPAddress) -> TlsPolicy:
         """Return how connections to an address are encrypted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,9 @@ token."""
 
 _STACKS = "Print the Python stacks of all ranks of a running job; equal stacks once."
 
-_COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "wait %", "MB/s", "MiB", "place")
+_COLUMNS = (
+    "rank", "host", "pid", "call", "for s", "waits for", "wait %", "MB/s", "MiB", "links", "place"
+)  # fmt: skip
 
 _WHICH = (
     "process id of a rank or launcher, run id, or address of the job's store (HOST:PORT); all jobs "
@@ -218,8 +221,15 @@ def _rows(job: JobView) -> Iterator[tuple[str, ...]]:
             "" if wait is None else ",".join(map(str, wait.missing)),
             *_rates(state["groups"]),
             f"{(state['rss_bytes'] or 0) / (1 << 20):.0f}",
+            _links(state),
             state["place"],
         )
+
+
+def _links(state: RankState) -> str:
+    """Return how many connections to other ranks a rank has, by what protects them."""
+    counts = Counter(state.get("links", {}).values())
+    return ", ".join(f"{count} {protection}" for protection, count in sorted(counts.items()))
 
 
 def _rates(groups: list[dict[str, Any]]) -> tuple[str, str]:
