@@ -79,7 +79,7 @@ class CommState(Described):
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
         self.started = _Started()
-        self.is_async = True
+        self.is_async, self.rehearses = True, False
         self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
 
     @functools.cached_property
@@ -98,6 +98,14 @@ class CommState(Described):
         """The state for calls that wait: their thread moves the data."""
         made = copy.copy(self)
         made.is_async = False
+        return made
+
+    @functools.cached_property
+    def rehearsal(self) -> Self:
+        """The state that only checks the arguments of a call: its groups move nothing."""
+        made = copy.copy(self)
+        made.group = made.channel = _Still()  # type: ignore[assignment]
+        made.rehearses = True
         return made
 
     def close(self) -> None:
@@ -119,7 +127,7 @@ class CommState(Described):
     def send(self, data: Bytes, dest: int, tag: int, mode: str = "") -> Ongoing:
         """Send; the mode is the letter in the call's name: b, s, or i, which does not wait."""
         self.check(dest, tag)
-        if dest == PROC_NULL:
+        if dest == PROC_NULL or self.rehearses:
             return Ongoing()
         with translated():
             peer = self.peers[dest]
@@ -170,7 +178,7 @@ class CommState(Described):
     def recv(self, part: Run, source: int, tag: int) -> Ongoing:
         """Start receiving into memory."""
         self.check(source, tag, receives=True)
-        if source == PROC_NULL:
+        if source == PROC_NULL or self.rehearses:
             return _from_nowhere()
         into = part.target()
         return self._began(
@@ -183,7 +191,7 @@ class CommState(Described):
     def recv_any(self, source: int, tag: int, take: Callable[[Ongoing, Bytes], None]) -> Ongoing:
         """Start receiving a message of any size; `take` gets its bytes at the end."""
         self.check(source, tag, receives=True)
-        if source == PROC_NULL:
+        if source == PROC_NULL or self.rehearses:
             return _from_nowhere()
 
         def make(work: Work) -> Receipt:
@@ -256,6 +264,13 @@ class CommState(Described):
             raise_first([work])
         found = work.result()[0]
         return self.place[found.source], found.tag, found.nbytes
+
+
+class _Still:
+    """A group whose calls do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **how: None
 
 
 class Receipt(Ongoing):

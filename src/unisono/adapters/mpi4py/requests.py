@@ -223,6 +223,11 @@ class Request(Handle, root=True):
     def _take(self, status: Status | None, keeps: bool) -> Any:
         return self.Get_status(status) if keeps else self._wait(status)
 
+    @staticmethod
+    def _first_ended(requests: Sequence[Request]) -> Any:
+        ended = (k for k, r in enumerate(requests) if (c := r._call()) is not None and c.test())
+        return next(ended, None)
+
     @classmethod
     def _any(cls, requests: Sequence[Request], status: Any, waits: bool, keeps: bool) -> Any:
         """Return place, flag and object of one that has ended."""
@@ -231,10 +236,10 @@ class Request(Handle, root=True):
                 status.set(*EMPTY)
             return UNDEFINED, True, None
         while True:
-            for at, request in enumerate(requests):
-                call = request._call()
-                if call is not None and call.test():
-                    return at, True, request._take(status, keeps)
+            if cls._first_ended(requests) is not None:
+                # Again: one before it, whose message came first, may have ended meanwhile.
+                at = cls._first_ended(requests)
+                return at, True, requests[at]._take(status, keeps)
             if not waits:
                 return UNDEFINED, False, None
             _wait_a_moment(requests)
@@ -412,6 +417,8 @@ def _planned(function: Callable[..., Ongoing]) -> Any:
         plan = shape.bind(
             self.live, *map(_kept, arguments), **{k: _kept(v) for k, v in how.items()}
         )
+        with translated():
+            function(self.live.rehearsal, *plan.args[1:], **plan.kwargs)
         return Prequest.of(Persistent(lambda: function(*plan.args, **plan.kwargs)))
 
     return planned
