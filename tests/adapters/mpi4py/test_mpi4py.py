@@ -16,6 +16,7 @@ import unisono
 from tests.adapters.mpi4py.run_suite import chosen, run_file
 from unisono.adapters.mpi4py.buffers import _Managed, memory_of
 from unisono.adapters.mpi4py.names import page
+from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.core.platform.memory import is_readable
 from unisono.errors import UnsupportedError
 
@@ -128,3 +129,20 @@ def test_memory_of_a_gpu_is_taken_if_the_cpu_may_read_it() -> None:
             memory_of(_OnGpu(start, 8), writes=False)
         assert protect(ctypes.c_void_p(start), mmap.PAGESIZE, 3) == 0
     assert str(caught.value) == "unisono.MPI takes memory of the CPU, and this is on a GPU"
+
+
+class _EndsSoon(Ongoing):
+    """A call that has ended when it is tested again."""
+
+    def test(self) -> bool:
+        self.is_done, was_tested = self.is_own, self.is_own
+        self.is_own = True
+        return was_tested
+
+
+def test_the_first_request_that_has_ended_is_returned() -> None:
+    """Also if one behind it was seen to end before: messages end in their order."""
+    first, second = Request.of(_EndsSoon()), Request.of(Ongoing())
+    assert Request.Testany([first, second]) == (0, True)
+    assert Request.Testany([first, second]) == (1, True)
+    assert Request.Waitany([Request.of(_EndsSoon()), Request.of(Ongoing())]) == 0

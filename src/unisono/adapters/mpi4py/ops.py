@@ -56,6 +56,8 @@ class Combiner:
     def fold(self, parts: Sequence[Bytes], part: Run) -> Bytes:
         """Return the reduction of packed data, in the order of the list."""
         result = parts[-1].copy()
+        if len(parts) == 1 and self.function is None:
+            self.apply(result[:0], result[:0], part)  # the datatype may not have the operation
         for data in reversed(parts[:-1]):
             self.apply(data, result, part)
         return result

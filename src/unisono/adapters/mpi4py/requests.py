@@ -7,7 +7,6 @@ blocking, started and planned methods are made of it.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal, Self
@@ -21,6 +20,7 @@ from unisono.adapters.mpi4py.errors import (
     translated,
 )
 from unisono.adapters.mpi4py.handles import Handle, Status
+from unisono.core.base.deadline import Deadline
 from unisono.core.operations.work import Work
 from unisono.errors import UnisonoError
 
@@ -64,12 +64,19 @@ class Ongoing:
 
     def test(self) -> bool:
         """Return whether the call has ended; goes on with it."""
+        if self.is_own:
+            self.wait_a_moment()  # only this process can end it, and the program may only test
         while not self.is_done and all(work.is_completed() for work in self.works):
             self._step()
-        if self.is_own and not self.is_done:
-            # Other threads of this process end it, while the program may only test.
-            time.sleep(0.0005)
         return self.is_done
+
+    def wait_a_moment(self) -> bool:
+        """Wait a little for the first work that has not ended; return whether there is one."""
+        for work in self.works:
+            if not work.is_completed():
+                work._pending.wait_or_expire(Deadline(0.0005))
+                return True
+        return False
 
     def wait(self) -> None:
         """Wait for the end, and raise the call's error; works end by their time-outs."""
@@ -320,15 +327,8 @@ def _give(made: list[Status], statuses: Any) -> None:
 
 def _wait_a_moment(requests: Sequence[Request]) -> None:
     """Wait a little for the first call that has not ended."""
-    from unisono.core.base.deadline import Deadline
-
-    for request in requests:
-        call = request._call()
-        if call is not None and not call.is_done:
-            for work in call.works:
-                if not work.is_completed():
-                    work._pending.wait_or_expire(Deadline(0.0005))
-                    return
+    calls = (call for request in requests if (call := request._call()) is not None)
+    any(call.wait_a_moment() for call in calls)
 
 
 class Prequest(Request):
