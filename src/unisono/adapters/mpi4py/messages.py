@@ -66,6 +66,7 @@ class CommState(Described):
     """
 
     services: ProcessGroup
+    rehearses = False
 
     def __init__(
         self, group: ProcessGroup, channel: ProcessGroup | None = None, peers: Sequence[int] = ()
@@ -79,7 +80,7 @@ class CommState(Described):
         ranks = self.channel.ranks
         self.place = {ranks[peer]: place for place, peer in enumerate(self.peers)}
         self.started = _Started()
-        self.is_async, self.rehearses = True, False
+        self.is_async = True
         self.locks: dict[Any, threading.Lock] = {}  # of mpi4py's own modules
 
     @functools.cached_property

@@ -40,13 +40,21 @@ class Ongoing:
         is_own: Whether it is a synchronous send to this rank.
     """
 
+    value: Any = None
+    status: Status | None = None
+    found: tuple[int, int, int] = EMPTY
+    is_cancelled = is_done = is_own = False
+    _error: BaseException | None = None
+
     def __init__(self, works: Sequence[Work] = (), finish: Finish | None = None) -> None:
         self.works, self._finish = list(works), finish
-        self.value: Any = None
-        self.status: Status | None = None
-        self.found: tuple[int, int, int] = EMPTY
-        self.is_cancelled = self.is_done = self.is_own = False
-        self._error: BaseException | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return a call that has ended, with a result."""
+        call = cls()
+        call.value, call.is_done = value, True
+        return call
 
     def _step(self) -> None:
         """Go on after the end of the works."""
