@@ -284,6 +284,20 @@ def files(path):
     table = np.empty((size, 3))
     file.Read_at_all(0, table)
     same(table, rows)
+    part, status = np.empty(3), MPI.Status()
+    file.Read_at_all_begin(3 * rank, part)
+    file.Read_at_all_end(part, status)
+    same(part, mine)
+    assert status.Get_count(MPI.DOUBLE) == 3
+    file.Seek_shared(0)
+    part[:] = 0
+    file.Read_ordered(part, status)
+    same(part, mine)
+    file.Iread_at(3 * right, part).Wait(status)
+    same(part, rows[right])
+    file.Read_at(3 * (size - 1) + 1, part, status)  # the end of the file comes first
+    assert status.Get_count(MPI.DOUBLE) == 2
+    assert isinstance(raised(file.Iread_at, 0, part, status), TypeError)
     file.Close()
 
 
