@@ -5,6 +5,7 @@
 
 #include <numpy/arrayobject.h>
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,8 @@ namespace unisono {
 Global global;
 
 namespace {
+
+constexpr int64_t kMostCopied = 1 << 20;
 
 // Put every argument in its parameter's place. False: an argument has no known parameter.
 bool place_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
@@ -111,6 +114,20 @@ bool take_array(PyObject* object, bool writes, Arguments* into) {
   argument.data = PyArray_BYTES(array);
   argument.nbytes = PyArray_NBYTES(array);
   return add_kind(array, &into->key);
+}
+
+// Take the array whose elements the output gets, or None; both must be plain, of one dtype and
+// shape. Python copies large ones, without the interpreter lock.
+bool take_source(PyObject* object, Arguments* into) {
+  const Argument& out = into->arrays.output;
+  if (!is_plain(out.array, true) || !out.copies.empty()) return false;
+  if (object == nullptr || object == Py_None) return true;
+  if (!is_plain(object, false) || out.nbytes > kMostCopied) return false;
+  auto* from = reinterpret_cast<PyArrayObject*>(object);
+  auto* to = reinterpret_cast<PyArrayObject*>(out.array);
+  if (PyArray_TYPE(from) != PyArray_TYPE(to) || !PyArray_SAMESHAPE(from, to)) return false;
+  into->source = object;
+  return true;
 }
 
 // Take a list of arrays of one dtype and shape. None and an empty list are allowed.
@@ -223,6 +240,13 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
 
 }  // namespace
 
+void Arguments::copy_source() const {
+  if (source == nullptr) return;
+  const auto bytes = static_cast<size_t>(arrays.output.nbytes);
+  const char* from = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(source));
+  std::memmove(arrays.output.data, from, bytes);
+}
+
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into) {
   PyObject** const places = into->places;
@@ -266,6 +290,9 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
         }
         break;
       }
+      case kSource:
+        if (!take_source(value, into)) return false;
+        break;
       case kGroup: break;
       case kFlag:
         if (value != nullptr && value != Py_False && value != Py_True) return false;

@@ -45,6 +45,7 @@ enum Kind : char {
   kPeer = 'p',
   kTag = 't',
   kShorter = 'h',  // whether a receive takes a shorter message
+  kSource = 'c',   // an array whose elements the written one gets before the call
   kAbsent = '-',   // only None is handled here
 };
 
@@ -72,8 +73,12 @@ struct Arguments {
   bool is_async = false;
   double timeout_s = -1;  // below 0: that of the group
   Arrays arrays;
+  PyObject* source = nullptr;  // borrowed; as plain as the output, with its dtype and shape
   Message message;
   nanobind::object message_array;  // of the tensor of a message
+
+  // Copy the elements of the source, if there is one.
+  void copy_source() const;
 };
 
 // Whether C++ can handle the call; `into` is then set to its key and arrays.

@@ -84,6 +84,7 @@ nb::object call_and_learn(const Function& f, const Arguments& known, PyObject* c
 // Run or queue a collective. No object: Python must run it.
 nb::object call_prepared(Arguments& known, const CachedCall& what) {
   if (what.prepared == nullptr) return {};
+  known.copy_source();
   if (known.is_async) {
     return known.calls->queue(what, known.arrays);
   }

@@ -21,7 +21,7 @@ def raised(call, *arguments):
     """Return the error of a call."""
     try:
         call(*arguments)
-    except (MPI.Exception, NotImplementedError, BufferError, TypeError) as error:
+    except (MPI.Exception, NotImplementedError, BufferError, TypeError, ValueError) as error:
         return error
     raise AssertionError("no error")
 
@@ -102,6 +102,73 @@ def messages():
     assert raised(comm.Recv, np.empty(2), rank, 6).Get_error_class() == MPI.ERR_TRUNCATE
     assert raised(comm.Send, mine, size).error_class == MPI.ERR_RANK
     assert raised(MPI.COMM_NULL.Get_size).error_class == MPI.ERR_COMM
+
+
+def plain_reductions():
+    """C++ runs the second call of a kind; each has the values and errors of the first one."""
+    for count in (1, 1000, 200_000):  # the longest is copied by NumPy
+        source, out = np.full(count, rank + 1.0), np.empty(count)
+        for k in range(3):
+            out[:] = -1
+            source += k
+            comm.Allreduce(source, out)
+            same(out, np.full(count, sum(source[0] - rank + r for r in range(size))))
+            same(source, np.full(count, source[0]))
+            comm.Allreduce(MPI.IN_PLACE, out, MPI.MAX)
+            same(out, np.full(count, sum(source[0] - rank + r for r in range(size))))
+    square = np.arange(4.0).reshape(2, 2) + rank
+    flat = np.empty(4)
+    out = np.empty((2, 2), order="F")
+    for _ in range(3):
+        comm.Allreduce(square, flat)  # another shape: the memory counts
+        same(flat, size * np.arange(4.0) + sum(range(size)))
+        comm.Allreduce(square, out)  # another order, too
+        same(out.T.reshape(-1), flat)
+        comm.Allreduce(square.T, out)
+        same(out.T.reshape(-1), flat)
+        for sent, into in ((square[0].astype("f"), flat[:2]), (square[0], flat[:3])):
+            assert isinstance(raised(comm.Allreduce, sent, into), ValueError)
+        for sent, into in ((square[:, 0], flat[:2]), (MPI.IN_PLACE, flat[::2])):
+            assert isinstance(raised(comm.Allreduce, sent, into), ValueError)
+        assert raised(comm.Allreduce, square, flat, MPI.BXOR).error_class == MPI.ERR_OP
+    overlapping = np.arange(5.0)
+    comm.Allreduce(overlapping[:4], overlapping[1:])
+    same(overlapping, [0, *(size * np.arange(4.0))])
+
+
+def planned_arguments():
+    """A persistent call checks its arguments when it is made, and moves and writes nothing."""
+    out = np.full(3, -1.0)
+    for call, name in (
+        (lambda: comm.Send_init(mine, size), "ERR_RANK"),
+        (lambda: comm.Ssend_init(mine, right, -5), "ERR_TAG"),
+        (lambda: comm.Recv_init(out, -7), "ERR_RANK"),
+        (lambda: comm.Recv_init(out, left, -5), "ERR_TAG"),
+        (lambda: comm.Bcast_init(out, size), "ERR_ROOT"),
+        (lambda: comm.Reduce_init(mine, out, root=-9), "ERR_ROOT"),
+    ):
+        assert raised(call).error_class == getattr(MPI, name), name
+    for call, kind in (
+        (lambda: comm.Send_init(object(), right), TypeError),
+        (lambda: comm.Recv_init(bytes(8), left), BufferError),
+        (lambda: comm.Send_init([mine, -1, MPI.DOUBLE], right), ValueError),
+        (lambda: comm.Allreduce_init(mine, out[:2]), ValueError),
+        (
+            lambda: comm.Gatherv_init(mine, [np.empty(9), [1] * (size + 1), MPI.DOUBLE], rank),
+            ValueError,
+        ),
+    ):
+        assert isinstance(raised(call), kind), kind
+    planned = [
+        comm.Allreduce_init(mine, out),
+        comm.Reduce_scatter_init(np.arange(size * 1.0), np.empty(1)),
+        comm.Recv_init(out, left, 9),
+    ]
+    same(out, [-1.0] * 3)
+    assert not comm.ob.started
+    planned[0].Start()
+    planned[0].Wait()
+    same(out, rows.sum(0))
 
 
 def arguments_of_forms():
@@ -217,6 +284,20 @@ def files(path):
     table = np.empty((size, 3))
     file.Read_at_all(0, table)
     same(table, rows)
+    part, status = np.empty(3), MPI.Status()
+    file.Read_at_all_begin(3 * rank, part)
+    file.Read_at_all_end(part, status)
+    same(part, mine)
+    assert status.Get_count(MPI.DOUBLE) == 3
+    file.Seek_shared(0)
+    part[:] = 0
+    file.Read_ordered(part, status)
+    same(part, mine)
+    file.Iread_at(3 * right, part).Wait(status)
+    same(part, rows[right])
+    file.Read_at(3 * (size - 1) + 1, part, status)  # the end of the file comes first
+    assert status.Get_count(MPI.DOUBLE) == 2
+    assert isinstance(raised(file.Iread_at, 0, part, status), TypeError)
     file.Close()
 
 
@@ -226,7 +307,9 @@ def refusals():
 
 
 collectives()
+plain_reductions()
 messages()
+planned_arguments()
 arguments_of_forms()
 refused_messages()
 communicators()

@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import unisono
 from tests.adapters.mpi4py.run_suite import chosen, run_file
-from unisono.adapters.mpi4py.buffers import memory_of
+from unisono.adapters.mpi4py.buffers import _Managed, memory_of
 from unisono.adapters.mpi4py.names import page
+from unisono.adapters.mpi4py.requests import Ongoing, Request
 from unisono.core.platform.memory import is_readable
 from unisono.errors import UnsupportedError
 
@@ -94,17 +97,54 @@ def test_memory_that_the_cpu_may_not_read_is_told() -> None:
 
 
 class _OnGpu:
-    """An array that says it is on a GPU."""
+    """An array whose DLPack says that it is on a GPU."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.shape = (ctypes.c_int64 * 1)(count)
+        self.managed = _Managed()
+        tensor = self.managed.tensor
+        tensor.data, tensor.device[0], tensor.ndim = address, 2, 1
+        tensor.code, tensor.bits, tensor.lanes = 2, 64, 1
+        tensor.shape = ctypes.cast(self.shape, ctypes.POINTER(ctypes.c_int64))
 
     def __dlpack__(self, **how: object) -> object:
-        raise AssertionError("its memory was asked for")
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype = ctypes.py_object
+        make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return make(ctypes.addressof(self.managed), b"dltensor", None)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
 
 
-def test_memory_of_a_gpu_is_refused() -> None:
-    """The error comes before anything reads the memory."""
-    with pytest.raises(UnsupportedError) as caught:
-        memory_of(_OnGpu(), writes=False)
+def test_memory_of_a_gpu_is_taken_if_the_cpu_may_read_it() -> None:
+    """Pinned and managed memory; the error for other memory comes before anything reads it."""
+    values = np.arange(3.0)
+    data, code = memory_of(_OnGpu(values.ctypes.data, 3), writes=True)
+    assert (data.view("d").tolist(), code) == ([0.0, 1.0, 2.0], "d")
+    with mmap.mmap(-1, mmap.PAGESIZE) as pages:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        protect = ctypes.CDLL(None).mprotect
+        assert protect(ctypes.c_void_p(start), mmap.PAGESIZE, 0) == 0
+        with pytest.raises(UnsupportedError) as caught:
+            memory_of(_OnGpu(start, 8), writes=False)
+        assert protect(ctypes.c_void_p(start), mmap.PAGESIZE, 3) == 0
     assert str(caught.value) == "unisono.MPI takes memory of the CPU, and this is on a GPU"
+
+
+class _EndsSoon(Ongoing):
+    """A call that has ended when it is tested again."""
+
+    def test(self) -> bool:
+        self.is_done, was_tested = self.is_own, self.is_own
+        self.is_own = True
+        return was_tested
+
+
+def test_the_first_request_that_has_ended_is_returned() -> None:
+    """Also if one behind it was seen to end before: messages end in their order."""
+    made: Any = Request
+    first, second = made.of(_EndsSoon()), made.of(Ongoing())
+    assert made.Testany([first, second]) == (0, True)
+    assert made.Testany([first, second]) == (1, True)
+    assert made.Waitany([made.of(_EndsSoon()), made.of(Ongoing())]) == 0

@@ -62,7 +62,7 @@ def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
     words = getattr(given, "__cuda_array_interface__", None)
     if words is None:
         if hasattr(given, "__dlpack__"):
-            raise UnsupportedError("unisono.MPI takes memory of the CPU, and this is on a GPU")
+            return _of_capsule(given, writes)
         raise TypeError(f"expecting a buffer, got {type(given).__name__}")
     address, is_read_only = words["data"]
     kind = np.dtype(words["typestr"])
@@ -77,9 +77,14 @@ def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
         raise BufferError("expecting contiguous memory")
     if writes and is_read_only:
         raise BufferError("memory is not writable")
-    if size and not is_readable(address, size):
-        raise UnsupportedError("unisono.MPI takes memory of the CPU, and this is on a GPU")
+    _check_readable(address, size)
     return at_address(address, size, given), kind.char if kind.isnative else ""
+
+
+def _check_readable(address: int, nbytes: int) -> None:
+    """Refuse memory of a GPU, unless the CPU may read it, too (pinned or managed)."""
+    if nbytes and not is_readable(address, nbytes):
+        raise UnsupportedError("unisono.MPI takes memory of the CPU, and this is on a GPU")
 
 
 class _Tensor(ctypes.Structure):
@@ -138,10 +143,13 @@ def _of_capsule(given: Any, writes: bool) -> tuple[Bytes, str]:
     nbytes = tensor.bits * tensor.lanes // 8
     # What is neither a number nor a truth value goes as bytes.
     code = "?" if letter == "b" else "B" if letter == "?" else np.dtype(f"{letter}{nbytes}").char
+    address = (tensor.data or 0) + tensor.byte_offset
+    if tensor.device[0] != 1:
+        _check_readable(address, size * nbytes)
     # From here on the tensor is freed with the memory, not with the capsule.
     rename(capsule, _USED[is_new])
     free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(managed.deleter) if managed.deleter else None
-    data = at_address((tensor.data or 0) + tensor.byte_offset, size * nbytes, (given, capsule))
+    data = at_address(address, size * nbytes, (given, capsule))
     if free is not None and data is NONE:
         free(pointer)
     elif free is not None:

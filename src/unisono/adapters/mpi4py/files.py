@@ -27,7 +27,7 @@ from unisono.adapters.mpi4py.handles import (
 )
 from unisono.adapters.mpi4py.messages import CommState
 from unisono.adapters.mpi4py.packing import Run, simple
-from unisono.adapters.mpi4py.requests import Ongoing, Request
+from unisono.adapters.mpi4py.requests import Ongoing, add_calls
 from unisono.beyond.windows.window import new_window
 from unisono.core.c10d.objects.functions import all_gather_object
 from unisono.core.platform.posix import BINARY, pwrite, read_into
@@ -320,66 +320,54 @@ class File(Attributes, Handle, root=True):
         """Return the shared pointer."""
         return int(self.live.shared.fetch_add(0, 0))
 
-    # ---- reads and writes -----------------------------------------------------------------
 
-    def _move(self, way: str, kind: str, offset: int, buf: Any) -> Ongoing:
-        """Read or write at an explicit offset or a pointer; `way`: at, own, shared or ordered."""
-        state, writes_file = self.live, kind == "Write"
-        part = simple(buf, not writes_file)
-        unit = max(state.unit, 1)
-        count = part.nbytes // unit
-        if way == "own":
-            offset = state.position
-            state.position += count
-        elif way == "shared":
-            with translated():
-                offset = int(state.shared.fetch_add(count, 0))
-        elif way == "ordered":
-            counts: list[Any] = [None] * state.comm.size
-            with translated():
-                all_gather_object(counts, count, state.comm.group)
-                base = self.Get_position_shared()
-                self._together(lambda: self._set_shared(base + sum(counts)))
-            offset = base + sum(counts[: state.comm.rank])
-        try:
-            done = (state.write if writes_file else state.read)(offset * unit, part)
-        except OSError as error:
-            wrong = "ERR_READ_ONLY" if writes_file and not self._may_write() else _name_of(error)
-            fail(wrong, str(error))
-        call = Ongoing()
-        call.found = ANY_SOURCE, ANY_TAG, done
-        return call
-
-    def _may_write(self) -> bool:
-        return not self.live.amode & _N["MODE_RDONLY"]
+def _move(state: SharedFile, way: str, writes: bool, offset: int, buf: Any) -> Ongoing:
+    """Read or write at an explicit offset or a pointer; `way`: at, own, shared or ordered."""
+    part, unit = simple(buf, not writes), max(state.unit, 1)
+    count = part.nbytes // unit
+    if way == "own":
+        offset = state.position
+        state.position += count
+    elif way == "shared":
+        offset = int(state.shared.fetch_add(count, 0))
+    elif way == "ordered":
+        counts: list[Any] = [None] * state.comm.size
+        all_gather_object(counts, count, state.comm.group)
+        file = File.of(state)
+        base = file.Get_position_shared()
+        file._together(lambda: file._set_shared(base + sum(counts)))
+        offset = base + sum(counts[: state.comm.rank])
+    try:
+        done = (state.write if writes else state.read)(offset * unit, part)
+    except OSError as error:
+        is_refused = writes and state.amode & _N["MODE_RDONLY"]
+        fail("ERR_READ_ONLY" if is_refused else _name_of(error), str(error))
+    call = Ongoing()
+    call.found = ANY_SOURCE, ANY_TAG, done
+    return call
 
 
-def _add(name: str, way: str, kind: str, *, collective: bool) -> None:
-    """Add the blocking, the started and, of a collective call, the split form."""
-    at = way == "at"
-
-    def run(self: File, arguments: tuple[Any, ...]) -> Ongoing:
-        offset, buf = arguments if at else (0, *arguments)
-        call = self._move(way, kind, offset, buf)
+def _call(way: str, writes: bool, collective: bool) -> Callable[..., Ongoing]:
+    def at(state: SharedFile, offset: int, buf: Any, status: Any = None) -> Ongoing:
+        call = _move(state, way, writes, offset, buf)
+        call.status = status
         if collective:
-            with translated():
-                self.live.comm.group.barrier()
+            state.comm.group.barrier()
         return call
 
-    def blocking(self: File, *arguments: Any, status: Status | None = None) -> None:
-        wanted = 2 if at else 1
-        if len(arguments) > wanted:
-            arguments, status = arguments[:wanted], arguments[wanted]
-        call = run(self, arguments)
-        if status is not None:
-            status.set(*call.found)
+    def along(state: SharedFile, buf: Any, status: Any = None) -> Ongoing:
+        return at(state, 0, buf, status)
 
-    def started(self: File, *arguments: Any) -> Request:
-        return Request.of(run(self, arguments))
+    function = at if way == "at" else along
+    function.__doc__ = f"{'Write' if writes else 'Read'} elements; see MPI's chapter of files."
+    return function
 
+
+def _add_split_form(name: str, function: Callable[..., Ongoing]) -> None:
     def begin(self: File, *arguments: Any) -> None:
         require(self.live.pending is None, "ERR_OTHER", "a split call has begun")
-        self.live.pending = run(self, arguments)
+        with translated():
+            self.live.pending = function(self.live, *arguments)
 
     def end(self: File, buf: Any, status: Status | None = None) -> None:
         call, self.live.pending = self.live.pending, None
@@ -387,16 +375,13 @@ def _add(name: str, way: str, kind: str, *, collective: bool) -> None:
         if status is not None:
             status.set(*call.found)
 
-    forms = {name: blocking, f"I{name.lower()}": started}
-    if collective:
-        forms |= {f"{name}_begin": begin, f"{name}_end": end}
-    for called, form in forms.items():
-        form.__name__, form.__doc__ = called, f"{kind} elements; see MPI_File_{called.lower()}."
-        setattr(File, called, form)
+    for part in (begin, end):
+        part.__name__, part.__doc__ = f"{name}_{part.__name__}", function.__doc__
+        setattr(File, part.__name__, part)
 
 
 for _kind in ("Read", "Write"):
-    for _suffix, _way, _all in (
+    for _suffix, _way, _collective in (
         ("_at", "at", False),
         ("_at_all", "at", True),
         ("", "own", False),
@@ -404,5 +389,8 @@ for _kind in ("Read", "Write"):
         ("_shared", "shared", False),
         ("_ordered", "ordered", True),
     ):
-        _add(f"{_kind}{_suffix}", _way, _kind, collective=_all)
+        _function = _call(_way, _kind == "Write", _collective)
+        add_calls(File, {f"{_kind}{_suffix}": _function}, "now start")
+        if _collective:
+            _add_split_form(f"{_kind}{_suffix}", _function)
 FILE_NULL = File()

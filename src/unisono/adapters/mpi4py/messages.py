@@ -66,6 +66,7 @@ class CommState(Described):
     """
 
     services: ProcessGroup
+    rehearses = False
 
     def __init__(
         self, group: ProcessGroup, channel: ProcessGroup | None = None, peers: Sequence[int] = ()
@@ -100,6 +101,14 @@ class CommState(Described):
         made.is_async = False
         return made
 
+    @functools.cached_property
+    def rehearsal(self) -> Self:
+        """The state that only checks the arguments of a call: its groups move nothing."""
+        made = copy.copy(self)
+        made.group = made.channel = _Still()  # type: ignore[assignment]
+        made.rehearses = True
+        return made
+
     def close(self) -> None:
         """End the groups."""
         for group in {id(g): g for g in (self.group, self.channel)}.values():
@@ -119,7 +128,7 @@ class CommState(Described):
     def send(self, data: Bytes, dest: int, tag: int, mode: str = "") -> Ongoing:
         """Send; the mode is the letter in the call's name: b, s, or i, which does not wait."""
         self.check(dest, tag)
-        if dest == PROC_NULL:
+        if dest == PROC_NULL or self.rehearses:
             return Ongoing()
         with translated():
             peer = self.peers[dest]
@@ -170,7 +179,7 @@ class CommState(Described):
     def recv(self, part: Run, source: int, tag: int) -> Ongoing:
         """Start receiving into memory."""
         self.check(source, tag, receives=True)
-        if source == PROC_NULL:
+        if source == PROC_NULL or self.rehearses:
             return _from_nowhere()
         into = part.target()
         return self._began(
@@ -183,7 +192,7 @@ class CommState(Described):
     def recv_any(self, source: int, tag: int, take: Callable[[Ongoing, Bytes], None]) -> Ongoing:
         """Start receiving a message of any size; `take` gets its bytes at the end."""
         self.check(source, tag, receives=True)
-        if source == PROC_NULL:
+        if source == PROC_NULL or self.rehearses:
             return _from_nowhere()
 
         def make(work: Work) -> Receipt:
@@ -256,6 +265,13 @@ class CommState(Described):
             raise_first([work])
         found = work.result()[0]
         return self.place[found.source], found.tag, found.nbytes
+
+
+class _Still:
+    """A group whose calls do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **how: None
 
 
 class Receipt(Ongoing):

@@ -22,7 +22,7 @@ from unisono.adapters.mpi4py.errors import (
     exception_of,
     fail,
 )
-from unisono.adapters.mpi4py.ops import SUM
+from unisono.adapters.mpi4py.ops import SUM, Op
 from unisono.adapters.mpi4py.requests import Ongoing
 from unisono.core.c10d.collectives import all_gather_into_tensor as _all_gather
 from unisono.core.c10d.objects import functions as objects
@@ -84,10 +84,17 @@ def sendrecv(
 # ---- collective calls of objects ----
 
 
-def _done(value: Any) -> Ongoing:
-    call = Ongoing()
-    call.value = value
-    return call
+def _everyone(state: Any, obj: Any) -> list[Any]:
+    """Return the objects of all ranks, or of the other side."""
+    if not state.is_inter:
+        return gathered(state, obj)
+    peers = range(len(state.peers))
+    return _move_across(state, dict.fromkeys(peers, obj), peers)
+
+
+def _folded(op: Any, values: Sequence[Any]) -> Ongoing:
+    """Return the reduction, without a call of the handle for each pair."""
+    return Ongoing.of(_fold(getattr(op.ob, "of_objects", op) if isinstance(op, Op) else op, values))
 
 
 def _items(given: Any, count: int) -> list[Any]:
@@ -103,11 +110,11 @@ def bcast(state: Any, obj: Any, root: int = 0) -> Ongoing:
     if state.is_inter:
         to = dict.fromkeys(range(len(state.peers)), obj) if root == ROOT else {}
         found = _move_across(state, to, [root] if root >= 0 else [])
-        return _done(found[0] if found else None)
+        return Ongoing.of(found[0] if found else None)
     box = [obj]
     state.locks.setdefault("bcast", threading.Lock())  # mpi4py's own modules look for it
     objects.broadcast_object_list(box, None, state.group, None, root, serializer=serializer())
-    return _done(box[0])
+    return Ongoing.of(box[0])
 
 
 def gather(state: Any, sendobj: Any, root: int = 0) -> Ongoing:
@@ -115,14 +122,14 @@ def gather(state: Any, sendobj: Any, root: int = 0) -> Ongoing:
     collectives.check_root(state, root)
     if state.is_inter:
         if root == PROC_NULL:
-            return _done(None)
+            return Ongoing.of(None)
         is_root = root == ROOT
         sources = range(len(state.peers)) if is_root else ()
         found = _move_across(state, {} if is_root else {root: sendobj}, sources)
-        return _done(found if is_root else None)
+        return Ongoing.of(found if is_root else None)
     out = [None] * state.size if state.rank == root else None
     objects.gather_object(sendobj, out, None, state.group, root, serializer=serializer())
-    return _done(out)
+    return Ongoing.of(out)
 
 
 def scatter(state: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Ongoing:
@@ -132,31 +139,28 @@ def scatter(state: Any, sendobj: Sequence[Any] | None, root: int = 0) -> Ongoing
     given = _items(sendobj, len(state.peers)) if is_root else None
     if state.is_inter:
         found = _move_across(state, dict(enumerate(given or ())), [root] if root >= 0 else [])
-        return _done(found[0] if found else None)
+        return Ongoing.of(found[0] if found else None)
     out: list[Any] = [None]
     objects.scatter_object_list(*(out, given, None, state.group, root), serializer=serializer())
-    return _done(out[0])
+    return Ongoing.of(out[0])
 
 
 def allgather(state: Any, sendobj: Any) -> Ongoing:
     """Return all objects."""
-    if state.is_inter:
-        peers = range(len(state.peers))
-        return _done(_move_across(state, dict.fromkeys(peers, sendobj), peers))
-    return _done(gathered(state, sendobj))
+    return Ongoing.of(_everyone(state, sendobj))
 
 
 def alltoall(state: Any, sendobj: Sequence[Any]) -> Ongoing:
     """Return one object of each rank."""
     given = _items(sendobj, len(state.peers))
     if state.is_inter:
-        return _done(_move_across(state, dict(enumerate(given)), range(len(given))))
+        return Ongoing.of(_move_across(state, dict(enumerate(given)), range(len(given))))
     packets = [bytes_of(each) for each in given]
     sizes, mine = np.empty(len(given), np.int64), np.array([len(p) for p in packets], np.int64)
     state.group.all_to_all_single(sizes, mine)
     outs = [np.empty(n, np.uint8) for n in sizes]
     state.group.all_to_all(outs, packets)
-    return _done([pickle.loads(out) for out in outs])
+    return Ongoing.of([pickle.loads(out) for out in outs])
 
 
 def reduce(state: Any, sendobj: Any, op: Any = SUM, root: int = 0) -> Ongoing:
@@ -167,23 +171,23 @@ def reduce(state: Any, sendobj: Any, op: Any = SUM, root: int = 0) -> Ongoing:
         return call
     collectives.check_root(state, root)
     found = objects.reduce_object(*(sendobj, op, None, state.group, root), serializer=serializer())
-    return _done(found)
+    return Ongoing.of(found)
 
 
 def allreduce(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
     """Return the reduction of all objects."""
-    return _done(_fold(op, allgather(state, sendobj).value))
+    return _folded(op, _everyone(state, sendobj))
 
 
 def scan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
     """Return the reduction of the objects of the ranks up to this one."""
-    return _done(_fold(op, gathered(state, sendobj)[: state.rank + 1]))
+    return _folded(op, gathered(state, sendobj)[: state.rank + 1])
 
 
 def exscan(state: Any, sendobj: Any, op: Any = SUM) -> Ongoing:
     """Return the reduction of the objects of the ranks before this one; None on rank 0."""
     before = gathered(state, sendobj)[: state.rank]
-    return _done(_fold(op, before) if before else None)
+    return _folded(op, before) if before else Ongoing.of(None)
 
 
 def neighbor_alltoall(state: Any, sendobj: Any) -> Ongoing:
@@ -195,7 +199,7 @@ def neighbor_alltoall(state: Any, sendobj: Any) -> Ongoing:
     outs = [np.empty(max(n, 0), np.uint8) for n in sizes]
     collectives._neighbors(state, [_raw(p) for p in packets], [_raw(o) for o in outs]).wait()
     found = [pickle.loads(o) if n >= 0 else None for o, n in zip(outs, sizes, strict=True)]
-    return _done(found)
+    return Ongoing.of(found)
 
 
 def neighbor_allgather(state: Any, sendobj: Any) -> Ongoing:
@@ -212,17 +216,22 @@ def gathered(state: Any, obj: Any) -> list[Any]:
     if "rows" not in state.__dict__:
         state.rows = np.zeros((state.size, 8 + _SHORT), np.uint8)
         state.row = np.zeros(8 + _SHORT, np.uint8)
-        state.lengths = state.rows[:, :8].view(np.int64)
-    data = pickle.dumps(obj)
-    size, row = len(data), memoryview(state.row)
+        state.lengths = state.rows[:, :8].view(np.int64)[:, 0]
+        state.memory = memoryview(state.row), memoryview(state.rows.reshape(-1))
+    data, (row, memory) = pickle.dumps(obj), state.memory
+    size = len(data)
     row[:8] = size.to_bytes(8, "little")
     if size <= _SHORT:
         row[8 : 8 + size] = data
     try:
         _all_gather(state.rows, state.row, state.group)
-        lengths = state.lengths[:, 0].tolist()
+        lengths, at, loads = state.lengths.tolist(), 8, pickle.loads
         if max(lengths) <= _SHORT:
-            return [pickle.loads(bytes(state.rows[r, 8 : 8 + n])) for r, n in enumerate(lengths)]
+            found = []
+            for n in lengths:
+                found.append(loads(bytes(memory[at : at + n])))
+                at += 8 + _SHORT
+            return found
         outs = [np.empty(n, np.uint8) for n in lengths]
         state.group.all_gather(outs, np.frombuffer(data, np.uint8))
     except UnisonoError as error:

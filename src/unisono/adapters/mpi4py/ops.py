@@ -56,6 +56,8 @@ class Combiner:
     def fold(self, parts: Sequence[Bytes], part: Run) -> Bytes:
         """Return the reduction of packed data, in the order of the list."""
         result = parts[-1].copy()
+        if len(parts) == 1 and self.function is None:
+            self.apply(result[:0], result[:0], part)  # the datatype may not have the operation
         for data in reversed(parts[:-1]):
             self.apply(data, result, part)
         return result
@@ -222,6 +224,8 @@ def _pair(sendbuf: Any, recvbuf: Any, blocks: int = 1) -> tuple[Run, Run]:
 
 def _kernel(state: CommState, op: Op, part: Run, name: str, *settings: Any, into: Run) -> Ongoing:
     """Reduce in place of the output by a kernel of the engine."""
+    if state.rehearses:
+        return Ongoing()
     reduce_op = op.live.kernel(part.kind)
     source, target = part.pack(), into.target()
     if part is not into:
@@ -314,6 +318,8 @@ def reduce_scatter(
         output = mine.slice(0, counts[state.rank])
         mine = mine.slice(0, sum(counts))
     else:
+        if recvcounts is None and state.rehearses:
+            return Ongoing()  # the counts of the other ranks are not known
         if recvcounts is None:
             rows = np.empty((size, 1), np.int64)
             state.group.all_gather_into_tensor(rows, np.array([output.count]))

@@ -7,7 +7,6 @@ blocking, started and planned methods are made of it.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal, Self
@@ -21,6 +20,7 @@ from unisono.adapters.mpi4py.errors import (
     translated,
 )
 from unisono.adapters.mpi4py.handles import Handle, Status
+from unisono.core.base.deadline import Deadline
 from unisono.core.operations.work import Work
 from unisono.errors import UnisonoError
 
@@ -40,13 +40,21 @@ class Ongoing:
         is_own: Whether it is a synchronous send to this rank.
     """
 
+    value: Any = None
+    status: Status | None = None
+    found: tuple[int, int, int] = EMPTY
+    is_cancelled = is_done = is_own = False
+    _error: BaseException | None = None
+
     def __init__(self, works: Sequence[Work] = (), finish: Finish | None = None) -> None:
         self.works, self._finish = list(works), finish
-        self.value: Any = None
-        self.status: Status | None = None
-        self.found: tuple[int, int, int] = EMPTY
-        self.is_cancelled = self.is_done = self.is_own = False
-        self._error: BaseException | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return a call that has ended, with a result."""
+        call = cls()
+        call.value, call.is_done = value, True
+        return call
 
     def _step(self) -> None:
         """Go on after the end of the works."""
@@ -64,12 +72,19 @@ class Ongoing:
 
     def test(self) -> bool:
         """Return whether the call has ended; goes on with it."""
+        if self.is_own:
+            self.wait_a_moment()  # only this process can end it, and the program may only test
         while not self.is_done and all(work.is_completed() for work in self.works):
             self._step()
-        if self.is_own and not self.is_done:
-            # Other threads of this process end it, while the program may only test.
-            time.sleep(0.0005)
         return self.is_done
+
+    def wait_a_moment(self) -> bool:
+        """Wait a little for the first work that has not ended; return whether there is one."""
+        for work in self.works:
+            if not work.is_completed():
+                work._pending.wait_or_expire(Deadline(0.0005))
+                return True
+        return False
 
     def wait(self) -> None:
         """Wait for the end, and raise the call's error; works end by their time-outs."""
@@ -223,6 +238,11 @@ class Request(Handle, root=True):
     def _take(self, status: Status | None, keeps: bool) -> Any:
         return self.Get_status(status) if keeps else self._wait(status)
 
+    @staticmethod
+    def _first_ended(requests: Sequence[Request]) -> Any:
+        ended = (k for k, r in enumerate(requests) if (c := r._call()) is not None and c.test())
+        return next(ended, None)
+
     @classmethod
     def _any(cls, requests: Sequence[Request], status: Any, waits: bool, keeps: bool) -> Any:
         """Return place, flag and object of one that has ended."""
@@ -231,10 +251,10 @@ class Request(Handle, root=True):
                 status.set(*EMPTY)
             return UNDEFINED, True, None
         while True:
-            for at, request in enumerate(requests):
-                call = request._call()
-                if call is not None and call.test():
-                    return at, True, request._take(status, keeps)
+            if cls._first_ended(requests) is not None:
+                # Again: one before it, whose message came first, may have ended meanwhile.
+                at = cls._first_ended(requests)
+                return at, True, requests[at]._take(status, keeps)
             if not waits:
                 return UNDEFINED, False, None
             _wait_a_moment(requests)
@@ -315,15 +335,8 @@ def _give(made: list[Status], statuses: Any) -> None:
 
 def _wait_a_moment(requests: Sequence[Request]) -> None:
     """Wait a little for the first call that has not ended."""
-    from unisono.core.base.deadline import Deadline
-
-    for request in requests:
-        call = request._call()
-        if call is not None and not call.is_done:
-            for work in call.works:
-                if not work.is_completed():
-                    work._pending.wait_or_expire(Deadline(0.0005))
-                    return
+    calls = (call for request in requests if (call := request._call()) is not None)
+    any(call.wait_a_moment() for call in calls)
 
 
 class Prequest(Request):
@@ -412,6 +425,8 @@ def _planned(function: Callable[..., Ongoing]) -> Any:
         plan = shape.bind(
             self.live, *map(_kept, arguments), **{k: _kept(v) for k, v in how.items()}
         )
+        with translated():
+            function(self.live.rehearsal, *plan.args[1:], **plan.kwargs)
         return Prequest.of(Persistent(lambda: function(*plan.args, **plan.kwargs)))
 
     return planned

@@ -598,7 +598,7 @@ class _Detour:
         return partial(group._queue, op, device, kernel) if group._follows_stream() else kernel
 
 
-def in_cpp(function: F) -> F:
+def in_cpp(function: F, letters: str = "") -> F:
     """Return a function that C++ runs as far as it can; `function` itself without C++.
 
     A small collective takes half a microsecond between two processes. The way through the groups,
@@ -616,16 +616,30 @@ def in_cpp(function: F) -> F:
     C++ knows the parameters before `group` by the row of the operation, and the others by their
     names. A call that gives a parameter without a kind runs in Python. `isend` and `irecv` are
     `send` and `recv` without a wait.
+
+    Args:
+        function: One of c10d's functions, or another one that passes `_learn` on.
+        letters: The kinds of the first parameters of a function that is not c10d's; see `Kind` in
+            native/bindings/arguments.hpp.
     """
-    op, is_started = function.__name__, function.__name__ in ("isend", "irecv")
-    kinds = OPS[op[is_started:]].repeat or ""
     code = getattr(function, "__wrapped__", function).__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if letters:
+        names = names[: len(letters)]
+    else:
+        names, letters = _kinds_of(function.__name__, names)
+    made: Any = cpp.make_function(function, names, letters, min(code.co_argcount, len(letters)))
+    return function if made is function else cast(F, functools.update_wrapper(made, function))
+
+
+def _kinds_of(op: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """Return the parameters of one of c10d's functions, and their kinds."""
+    is_started = op in ("isend", "irecv")
+    kinds = OPS[op[is_started:]].repeat or ""
     # A message has neither an algorithm nor an order of reduction.
     how = ("algorithm", "deterministic", "timeout") if "async_op" in names else ("timeout",)
     names = tuple(dict.fromkeys(names + how))
     letters = (kinds.capitalize() if is_started else kinds)[: names.index("group")]
     for name in names[len(letters) :]:
         letters += KINDS.get(name, "-")
-    made: Any = cpp.make_function(function, names, letters, code.co_argcount)
-    return function if made is function else cast(F, functools.update_wrapper(made, function))
+    return names, letters
