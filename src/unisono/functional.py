@@ -23,10 +23,10 @@ from unisono.core.c10d.arguments import reporting_bad_arguments
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, member_group, require_group
-from unisono.core.operations.exact import real_of, split_exactly, sums_exactly, widened
-from unisono.core.operations.exact_exchange import exact_over_ranks
 from unisono.core.operations.keywords import CallKeywords
 from unisono.core.operations.reductions import copied, empty
+from unisono.core.operations.sums.exact import real_of, split_exactly, sums_exactly, widened
+from unisono.core.operations.sums.exact_exchange import exact_over_ranks
 from unisono.core.operations.table import OPS
 from unisono.errors import InvalidArgumentError, UnsupportedError
 

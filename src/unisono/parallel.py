@@ -10,16 +10,19 @@ from unisono.beyond.parallel import ElasticJob, ElasticSampler, Share
 if TYPE_CHECKING:
     from unisono.beyond.parallel import (
         Bucket,
+        CompressState,
         DistributedDataParallel,
         PowerSGDState,
         all_reduce_hook,
         bf16_compress_hook,
+        compress_hook,
         fp16_compress_hook,
         power_sgd_hook,
     )
 
 __all__ = [
     "Bucket",
+    "CompressState",
     "DistributedDataParallel",
     "ElasticJob",
     "ElasticSampler",
@@ -27,6 +30,7 @@ __all__ = [
     "Share",
     "all_reduce_hook",
     "bf16_compress_hook",
+    "compress_hook",
     "fp16_compress_hook",
     "power_sgd_hook",
 ]

@@ -268,3 +268,39 @@ def test_many_ranks_leave_out_what_takes_minutes(capsys, monkeypatch):
     assert re.search(r"^one_shot +1 +1 +-", out, re.MULTILINE)
     assert re.search(r"^ring +30 +1 +[\d.]+", out, re.MULTILINE)
     assert out.splitlines()[-1].startswith("# fastest: ")
+
+
+SLOW = """
+about = "2 hosts, 1 Gb/s"
+source = "round numbers"
+topology = "switch"
+latency_us = 50
+gbps = 0.125
+"""
+
+
+def test_compress_is_taken_only_where_the_call_allows_it(capsys, tmp_path):
+    (net := tmp_path / "slow.toml").write_text(SLOW)
+    call = ["all_reduce", "16M", "-n", "2", "--hosts", "2", "--net", str(net)]
+    _, rows = explain(capsys, *call)
+    assert not [name for name in rows if name.startswith("compress")]
+    plain = min(float(row[1].replace(",", "")) for row in rows.values())
+    for kind, coding_ns, least in (("int8", 3.3, 3), ("fp8", 5.6, 3), ("bf16", 3.35, 1.8)):
+        (_, takes), rows = explain(capsys, *call, "--compress", kind)
+        assert takes == f"takes compress={kind}: the call allows it"
+        rounds, predicted, _, *mark = rows[f"compress={kind}"]
+        assert (rounds, mark) == ("2", ["<-", "taken"])
+        # Each rank sends half of the codes twice, in 4 pieces: a quarter of the work shows.
+        # It encodes all elements, and decodes half of them, then all.
+        n = 16 * MIB // 4
+        nbytes = 2 * n if kind == "bf16" else n + n // 32
+        us = float(predicted.replace(",", ""))
+        assert us == pytest.approx(nbytes / 125 + coding_ns * n / 4e3, rel=0.02)
+        assert us < plain / least
+    assert main(["simulate", "all_gather", "-p", "4", "-b", "1M", "--compress", "int8"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^# compress=int8: all_gather \(\w+\) of 270,336 B of codes", text, re.M)
+    assert re.search(r"^ +4 +1048576 compress=int8 ", text, re.M)
+    for command in (["explain", "broadcast", "1M"], ["simulate", "broadcast"]):
+        assert main([*command, "--compress", "int8"]) == 1
+        assert "--compress: broadcast has none, only all_reduce" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import pytest
 
 import unisono as dist
 from unisono.core.engines.kernels import narrow, widen
-from unisono.core.operations import exact, exact_exchange
-from unisono.core.operations.exact import exact_sum, split_exactly
+from unisono.core.operations.sums import exact, exact_exchange
+from unisono.core.operations.sums.exact import exact_sum, split_exactly
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,

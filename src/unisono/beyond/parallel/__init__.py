@@ -14,6 +14,8 @@ from unisono.beyond.parallel.elastic import ElasticJob, ElasticSampler, Share
 
 if TYPE_CHECKING:
     from unisono.beyond.parallel.buckets import Bucket as Bucket
+    from unisono.beyond.parallel.compress import CompressState as CompressState
+    from unisono.beyond.parallel.compress import compress_hook as compress_hook
     from unisono.beyond.parallel.data_parallel import (
         DistributedDataParallel as DistributedDataParallel,
     )
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bucket",
+    "CompressState",
     "DistributedDataParallel",
     "ElasticJob",
     "ElasticSampler",
@@ -32,16 +35,19 @@ __all__ = [
     "Share",
     "all_reduce_hook",
     "bf16_compress_hook",
+    "compress_hook",
     "fp16_compress_hook",
     "power_sgd_hook",
 ]
 
 _HOMES = {
     "Bucket": "buckets",
+    "CompressState": "compress",
     "DistributedDataParallel": "data_parallel",
     "PowerSGDState": "power_sgd",
     "all_reduce_hook": "hooks",
     "bf16_compress_hook": "hooks",
+    "compress_hook": "compress",
     "fp16_compress_hook": "hooks",
     "power_sgd_hook": "power_sgd",
 }

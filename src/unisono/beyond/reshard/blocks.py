@@ -4,11 +4,7 @@ A block is up to 128 elements of the last dimension: the columns between two bor
 multiples of 128 and the sides of the boxes of all sources. So a rank that has an element of a block
 has the block, and each element becomes the same value on all ranks, whoever sends it.
 
-    scale = max(largest finite magnitude / 127, 2^-126)     float32
-    code  = element / scale, rounded to nearest even        int8; -128 if it is not finite
-    value = code * scale, NaN for -128                      float32, then the dtype of the target
-
-NaN and what is beyond float32's range are not finite. No scale is so large that 127 of it are.
+The codes are those of `core.engines.block_codes`. What float32 cannot hold becomes infinite.
 """
 
 from __future__ import annotations
@@ -19,16 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.beyond.boxes import IndexBox
+from unisono.core.engines.block_codes import BLOCK, BLOCK_CODES
 from unisono.core.engines.kernels import widen
 from unisono.core.schedules.ir import IntArray
 
-BLOCK = 128
-_NOT_FINITE = -128
-# The smallest normal number: below it a scale is rounded too much.
-_LEAST_SCALE = np.float32(2.0**-126)
+_INT8 = BLOCK_CODES["int8"]
 _MOST = np.finfo(np.float32).max
-# Rounded down: to nearest, 127 of it would be infinite.
-_MOST_SCALE = np.nextafter(_MOST / np.float32(127), np.float32(0))
 
 
 def borders_of(n: int, boxes: Sequence[IndexBox]) -> IntArray:
@@ -91,15 +83,16 @@ class BlockedBox(NamedTuple):
             sizes = np.abs(values)
             finite = sizes <= _MOST
             sizes[~finite] = 0
-            largest = np.maximum.reduceat(sizes, self.starts, axis=-1)
-            scales[...] = np.clip(largest / 127, _LEAST_SCALE, _MOST_SCALE)
-            made = np.rint(values[..., self.inner] / np.repeat(scales, self.counts, axis=-1))
-            codes[...] = np.where(finite[..., self.inner], made, _NOT_FINITE)
+            scales[...] = _INT8.scales(np.maximum.reduceat(sizes, self.starts, axis=-1))
+            quotients = values[..., self.inner] / np.repeat(scales, self.counts, axis=-1)
+            quotients[~finite[..., self.inner]] *= np.inf
+            _INT8.encode(quotients, codes, False)
 
     def unpack(self, convert: Any, into: Any, packed: Any) -> None:
         """Fill the memory of the box; `convert` makes its dtype from float32."""
         scales, codes = self._packed(packed)
+        values = np.empty(self.shape, np.float32)
         with np.errstate(all="ignore"):
-            values = codes * np.repeat(scales, self.counts, axis=-1)
-            values[codes == _NOT_FINITE] = np.nan
+            _INT8.decode(codes, values)
+            values *= np.repeat(scales, self.counts, axis=-1)
         convert(into, values)

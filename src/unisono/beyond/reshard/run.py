@@ -469,8 +469,8 @@ def reshard(
             common store.
         dtype: How floating arrays are sent, such as "bfloat16". "int8": in blocks of up to 128
             elements of the last dimension, each with a scale. An element is then off by at most
-            1/254 of the largest of its block, or 2^-127, before it is rounded to the target's
-            dtype. NaN and what float32 cannot hold become NaN. All targets get the same values,
+            1/252 of the largest of its block, or 2^-127, before it is rounded to the target's
+            dtype. What float32 cannot hold becomes infinite. All targets get the same values,
             but what stays in its memory keeps its own.
         timeout: Of the call; the group's if None.
 

@@ -50,6 +50,7 @@ from unisono.core.operations.keywords import SHARED, How, check_keywords
 from unisono.core.operations.participation import Participation
 from unisono.core.operations.reductions import reduce_otherwise
 from unisono.core.operations.stream_queue import P2P, StreamCall, StreamQueue
+from unisono.core.operations.sums.compressed import gather_compressed, reduce_compressed
 from unisono.core.operations.table import KINDS, OPS, OpSchema, row_of, schema_of
 from unisono.core.operations.work import Work
 from unisono.core.transports.messages import ANY_TAG, PROC_NULL, MessageInfo
@@ -174,10 +175,16 @@ class Operations(Hooked):
         *,
         accumulate: str | None = None,
         reproducible: bool = False,
+        compress: str | None = None,
+        _lost: Any = None,
         **how: Unpack[How],
     ) -> Work:
-        """As `unisono.all_reduce`."""
+        """As `unisono.all_reduce`; `_lost` as in `reduce_compressed`."""
         special = accumulate, reproducible
+        if compress is not None:
+            taken = {**how, "accumulate": accumulate, "reproducible": reproducible}
+            name = "all_reduce"
+            return reduce_compressed(self, name, compress, op, tensor, tensor, taken, _lost)
         if work := reduce_otherwise(self, "all_reduce", op, tensor, tensor, how, special):
             return work
         op = as_reduce_op(op)
@@ -211,9 +218,18 @@ class Operations(Hooked):
         return self._work(self._on(tensor).reduce(tensor, root, op, self._options(how)))
 
     @operation("allgather_", in_lists=True)
-    def all_gather(self, outputs: Arrays, tensor: Array, **how: Unpack[How]) -> Work:
+    def all_gather(
+        self,
+        outputs: Arrays,
+        tensor: Array,
+        *,
+        compress: str | None = None,
+        **how: Unpack[How],
+    ) -> Work:
         """As `unisono.all_gather`."""
         one_each(self, outputs, "tensor_list")
+        if compress is not None:
+            return gather_compressed(self, "all_gather", compress, outputs, tensor, how)
         return self._work(self._on(tensor).all_gather(outputs, tensor, self._options(how)))
 
     @operation("_allgather_base_", coalesces=True)
@@ -223,12 +239,19 @@ class Operations(Hooked):
         tensor: Array,
         *,
         output_split_sizes: Sequence[int] | None = None,
+        compress: str | None = None,
         **how: Unpack[How],
     ) -> Work:
         """As `unisono.all_gather_into_tensor`, also of different sizes.
 
         `output_split_sizes`: rows of dimension 0 from each rank; equal parts if None.
         """
+        if compress is not None:
+            taken, name = (
+                {**how, "output_split_sizes": output_split_sizes},
+                "all_gather_into_tensor",
+            )
+            return gather_compressed(self, name, compress, output, tensor, taken)
         options = self._options(how, as_splits(output_split_sizes, "output_split_sizes"))
         return self._work(self._on(tensor).all_gather_into_tensor(output, tensor, options))
 
@@ -277,10 +300,18 @@ class Operations(Hooked):
 
     @operation("reduce_scatter_", in_lists=True, shared=True)
     def reduce_scatter(
-        self, output: Array, inputs: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
+        self,
+        output: Array,
+        inputs: Arrays,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        compress: str | None = None,
+        **how: Unpack[How],
     ) -> Work:
         """As `unisono.reduce_scatter`."""
         one_each(self, inputs, "input_list")
+        if compress is not None:
+            return reduce_compressed(self, "reduce_scatter", compress, op, output, inputs, how)
         op = as_reduce_op(op)
         return self._work(self._on(output).reduce_scatter(output, inputs, op, self._options(how)))
 
@@ -293,6 +324,7 @@ class Operations(Hooked):
         *,
         input_split_sizes: Sequence[int] | None = None,
         reproducible: bool = False,
+        compress: str | None = None,
         **how: Unpack[How],
     ) -> Work:
         """As `unisono.reduce_scatter_tensor`, also of different sizes.
@@ -301,6 +333,9 @@ class Operations(Hooked):
         """
         given = {} if input_split_sizes is None else {"input_split_sizes": input_split_sizes}
         name, special = "reduce_scatter_tensor", (None, reproducible)
+        if compress is not None:
+            taken = {**how, **given, "reproducible": reproducible}
+            return reduce_compressed(self, name, compress, op, output, tensor, taken)
         if work := reduce_otherwise(self, name, op, output, tensor, {**how, **given}, special):
             return work
         op = as_reduce_op(op)

@@ -23,8 +23,8 @@ from unisono.core.base.deadline import Deadline
 from unisono.core.base.integers import as_flag
 from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.base.types import Function, RedOpType, ReduceOp, as_reduce_op
-from unisono.core.operations.exact import sums_exactly
-from unisono.core.operations.exact_exchange import announcing, exact_over_ranks
+from unisono.core.operations.sums.exact import sums_exactly
+from unisono.core.operations.sums.exact_exchange import announcing, exact_over_ranks
 from unisono.core.operations.work import Work
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 

@@ -12,6 +12,11 @@ from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
 from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, parse_nbytes
+from unisono.workbench.cli.compress import (
+    add_compress,
+    check_compress,
+    phases_text,
+)
 from unisono.workbench.cli.flags import (
     add_json,
     add_parser,
@@ -23,7 +28,7 @@ from unisono.workbench.cli.flags import (
     positive,
     write_json,
 )
-from unisono.workbench.cli.simulate import MANY, machine_of, per_host_of, row_of, us_text
+from unisono.workbench.cli.simulate import MANY, coded_row, machine_of, per_host_of, row_of, us_text
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -64,6 +69,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--algorithm", metavar="NAME", help=f"what the call asks for: {HELP}")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
+    add_compress(parser)
     add_json(parser)
     parser.set_defaults(itemsize=4, goal=None, orders=0)
 
@@ -84,6 +90,7 @@ def _explain(options: argparse.Namespace) -> int:
         return _one_algorithm(options)
     if options.size is None:
         options.parser.error(f"the following arguments are required: SIZE ({_SIZE})")
+    check_compress(options)
     if options.algorithm:
         options.algorithm = named(options.op, options.algorithm)
     shape = _shape(options)
@@ -100,6 +107,8 @@ def _explain(options: argparse.Namespace) -> int:
         and not (options.algorithm or override or ordered)
     ):
         choice, why = Choice("mpi", 1), "MPI chooses"
+    if options.compress:
+        choice, why = Choice(f"compress={options.compress}", 1), "the call allows it"
     depth = f" in {choice.pipeline} pieces" if choice.pipeline > 1 else ""
     hosts = f" of {options.hosts} hosts" if options.hosts > 1 else ""
     over = shape.over.replace("-", " ")
@@ -132,7 +141,7 @@ def _one_algorithm(options: argparse.Namespace) -> int:
         )
     if options.size is not None:
         options.parser.error(f"{options.op} is an algorithm, which has no SIZE")
-    flags = ("ranks", "hosts", "round_trip", "root", "algorithm", "net", "model")
+    flags = ("ranks", "hosts", "round_trip", "root", "algorithm", "net", "model", "compress")
     for flag in flags:
         if getattr(options, flag) != options.parser.get_default(flag):
             given = flag.replace("_", "-")
@@ -246,6 +255,13 @@ def _print(
         lines.append(((times[shown[-1]] if shown else 0.0) or math.inf, line, row))
         if many:
             print(line, flush=True)
+    if options.compress and net is not None:
+        row = coded_row(options, net, (p, local, options.size))
+        print(f"# {phases_text(row)}")
+        us, name = row["time_us"], row["algorithm"]
+        cells = "".join(f"{us_text(us) if what == 'predicted' else '-':>16}" for what in shown)
+        line = f"{name:<22}{row['rounds']:>8,}{row['pipeline']:>8}{cells}  <- taken"
+        lines.append((us, line, row | {"predicted_us": us}))
     lines.sort(key=lambda pair: pair[0])
     if many:
         print(f"# fastest: {lines[0][1].split()[0]}")

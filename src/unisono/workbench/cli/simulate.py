@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import OPS, SizeRange
+from unisono.workbench.cli.compress import (
+    add_compress,
+    check_compress,
+    compressed_row,
+    phases_text,
+)
 from unisono.workbench.cli.flags import (
     add_json,
     add_parser,
@@ -94,6 +100,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--against", metavar="FILE", help="output of nccl-tests: compare, and name what explains it"
     )
+    add_compress(parser)
     add_json(parser)
     add_picture(parser, "draw time over size, or over ranks")
     add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
@@ -115,7 +122,7 @@ def _against(options: argparse.Namespace) -> int:
         "--json": options.json, "--plot": options.output, "--goal": options.goal,
         "-b": options.minbytes, "-e": options.maxbytes, "-f": options.stepfactor,
         "-p": run.ranks and ranks, "--hosts": run.ranks and options.hosts,
-        "a second -p": ranks[1:],
+        "a second -p": ranks[1:], "--compress": options.compress,
     }  # fmt: skip
     if unused := ", ".join(flag for flag, value in given.items() if value):
         raise InvalidArgumentError(f"--against {options.against} makes no use of {unused}")
@@ -158,6 +165,7 @@ def _against(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     if options.against:
         return _against(options)
+    check_compress(options)
     options.ranks = options.ranks or _RANKS
     if options.output:
         check_output("simulate", options.output)
@@ -258,6 +266,10 @@ def _rows(
             continue
         row["published_us"] = net.published.get(nbytes, {}).get(name, {}).get(p)
         yield row
+    if options.compress:
+        row = coded_row(options, net, (p, local, nbytes))
+        print(f"# {phases_text(row)}")
+        yield row
 
 
 def _print_table(rows: Sequence[SimulatedRow]) -> None:
@@ -342,6 +354,22 @@ def row_of(
         "path": result.path, "messages": result.messages, "bytes": result.nbytes,
         "busiest_us": busiest, "exact": result.exact, "method": result.method,
     }  # fmt: skip
+
+
+def coded_row(
+    options: argparse.Namespace, net: Machine, shape: tuple[int, int, int]
+) -> SimulatedRow:
+    """Run what a call with `compress=` makes; otherwise as `row_of`."""
+    from unisono.core.schedules import select
+
+    p, local, nbytes = shape
+
+    def exchange(op: str, coded: int) -> SimulatedRow:
+        name = select(op, coded, topology_on(net, p)).algorithm
+        given = vars(options) | {"op": op, "itemsize": 1, "pipeline": 1, "goal": None}
+        return row_of(argparse.Namespace(**given), net, name, (p, local, coded))
+
+    return compressed_row(options, (p, nbytes), exchange)
 
 
 def _scheduled(

@@ -11,7 +11,7 @@ import numpy as np
 
 from unisono.core.base.buffers import Array
 from unisono.core.base.deadline import Deadline
-from unisono.core.operations.exact import exact_sum, widened
+from unisono.core.operations.sums.exact import exact_sum, widened
 
 # Up to so many bytes of all ranks together, one exchange is faster than two of the parts.
 _GATHERED_BYTES = 1 << 15
