@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from unisono.core.base.host import reason_of
 from unisono.errors import InvalidArgumentError
@@ -17,6 +17,8 @@ HELP = "name, FILE.py:function, or FILE.xml of MSCCL"
 def named(op: str, text: str) -> str:
     """Return the name of an algorithm; register it first if it is in a file.
 
+    A name may have hyphens.
+
     Raises:
         InvalidArgumentError: The file cannot be read, or has no algorithm of this operation.
         ScheduleError: The algorithm of an XML file is wrong.
@@ -24,7 +26,7 @@ def named(op: str, text: str) -> str:
     from unisono.core.schedules.msccl import from_msccl
     from unisono.core.schedules.registry import register_algorithm, register_schedule
 
-    file, colon, function = text.rpartition(":")
+    file, colon, function = (text, "", "") if text.endswith(".py") else text.rpartition(":")
     try:
         if text.endswith(".xml"):
             schedule = from_msccl(Path(text).read_text(encoding="utf-8"))
@@ -32,18 +34,39 @@ def named(op: str, text: str) -> str:
                 raise InvalidArgumentError(f"{text} has {schedule.collective}, expected {op}")
             register_schedule(schedule)
             return schedule.algorithm
-        if not (colon and file.endswith(".py")):
-            return text
+        if not file.endswith(".py"):
+            return text.replace("-", "_")
         module = _module(file)
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {file or text}: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(f"{text} is no text: {error}") from None
-    builder = getattr(module, function, None)
+    builder = getattr(module, function, None) if colon else None
     if not callable(builder):
-        raise InvalidArgumentError(f"{file} has no function {function!r}")
+        own = [
+            name for name, value in vars(module).items()
+            if isinstance(value, FunctionType) and value.__module__ == module.__name__
+        ]  # fmt: skip
+        what = f"has no function {function!r}" if colon else "needs a function"
+        known = ", ".join(f"{file}:{name}" for name in own) or "the file has none"
+        raise InvalidArgumentError(f"--algorithm {text}: {file} {what}", hint=f"write {known}")
     register_algorithm(op, function, builder)
     return function
+
+
+def proof_note(op: str, name: str, p: int, root: int, local: int) -> str:
+    """Return a text if an algorithm is not proved for `p` ranks themselves, else "".
+
+    Raises:
+        ScheduleError: It is wrong for fewer ranks.
+    """
+    from unisono.core.schedules.registry import proved_sizes
+
+    sizes = proved_sizes(op, name, p, root, local)
+    if sizes == (p,):
+        return ""
+    on = " and ".join(map(str, sizes))
+    return f"{name} is NOT PROVED on {p:,} ranks" + (f", but on {on}" if on else "")
 
 
 def _module(file: str) -> ModuleType:

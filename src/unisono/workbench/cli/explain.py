@@ -23,7 +23,14 @@ from unisono.workbench.cli.flags import (
     positive,
     write_json,
 )
-from unisono.workbench.cli.simulate import MANY, machine_of, per_host_of, row_of, us_text
+from unisono.workbench.cli.simulate import (
+    MANY,
+    default_net,
+    machine_of,
+    per_host_of,
+    row_of,
+    us_text,
+)
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -192,7 +199,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
 
     # Where links are shared, thousands of ranks take minutes for all algorithms.
     model = options.model or ("alpha-beta" if options.ranks > MANY else None)
-    net = machine_of(options.net or ("fat-tree" if options.per_host > 1 else "switch"), model)
+    net = machine_of(options.net or default_net(options.per_host), model)
     if options.hosts > 1:
         net.values["ranks_per_host"] = options.per_host
     if options.net is None and far_apart(options.ranks, topology.round_trip_us):
@@ -233,6 +240,8 @@ def _print(
             try:
                 row = row_of(options, net, name, (p, local, options.size))
                 times["predicted"] = row["time_us"]
+                if "unproved" in row:
+                    print(f"# {row['unproved']}", flush=True)
             except InvalidArgumentError as error:
                 print(f"# {error.what}", flush=True)
         if name in measured:

@@ -121,13 +121,13 @@ def _tune_in_virtual_time(
     from unisono.workbench.cli.simulate import MANY, machine_of, row_of, topology_on
 
     if not options.ranks:
-        raise InvalidArgumentError("tune: --net needs -p, the number of ranks")
+        raise InvalidArgumentError("tune: --net needs -n, the number of ranks")
     p, begun_s = options.ranks, time.perf_counter()
     net = machine_of(options.net, "alpha-beta" if p > MANY else None)
     topology, local = topology_on(net, p), net.values["ranks_per_host"]
     if p % local or p <= local:
         raise InvalidArgumentError(
-            f"tune: -p {p} is not 2 or more full hosts of net {net.name}, which have {local} ranks"
+            f"tune: -n {p} is not 2 or more full hosts of net {net.name}, which have {local} ranks"
         )
     shape = GroupShape("native", "tcp", p, local, topology.round_trip_us)
     settings = argparse.Namespace(root=0, itemsize=4, goal=None, pipeline=0, orders=0)
