@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.bench.algorithms import HELP, named
+from unisono.workbench.bench.algorithms import HELP, is_file, named, operation_of
 from unisono.workbench.bench.plan import OPS, parse_nbytes
 from unisono.workbench.cli.flags import (
     add_json,
@@ -130,8 +130,13 @@ def _one_algorithm(options: argparse.Namespace) -> int:
     from unisono.core.schedules.registry import known_algorithms
     from unisono.workbench.cli.one_algorithm import explain_algorithm
 
-    names = known_algorithms()
-    if options.op not in names:
+    text = options.op
+    if is_file(text):
+        options.op = named(operation_of(text), text)
+    elif text.replace("-", "_") in known_algorithms():
+        text = options.op = text.replace("-", "_")
+    else:
+        names = known_algorithms()
         known = [*OP_NAMES, *names]
         hint = meant(options.op, dict(zip(known, known, strict=True)))
         options.parser.error(
@@ -144,7 +149,7 @@ def _one_algorithm(options: argparse.Namespace) -> int:
         if getattr(options, flag) != options.parser.get_default(flag):
             given = flag.replace("_", "-")
             options.parser.error(f"{options.op} is an algorithm, which has no --{given}")
-    explain_algorithm(options.op)
+    explain_algorithm(options.op, text)
     return 0
 
 

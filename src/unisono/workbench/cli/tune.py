@@ -84,6 +84,8 @@ def _tune(options: argparse.Namespace) -> int:
         return 0
     if options.show:
         tables = tuning.read_tables().values()
+        if not tables:
+            print("# no tables: `unisono tune` measures one")
         for table in tables:
             _show(table)
         write_json(options, f"[{','.join(table.to_json() for table in tables)}]\n")
@@ -95,6 +97,8 @@ def _tune(options: argparse.Namespace) -> int:
     # The last call of a pass begins before the limit.
     limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
     plan = measuring.TuningPlan(ops, sizes, limit_s)
+    if note := sizes.note():
+        print(f"{_PREFIX}{note}", file=sys.stderr)
     if options.net:
         _tune_in_virtual_time(options, ops, sizes)
         return 0
@@ -105,7 +109,12 @@ def _tune(options: argparse.Namespace) -> int:
         return 0
     from unisono.launcher.spawn import spawn
 
-    spawn(measure_and_save, (plan,), options.ranks or max(2, usable_cores()))
+    ranks = options.ranks or max(2, usable_cores())
+    print(
+        f"{_PREFIX}{ranks} ranks measure {', '.join(ops)} for {options.seconds:g} s",
+        file=sys.stderr,
+    )
+    spawn(measure_and_save, (plan,), ranks)
     return 0
 
 
