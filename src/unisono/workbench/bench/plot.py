@@ -112,7 +112,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Return 3 or more round numbers between two limits above 0, for a logarithmic scale."""
     first, last = (math.floor(math.log10(limit)) for limit in (low, high))
     powers = [10.0**power for power in range(first, last + 1)]
-    for marks in ((1,), (1, 2, 5), range(1, 10)):
+    for marks in ((1,), (1, 2, 5), (1, 2, 3, 5)):
         found = [power * mark for power in powers for mark in marks if low <= power * mark <= high]
         if len(found) >= 3:
             return found
