@@ -175,7 +175,7 @@ def ring_with_a_fault(p):
 def test_a_world_that_is_too_large_for_a_proof_is_proved_at_like_sizes():
     """Of 1,000 ranks 24 and 56, of 513 3 and 7, of 1,024 8 and 16; with 4 per host 32 and 64."""
     register_algorithm("all_reduce", "fault", ring_with_a_fault)
-    with pytest.raises(ScheduleError, match="last written in round 55") as caught:
+    with pytest.raises(ScheduleError, match="last written in round 56") as caught:
         build("all_reduce", "fault", 1000)
     assert caught.value.context.world_size == 56
     assert "if 56 ranks are none of 'fault'" in caught.value.hint
