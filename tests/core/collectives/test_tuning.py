@@ -66,7 +66,7 @@ def test_a_table_of_virtual_time_serves_every_machine(cache, monkeypatch, tmp_pa
     assert select("all_gather", 4096, topology_of(shape), table=found).algorithm == best
     capsys.readouterr()
     assert main(["tune", "--net", str(net)]) == 1
-    assert "tune: --net needs -p, the number of ranks" in capsys.readouterr().err
+    assert "tune: --net needs -n, the number of ranks" in capsys.readouterr().err
 
 
 def test_a_table_is_written_beside_links_and_leaves_no_part(cache, monkeypatch):

@@ -449,6 +449,9 @@ def right(p, shift=0):
 
 def wrong(p):
     return right(p, 1)
+
+def nothing(p):
+    pass
 """
 
 
@@ -491,7 +494,7 @@ def test_a_file_without_a_function_names_its_functions(capsys):
         out, err = capsys.readouterr()
         assert out == ""
         assert text in err
-        assert "hint: it has own.py:right, own.py:wrong" in err
+        assert "hint: it has own.py:right, own.py:wrong, own.py:nothing" in err
 
 
 @pytest.mark.usefixtures("own_ring")
@@ -503,6 +506,8 @@ def test_explain_takes_a_file(capsys):
     assert "--algorithm own.py:right -o right.html" in out
     assert main(["explain", "own.py:wrong"]) == 1
     assert capsys.readouterr().out == ""
+    assert main(["explain", "own.py:nothing"]) == 1
+    assert "own.py:nothing returns no schedule for 4 ranks: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -541,7 +546,11 @@ def test_the_header_says_what_is_simulated(capsys, words, note):
 def test_two_levels_on_unequal_hosts(capsys):
     words = ["-n", "8", "--hosts", "3", "--algorithm", "two-level"]
     assert main(["simulate", "all_reduce", *words]) == 1
-    assert "8 ranks on 3 hosts are 3 per host, and 2 on the last" in capsys.readouterr().err
+    text = (
+        "all_reduce (two_level) needs equally many ranks on each host; 8 ranks on 3 hosts are 3 "
+        "per host, and 2 on the last"
+    )
+    assert text in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(capsys, monkeypatch):

@@ -266,9 +266,9 @@ def register_algorithm(
 
     The builder takes the world size, and by their names what it needs of `local` (ranks per host;
     it then serves several hosts with equally many), `root` and `pipeline`. Every rank must
-    register the family. The schedule of a call is proved when it is built; above 512 ranks two
-    smaller worlds are, unless the builder raises for them. A function that is defined again may be
-    registered again. What groups have prepared stays.
+    register the family. The schedule of a call is proved when it is built. Above 512 ranks two
+    smaller worlds are proved in its place, unless the builder raises for them. A function that is
+    defined again may be registered again. What groups have prepared stays.
 
     Args:
         collective: "all_reduce", "broadcast", ...
