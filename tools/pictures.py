@@ -112,21 +112,27 @@ def run(algorithm: str) -> str:
 
 
 def speed(result: dict[str, Any]) -> str:
-    """Return the picture of the time per call by size, one panel per operation."""
-    wide, high, gap = 190, 190, 44
-    picture = Picture(gap + len(OPS) * (wide + gap), 300)
+    """Return the picture of the time per call by size, one panel per operation.
+
+    Two panels stand side by side, so that their letters can be read in a narrow README.
+    """
+    wide, high, gap, below = 190, 190, 48, 240
+    picture = Picture(2 * (wide + gap) + 24, 78 + below * (-(-len(OPS) // 2)))
     for index, op in enumerate(OPS):
         rows = [row for row in result["rows"] if row["op"] == op]
-        panel(picture, op, rows, (gap + index * (wide + gap), 52, wide, high))
+        panel(
+            picture, op, rows, (gap + index % 2 * (wide + gap), 52 + index // 2 * below, wide, high)
+        )
     host = result["machine"]
     ranks = f"{result['plan']['nprocs']} ranks on one host"
     title = f"time per call in the fastest rounds, {ranks}: lower is better"
-    picture.label(gap, 20, title, 14, bold=True)
-    picture.label(gap, 288, f"{host['cpu']}, {host['cores']} cores; float32", 10)
+    picture.label(8, 20, title, 13, bold=True)
+    bottom = picture.height - 12
+    picture.label(8, bottom, f"{host['cpu']}, {host['cores']} cores; float32", 10)
     for index, (name, colour, _) in enumerate(LIBRARIES.values()):
-        x = gap + 3 * (wide + gap) - 60 + 86 * index
-        picture.shapes.append(Line(((x, 284), (x + 22, 284)), colour, 2.4))
-        picture.label(x + 27, 288, name, 11)
+        x = gap + 86 * index
+        picture.shapes.append(Line(((x, bottom - 22), (x + 22, bottom - 22)), colour, 2.4))
+        picture.label(x + 27, bottom - 18, name, 11)
     return picture.svg()
 
 

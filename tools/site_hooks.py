@@ -43,6 +43,8 @@ _NAMES = {page: name for name, page in PROJECT.items()}
 
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(\s*([^)#\s]+)(#[^)\s]*)?\)")
 _FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
+_OUTPUT = re.compile(r'<div class="language-text .*?</pre>', re.DOTALL)
+_COLUMNS = re.compile(r"\S( {2,}\S+){2}")
 _COPIED = {".gz", ".json", ".png", ".svg"}  # other files become pages
 _LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml"}
 
@@ -141,10 +143,20 @@ def opening() -> str:
     return _LINK.sub(lambda found: f"{found[1]}(../{found[2]}{found[3] or ''})", text)
 
 
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
-    """Refuse a page of the API that shows a module instead of the function of the same name."""
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark tables of commands, which are scrolled; other output is wrapped.
+
+    A page of the API that shows a module instead of the function of the same name is refused.
+    """
     if "doc-symbol-heading doc-symbol-module" in html:
         raise SystemExit(f"{page.file.src_uri} shows a module: see _path in tools/api_pages.py")
+    return _OUTPUT.sub(_marked, html)
+
+
+def _marked(found: re.Match[str]) -> str:
+    """Return a block of output, with a class if two lines have columns."""
+    rows = [line for line in found[0].split("\n") if _COLUMNS.search(line)]
+    return found[0].replace("language-text", "language-text columns", 1) if rows[1:] else found[0]
 
 
 def links(name: str, text: str) -> list[str]:

@@ -16,12 +16,13 @@ def main() -> int:
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, lambda signum, frame: came.append(signum))
+    from unisono.workbench.cli.main import interrupted
     from unisono.workbench.cli.main import main as command
 
     if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if came:
-        raise KeyboardInterrupt
+        return interrupted()
     return command()
 
 

@@ -109,9 +109,18 @@ def test_png(tmp_path):
     [
         (["-o", "x.gif"], "-o x.gif: expected one of .svg, .html, .png, .pdf at its end"),
         (["-o", "/no/such/x.svg"], "cannot write /no/such/x.svg"),
-        (["-o", "x.svg", "-p", "129"], "-p 129: a picture has at most 128 ranks"),
-        (["-o", "x.svg", "-p", "9", "--hosts", "4"], "-p 9 does not fill 4 hosts"),
+        (["-o", "x.svg", "-p", "129"], "-n 129: a picture has at most 128 ranks"),
+        (["-o", "x.svg", "-p", "9", "--hosts", "4"], "-n 9 does not fill 4 hosts"),
         (["-o", "x.svg", "--net", "nowhere"], "no network 'nowhere'"),
+        (["-o", "x.svg", "-b", "1M"], "-b 1048576: rounds have no size; it needs a network"),
+        (["-o", "x.svg", "--algorithm", "ring,tree"], "ring,tree: a picture has one algorithm"),
+        (["-o", "x.svg", "--algorithm", "rign"], "hint: is 'ring' meant?"),
+        # Of p ranks 2 p (p - 1).
+        (["-o", "x.svg", "-n", "128"], "more than 20,000 messages; -n 100 is drawn"),
+        (
+            ["-o", "x.svg", "-n", "8", "--hosts", "3", "--algorithm", "two_level"],
+            "8 ranks on 3 hosts are 3 per host, and 2 on the last",
+        ),
     ],
 )
 def test_bad_words_are_refused(capsys, monkeypatch, tmp_path, words, expected):
@@ -128,3 +137,18 @@ def test_loggops_is_not_drawn(capsys, tmp_path):
     assert main(["draw", "all_reduce", *words]) == 1
     expected = f"--net {net} is for the model loggops, which is not drawn"
     assert expected in capsys.readouterr().err
+
+
+def test_a_name_may_have_hyphens_and_one_rank_no_column(tmp_path):
+    file, other = tmp_path / "a.svg", tmp_path / "b.svg"
+    draw("all_reduce", "--algorithm", "recursive-doubling", "-o", file)
+    draw("all_reduce", "--algorithm", "recursive_doubling", "-o", other)
+    assert file.read_text() == other.read_text()
+    draw("all_reduce", "-n", 1, "--algorithm", "ring", "-o", file)
+    assert ">1</text>" not in file.read_text()
+
+
+def test_the_circle_of_a_dark_page_has_the_colours_of_its_diagram(tmp_path):
+    file = tmp_path / "a.html"
+    draw("all_reduce", "-p", 4, "--algorithm", "ring", "-o", file)
+    assert ".diagram svg, #ring { filter: invert" in file.read_text()

@@ -171,7 +171,7 @@ def test_mpi_has_collectives_of_its_own(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["all_reduce", "1K", "-p", "9", "--hosts", "4"], "-p 9 does not fill 4 hosts"),
+        (["all_reduce", "1K", "-p", "9", "--hosts", "4"], "-n 9 does not fill 4 hosts"),
         (["all_reduce", "1K", "--algorithm", "rings"], "all_reduce has no algorithm 'rings'"),
         (["all_reduce", "1K", "--net", "nowhere"], "no network 'nowhere'"),
         (["broadcast", "1K", "--root", "2"], "root is 2, expected 0..1"),

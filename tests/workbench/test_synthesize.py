@@ -254,7 +254,7 @@ def test_a_file_is_for_its_ranks_only(tmp_path, capsys):
             ["-p", "513"],
             "synthesize: 513 ranks, expected at most 512, because each candidate is proved",
         ),
-        (["-p", "9", "--hosts", "4"], "-p 9 does not fill 4 hosts"),
+        (["-p", "9", "--hosts", "4"], "-n 9 does not fill 4 hosts"),
         (["-p", "4", "--net", "dgx-1"], "the links of the network join 8 ranks"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_table_of_virtual_time_serves_every_machine(cache, monkeypatch, tmp_pa
     assert select("all_gather", 4096, topology_of(shape), table=found).algorithm == best
     capsys.readouterr()
     assert main(["tune", "--net", str(net)]) == 1
-    assert "tune: --net needs -p, the number of ranks" in capsys.readouterr().err
+    assert "tune: --net needs -n, the number of ranks" in capsys.readouterr().err
 
 
 def test_a_table_is_written_beside_links_and_leaves_no_part(cache, monkeypatch):
@@ -236,10 +236,10 @@ def test_a_virtual_table_stands_behind_a_measured_one(cache, monkeypatch):
     [
         (
             ["--net", "p5", "-p", "7"],
-            "tune: -p 7 is not 2 or more full hosts of net p5, which have ",
+            "tune: -n 7 is not 2 or more full hosts of net p5, which have ",
         ),
-        (["--net", "p5", "-p", "8"], "tune: -p 8 is not 2 or more full hosts"),
-        (["--net", "p5", "-p", "12"], "tune: -p 12 is not 2 or more full hosts"),
+        (["--net", "p5", "-p", "8"], "tune: -n 8 is not 2 or more full hosts"),
+        (["--net", "p5", "-p", "12"], "tune: -n 12 is not 2 or more full hosts"),
     ],
 )
 def test_a_tune_that_would_ignore_words_is_refused(cache, capsys, words, expected):

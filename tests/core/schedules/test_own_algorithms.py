@@ -135,6 +135,65 @@ def test_a_builder_that_fails_is_named(body, expected):
         build("all_reduce", "fails", 4)
 
 
+def test_an_error_in_a_round_names_the_line_and_the_round(tmp_path):
+    (tmp_path / "lines.py").write_text(
+        "from unisono.lowlevel import Buf, Schedule, recv_reduce, send\n"
+        "def table(p):\n    def exchange(k, r):\n        peer = r ^ [1, 2][k]\n"
+        "        return [send(r, peer, Buf.OUTPUT, 0), recv_reduce(r, peer, Buf.OUTPUT, 0)]\n"
+        "    return Schedule('all_reduce', 'table', p, 3, exchange)\n"
+        "def truth(p):\n    def exchange(k, r):\n        return [] if r % 2 else []\n"
+        "    return Schedule('all_reduce', 'truth', p, 1, exchange)\n"
+    )
+    for name, p, end in (
+        ("table", 8, "4, in exchange, round 2"),
+        ("truth", 1000, "9, in exchange, round 0"),
+    ):
+        named("all_reduce", f"{tmp_path / 'lines.py'}:{name}")
+        with pytest.raises(InvalidArgumentError, match=f" ranks: lines.py:{end}") as caught:
+            build("all_reduce", name, p)
+    assert caught.value.hint == "r is an array of ranks: use np.where, or where= of the step"
+
+
+def ring_with_a_fault(p):
+    """A ring above 16 ranks whose second half sends the wrong chunk."""
+    if p == 24:
+        raise ValueError(p)
+
+    def exchange(k, r):
+        collects = k < p - 1
+        first = (r - k if collects else r + 1 - (k - p + 1)) % p
+        first = first if p <= 16 or collects else (first + 1) % p
+        take = recv_reduce if collects else recv
+        return [
+            send(r, (r + 1) % p, Buf.OUTPUT, first),
+            take(r, (r - 1) % p, Buf.OUTPUT, (first - 1) % p),
+        ]
+
+    return Schedule("all_reduce", "x", p, 2 * (p - 1), exchange, output_chunks=p)
+
+
+def test_a_world_that_is_too_large_for_a_proof_is_proved_at_like_sizes():
+    """Of 1,000 ranks 24 and 56, of 513 3 and 7, of 1,024 8 and 16; with 4 per host 32 and 64."""
+    register_algorithm("all_reduce", "fault", ring_with_a_fault)
+    with pytest.raises(ScheduleError, match="last written in round 56") as caught:
+        build("all_reduce", "fault", 1000)
+    assert caught.value.context.world_size == 56
+    assert "if 56 ranks are none of 'fault'" in caught.value.hint
+    assert registry.proved_sizes("all_reduce", "fault", 513) == (3, 7)
+    assert registry.proved_sizes("all_reduce", "fault", 1024) == (8, 16)
+    assert registry.proved_sizes("all_reduce", "fault", 16) == (16,)
+    assert registry.proved_sizes("all_reduce", "ring", 1024) == (1024,)
+
+    def two_levels(p, local):
+        return build("all_reduce", "two_level", p, -1, 1, local)
+
+    register_algorithm("all_reduce", "hosts", two_levels)
+    assert registry.proved_sizes("all_reduce", "hosts", 1024, local=4) == (32, 64)
+    register_algorithm("broadcast", "chain", chain)
+    assert build("broadcast", "chain", 514, 513).root == 513
+    assert registry.proved_sizes("broadcast", "chain", 514, 513) == (6, 14)
+
+
 def test_a_function_that_is_defined_again_replaces_the_first():
     """As a cell of a notebook does; another function of this name is still refused."""
     code = "def cell(p):\n    return build('all_reduce', '{}', p)"

@@ -464,7 +464,7 @@ def test_messages_are_replayed(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["-p", "4"], "replay: -p needs --net"),
+        (["-p", "4"], "replay: -n needs --net"),
         (["--slow-link", "interface 0=2", "--place", "turn"], "replay: --slow-link, --place needs"),
         (["--slow", "7=2"], "replay: --slow 7: expected a rank of 0 to 1"),
         (["--net", "switch", "--place", "0,0"], " places, expected each of 0 to "),

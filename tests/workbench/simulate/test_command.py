@@ -115,7 +115,7 @@ def test_plot(capsys, tmp_path):
         (["all_reduce", "--net", "nowhere"], "; or a file that ends in .toml)"),
         (["all_reduce", "--net", "no/file.toml"], "no network 'no/file.toml'"),
         (["all_reduce", "--algorithm", "rings"], "all_reduce has no algorithm 'rings'"),
-        (["all_reduce", "-p", "6", "--hosts", "4"], "-p 6 does not fill 4 hosts"),
+        (["all_reduce", "-p", "6", "--hosts", "4"], "-n 6 does not fill 4 hosts"),
         (
             ["all_reduce", "--net", "nvlink", "--algorithm", "two_shot", "-b", "64M"],
             "8 channels of all_reduce (two_shot) on 16 ranks, 8 per host: expected all_reduce, ",
@@ -313,7 +313,7 @@ def test_against_refuses_what_it_would_ignore(capsys, tmp_path):
     words = ["all_reduce", "--against", str(file)]
     given = ["-p", "4", "--hosts", "2", "-b", "8", "-e", "64", "--json", "a", "--plot", "b"]
     assert main(["simulate", *words, *given]) == 1
-    expected = "out.txt makes no use of --json, --plot, -b, -e, -p, --hosts"
+    expected = "out.txt makes no use of --json, --plot, -b, -e, -n, --hosts"
     assert expected in capsys.readouterr().err
     for op in ("barrier", "scan"):
         assert main(["simulate", op, *words[1:]]) == 1
@@ -330,7 +330,7 @@ def test_against_refuses_what_it_would_ignore(capsys, tmp_path):
     assert main(["simulate", *words, "-p", "4"]) == 0
     assert [row[-1] for row in table(capsys.readouterr().out)] == ["mine_against"] * 2
     assert main(["simulate", *words, "-p", "4,8"]) == 1
-    assert "out.txt makes no use of a second -p" in capsys.readouterr().err
+    assert "out.txt makes no use of a second -n" in capsys.readouterr().err
 
 
 SCALE = tool("scale", "benchmarks")
@@ -431,3 +431,166 @@ def test_every_shipped_machine_runs(capsys):
         if machine.values["topology"] == "graph":
             p = 1 + max(link[0] for link in machine.values["links"])
         assert whole(capsys, "all_reduce", "-p", str(p), "--net", name, "--algorithm", "ring")
+
+
+RING = """
+from unisono.lowlevel import Buf, Schedule, recv, recv_reduce, send
+
+def right(p, shift=0):
+    "A ring."
+    def exchange(k, r):
+        take, first = (recv_reduce, r - k) if k < p - 1 else (recv, r - k + p + shift)
+        chunk = first % p
+        return [
+            send(r, (r + 1) % p, Buf.OUTPUT, chunk),
+            take(r, (r - 1) % p, Buf.OUTPUT, (chunk - 1) % p),
+        ]
+    return Schedule("all_reduce", "right", p, 2 * (p - 1), exchange, output_chunks=p)
+
+def wrong(p):
+    return right(p, 1)
+
+def nothing(p):
+    pass
+"""
+
+
+@pytest.fixture
+def own_ring(tmp_path, monkeypatch):
+    from unisono.core.schedules import build, registry
+
+    table = {op: dict(names) for op, names in registry._TABLE.items()}
+    monkeypatch.setattr(registry, "_TABLE", table)
+    (tmp_path / "own.py").write_text(RING)
+    monkeypatch.chdir(tmp_path)
+    yield
+    build.cache_clear()
+
+
+@pytest.mark.usefixtures("own_ring")
+def test_a_world_too_large_for_a_proof_says_so(capsys):
+    words = ["simulate", "all_reduce", "--model", "alpha-beta", "-n", "600", "--algorithm"]
+    assert main([*words, "own.py:wrong"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "at the end OUTPUT[0] of rank 0 has contributions of" in err
+    assert main([*words, "own.py:right,ring"]) == 0
+    out = capsys.readouterr().out
+    assert "# right is NOT PROVED on 600 ranks, but on 24 and 56\n" in out
+    rows = {line.split()[2]: line for line in out.splitlines() if line.startswith("  ")}
+    assert "right (not proved)" in rows["right"]
+    assert "not proved" not in rows["ring"]
+    assert main([*words[:-2], "16", "--algorithm", "own.py:right"]) == 0
+    assert "not proved" not in capsys.readouterr().out.lower()
+
+
+@pytest.mark.usefixtures("own_ring")
+def test_a_file_without_a_function_names_its_functions(capsys):
+    for name, text in (
+        ("own.py", "own.py: which function?"),
+        ("own.py:rihgt", "no function 'rihgt'"),
+    ):
+        assert main(["simulate", "all_reduce", "--algorithm", name]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert text in err
+        assert "hint: it has own.py:right, own.py:wrong, own.py:nothing" in err
+
+
+@pytest.mark.usefixtures("own_ring")
+def test_explain_takes_a_file(capsys):
+    assert main(["explain", "own.py:right"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("right, all_reduce: A ring.\n")
+    assert "rank 0  >1 +3      >1 +3      >1 +3      >1 <3 " in out
+    assert "--algorithm own.py:right -o right.html" in out
+    assert main(["explain", "own.py:wrong"]) == 1
+    assert capsys.readouterr().out == ""
+    assert main(["explain", "own.py:nothing"]) == 1
+    assert "own.py:nothing returns no schedule for 4 ranks: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "net"),
+    [
+        (["-n", "16", "--hosts", "4"], "fat-tree"),
+        (["-n", "16", "--hosts", "16"], "switch"),
+        (["-n", "10", "--hosts", "3"], "fat-tree"),
+        (["-n", "8", "--hosts", "2", "--net", "switch"], "switch"),
+    ],
+)
+def test_hosts_have_links_and_predictions_are_those_of_explain(tmp_path, words, net):
+    file, other = tmp_path / "a.json", tmp_path / "b.json"
+    assert main(["simulate", "all_reduce", "-b", "64K", *words, "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["net"] == net
+    assert main(["explain", "all_reduce", "64K", *words, "--json", str(other)]) == 0
+    simulated, explained = (json.loads(each.read_text())["rows"] for each in (file, other))
+    expected = {row["algorithm"]: row["predicted_us"] for row in explained}
+    assert {row["algorithm"]: row["time_us"] for row in simulated} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["-n", "16", "--hosts", "4"], "--hosts 4: 4 ranks per host"),
+        (["-n", "10", "--hosts", "3"], "4 ranks per host, 2 on the last; algorithms that need eq"),
+        (["-n", "8", "--hosts", "2", "--net", "switch"], "net switch has no hosts: its links stay"),
+        (["-b", "8", "-e", "64M", "-f", "8"], "the last size is 16777216 B: -f 8 does not meet -e"),
+    ],
+)
+def test_the_header_says_what_is_simulated(capsys, words, note):
+    assert main(["simulate", "all_reduce", "--algorithm", "ring", *words]) == 0
+    assert note in capsys.readouterr().out.splitlines()[1]
+
+
+def test_two_levels_on_unequal_hosts(capsys):
+    words = ["-n", "8", "--hosts", "3", "--algorithm", "two-level"]
+    assert main(["simulate", "all_reduce", *words]) == 1
+    text = (
+        "all_reduce (two_level) needs equally many ranks on each host; 8 ranks on 3 hosts are 3 "
+        "per host, and 2 on the last"
+    )
+    assert text in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unisono.workbench.cli.simulate._rows", interrupted)
+    assert main(["simulate", "all_reduce"]) == 130
+    assert capsys.readouterr().err == "unisono: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.9, 2000, [1, 10, 100, 1000]), (6, 40, [10, 20, 30]), (1200, 9000, [2000, 3000, 5000]),
+        (120, 180, [120, 140, 160, 180]), (1000, 1010, [1000, 1002, 1004, 1006, 1008, 1010]),
+    ],
+)  # fmt: skip
+def test_a_logarithmic_axis_has_three_numbers(low, high, expected):
+    from unisono.workbench.bench.plot import ticks
+
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["-b", "64K", "-e", "1G", "-f", "16384"], ["16 ranks", "64 KiB", "1 GiB", "100,000"]),
+        (["-n", "8,64", "-b", "64K"], ["64 KiB", ">8<", ">64<"]),
+    ],
+)
+def test_a_picture_names_what_is_fixed(tmp_path, words, texts):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    colours = set()
+    for names in ("ring,tree", "tree,ring"):
+        file = tmp_path / f"{names}.svg"
+        assert main(["simulate", "all_reduce", "--algorithm", names, *words, "-o", str(file)]) == 0
+        text = file.read_text()
+        assert [each for each in texts if each not in text] == []
+        assert "e+" not in "".join(re.findall(r">([^<]*)</text>", text))
+        colours.add(text.index(">ring<") < text.index(">tree<"))
+    assert colours == {True, False}

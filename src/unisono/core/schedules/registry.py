@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -33,13 +33,11 @@ from unisono.core.schedules.algorithms.shared_memory import (
     rank_order,
     two_shot,
 )
+from unisono.core.schedules.families import ScheduleFamily
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
-from unisono.errors import InvalidArgumentError, UnisonoError
+from unisono.errors import InvalidArgumentError
 
 _log = logging.getLogger("unisono.schedules")
-
-# A proof takes seconds for hundreds of ranks. Simulated worlds have thousands.
-_PROVED_RANKS = 512
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,14 @@ def entry(collective: str, algorithm: str) -> AlgorithmEntry:
             f"unknown collective {collective!r} (known: {', '.join(COLLECTIVES)})"
         )
     if algorithm not in _TABLE[collective]:
+        from difflib import get_close_matches  # slow to import, and needed for this error only
+
         known = ", ".join(_TABLE[collective])
-        raise InvalidArgumentError(f"{collective} has no algorithm {algorithm!r} (it has: {known})")
+        like = get_close_matches(algorithm, _TABLE[collective], 1)
+        hint = f"is {like[0]!r} meant?" if like else None
+        raise InvalidArgumentError(
+            f"{collective} has no algorithm {algorithm!r} (it has: {known})", hint=hint
+        )
     return _TABLE[collective][algorithm]
 
 
@@ -262,8 +266,9 @@ def register_algorithm(
 
     The builder takes the world size, and by their names what it needs of `local` (ranks per host;
     it then serves several hosts with equally many), `root` and `pipeline`. Every rank must
-    register the family. The schedule of a call is proved when it is built, up to 512 ranks. A
-    function that is defined again may be registered again. What groups have prepared stays.
+    register the family. The schedule of a call is proved when it is built. Above 512 ranks two
+    smaller worlds are proved in its place, unless the builder raises for them. A function that is
+    defined again may be registered again. What groups have prepared stays.
 
     Args:
         collective: "all_reduce", "broadcast", ...
@@ -284,30 +289,12 @@ def register_algorithm(
         raise InvalidArgumentError(f"register {name!r}: {collective} needs {needs} `root`")
     serves = _never_raising(name, applies or (lambda size: True))
     names = [key for key in ("local", "root", "pipeline") if key in takes]
+    family = ScheduleFamily(collective, name, builder, names, serves)
 
     def proved(size: int, *values: int) -> Schedule:
-        try:
-            built = builder(size, **dict(zip(names, values, strict=True)))
-            if isinstance(built, Schedule) and size <= _PROVED_RANKS:
-                from unisono.core.schedules.verify import verify
-
-                verify(built)
-        except UnisonoError:
-            raise
-        except Exception as error:
-            raise InvalidArgumentError(
-                f"register {name!r}: the builder raised {error!r} for {size} ranks"
-            ) from error
-        if not isinstance(built, Schedule):
-            raise InvalidArgumentError(
-                f"register {name!r}: the builder returned {built!r}, expected a Schedule"
-            )
-        if (built.collective, built.world_size) != (collective, size):
-            raise InvalidArgumentError(
-                f"register {name!r}: the builder returned {built.collective} on "
-                f"{built.world_size} ranks, expected {collective} on {size}"
-            )
-        return replace(built, algorithm=name)
+        given = dict(zip(names, values, strict=True))
+        family.prove_size(size, given)
+        return family.built(size, given)
 
     found = _TABLE[collective].get(name)
     known = None if found is None else getattr(found.builder, "__wrapped__", None)
@@ -318,10 +305,31 @@ def register_algorithm(
             )
         build.cache_clear()
     proved.__wrapped__ = builder  # type: ignore[attr-defined]
+    proved.family = family  # type: ignore[attr-defined]
     _TABLE[collective][name] = AlgorithmEntry(
         proved, serves, "what its family has", "pipeline" in takes,
         two_level="local" in takes, registered=True,
     )  # fmt: skip
+
+
+def proved_sizes(
+    collective: str, algorithm: str, world_size: int, root: int = -1, local: int = 1
+) -> tuple[int, ...]:
+    """Return the world sizes whose proof stands for that of `world_size`.
+
+    It is `world_size` itself, except for a user's function above 512 ranks.
+
+    Raises:
+        ScheduleError: A smaller schedule is wrong.
+    """
+    family = getattr(entry(collective, algorithm).builder, "family", None)
+    if family is None:
+        return (world_size,)
+    values = {"local": local, "root": root, "pipeline": 1}
+    found: tuple[int, ...] = family.prove_size(
+        world_size, {key: values[key] for key in family.takes}
+    )
+    return found
 
 
 def _never_raising(name: str, applies: Callable[[int], bool]) -> Callable[[int], bool]:

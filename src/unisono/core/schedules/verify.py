@@ -113,6 +113,7 @@ class _SymbolicWorld:
         self.expressions: dict[tuple[object, ...], int] = {}
         self.todo, self.stage_of = _programs(schedule)
         self.next = [0] * schedule.world_size
+        self.written_in: dict[tuple[int, Chunk], int] = {}
         for rank in range(schedule.world_size):
             for chunk, item in _initial(schedule, rank).items():
                 self.memory[rank][self.place(rank, chunk)] = self.leaf(item, rank)
@@ -178,7 +179,7 @@ class _SymbolicWorld:
                 touched |= self.put(rank, row)
             elif op in _TAKES:
                 if not 0 <= peer < self.schedule.world_size or peer == rank:
-                    self.fail(rank, f"{Op(op).name} from rank {peer}")
+                    self.fail(rank, f"{Op(op).name} from rank {peer}, expected {self.others(rank)}")
                 if not self.queues[peer, rank]:
                     return touched
                 self.take(rank, row)
@@ -194,7 +195,7 @@ class _SymbolicWorld:
         to_all = op == Op.POST and peer == -1
         peers = set(range(p)) - {rank} if to_all else {peer}
         if not to_all and (peer == rank or not 0 <= peer < p):
-            self.fail(rank, f"{Op(op).name} to rank {peer}")
+            self.fail(rank, f"{Op(op).name} to rank {peer}, expected {self.others(rank)}")
         values, sizes = self.load(rank, row)
         message = _SentData(values, sizes, op == Op.POST, self.stage(rank))
         for destination in peers:
@@ -243,6 +244,7 @@ class _SymbolicWorld:
                 swapped = row[1] == Op.RECV_REDUCE and row[2] < rank
                 value = self.combine(rank, mine, value, chunk, swapped=swapped)
             self.memory[rank][self.place(rank, chunk)] = value
+            self.written_in[rank, self.place(rank, chunk)] = self.stage(rank)
 
     def get(self, rank: int, chunk: Chunk, verb: str) -> _ChunkValue:
         value = self.memory[rank].get(self.place(rank, chunk))
@@ -266,14 +268,18 @@ class _SymbolicWorld:
             for chunk, (item, source) in _required(s, rank).items():
                 value = self.memory[rank].get(self.place(rank, chunk))
                 at = f"at the end {_name(chunk)} of rank {rank}"
+                last = self.written_in.get((rank, self.place(rank, chunk)))
+                when = "never written" if last is None else f"last written in round {last}"
                 if value is None:
-                    raise self.error(f"{at} is undefined", rank)
+                    raise self.error(f"{at} is undefined; {when}", rank)
                 if value.item != item:
-                    raise self.error(f"{at} holds data {value.item}, expected {item}", rank)
+                    raise self.error(f"{at} holds data {value.item}, expected {item}; {when}", rank)
                 expected = _contributors(s, rank) if reducing else 1 << source
                 if value.ranks != expected:
                     got, want = _ranks(value.ranks), _ranks(expected)
-                    raise self.error(f"{at} has contributions of {got}, expected {want}", rank)
+                    raise self.error(
+                        f"{at} has contributions of {got}, expected {want}; {when}", rank
+                    )
                 if self.rank_order and reducing and value.key != self.fold(item, expected):
                     raise self.error(f"{at} is not reduced in the order of ranks", rank)
                 first = self.memory[0].get(chunk)
@@ -286,6 +292,9 @@ class _SymbolicWorld:
         for other in others:
             first = self.key(first, other)
         return first
+
+    def others(self, rank: int) -> str:
+        return f"0..{self.schedule.world_size - 1} without {rank}"
 
     def stage(self, rank: int) -> int:
         return self.stage_of[rank][self.next[rank]]

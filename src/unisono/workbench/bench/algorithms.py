@@ -3,47 +3,121 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from unisono.core.base.host import reason_of
 from unisono.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from unisono.core.schedules.ir import Schedule
+
 HELP = "name, FILE.py:function, or FILE.xml of MSCCL"
+
+
+def is_file(text: str) -> bool:
+    """Return whether a text names an algorithm in a file."""
+    return text.endswith((".py", ".xml")) or text.rpartition(":")[0].endswith(".py")
 
 
 def named(op: str, text: str) -> str:
     """Return the name of an algorithm; register it first if it is in a file.
 
+    A name may have hyphens.
+
     Raises:
         InvalidArgumentError: The file cannot be read, or has no algorithm of this operation.
         ScheduleError: The algorithm of an XML file is wrong.
     """
-    from unisono.core.schedules.msccl import from_msccl
     from unisono.core.schedules.registry import register_algorithm, register_schedule
 
-    file, colon, function = text.rpartition(":")
+    if not is_file(text):
+        return text.replace("-", "_")
+    if text.endswith(".xml"):
+        schedule = _program(text)
+        if schedule.collective != op:
+            raise InvalidArgumentError(f"{text} has {schedule.collective}, expected {op}")
+        register_schedule(schedule)
+        return schedule.algorithm
+    name = text.rpartition(":")[2]
+    register_algorithm(op, name, _function(text))
+    return name
+
+
+def operation_of(text: str) -> str:
+    """Return the operation of an algorithm in a file.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or the function returns no schedule for a
+            power of two as world size, up to 64.
+    """
+    if text.endswith(".xml"):
+        return _program(text).collective
+    builder, problem = _function(text), None
+    given = {"local": 2, "root": 0, "pipeline": 1}
+    takes = inspect.signature(builder).parameters
+    for p in (4, 8, 16, 32, 64):
+        try:
+            op: str = builder(p, **{key: given[key] for key in given if key in takes}).collective
+        except Exception as error:
+            problem = problem or error
+        else:
+            return op
+    raise InvalidArgumentError(f"{text} returns no schedule for 4 ranks: {problem!r}")
+
+
+def _program(file: str) -> Schedule:
+    """Return the schedule of an XML file."""
+    from unisono.core.schedules.msccl import from_msccl
+
     try:
-        if text.endswith(".xml"):
-            schedule = from_msccl(Path(text).read_text(encoding="utf-8"))
-            if schedule.collective != op:
-                raise InvalidArgumentError(f"{text} has {schedule.collective}, expected {op}")
-            register_schedule(schedule)
-            return schedule.algorithm
-        if not (colon and file.endswith(".py")):
-            return text
+        return from_msccl(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {file}: {reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"{file} is no text: {error}") from None
+
+
+def _function(text: str) -> Callable[..., Any]:
+    """Return the function of FILE.py:function."""
+    file, _, function = (text, "", "") if text.endswith(".py") else text.rpartition(":")
+    try:
         module = _module(file)
     except OSError as error:
-        raise InvalidArgumentError(f"cannot read {file or text}: {reason_of(error)}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(f"{text} is no text: {error}") from None
-    builder = getattr(module, function, None)
-    if not callable(builder):
-        raise InvalidArgumentError(f"{file} has no function {function!r}")
-    register_algorithm(op, function, builder)
-    return function
+        raise InvalidArgumentError(f"cannot read {file}: {reason_of(error)}") from None
+    found = getattr(module, function, None) if function else None
+    if found is not None and callable(found):
+        builder: Callable[..., Any] = found
+        return builder
+    own = [
+        name for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__
+    ]  # fmt: skip
+    known = ", ".join(f"{file}:{name}" for name in own)
+    raise InvalidArgumentError(
+        f"{file} has no function {function!r}" if function else f"{file}: which function?",
+        hint=f"it has {known}" if known else "it has no functions",
+    )
+
+
+def proof_note(op: str, name: str, p: int, root: int, local: int) -> str:
+    """Return a text if an algorithm is not proved for `p` ranks themselves, else "".
+
+    Raises:
+        ScheduleError: It is wrong for fewer ranks.
+    """
+    from unisono.core.schedules.registry import proved_sizes
+
+    sizes = proved_sizes(op, name, p, root, local)
+    if sizes == (p,):
+        return ""
+    on = " and ".join(map(str, sizes))
+    return f"{name} is NOT PROVED on {p:,} ranks" + (f", but on {on}" if on else "")
 
 
 def _module(file: str) -> ModuleType:

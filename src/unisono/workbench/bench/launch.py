@@ -8,9 +8,11 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 from unisono.core.base.config import environ
@@ -144,7 +146,14 @@ class _Spawned:
     """Ranks as children of this process."""
 
     def __init__(self, plan: BenchPlan, port: int) -> None:
-        self._context = SpawnContext(work, (plan, port), plan.nprocs, start_method="spawn")
+        # Ctrl-C thus reaches this process only, which stops the ranks. A rank that starts would
+        # print a traceback. The resource tracker would unblock the signal, so it starts before.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._context = SpawnContext(work, (plan, port), plan.nprocs, start_method="spawn")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, limit_s: float) -> bool:
         """Wait at most `limit_s`; return whether all ranks have ended."""

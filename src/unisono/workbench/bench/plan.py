@@ -114,6 +114,13 @@ class SizeRange:
             yield nbytes
             nbytes = nbytes + self.step_bytes if self.step_bytes else nbytes * self.factor
 
+    def note(self) -> str:
+        """Return a text if the last size is below the largest one that was asked for, else ""."""
+        *_, last = self
+        step = f"-i {self.step_bytes}" if self.step_bytes else f"-f {self.factor}"
+        more = f"the last size is {last} B: {step} does not meet -e {self.max_bytes}"
+        return more if last < self.max_bytes else ""
+
 
 @dataclass(frozen=True)
 class LoopPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,18 +92,40 @@ def _dress(panel: Any, sizes: Sequence[int]) -> None:
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     stride = max(1, len(sizes) // _TICKS)
-    panel.set_xticks(sizes[::stride], [_size_text(n) for n in sizes[::stride]])
-    panel.minorticks_off()
+    panel.set_xticks(sizes[::stride], [size_text(n) for n in sizes[::stride]])
+    label_times(panel)
     panel.tick_params(labelsize=8)
     panel.grid(True, color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _size_text(nbytes: int) -> str:
+def label_times(panel: Any) -> None:
+    """Give the y axis of a panel numbers, which matplotlib has at powers of ten only."""
+    values = ticks(*sorted(panel.get_ylim()))
+    # Without an exponent: 10,000 stands beside 1,000.
+    panel.set_yticks(values, [f"{value:,.10g}" for value in values])
+    panel.minorticks_off()
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return 3 or more round numbers between two limits above 0, for a logarithmic scale."""
+    first, last = (math.floor(math.log10(limit)) for limit in (low, high))
+    powers = [10.0**power for power in range(first, last + 1)]
+    for marks in ((1,), (1, 2, 5), (1, 2, 3, 5)):
+        found = [power * mark for power in powers for mark in marks if low <= power * mark <= high]
+        if len(found) >= 3:
+            return found
+    power = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step = power * max(mark for mark in (1, 2, 5) if power * mark <= (high - low) / 3)
+    return [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size in binary units."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >> shift:
-            return f"{nbytes / (1 << shift):g} {unit}"
+            return f"{nbytes / (1 << shift):.4g} {unit}"
     return f"{nbytes} B"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import signal
 import sys
 from typing import Any
 
@@ -147,7 +146,7 @@ def _add_nccl_tests(parser: argparse.ArgumentParser) -> None:
 
 def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
     """Return what the flags of nccl-tests mean here, if that is not what they mean there."""
-    found = []
+    found = [note] if (note := plan.sizes.note()) else []
     if options.nthreads * options.ngpus > 1:
         found.append(
             f"-t {options.nthreads} -g {options.ngpus}: {plan.nprocs} ranks, each a process of its "
@@ -188,11 +187,8 @@ def _bench(options: argparse.Namespace) -> int:
     table = ReportTable(plan)
     for note in _notes(options, plan):
         table.take({"kind": "note", "text": note})
-    try:
-        for message in run_ranks(plan):
-            table.take(message)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    for message in run_ranks(plan):
+        table.take(message)
     table.end()
     result = document(plan, table, sys.argv[1:])
     write_json(options, _as_text(result))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import parse_nbytes
 from unisono.workbench.cli.explain import OP_NAMES
@@ -22,7 +23,7 @@ from unisono.workbench.cli.flags import (
     positive,
     write_text,
 )
-from unisono.workbench.cli.simulate import local_of, machine_of, per_host_of
+from unisono.workbench.cli.simulate import check_hosts, local_of, machine_of, per_host_of
 
 if TYPE_CHECKING:
     from unisono.workbench.simulate.pictures.drawing import Picture
@@ -37,6 +38,7 @@ of ranks, red is the critical path, and a heat map shows how busy links are. A p
 through the schedule and shows the data of each rank; it needs no network and no other file."""
 
 _MOST_RANKS = 128
+_SIZE = 1 << 20
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--algorithm", required=True, metavar="NAME", help=HELP)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
-    add("-b", "--size", type=nbytes, default="1M", metavar="SIZE", help="with --net (1M)")
+    add("-b", "--size", type=nbytes, metavar="SIZE", help="with --net (1M)")
     add("--net", metavar="FILE", help="a shipped network or a TOML file, see `unisono simulate`")
     add_picture(parser, "FILE.svg, .png, .pdf, or the page FILE.html", required=True)
 
@@ -67,7 +69,20 @@ def _draw(options: argparse.Namespace) -> int:
     suffix = Path(options.output).suffix
     check_output("draw", options.output, ".svg", ".html")
     if options.ranks > _MOST_RANKS:
-        raise InvalidArgumentError(f"-p {options.ranks}: a picture has at most {_MOST_RANKS} ranks")
+        raise InvalidArgumentError(
+            f"-n {options.ranks}: a picture has at most {_MOST_RANKS} ranks",
+            hint="`unisono simulate` runs thousands",
+        )
+    if options.size and options.net is None:
+        raise InvalidArgumentError(
+            f"-b {options.size}: rounds have no size; it needs a network",
+            hint="add --net switch, or another of `unisono simulate`",
+        )
+    if "," in options.algorithm:
+        raise InvalidArgumentError(
+            f"--algorithm {options.algorithm}: a picture has one algorithm",
+            hint="`unisono simulate` takes a list, and `-o` draws their times",
+        )
     from unisono.workbench.simulate.pictures.diagrams import diagram
 
     timeline = _timeline(options)
@@ -89,7 +104,12 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     """Return the schedule over time that the flags describe."""
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
-    from unisono.workbench.simulate.pictures.timeline import in_rounds, in_time
+    from unisono.workbench.simulate.pictures.timeline import (
+        MOST_MESSAGES,
+        count_messages,
+        in_rounds,
+        in_time,
+    )
 
     name = named(options.op, options.algorithm)
     net = None if options.net is None else machine_of(options.net)
@@ -100,16 +120,37 @@ def _timeline(options: argparse.Namespace) -> Timeline:
         if hosts:
             net.values["ranks_per_host"] = per_host
         local = local_of(net, p)
+        per_host = net.values["ranks_per_host"]
+    check_hosts(options.op, name, p, per_host)
     root = options.root if options.op in ROOTED else -1
     schedule = build(options.op, name, p, root, options.pipeline, local)
+    # Messages grow with the ranks. Only the limit of messages makes the largest number useful.
+    if count_messages(schedule) > MOST_MESSAGES:
+        raise InvalidArgumentError(_too_many(options, name, local))
     if net is None:
         return in_rounds(schedule)
     if net.values["model"] == "loggops":
         raise InvalidArgumentError(f"--net {net.name} is for the model loggops, which is not drawn")
     return in_time(
-        schedule, options.size, net.network(name, p), net.costs(name), itemsize=4,
+        schedule, options.size or _SIZE, net.network(name, p), net.costs(name), itemsize=4,
         padded=net.values["padded"], contended=net.values["model"] == "links",
     )  # fmt: skip
+
+
+def _too_many(options: argparse.Namespace, name: str, local: int) -> str:
+    """Return an error text with the largest number of ranks that a picture has."""
+    from unisono.core.schedules import build
+    from unisono.core.schedules.ir import ROOTED
+    from unisono.workbench.simulate.pictures.timeline import MOST_MESSAGES, count_messages
+
+    text = f"-n {options.ranks}: {options.op} ({name}) has more than {MOST_MESSAGES:,} messages"
+    for p in range(options.ranks - 1, 1, -1):
+        root = min(options.root, p - 1) if options.op in ROOTED else -1
+        with contextlib.suppress(UnisonoError):
+            schedule = build(options.op, name, p, root, options.pipeline, local)
+            if count_messages(schedule) <= MOST_MESSAGES:
+                return f"{text}; -n {p} is drawn"
+    return text
 
 
 def _write(path: str, picture: Picture) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.core.base import config
 from unisono.errors import InvalidArgumentError
-from unisono.workbench.bench.algorithms import HELP, named
+from unisono.workbench.bench.algorithms import HELP, is_file, named, operation_of
 from unisono.workbench.bench.plan import OPS, parse_nbytes
 from unisono.workbench.cli.compress import (
     add_compress,
@@ -28,7 +28,15 @@ from unisono.workbench.cli.flags import (
     positive,
     write_json,
 )
-from unisono.workbench.cli.simulate import MANY, coded_row, machine_of, per_host_of, row_of, us_text
+from unisono.workbench.cli.simulate import (
+    MANY,
+    coded_row,
+    default_net,
+    machine_of,
+    per_host_of,
+    row_of,
+    us_text,
+)
 from unisono.workbench.cli.terminal import plain
 
 if TYPE_CHECKING:
@@ -132,8 +140,13 @@ def _one_algorithm(options: argparse.Namespace) -> int:
     from unisono.core.schedules.registry import known_algorithms
     from unisono.workbench.cli.one_algorithm import explain_algorithm
 
-    names = known_algorithms()
-    if options.op not in names:
+    text = options.op
+    if is_file(text):
+        options.op = named(operation_of(text), text)
+    elif text.replace("-", "_") in known_algorithms():
+        text = options.op = text.replace("-", "_")
+    else:
+        names = known_algorithms()
         known = [*OP_NAMES, *names]
         hint = meant(options.op, dict(zip(known, known, strict=True)))
         options.parser.error(
@@ -146,7 +159,7 @@ def _one_algorithm(options: argparse.Namespace) -> int:
         if getattr(options, flag) != options.parser.get_default(flag):
             given = flag.replace("_", "-")
             options.parser.error(f"{options.op} is an algorithm, which has no --{given}")
-    explain_algorithm(options.op)
+    explain_algorithm(options.op, text)
     return 0
 
 
@@ -201,7 +214,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
 
     # Where links are shared, thousands of ranks take minutes for all algorithms.
     model = options.model or ("alpha-beta" if options.ranks > MANY else None)
-    net = machine_of(options.net or ("fat-tree" if options.per_host > 1 else "switch"), model)
+    net = machine_of(options.net or default_net(options.per_host), model)
     if options.hosts > 1:
         net.values["ranks_per_host"] = options.per_host
     if options.net is None and far_apart(options.ranks, topology.round_trip_us):
@@ -242,6 +255,8 @@ def _print(
             try:
                 row = row_of(options, net, name, (p, local, options.size))
                 times["predicted"] = row["time_us"]
+                if "unproved" in row:
+                    print(f"# {row['unproved']}", flush=True)
             except InvalidArgumentError as error:
                 print(f"# {error.what}", flush=True)
         if name in measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = [plain(line) for line in str(error).split("\n")]
             print("unisono: error:", "\n".join(lines), file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            # `unisono run` has handlers of its own.
+            return interrupted()
         finally:
             # At exit Python would report a closed pipe in words of its own.
             sys.stdout.flush()
@@ -43,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the output has left (`| head`).
         _discard_output()
         return 128 + 13  # SIGPIPE, which Windows does not name
+
+
+def interrupted() -> int:
+    """Say that a Ctrl-C ends the command, and return its exit code."""
+    print("unisono: interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from unisono.errors import UnisonoError
 
 if TYPE_CHECKING:
     from unisono.core.schedules import Schedule
@@ -24,28 +27,36 @@ def sections(text: str) -> dict[str, str]:
     return found
 
 
-def explain_algorithm(name: str) -> None:
-    """Print an algorithm, from the docstrings of its builders."""
+def explain_algorithm(name: str, text: str) -> None:
+    """Print an algorithm, from the docstrings of its builders.
+
+    Args:
+        name: Its name.
+        text: What --algorithm takes: the name, or a file.
+    """
     from unisono.core.schedules import available
     from unisono.core.schedules.registry import operations_of
 
     builders = operations_of(name)
     texts = {op: sections(inspect.getdoc(builder) or "") for op, builder in builders.items()}
     (op, first), *others = texts.items()
-    print(f"{name}, {op}: {first['does']}\n")
+    # A user's function may be wrong: then there is no output.
+    drawn = list(picture(op, name))
+    print(f"{name}, {op}: {first['does'] or 'no docstring'}\n")
     print(f"cost    {first.get('cost', 'not given')}")
     print("        n: bytes of the whole data, p: ranks, L: ranks per host, H: hosts, m: pieces")
     print(f"use     {first.get('use', 'not given')}")
     print(f"source  {first.get('source', 'not given')}")
-    for line in picture(op, name):
-        print(line)
-    for other, text in others:
-        print(f"\n{other}: {text['does']}\n    cost  {text.get('cost', 'not given')}")
+    print("\n".join(drawn))
+    for other, parts in others:
+        print(f"\n{other}: {parts['does']}\n    cost  {parts.get('cost', 'not given')}")
     small = _world(op, name)
-    p, hosts = (64, 8) if name in available(op, 64, local=8) else small
+    larger = text == name and name in available(op, 64, local=8)
+    p, hosts = (64, 8) if larger else small
     words = f"unisono draw {op} -n {small[0]} --hosts {small[1]}"
-    print(f"\ndraw it     {words} --algorithm {name} -o {name}.html")
-    print(f"compare it  unisono simulate {op} -n {p} --hosts {hosts} --net fat-tree -b 1M")
+    print(f"\ndraw it     {words} --algorithm {text} -o {name}.html")
+    words = f"unisono simulate {op} -n {p} --hosts {hosts} --net fat-tree -b 1M"
+    print(f"compare it  {words}" + f" --algorithm {text},linear" * (text != name))
 
 
 def picture(op: str, name: str) -> Iterator[str]:
@@ -63,10 +74,18 @@ def picture(op: str, name: str) -> Iterator[str]:
 
 def _world(op: str, name: str) -> tuple[int, int]:
     """Return few ranks that an algorithm serves, and their hosts."""
-    from unisono.core.schedules import available
+    from unisono.core.schedules import build
+    from unisono.core.schedules.ir import ROOTED
 
-    ranks = 4 if name in available(op, 4, local=2) else 8
-    return ranks, ranks // 2
+    # Functions and programs of users may serve few sizes.
+    for ranks in (4, 8, 16, 32, 64, *range(2, 128)):
+        hosts = max(1, ranks // 2)
+        with contextlib.suppress(UnisonoError):
+            build(op, name, ranks, 0 if op in ROOTED else -1, 1, ranks // hosts)
+            return ranks, hosts
+    # The error of the smallest usual size.
+    build(op, name, 4, 0 if op in ROOTED else -1, 1, 2)
+    return 4, 2
 
 
 def _parameters(op: str, name: str) -> set[str]:
@@ -97,7 +116,8 @@ def _table(schedule: Schedule) -> Iterator[str]:
     wide = max([_WIDTH, *(len(" ".join(each)) + 2 for each in cells.values())])
     more = "..." if schedule.rounds > shown else ""
     numbers = "".join(str(k + 1).ljust(wide) for k in range(shown))
-    yield f"round   {numbers}{more}".rstrip()
+    digits = len(str(schedule.world_size - 1))
+    yield f"round{' ' * (2 + digits)}{numbers}{more}".rstrip()
     for rank in range(schedule.world_size):
         row = [" ".join(cells.get((rank, k), [])).ljust(wide) for k in range(shown)]
-        yield f"rank {rank}  {''.join(row)}".rstrip()
+        yield f"rank {rank:<{digits}}  {''.join(row)}".rstrip()

@@ -209,7 +209,7 @@ def _changed(options: argparse.Namespace, job: Job) -> tuple[Job, Simulated | No
     n, size = len(job.steps), options.ranks or len(job.steps)
     if options.net is None:
         needs = {
-            "-p": size != n, "--hosts": options.hosts, "--slow-link": options.slow_link,
+            "-n": size != n, "--hosts": options.hosts, "--slow-link": options.slow_link,
             "--lose-host": options.lose_host is not None, "--place": options.place != "blocks",
             "--model": options.model,
         }  # fmt: skip
@@ -225,7 +225,7 @@ def _changed(options: argparse.Namespace, job: Job) -> tuple[Job, Simulated | No
         inside = n // replicas.number
         if size % inside:
             raise InvalidArgumentError(
-                f"replay: -p {size}: a replica has {inside} ranks, expected a multiple"
+                f"replay: -n {size}: a replica has {inside} ranks, expected a multiple"
             )
         chosen = [data % replicas.number for data in range(size // inside)]
         job, _ = resized(job, chosen, replicas, options.grow, blocks=options.keep_blocks)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.workbench.bench.algorithms import HELP, named
+from unisono.workbench.bench.algorithms import HELP, named, proof_note
 from unisono.workbench.bench.plan import OPS, SizeRange
 from unisono.workbench.cli.compress import (
     add_compress,
@@ -31,6 +30,7 @@ from unisono.workbench.cli.flags import (
     write_json,
     write_text,
 )
+from unisono.workbench.cli.simulated_plot import plot
 from unisono.workbench.cli.terminal import plain, working
 
 if TYPE_CHECKING:
@@ -95,7 +95,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
     add("--algorithm", default="all", metavar="A,B", help=f"all (the default), or each a {HELP}")
     add("--pipeline", type=depth, default=0, metavar="N", help="pieces; auto: as a group (auto)")
-    add("--net", default="switch", metavar="FILE", help="a shipped network or a TOML file (switch)")
+    add(
+        "--net",
+        metavar="FILE",
+        help="a shipped network or a TOML file (switch; fat-tree with --hosts)",
+    )
     add("--model", choices=("links", "loggops", "alpha-beta"), help="(what the network has)")
     add(
         "--against", metavar="FILE", help="output of nccl-tests: compare, and name what explains it"
@@ -121,8 +125,8 @@ def _against(options: argparse.Namespace) -> int:
     given = {
         "--json": options.json, "--plot": options.output, "--goal": options.goal,
         "-b": options.minbytes, "-e": options.maxbytes, "-f": options.stepfactor,
-        "-p": run.ranks and ranks, "--hosts": run.ranks and options.hosts,
-        "a second -p": ranks[1:], "--compress": options.compress,
+        "-n": run.ranks and ranks, "--hosts": run.ranks and options.hosts,
+        "a second -n": ranks[1:], "--compress": options.compress,
     }  # fmt: skip
     if unused := ", ".join(flag for flag, value in given.items() if value):
         raise InvalidArgumentError(f"--against {options.against} makes no use of {unused}")
@@ -175,7 +179,14 @@ def _simulate(options: argparse.Namespace) -> int:
         options.algorithm = ",".join(names)
     net, least = _machine(options), options.minbytes or _SIZE
     sizes = SizeRange(least, options.maxbytes or least, options.stepfactor or _FACTOR)
+    # An algorithm that is wrong ends the command before its output begins.
+    for p in options.ranks if options.algorithm != "all" else ():
+        for name in options.algorithm.split(","):
+            _scheduled(options, net, name, (p, local_of(net, p), least))
     print(f"# {options.op}; net {net.name}: {plain(net.values['about'])}")
+    for note in (_hosts_note(options, net), sizes.note()):
+        if note:
+            print(f"# {note}")
     if net.values["model"] == "loggops":
         model = net.loggops(max(options.ranks))
         ns = [ps / 1000 for ps in list(vars(model).values())[:5]]
@@ -189,28 +200,51 @@ def _simulate(options: argparse.Namespace) -> int:
                 found = _rows(options, net, p, nbytes, refused)
                 rows += sorted(found, key=lambda row: float(row["time_us"]))
     finally:
+        for note in dict.fromkeys(row["unproved"] for row in rows if "unproved" in row):
+            print(f"# {note}")
         _print_table(rows)
     if not rows:
         raise InvalidArgumentError(f"no algorithm of {options.op} runs on net {net.name}")
     write_json(options, {"op": options.op, "net": net.name, "values": net.values, "rows": rows})
     if options.output:
-        _plot(rows, options)
+        plot(rows, options)
     return 0
 
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine of --net, with the ranks per host of --hosts."""
-    net = machine_of(options.net, options.model)
-    own = net.values["ranks_per_host"]
+    per_host = 0
     if options.hosts:
         if len(options.ranks) > 1:
             raise InvalidArgumentError("--hosts needs one number of ranks")
-        net.values["ranks_per_host"] = per_host_of(options.ranks[0], options.hosts)
+        per_host = per_host_of(options.ranks[0], options.hosts)
+    options.net = options.net or default_net(per_host)
+    net = machine_of(options.net, options.model)
+    own = net.values["ranks_per_host"]
+    net.values["ranks_per_host"] = per_host or own
     # What others measured is an all_reduce on the hosts of the file, in its model.
     same = options.op == "all_reduce" and net.values["ranks_per_host"] == own
     if not same or options.model or options.pipeline > 1:
         net.published.clear()
     return net
+
+
+def default_net(per_host: int) -> str:
+    """Return the network of a command without --net; the one for many ranks per host has hosts."""
+    return "fat-tree" if per_host > 1 else "switch"
+
+
+def _hosts_note(options: argparse.Namespace, net: Machine) -> str:
+    """Return what --hosts means here."""
+    if not options.hosts:
+        return ""
+    p, per_host = options.ranks[0], net.values["ranks_per_host"]
+    text = f"--hosts {options.hosts}: {per_host} rank{'s' * (per_host > 1)} per host"
+    if p % per_host:
+        text += f", {p % per_host} on the last; algorithms that need equal hosts do not run"
+    if per_host > 1 and net.values["topology"] != "hosts":
+        text += f"; net {net.name} has no hosts: its links stay"
+    return text
 
 
 def machine_of(name: str, model: str | None = None) -> Machine:
@@ -293,7 +327,8 @@ def _cells(row: SimulatedRow) -> list[str]:
     least, most = map(us_text, row.get("range_us", (0.0, 0.0)))
     measured = row["published_us"]
     return [
-        str(row["ranks"]), str(row["size_bytes"]), row["algorithm"],
+        str(row["ranks"]), str(row["size_bytes"]),
+        row["algorithm"] + " (not proved)" * ("unproved" in row),
         ("" if row["exact"] else "~") + us_text(row["time_us"]),
         *(us_text(row[part]) if part in row else "-" for part in _PARTS),
         str(row["pipeline"]), f"{row['algbw']:.2f}", f"{row['busbw']:.2f}",
@@ -319,6 +354,8 @@ def row_of(
         "ranks": p, "size_bytes": nbytes, "algorithm": name, "rounds": schedule.rounds,
         "pipeline": depth,
     }  # fmt: skip
+    if switched is None and (note := proof_note(options.op, name, p, root, local)):
+        row["unproved"] = note
     if options.goal or net.values["model"] == "loggops":
         program = program_of(Traffic(schedule, nbytes, options.itemsize, work=False).all_rows(), p)
         if options.goal:
@@ -386,8 +423,9 @@ def _scheduled(
         if options.goal:
             raise InvalidArgumentError(f"--goal: {name} has switches that reduce, GOAL has none")
         return net.in_switches(name, p, nbytes, options.pipeline)
-    depth = 1
-    if entry(options.op, name).pipelined:
+    depth, found, per_host = 1, entry(options.op, name), net.values["ranks_per_host"]
+    check_hosts(options.op, name, p, per_host)
+    if found.pipelined:
         # Without a depth, that of a group.
         topology = topology_on(net, p)
         depth = options.pipeline or select(options.op, nbytes, topology, name).pipeline
@@ -403,8 +441,23 @@ def per_host_of(p: int, hosts: int) -> int:
     """
     per_host = -(-p // hosts)
     if -(-p // per_host) != hosts:
-        raise InvalidArgumentError(f"-p {p} does not fill {hosts} hosts")
+        raise InvalidArgumentError(f"-n {p} does not fill {hosts} hosts")
     return per_host
+
+
+def check_hosts(op: str, name: str, p: int, per_host: int) -> None:
+    """Check that an algorithm for equal hosts has them.
+
+    Raises:
+        InvalidArgumentError: The last host has fewer ranks.
+    """
+    from unisono.core.schedules.registry import entry
+
+    if entry(op, name).two_level and p % per_host and p > per_host:
+        raise InvalidArgumentError(
+            f"{op} ({name}) needs equally many ranks on each host; {p} ranks on "
+            f"{-(-p // per_host)} hosts are {per_host} per host, and {p % per_host} on the last"
+        )
 
 
 def local_of(net: Machine, p: int) -> int:
@@ -427,37 +480,3 @@ def topology_on(net: Machine, p: int) -> Topology:
 def us_text(us: float) -> str:
     """Return microseconds as the tables show them."""
     return f"{us:,.1f}" if us < 10_000 else f"{us:,.0f}"
-
-
-def _plot(rows: list[SimulatedRow], options: argparse.Namespace) -> None:
-    """Draw a line per algorithm, and the published times as crosses."""
-    from unisono.workbench.bench.plot import save
-
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    figure, panel = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    over = "ranks" if len(options.ranks) > 1 else "size_bytes"
-    for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-        mine = [row for row in rows if row["algorithm"] == name]
-        x, measured = [row[over] for row in mine], [row["published_us"] for row in mine]
-        # matplotlib has 10 colours.
-        style = "-" if number < 10 else "--"
-        times = [row["time_us"] for row in mine]
-        (line,) = panel.plot(x, times, style, marker="o", markersize=4, label=name)
-        if any(measured):
-            mark = {"color": line.get_color(), "markersize": 10, "markeredgewidth": 2}
-            panel.plot(x, measured, "x", label=f"{name}, published", **mark)
-    panel.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel="time (us)")
-    values = sorted({row[over] for row in rows})
-    panel.set_xticks(values, [str(value) for value in values], rotation=30 * (len(values) > 6))
-    panel.minorticks_off()
-    low, high = panel.get_ylim()
-    if high < 10 * low:
-        panel.set_yticks([float(f"{low * (high / low) ** (part / 5):.2g}") for part in range(1, 5)])
-    panel.yaxis.set_major_formatter("{x:,.4g}")
-    panel.set_title(f"{options.op} in virtual time, net {options.net}", loc="left")
-    panel.grid(True, color="#dddddd")
-    panel.legend(frameon=False)
-    save(figure, options.output)
-    pyplot.close(figure)

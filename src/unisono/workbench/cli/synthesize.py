@@ -22,7 +22,14 @@ from unisono.workbench.cli.flags import (
     seconds,
     write_text,
 )
-from unisono.workbench.cli.simulate import local_of, machine_of, per_host_of, topology_on, us_text
+from unisono.workbench.cli.simulate import (
+    default_net,
+    local_of,
+    machine_of,
+    per_host_of,
+    topology_on,
+    us_text,
+)
 from unisono.workbench.cli.terminal import plain, progress_bar, working
 
 if TYPE_CHECKING:
@@ -54,7 +61,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     nbytes = checked(parse_nbytes)
     add("-b", "--size", type=nbytes, default="1M", metavar="SIZE", help="of the whole data (1M)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
-    add("--net", default="switch", metavar="FILE", help="a shipped network or a TOML file (switch)")
+    add(
+        "--net",
+        metavar="FILE",
+        help="a shipped network or a TOML file (switch; fat-tree with --hosts)",
+    )
     add("--model", choices=("links", "alpha-beta"), help="(what the network has)")
     add("--seconds", type=seconds, default=60.0, metavar="S", help="limit of the search (60)")
     add("--candidates", type=positive, default=300, metavar="N", help="to try at most (300)")
@@ -74,11 +85,12 @@ def _synthesize(options: argparse.Namespace) -> int:
             raise InvalidArgumentError(f"-o {output}: expected .py or .xml")
         check_writable(output)
     op, p, nbytes = options.op, options.ranks, options.size
+    per_host = per_host_of(p, options.hosts) if options.hosts else 0
+    options.net = options.net or default_net(per_host)
     net = machine_of(options.net, options.model)
     if net.values["model"] == "loggops":
         raise InvalidArgumentError(f"--net {net.name} is for the model loggops, without links")
-    if options.hosts:
-        net.values["ranks_per_host"] = per_host_of(p, options.hosts)
+    net.values["ranks_per_host"] = per_host or net.values["ranks_per_host"]
     root = options.root if op in ROOTED else -1
     if root >= p:
         raise InvalidArgumentError(f"-r {root}: expected a rank below {p}")
@@ -139,7 +151,7 @@ def _write(options: argparse.Namespace, output: str, best: Candidate, net: str) 
         about = f"{what}: {us_text(best.us)} us.\n\n{best.plan}; seed {options.seed}."
         write_text(output, to_python(best.schedule, name, about))
         algorithm = f"{output}:{name}"
-    words = ["unisono", "simulate", options.op, "-p", options.ranks, "-b", options.size]
+    words = ["unisono", "simulate", options.op, "-n", options.ranks, "-b", options.size]
     words += ["--hosts", options.hosts] if options.hosts else []
     words += ["-r", best.schedule.root] if best.schedule.root >= 0 else []
     words += ["--net", options.net, *(["--model", options.model] if options.model else [])]

@@ -84,6 +84,8 @@ def _tune(options: argparse.Namespace) -> int:
         return 0
     if options.show:
         tables = tuning.read_tables().values()
+        if not tables:
+            print("# no tables: `unisono tune` measures one")
         for table in tables:
             _show(table)
         write_json(options, f"[{','.join(table.to_json() for table in tables)}]\n")
@@ -95,6 +97,8 @@ def _tune(options: argparse.Namespace) -> int:
     # The last call of a pass begins before the limit.
     limit_s = max(1.0, 0.95 * (options.seconds - _START_S))
     plan = measuring.TuningPlan(ops, sizes, limit_s)
+    if note := sizes.note():
+        print(f"{_PREFIX}{note}", file=sys.stderr)
     if options.net:
         _tune_in_virtual_time(options, ops, sizes)
         return 0
@@ -105,7 +109,12 @@ def _tune(options: argparse.Namespace) -> int:
         return 0
     from unisono.launcher.spawn import spawn
 
-    spawn(measure_and_save, (plan,), options.ranks or max(2, usable_cores()))
+    ranks = options.ranks or max(2, usable_cores())
+    print(
+        f"{_PREFIX}{ranks} ranks measure {', '.join(ops)} for {options.seconds:g} s",
+        file=sys.stderr,
+    )
+    spawn(measure_and_save, (plan,), ranks)
     return 0
 
 
@@ -121,13 +130,13 @@ def _tune_in_virtual_time(
     from unisono.workbench.cli.simulate import MANY, machine_of, row_of, topology_on
 
     if not options.ranks:
-        raise InvalidArgumentError("tune: --net needs -p, the number of ranks")
+        raise InvalidArgumentError("tune: --net needs -n, the number of ranks")
     p, begun_s = options.ranks, time.perf_counter()
     net = machine_of(options.net, "alpha-beta" if p > MANY else None)
     topology, local = topology_on(net, p), net.values["ranks_per_host"]
     if p % local or p <= local:
         raise InvalidArgumentError(
-            f"tune: -p {p} is not 2 or more full hosts of net {net.name}, which have {local} ranks"
+            f"tune: -n {p} is not 2 or more full hosts of net {net.name}, which have {local} ranks"
         )
     shape = GroupShape("native", "tcp", p, local, topology.round_trip_us)
     settings = argparse.Namespace(root=0, itemsize=4, goal=None, pipeline=0, orders=0)

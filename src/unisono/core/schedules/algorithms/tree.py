@@ -112,7 +112,7 @@ def binomial_scatter(p: int, root: int) -> Schedule:
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:
     """Send the vector down a binary tree, in `pipeline` chunks.
 
-    Cost: H-1+m rounds of 2n/m bytes, H = floor(lg p); 2n sent by inner ranks.
+    Cost: h-1+m rounds of 2n/m bytes, h = floor(lg p); 2n sent by inner ranks.
     Source: Open MPI's bcast "binary".
     """
     return tree_schedule("broadcast", "tree", [_binary(p, root)], root, pipeline)
@@ -121,7 +121,7 @@ def broadcast(p: int, root: int, pipeline: int) -> Schedule:
 def reduce(p: int, root: int, pipeline: int) -> Schedule:
     """Send partial results up a binary tree, in `pipeline` chunks.
 
-    Cost: H-1+m rounds, H = floor(lg p); n sent, 2n received and reduced by inner ranks.
+    Cost: h-1+m rounds, h = floor(lg p); n sent, 2n received and reduced by inner ranks.
     Source: Open MPI's reduce "binary".
     """
     return tree_schedule("reduce", "tree", [_binary(p, root)], root, pipeline)
@@ -131,7 +131,7 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
     """Reduce up a binary tree and broadcast down the same tree, in `pipeline` chunks.
 
     Use: small and medium data on many ranks.
-    Cost: 2H-1+m rounds, H = floor(lg p); 3n sent by inner ranks.
+    Cost: 2h-1+m rounds, h = floor(lg p); 3n sent by inner ranks.
     Source: NCCL's tree all-reduce, with one tree.
     """
     return tree_schedule("all_reduce", "tree", [_binary(p, 0)], -1, pipeline)

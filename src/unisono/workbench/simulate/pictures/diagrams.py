@@ -48,7 +48,8 @@ def _rounds(timeline: Timeline) -> Picture:
     width = max(_LEFT + wide * stages + 16, 24 + 9 * len(title))
     picture = Picture(width, _TOP + high * ranks + _LEGEND + 6)
     picture.label(12, 18, title, 13, bold=True)
-    for k in range(stages):
+    # A single rank has a stage, but no round.
+    for k in range(schedule.rounds):
         picture.label(_LEFT + wide * (k + 0.5), _TOP - 10, str(k + 1), 10, "middle")
         if k % 2 == 0:
             picture.box(_LEFT + wide * k, _TOP - 4, wide, high * ranks + 2, "#f5f5f5")

@@ -80,6 +80,18 @@ class Timeline:
     result: Result | None = None
 
 
+def count_messages(schedule: Schedule) -> int:
+    """Return the number of messages of a schedule; a post counts for each rank that reads it."""
+    ranks, receiving = (
+        np.arange(schedule.world_size),
+        [Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE],
+    )
+    return sum(
+        int(np.isin(schedule.steps(k, ranks)[:, 1], receiving).sum())
+        for k in range(schedule.stages)
+    )
+
+
 def in_rounds(schedule: Schedule) -> Timeline:
     """Return a schedule with a round as the unit of time."""
     return Timeline(schedule, tuple(_messages(schedule)), float(schedule.stages))
