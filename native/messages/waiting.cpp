@@ -5,9 +5,8 @@
 #include <set>
 #include <utility>
 
-#include <sched.h>
-
 #include "core/clock.hpp"
+#include "core/cores.hpp"
 #include "core/finally.hpp"
 #include "core/futex.hpp"
 
@@ -94,7 +93,8 @@ bool Waiting::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock&
     if (now > ends_ns) return false;
     // wait_slowly() checks deadlines, signals and lost ranks.
     ends_ns = std::min(ends_ns, now + kSliceNs);
-    if (is_on_this_core(core) || round > patience.busy_rounds) sched_yield();
+    const bool yields = round > patience.busy_rounds;
+    if (is_on_this_core(core) ? is_crowded_ || !step_aside(*core) : yields) sched_yield();
   }
   return false;
 }
@@ -103,6 +103,15 @@ bool Waiting::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock&
 bool Waiting::is_on_this_core(const Core* core) {
   const uint32_t here = record_core(parts_.inbox.head().core);
   return core != nullptr && here != 0 && core->load(std::memory_order_relaxed) == here;
+}
+
+// Leave this core to the peer, which needs it. False: this thread stays.
+bool Waiting::step_aside(const Core& peer) {
+  cpu_set_t taken;
+  CPU_ZERO(&taken);
+  const uint32_t core = peer.load(std::memory_order_relaxed);
+  if (core != 0) CPU_SET(core - 1, &taken);
+  return leave_core(taken, parts_.inbox.head().core);
 }
 
 Code Waiting::wait_slowly(const Operation* op, int64_t timeout_ns, const Core* core) {

@@ -72,6 +72,7 @@ class Waiting {
 
   bool spin(const Operation* op, int64_t ends_ns, const Core* core, Lock& lock);
   bool is_on_this_core(const Core* core);
+  bool step_aside(const Core& peer);
   Code wait_slowly(const Operation* op, int64_t timeout_ns, const Core* core);
   bool is_over(const Operation* op) const;
   Code sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core, bool* polls);

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include <sched.h>
-
 #include "core/clock.hpp"
+#include "core/cores.hpp"
 #include "core/futex.hpp"
 
 namespace unisono {
@@ -319,12 +318,6 @@ void Group::wake_waiters() {
   if (mine.sleepers.load(std::memory_order_relaxed) != 0 && !is_crowded_) futex_wake_all(mine.flag);
 }
 
-// Whether a peer cannot be running because this rank runs on the same core. This is a guess.
-bool Group::is_on_this_core(int peer) {
-  const uint32_t core = record_core(segment_->words(rank_).core);
-  return core != 0 && segment_->words(peer).core.load(std::memory_order_relaxed) == core;
-}
-
 Status Group::wait_for(int peer, uint64_t value, int step) {
   if (spin(peer, value)) return {};
   const Status status =
@@ -350,7 +343,8 @@ bool Group::spin(int peer, uint64_t value) {
       idler_->idle();
       idler_ = nullptr;
     }
-    if (round > patience.busy_rounds || is_on_this_core(peer)) sched_yield();
+    const bool yields = round > patience.busy_rounds;
+    if (is_on_this_core(peer) ? !step_aside() : yields) sched_yield();
   }
   return false;
 }

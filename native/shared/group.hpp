@@ -110,6 +110,7 @@ class Group final : public Runner {
     return segment_->words(peer).flag.load(std::memory_order_acquire) >= value;
   }
   bool is_on_this_core(int peer);
+  bool step_aside();
   Status wait_for(int peer, uint64_t value, int step);
   bool spin(int peer, uint64_t value);
   Status wait_slowly(int peer, uint64_t value, int step);

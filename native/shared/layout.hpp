@@ -15,9 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include <sched.h>
-
 #include "core/agreement.hpp"
+#include "core/cores.hpp"
 
 namespace unisono {
 
@@ -82,15 +81,5 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared words must not
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared words must not need a lock");
 static_assert(sizeof(RankWords) == 2 * kInterferenceBytes && sizeof(Header) == kInterferenceBytes,
               "layout");
-
-// Record on which core this thread runs, as its number plus 1. 0: unknown.
-inline uint32_t record_core(std::atomic<uint32_t>& recorded) {
-  const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
-  // Other ranks poll this cache line, and each store takes it from them.
-  if (recorded.load(std::memory_order_relaxed) != core) {
-    recorded.store(core, std::memory_order_relaxed);
-  }
-  return core;
-}
 
 }  // namespace unisono
