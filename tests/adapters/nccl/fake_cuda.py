@@ -179,15 +179,15 @@ class Handle:
     def __init__(self):
         self._bytes = ctypes.create_string_buffer(64)
 
-    def getPtr(self):  # noqa: N802
+    def getPtr(self):
         return ctypes.addressof(self._bytes)
 
 
-def _driver_call(function):
+def _driver_call(name, function):
     """Return a function of the driver: (0, value), or a failure that was planned."""
 
     def call(*arguments):
-        if current_device() in refused.get(function.__name__, ()):
+        if current_device() in refused.get(name, ()):
             return 801, None
         made = function(*arguments)
         return (0,) if made is None else (0, made)
@@ -251,23 +251,23 @@ def compiled_on_cpu(text, options):
 class NVRTC(types.ModuleType):
     """cuda.bindings.nvrtc; a program is its text and, later, its code."""
 
-    def nvrtcCreateProgram(self, text, name, *headers):  # noqa: N802
+    def nvrtcCreateProgram(self, text, name, *headers):
         return 0, [text]
 
-    def nvrtcCompileProgram(self, program, count, options):  # noqa: N802
+    def nvrtcCompileProgram(self, program, count, options):
         ranks = tuple(each.decode() for each in options if each.startswith(b"-DRANKS"))
         with _compiling:
             program.append(compiled_on_cpu(program[0], ranks))
         return (0,)
 
-    def nvrtcGetCUBINSize(self, program):  # noqa: N802
+    def nvrtcGetCUBINSize(self, program):
         return 0, len(program[1])
 
-    def nvrtcGetCUBIN(self, program, code):  # noqa: N802
+    def nvrtcGetCUBIN(self, program, code):
         code[:] = program[1]
         return (0,)
 
-    def nvrtcDestroyProgram(self, program):  # noqa: N802
+    def nvrtcDestroyProgram(self, program):
         return (0,)
 
 
@@ -818,8 +818,7 @@ def _modules():
     driver = types.ModuleType("cuda.bindings.driver")
     driver.cuMemcpyDtoDAsync = copy_async
     for name, function in _DRIVER.items():
-        function.__name__ = name
-        setattr(driver, name, _driver_call(function))
+        setattr(driver, name, _driver_call(name, function))
     driver.CUipcMemHandle = Handle
     driver.CUdevice_P2PAttribute = SimpleNamespace(
         CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3

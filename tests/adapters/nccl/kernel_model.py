@@ -26,16 +26,16 @@ class Block:
         rank: This rank.
         size: Number of ranks.
         order: Of `orders`.
-        slots: 1 plants the fault of a single slot.
     """
 
-    def __init__(self, algorithm, rank, size, order, slots=2):
+    def __init__(self, algorithm, rank, size, order):
         self.kernel, self.rank, self.size = getattr(self, algorithm), rank, size
-        self.raised, self.seen, self.slots = *order, slots
+        self.raised, self.seen = order
         self.skip = ()
         """Meetings that are left out: a planted fault."""
         self.reads = []
         """(number of the meeting before, peer, part) of each read of another rank."""
+        self.written = set()
 
     def calls(self, number):
         """Yield the steps of calls in a row; return the results of each."""
@@ -44,6 +44,8 @@ class Block:
             self.call, self.met, self.out = call, 0, {}
             yield from self.kernel()
             results.append(self.out)
+        for place in sorted(self.written):
+            yield Write(place, "freed", PLAIN)
         return results
 
     def value(self, rank, part):
@@ -51,7 +53,12 @@ class Block:
         return (self.call, rank, part)
 
     def place(self, rank, part):
-        return f"rank {rank} slot {self.call % self.slots} part {part}"
+        return f"rank {rank} part {part}"
+
+    def write(self, part, value):
+        place = self.place(self.rank, part)
+        self.written.add(place)
+        yield Write(place, value, PLAIN)
 
     def read(self, rank, part):
         if rank != self.rank:
@@ -59,7 +66,7 @@ class Block:
         return (yield Read(self.place(rank, part), PLAIN))
 
     def copy_in(self, part):
-        yield Write(self.place(self.rank, part), self.value(self.rank, part), PLAIN)
+        yield from self.write(part, self.value(self.rank, part))
 
     def sum_of(self, ranks, part):
         values = []
@@ -71,7 +78,7 @@ class Block:
         self.met += 1
         if self.met in self.skip:
             return
-        meeting = 2 * self.call + self.met - 1
+        meeting = 3 * self.call + self.met - 1
         peers = [rank for rank in ranks if rank != self.rank]
         for peer in peers:
             yield Write(f"flag of {peer} by {self.rank}", meeting, self.raised)
@@ -84,6 +91,7 @@ class Block:
         yield from self.copy_in(0)
         yield from self.meet(everyone)
         self.out[0] = yield from self.sum_of(everyone, 0)
+        yield from self.meet(everyone)
 
     def two_shot(self):
         everyone = range(self.size)
@@ -91,12 +99,13 @@ class Block:
             yield from self.copy_in(part)
         yield from self.meet(everyone)
         total = yield from self.sum_of(everyone, self.rank)
-        yield Write(self.place(self.rank, self.rank), total, PLAIN)
+        yield from self.write(self.rank, total)
         self.out[self.rank] = total
         yield from self.meet(everyone)
         for turn in range(1, self.size):
             part = (self.rank + turn) % self.size
             self.out[part] = yield from self.read(part, part)
+        yield from self.meet(everyone)
 
     def cube_mesh(self):
         half = self.size // 2
@@ -105,9 +114,10 @@ class Block:
         yield from self.copy_in(0)
         yield from self.meet(quad)
         own = yield from self.sum_of(quad, 0)
-        yield Write(self.place(self.rank, "partial"), own, PLAIN)
+        yield from self.write("partial", own)
         yield from self.meet([relay])
         self.out[0] = ("sum", own, (yield from self.read(relay, "partial")))
+        yield from self.meet([*quad, relay])
 
 
 def run(blocks, number, choose):

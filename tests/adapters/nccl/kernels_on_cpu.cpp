@@ -95,7 +95,8 @@ extern "C" void launch(void (*kernel)(Call), const Call* call, unsigned blocks, 
 
 #ifdef MAIN
 // Calls in a row without anything between them but the meetings, of sizes that change the blocks.
-constexpr Index PLACE = 4096, SLOT = 4096, PARTIAL = 2048, CALLS = 12;
+// At the end a rank overwrites its memory, as if it were freed.
+constexpr Index CALLS = 12, BYTES = PARTIAL + 4096;
 
 static void rank_thread(unsigned rank, std::vector<unsigned char*> memory, std::atomic<int>* wrong) {
   unsigned stop = 0;
@@ -106,18 +107,18 @@ static void rank_thread(unsigned rank, std::vector<unsigned char*> memory, std::
     Call call{};
     std::memcpy(call.memory, memory.data(), sizeof call.memory);
     call.input = call.output = (unsigned char*)values.data();
-    call.stop = &stop, call.nbytes = 4 * count, call.slot = PLACE + turn % 2 * SLOT;
-    call.partial = call.slot + PARTIAL, call.meeting = 2 * turn, call.rank = rank;
+    call.stop = &stop, call.nbytes = 4 * count, call.meeting = 3 * turn, call.rank = rank;
     call.quad = 0xfu << rank / 4 * 4, call.relay = rank ^ 4;
     auto kernel = RANKS == 8 ? cube_mesh_float32 : turn % 2 ? one_shot_float32 : two_shot_float32;
     launch(kernel, &call, count > 100 ? 2 : 1, threads);
     for (unsigned i = 0; i < count; i++)
       *wrong += values[i] != (float)(RANKS * (RANKS - 1) / 2 + RANKS * (i % 7 + turn));
   }
+  std::memset(memory[rank], 0xdd, BYTES);
 }
 
 int main() {
-  std::vector<std::vector<Pack>> room(RANKS, std::vector<Pack>((PLACE + 2 * SLOT) / 16));
+  std::vector<std::vector<Pack>> room(RANKS, std::vector<Pack>(BYTES / 16));
   std::vector<unsigned char*> memory;
   for (auto& each : room) memory.push_back((unsigned char*)each.data());
   std::atomic<int> wrong{0};

@@ -1,9 +1,11 @@
 """IntraNodeComm over the fake GPU: the text of its kernels runs on the CPU, with threads."""
 
+import ctypes
 import os
 import shutil
 import subprocess
 import threading
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,18 +17,21 @@ import unisono as dist
 from tests.adapters.nccl import fake_cuda
 from tests.adapters.nccl.test_nccl import LIMIT_S, on_gpus
 from tests.support.oracle import check, reduction, values
+from tests.support.together import on_threads
 from unisono.adapters.nccl import intra_node
 from unisono.adapters.nccl.intra_node import (
     DTYPES,
     ONE_SHOT_BYTES,
     TWO_SHOT_BYTES,
     VARIABLE,
+    _call_type,
     algorithm_of,
     blocks_of,
     places_of,
 )
 from unisono.adapters.nccl.nvrtc import SOURCE, compiled
 from unisono.errors import CollectiveAbortedError, CollectiveMismatchError, CollectiveTimeoutError
+from unisono.testing import run
 
 TEXT = files("unisono.adapters.nccl").joinpath(SOURCE).read_text(encoding="utf-8")
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -66,13 +71,14 @@ def unlink():
 
 
 def test_the_choice_by_size():
-    KiB, MiB = 1 << 10, 1 << 20  # noqa: N806
-    sizes = (8, 256 * KiB, 256 * KiB + 4, 10 * MiB, 10 * MiB + 4)
+    kib, mib = 1 << 10, 1 << 20
+    sizes = (8, 256 * kib, 256 * kib + 4, 10 * mib, 10 * mib + 4)
     chosen = ["one_shot", "one_shot", "two_shot", "two_shot", None]
     assert [algorithm_of(n, is_cube=False) for n in sizes] == chosen
     chosen = ["cube_mesh", "cube_mesh", None, None, None]
     assert [algorithm_of(n, is_cube=True) for n in sizes] == chosen
-    assert (ONE_SHOT_BYTES, TWO_SHOT_BYTES) == (256 * KiB, 10 * MiB)
+    assert ONE_SHOT_BYTES == 256 * kib
+    assert TWO_SHOT_BYTES == 10 * mib
     assert [blocks_of(n, "one_shot", 4) for n in (1, 8192, 8208, 1 << 20)] == [1, 1, 2, 24]
     assert blocks_of(4 * 8208, "two_shot", 4) == 2
 
@@ -116,16 +122,17 @@ PLANTED = {
     "nothing": (2, "", ""),
     "nothing with three": (3, "", ""),
     "nothing in a cube mesh": (8, "", ""),
-    "no barrier before the flag": (2, "unsigned meeting) {\n  __syncthreads();", "unsigned meeting) {"),
+    "no barrier before the flag": (2, "  __syncthreads();\n  unsigned peer", "  unsigned peer"),
     "no second meeting": (2, "if (!meet(call, EVERYONE, call.meeting + 1)) return;", ""),
+    "no last meeting": (2, "  meet(call, EVERYONE, call.meeting + 1);", ""),
+    "no third meeting": (2, "  meet(call, EVERYONE, call.meeting + 2);", ""),
+    "no last meeting of relays": (8, "call.quad | 1u << call.relay", "call.quad"),
     "no meeting of relays": (8, "if (!meet(call, 1u << call.relay, call.meeting + 1)) return;", ""),
     "no meeting of the quad": (8, "if (!meet(call, call.quad, call.meeting)) return;", ""),
-    "one slot": (3, "call.memory[rank] + offset",
-                 "call.memory[rank] + (offset >= 8192 ? offset - 4096 : offset)"),
-    "partial results in the slot": (8, "packs_at(call, call.rank, call.partial)[i] = sum_of",
-                                    "packs_at(call, call.rank, call.slot)[i] = sum_of"),
-    "other parts": (3, "if (!meet(call, EVERYONE, call.meeting)) return;\n  Index begin",
-                    "if (call.rank < 99) part++;\n  if (!meet(call, EVERYONE, call.meeting)) return;\n  Index begin"),
+    "partial results in the slot": (8, "packs_at(call, call.rank, PARTIAL)[i] = sum_of",
+                                    "packs_at(call, call.rank, SLOT)[i] = sum_of"),
+    "blocks that read other packs": (3, "Index begin = call.rank * part;",
+                                     "Index begin = call.rank * part; part += call.rank;"),
     "relaxed": (2, "", ""),
 }  # fmt: skip
 
@@ -146,8 +153,57 @@ def test_races_of_the_kernels_are_found(name, tmp_path):
         check=True,
     )
     env = os.environ | {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
-    run = subprocess.run([program], env=env, capture_output=True, text=True)
-    assert (run.returncode == 0) == name.startswith("nothing"), run.stdout + run.stderr
+    ended = subprocess.run([program], env=env, capture_output=True, text=True)
+    found = ended.returncode != 0
+    assert found != name.startswith("nothing"), ended.stdout + ended.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("algorithm", "size"), [("one_shot", 3), ("two_shot", 3), ("cube_mesh", 8)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_are_those_of_the_cpu_engine(algorithm, size, dtype):
+    counts = (1, 8, 333)
+    cpu = run(cpu_sums, size, args=(algorithm, dtype, counts), ranks="threads")
+    library = ctypes.CDLL(fake_cuda.compiled_on_cpu(TEXT.encode(), (f"-DRANKS={size}",)).decode())
+    memory = [np.zeros(1 << 19, np.uint8) for _ in range(size)]
+    places = places_of(CUBE) if algorithm == "cube_mesh" else [(0, 0)] * size
+    made = [[values(dtype, rank, count).copy() for rank in range(size)] for count in counts]
+
+    def kernels(rank):
+        for call, arrays in enumerate(made, 1):
+            address = arrays[rank].ctypes.data
+            structure = _call_type(size)(
+                tuple(each.ctypes.data for each in memory), address, address,
+                stop.ctypes.data, arrays[rank].nbytes, 3 * call, rank,
+                *places[rank],
+            )  # fmt: skip
+            kernel = getattr(library, f"{algorithm}_{dtype}")
+            library.launch(kernel, ctypes.byref(structure), 2, 8)
+
+    stop = np.zeros(1, np.uint32)
+    on_threads(*(partial(kernels, rank) for rank in range(size)))
+    for call, arrays in enumerate(made):
+        for rank in range(size):
+            mine, theirs = (as_bits(x, dtype) for x in (arrays[rank], cpu[rank][call]))
+            assert np.array_equal(mine, theirs), (counts[call], rank)
+
+
+def cpu_sums(rank, algorithm, dtype, counts):
+    results = []
+    for count in counts:
+        x = values(dtype, rank, count).copy()
+        dist.all_reduce(x, algorithm={"two_shot": "rank_order"}.get(algorithm, algorithm))
+        results.append(x)
+    return results
+
+
+def as_bits(x, dtype):
+    """Return the bits, with one NaN for all: which NaN a processor makes is its own choice."""
+    kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    x = x.view(kind)
+    return np.where(np.isnan(x), 1, x.view(f"u{kind.itemsize}"))
 
 
 # ---- over the fake GPU --------------------------------------------------------------------------
@@ -226,7 +282,7 @@ def test_arrays_at_any_address_and_many_calls(gpu):
             for _ in range(3):
                 dist.all_reduce(x)
             assert np.array_equal(x.get(), np.arange(50 + at) * 3 * 4)
-            assert host[: at].sum() + host[50 + 2 * at :].sum() == 0
+            assert host[:at].sum() + host[50 + 2 * at :].sum() == 0
 
     on_gpus(2, body)
 
@@ -271,7 +327,7 @@ def test_a_rank_that_does_not_want_it(gpu, launched, monkeypatch):
     assert not launched
 
 
-# ---- ranks that are late, wrong or stopped --------------------------------------------------------
+# ---- ranks that are late, wrong or stopped -----------------------------------------------------
 
 
 @needs_compiler

@@ -1,11 +1,11 @@
 // The all-reduce kernels of IntraNodeComm. NVRTC compiles this text for RANKS ranks, a number.
 //
-// Each rank has memory that all ranks have mapped: flags, then two slots of data. A call copies the
-// input into one slot, meets the other ranks, and reads their slots. Block b of a rank reads only
+// Each rank has memory that all ranks have mapped: flags, then a slot for data. A call copies the
+// input into the slot, meets the other ranks, and reads their slots. Block b of a rank reads only
 // what the blocks b of other ranks have written, so blocks need not wait for one another.
 //
-// The next call uses the other slot. A rank writes into a slot again two calls later. Its blocks
-// have met those ranks in the call between, which those ranks began after the end of their reads.
+// A call ends with a meeting: no rank reads the slot of another any more. So a rank may write into
+// it again in the next call, which the stream begins after this one, or free it.
 //
 // A flag has the number of the last meeting, which only grows. The host can set `stop`, which ends
 // every wait, because a rank that has died raises no flag. The result is then undefined.
@@ -21,13 +21,17 @@ struct Call {
   unsigned char* output;   // may be the input
   const unsigned* stop;    // a word of the host
   unsigned long long nbytes;
-  unsigned long long slot;  // offset of the slot
-  unsigned long long partial;  // offset of the partial results of `cube_mesh`
   unsigned meeting;        // number of the first meeting of the call
   unsigned rank;
   unsigned quad;   // bits of the ranks that reduce together, this rank included
   unsigned relay;  // the rank with the sum of the other four
 };
+
+typedef unsigned long long Index;
+
+// Offsets. Partial results of `cube_mesh` have a place of their own, because the quad may still
+// read the slot.
+constexpr Index SLOT = 4096, PARTIAL = SLOT + (256 << 10);
 
 // A test replaces these words of PTX by C++, and runs the kernels on a CPU.
 #ifndef ON_A_CPU
@@ -104,8 +108,6 @@ static __device__ void add(Pack& sum, const Pack& other) {
 
 // ---- memory -------------------------------------------------------------------------------------
 
-typedef unsigned long long Index;
-
 static __device__ Index packs_of(const Call& call) { return (call.nbytes + 15) / 16; }
 
 // The packs of a thread: first(), then one every stride().
@@ -131,7 +133,7 @@ static __device__ void copy_in(const Call& call, Index i) {
     for (Index at = 16 * i; at < 16 * i + 16 && at < call.nbytes; at++)
       pack.word[at % 16 / 4] |= (unsigned)call.input[at] << at % 4 * 8;
   }
-  packs_at(call, call.rank, call.slot)[i] = pack;
+  packs_at(call, call.rank, SLOT)[i] = pack;
 }
 
 static __device__ void copy_out(const Call& call, Index i, const Pack& pack) {
@@ -152,7 +154,7 @@ static __device__ Pack sum_of(const Call& call, unsigned ranks, Index i) {
   // All loads before the first addition, so that they overlap.
 #pragma unroll
   for (unsigned rank = 0; rank < RANKS; rank++)
-    if (ranks >> rank & 1) read[rank] = packs_at(call, rank, call.slot)[i];
+    if (ranks >> rank & 1) read[rank] = packs_at(call, rank, SLOT)[i];
   bool any = false;
 #pragma unroll
   for (unsigned rank = 0; rank < RANKS; rank++) {
@@ -193,6 +195,7 @@ static __device__ void one_shot(const Call& call) {
   for (Index i = first(); i < packs; i += stride()) copy_in(call, i);
   if (!meet(call, EVERYONE, call.meeting)) return;
   for (Index i = first(); i < packs; i += stride()) copy_out(call, i, sum_of<T>(call, EVERYONE, i));
+  meet(call, EVERYONE, call.meeting + 1);
 }
 
 // Part q of the data is what rank q reduces. In every part a thread has the same packs.
@@ -207,31 +210,32 @@ static __device__ void two_shot(const Call& call) {
   // No other rank reads this part of this rank's slot before the second meeting.
   for (Index i = first(); i < part && begin + i < packs; i += stride()) {
     Pack sum = sum_of<T>(call, EVERYONE, begin + i);
-    packs_at(call, call.rank, call.slot)[begin + i] = sum;
+    packs_at(call, call.rank, SLOT)[begin + i] = sum;
     copy_out(call, begin + i, sum);
   }
   if (!meet(call, EVERYONE, call.meeting + 1)) return;
   for (unsigned turn = 1; turn < RANKS; turn++) {
     unsigned q = (call.rank + turn) % RANKS;  // not all ranks read from one rank
     for (Index i = first(); i < part && q * part + i < packs; i += stride())
-      copy_out(call, q * part + i, packs_at(call, q, call.slot)[q * part + i]);
+      copy_out(call, q * part + i, packs_at(call, q, SLOT)[q * part + i]);
   }
+  meet(call, EVERYONE, call.meeting + 2);
 }
 
-// The partial results have a place of their own, because the quad may still read the slot.
 template <class T>
 static __device__ void cube_mesh(const Call& call) {
   Index packs = packs_of(call);
   for (Index i = first(); i < packs; i += stride()) copy_in(call, i);
   if (!meet(call, call.quad, call.meeting)) return;
   for (Index i = first(); i < packs; i += stride())
-    packs_at(call, call.rank, call.partial)[i] = sum_of<T>(call, call.quad, i);
+    packs_at(call, call.rank, PARTIAL)[i] = sum_of<T>(call, call.quad, i);
   if (!meet(call, 1u << call.relay, call.meeting + 1)) return;
   for (Index i = first(); i < packs; i += stride()) {
-    Pack sum = packs_at(call, call.rank, call.partial)[i];
-    add<T>(sum, packs_at(call, call.relay, call.partial)[i]);
+    Pack sum = packs_at(call, call.rank, PARTIAL)[i];
+    add<T>(sum, packs_at(call, call.relay, PARTIAL)[i]);
     copy_out(call, i, sum);
   }
+  meet(call, call.quad | 1u << call.relay, call.meeting + 2);
 }
 
 #define KERNEL(algorithm, name, type) \

@@ -40,9 +40,10 @@ _MOST_RANKS = 8
 _QUAD = 4
 
 _THREADS, _MOST_BLOCKS = 512, 24
-_FLAG_BYTES = 4096
-_SLOT_BYTES = TWO_SHOT_BYTES
-_MEMORY_BYTES = _FLAG_BYTES + 2 * _SLOT_BYTES
+_MEETINGS = 3
+"""Of a call, at most."""
+_MEMORY_BYTES = 4096 + TWO_SHOT_BYTES
+"""Flags and the slot."""
 _ROW_BYTES = 1024
 
 
@@ -174,19 +175,19 @@ class IntraNodeComm:
     def all_reduce(self, algorithm: str, dtype: DType, address: int, elements: int) -> None:
         """Enqueue a call in place. All ranks must make the same calls in the same order.
 
-        Cost: `intra_node.cu` has the memory traffic of each kernel; two meetings, one_shot: one.
+        Cost: n the data, p the ranks: one_shot 2 meetings, pn read; two_shot 3 meetings, 2n read;
+        cube_mesh 3 meetings, 5n read.
         """
         if not elements:
             return
         nbytes = elements * dtype.itemsize
-        # Two meetings per call; the flags begin with 0.
-        self._meeting = (self._meeting + 2) % 2**32
-        slot = _FLAG_BYTES + self._meeting // 2 % 2 * _SLOT_BYTES
+        # The flags begin with 0.
+        self._meeting = (self._meeting + _MEETINGS) % 2**32
         quad, relay = self._place or (0, 0)
 
         # The memory of the host has one address for the host and all GPUs.
         call = _call_type(self._size)(
-            tuple(self._memory), address, address, self._word, nbytes, slot, slot + ONE_SHOT_BYTES,
+            tuple(self._memory), address, address, self._word, nbytes,
             self._meeting, self._rank, quad, relay,
         )  # fmt: skip
         driver = self._gpu.driver
@@ -233,7 +234,7 @@ def _call_type(size: int) -> type[ctypes.Structure]:
     """Return the kernels' struct Call for a number of ranks."""
     far, near = ctypes.c_uint64, ctypes.c_uint32
     fields: list[tuple[str, Any]] = [("memory", far * size)]
-    fields += [(name, far) for name in ("input", "output", "stop", "nbytes", "slot", "partial")]
+    fields += [(name, far) for name in ("input", "output", "stop", "nbytes")]
     fields += [(name, near) for name in ("meeting", "rank", "quad", "relay")]
     return type("_Call", (ctypes.Structure,), {"_fields_": fields})
 
