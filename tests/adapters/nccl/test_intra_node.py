@@ -30,7 +30,13 @@ from unisono.adapters.nccl.intra_node import (
     places_of,
 )
 from unisono.adapters.nccl.nvrtc import SOURCE, compiled
-from unisono.errors import CollectiveAbortedError, CollectiveMismatchError, CollectiveTimeoutError
+from unisono.errors import (
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    UnisonoError,
+    UnsupportedError,
+)
 from unisono.testing import run
 
 TEXT = files("unisono.adapters.nccl").joinpath(SOURCE).read_text(encoding="utf-8")
@@ -77,8 +83,7 @@ def test_the_choice_by_size():
     assert [algorithm_of(n, is_cube=False) for n in sizes] == chosen
     chosen = ["cube_mesh", "cube_mesh", None, None, None]
     assert [algorithm_of(n, is_cube=True) for n in sizes] == chosen
-    assert ONE_SHOT_BYTES == 256 * kib
-    assert TWO_SHOT_BYTES == 10 * mib
+    assert (256 * kib, 10 * mib) == (ONE_SHOT_BYTES, TWO_SHOT_BYTES)
     assert [blocks_of(n, "one_shot", 4) for n in (1, 8192, 8208, 1 << 20)] == [1, 1, 2, 24]
     assert blocks_of(4 * 8208, "two_shot", 4) == 2
 
@@ -105,7 +110,7 @@ def test_nvrtc_compiles_every_kernel(monkeypatch):
     try:
         codes = [compiled(capability, 2) for capability in ((8, 0), (9, 0))]
         codes += [compiled((9, 0), ranks) for ranks in (3, 8)]
-    except dist.UnisonoError as error:
+    except UnisonoError as error:
         pytest.skip(error.what)
     for code in codes:
         assert code.startswith(b"\x7fELF")
@@ -113,7 +118,7 @@ def test_nvrtc_compiles_every_kernel(monkeypatch):
             for dtype in DTYPES:
                 assert f".text.{algorithm}_{dtype}".encode() in code
     monkeypatch.setattr("unisono.adapters.nccl.nvrtc.SOURCE", "nvrtc.py")
-    with pytest.raises(dist.UnsupportedError, match="error"):
+    with pytest.raises(UnsupportedError, match="error"):
         compiled((9, 0), 4)
 
 
@@ -397,7 +402,7 @@ def test_a_kernel_that_does_not_end_is_stopped_at_the_deadline(gpu):
         if rank == 1:
             fake_cuda.Stream(0).put(gate.wait, LIMIT_S)
         work = dist.all_reduce(x, async_op=True, timeout=0.5)
-        with pytest.raises(dist.UnisonoError) as caught:
+        with pytest.raises(UnisonoError) as caught:
             work.wait(LIMIT_S)
         raised.wait(LIMIT_S)
         gate.set()

@@ -36,7 +36,7 @@ VARIABLE = "ENABLE_INTRA_NODE_COMM"
 
 DTYPES = ("float32", "float16", "bfloat16")
 ONE_SHOT_BYTES, TWO_SHOT_BYTES = 256 << 10, 10 << 20
-_MOST_RANKS = 8
+MOST_RANKS = 8
 _QUAD = 4
 
 _THREADS, _MOST_BLOCKS = 512, 24
@@ -175,8 +175,7 @@ class IntraNodeComm:
     def all_reduce(self, algorithm: str, dtype: DType, address: int, elements: int) -> None:
         """Enqueue a call in place. All ranks must make the same calls in the same order.
 
-        Cost: n the data, p the ranks: one_shot 2 meetings, pn read; two_shot 3 meetings, 2n read;
-        cube_mesh 3 meetings, 5n read.
+        Cost: of n bytes on p ranks: one_shot reads pn, two_shot 2n, cube_mesh 5n.
         """
         if not elements:
             return
@@ -207,7 +206,7 @@ class IntraNodeComm:
                 ctypes.c_uint32.from_address(self._word).value = 1
 
     def free(self) -> None:
-        """Unmap and free all memory, after the kernels. The GPU must be current.
+        """Unmap and free all memory; first waits for the stream. The GPU must be current.
 
         Other ranks may still have the memory mapped; the driver keeps it until they end, too. NCCL
         relies on the same in an abort.
@@ -217,10 +216,11 @@ class IntraNodeComm:
             memory, self._memory = self._memory, [0] * self._size
             word, self._word = self._word, 0
             module, self._module = self._module, None
+        # A kernel may not have begun, because it waits for other work of the program.
+        driver.cuStreamSynchronize(int(self._stream.handle))
         for rank, address in enumerate(memory):
             if address and rank != self._rank:
                 driver.cuIpcCloseMemHandle(address)
-        # It waits for the kernels of this GPU, which use the word and the module, too.
         if memory[self._rank]:
             driver.cuMemFree(memory[self._rank])
         if word:
@@ -264,8 +264,8 @@ def connect(
                 if each["why"]]  # fmt: skip
         return rows, whys[0] if whys else ""
 
-    if not 2 <= spec.size <= _MOST_RANKS:
-        return None, f"{spec.size} ranks; it serves 2 to {_MOST_RANKS}"
+    if not 2 <= spec.size <= MOST_RANKS:
+        return None, f"{spec.size} ranks; it serves 2 to {MOST_RANKS}"
     comm: IntraNodeComm | None = None
     row: dict[str, Any] = {"why": "", "host": memory_host(), "gpu": gpu.uuid, "handle": ""}
     try:

@@ -221,24 +221,27 @@ class NCCLLink:
         if self.intra_node is not None:
             # Now, because NCCL's abort may block behind these kernels.
             self.intra_node.stop()
-        thread = threading.Thread(target=self._abort, name="unisono-nccl-abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
-        return not thread.is_alive()
+        aborted = threading.Event()
+        threading.Thread(
+            target=self._abort, args=(aborted,), name="unisono-nccl-abort", daemon=True
+        ).start()
+        return aborted.wait(_ABORT_S)
 
-    def _abort(self) -> None:
+    def _abort(self, aborted: threading.Event) -> None:
         try:
-            with self.gpu.current(), self._lock:
-                if not self._freed:
-                    self._freed = True
-                    self._comm.abort()
-                    self._free_intra_node()
+            with self.gpu.current():
+                with self._lock:
+                    if not self._freed:
+                        self._freed = True
+                        self._comm.abort()
+                aborted.set()
+                # The error need not wait for this, which waits for the stream.
+                if self.intra_node is not None:
+                    self.intra_node.free()
         except Exception:
             _log.exception("the abort of a communicator of NCCL failed")
-
-    def _free_intra_node(self) -> None:
-        if self.intra_node is not None:
-            self.intra_node.free()
+        finally:
+            aborted.set()
 
     def close(self, *, orderly: bool) -> None:
         """End the communicator; abort it if the other ranks do not end it, too, or cannot."""
@@ -256,7 +259,8 @@ class NCCLLink:
                 with self.held():
                     self._freed = True
                     self._comm.destroy()
-                    self._free_intra_node()
+                if self.intra_node is not None:
+                    self.intra_node.free()
         except Exception as error:
             _log.debug("abort instead of destroy: %r", error)
             self.abort()
