@@ -203,7 +203,23 @@ def _allocated_memory(nbytes, *flags):
 
 
 def _free(address):
-    _held.pop(address).fill(0xDD)
+    memory = _held.pop(address)
+    memory.fill(0xDD)
+    # Other ranks may have it mapped: the driver keeps it for them.
+    _allocated.append(memory)
+
+
+_launches = []
+"""Events after all launched kernels."""
+
+
+def _end_kernels():
+    """Wait for what an abort has left: threads that free memory, kernels that end soon."""
+    for thread in threading.enumerate():
+        if thread.name == "unisono-nccl-abort":
+            thread.join(60)
+    while _launches:
+        _launches.pop().sync()
 
 
 def _shared(address):
@@ -224,6 +240,7 @@ def _launched(kernel, *how):
     # Fewer of both, on all ranks alike.
     grid = min(blocks, 2), min(threads, 8)
     Stream(stream).put(lambda: library.launch(kernel, call, *grid))
+    _launches.append(Stream(stream).record())
 
 
 def _kernel(module, name):
@@ -844,6 +861,7 @@ def installed():
     try:
         yield
     finally:
+        _end_kernels()
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]
