@@ -27,7 +27,7 @@ help:
 	@echo "make test    run every check, then the tests with a sample of the sweeps"
 	@echo "make test-all  run every check and every test, as CI does"
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
-	@echo "make test-gpu  the NCCL backend on a GPU; skipped without a GPU"
+	@echo "make test-gpu  NCCL and IntraNodeComm on a GPU; without a GPU the kernels' compilation and model"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make test-portable  a sample of the tests as on macOS: Linux's own facilities are hidden"
 	@echo "make test-arm  the C++ engine for aarch64, under qemu (Debian, root)"
@@ -92,9 +92,9 @@ frameworks: $(STAMP)
 test-reference: $(STAMP)
 	@UNISONO_ENGINE=reference $(PYTEST) --all tests/core tests/beyond tests/faults
 
-# On a machine with a GPU, torch and nccl4py; ranks share the GPU. Without a GPU all are skipped.
+# On a machine with a GPU, torch and nccl4py; ranks share the GPU. At most 8 minutes; ends with a table.
 test-gpu: $(STAMP)
-	@UNISONO_TEST_GPU=1 $(PYTEST) --all tests/adapters/nccl/test_gpu.py
+	@$(BIN)/python -m tests.adapters.nccl.gpu_check
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)

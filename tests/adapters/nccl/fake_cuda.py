@@ -1,11 +1,12 @@
-"""A fake GPU for tests: cuda.core, the driver's copy, CuPy and NCCL, over memory of the host.
+"""A fake GPU for tests: cuda.core, the driver, CuPy and NCCL, over memory of the host.
 
 Streams are threads that run kernels in order, so results appear late, as on a GPU. Kernels of NCCL
 meet over a store, also between processes. As with NCCL, a kernel whose peers do not come waits for
 an abort of its communicator. So does a kernel whose peers made another call. A send waits for its
 receive. The first call of a kind is in progress until all its ranks have made it. A test fails if a
 call is on the wrong GPU, or of a communicator that is freed or still busy. A real GPU would crash
-there. Memory has other values once it is freed.
+there. Memory has other values once it is freed. A C++ compiler stands for NVRTC, and the kernels
+that it compiles run with a thread of C++ for each thread of CUDA.
 
     with fake_cuda.installed():
         x = fake_cuda.array([1.0, 2.0])      # on the current GPU
@@ -13,15 +14,21 @@ there. Memory has other values once it is freed.
         x.get()                              # waits for the current stream, as CuPy does
 """
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import itertools
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 import weakref
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -154,6 +161,147 @@ def at(address, nbytes):
 def copy_async(target, source, nbytes, stream):
     Stream(stream).put(lambda: np.copyto(at(target, nbytes), at(source, nbytes)))
     return (0,)
+
+
+# ---- the driver, for IntraNodeComm -------------------------------------------------------------
+
+_held = {}
+"""What the driver has given -> memory; "open": addresses that are mapped."""
+links = {}
+"""(GPU, GPU) -> False: no NVLink between them."""
+refused = {}
+"""Name of a function of the driver -> GPUs on which it fails."""
+
+
+class Handle:
+    """CUipcMemHandle."""
+
+    def __init__(self):
+        self._bytes = ctypes.create_string_buffer(64)
+
+    def getPtr(self):
+        return ctypes.addressof(self._bytes)
+
+
+def _driver_call(name, function):
+    """Return a function of the driver: (0, value), or a failure that was planned."""
+
+    def call(*arguments):
+        if current_device() in refused.get(name, ()):
+            return 801, None
+        made = function(*arguments)
+        return (0,) if made is None else (0, made)
+
+    return call
+
+
+def _allocated_memory(nbytes, *flags):
+    memory = np.zeros(nbytes, np.uint8)
+    memory[:4096] = 0xAB
+    _held[memory.ctypes.data] = memory
+    return memory.ctypes.data
+
+
+def _free(address):
+    memory = _held.pop(address)
+    memory.fill(0xDD)
+    # Other ranks may have it mapped: the driver keeps it for them.
+    _allocated.append(memory)
+
+
+_launches = []
+"""Events after all launched kernels."""
+
+
+def _end_kernels():
+    """Wait for what an abort has left: threads that free memory, kernels that end soon."""
+    for thread in threading.enumerate():
+        if thread.name == "unisono-nccl-abort":
+            thread.join(60)
+    while _launches:
+        _launches.pop().sync()
+
+
+def _shared(address):
+    made = Handle()
+    ctypes.memmove(made.getPtr(), address.to_bytes(8, "little"), 8)
+    return made
+
+
+def _mapped(handle, flags):
+    address = int.from_bytes(ctypes.string_at(handle.getPtr(), 8), "little")
+    _held.setdefault("open", []).append(address)
+    return address
+
+
+def _launched(kernel, *how):
+    (blocks, _, _, threads, _, _, _, stream, parameters, _), library = how, kernel.library
+    call = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, library.call_bytes())
+    # Fewer of both, on all ranks alike.
+    grid = min(blocks, 2), min(threads, 8)
+    Stream(stream).put(lambda: library.launch(kernel, call, *grid))
+    _launches.append(Stream(stream).record())
+
+
+def _kernel(module, name):
+    made = getattr(module, name.decode())
+    made.library = module
+    return made
+
+
+_compiling = threading.Lock()
+
+
+@functools.cache
+def compiled_on_cpu(text, options):
+    """Return the path of the kernels, compiled by g++."""
+    folder = Path(tempfile.mkdtemp(prefix="unisono-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "intra_node.cu").write_bytes(text)
+    command = ["g++", "-std=c++20", "-O0", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    source = Path(__file__).with_name("kernels_on_cpu.cpp")
+    command += [f"-I{folder}", *options, str(source), "-o", str(folder / "kernels.so"), "-pthread"]
+    subprocess.run(command, check=True)
+    return str(folder / "kernels.so").encode()
+
+
+class NVRTC(types.ModuleType):
+    """cuda.bindings.nvrtc; a program is its text and, later, its code."""
+
+    def nvrtcCreateProgram(self, text, name, *headers):
+        return 0, [text]
+
+    def nvrtcCompileProgram(self, program, count, options):
+        ranks = tuple(each.decode() for each in options if each.startswith(b"-DRANKS"))
+        with _compiling:
+            program.append(compiled_on_cpu(program[0], ranks))
+        return (0,)
+
+    def nvrtcGetCUBINSize(self, program):
+        return 0, len(program[1])
+
+    def nvrtcGetCUBIN(self, program, code):
+        code[:] = program[1]
+        return (0,)
+
+    def nvrtcDestroyProgram(self, program):
+        return (0,)
+
+
+_DRIVER = {
+    "cuMemAlloc": _allocated_memory, "cuMemHostAlloc": _allocated_memory,
+    "cuMemFree": _free, "cuMemFreeHost": _free,
+    "cuMemsetD8Async": lambda address, value, nbytes, stream: Stream(stream).put(
+        at(address, nbytes).fill, value
+    ),
+    "cuStreamSynchronize": lambda stream: Stream(stream).sync(),
+    "cuIpcGetMemHandle": _shared, "cuIpcOpenMemHandle": _mapped,
+    "cuIpcCloseMemHandle": lambda address: _held["open"].remove(address),
+    "cuModuleLoadData": lambda code: ctypes.CDLL(code.decode()),
+    "cuModuleUnload": lambda module: None, "cuModuleGetFunction": _kernel,
+    "cuLaunchKernel": _launched, "cuDeviceGetCount": lambda: 8,
+    "cuDeviceGetP2PAttribute": lambda kind, a, b: int(links.get((a, b), True)),
+}  # fmt: skip
 
 
 # ---- CuPy ---------------------------------------------------------------------------------------
@@ -686,11 +834,18 @@ def _modules():
     cuda_core.StreamOptions = SimpleNamespace
     driver = types.ModuleType("cuda.bindings.driver")
     driver.cuMemcpyDtoDAsync = copy_async
+    for name, function in _DRIVER.items():
+        setattr(driver, name, _driver_call(name, function))
+    driver.CUipcMemHandle = Handle
+    driver.CUdevice_P2PAttribute = SimpleNamespace(
+        CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3
+    )
     driver.cuCtxGetCurrent, driver.cuCtxSetCurrent = get_context, set_context
     made = {
         "nccl": nccl, "nccl.core": core, "nccl.bindings": types.ModuleType("nccl.bindings"),
         "nccl.bindings.nccl": calls, "cuda": cuda, "cuda.core": cuda_core,
         "cuda.bindings": types.ModuleType("cuda.bindings"), "cuda.bindings.driver": driver,
+        "cuda.bindings.nvrtc": NVRTC("cuda.bindings.nvrtc"),
         "cupy": _cupy(),
     }  # fmt: skip
     for name, module in made.items():
@@ -706,6 +861,7 @@ def installed():
     try:
         yield
     finally:
+        _end_kernels()
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]
@@ -713,9 +869,15 @@ def installed():
                 sys.modules[name] = module
         failing.clear()
         uuids.clear()
+        links.clear()
+        refused.clear()
+        mapped = _held.pop("open", [])
+        left = [*mapped, *_held]
+        _held.clear()
         _streams.clear()
         _allocated.clear()
         stop_servers()
         found = misuses.copy()
         misuses.clear()
     assert not found
+    assert not left, "memory of the driver was not freed"

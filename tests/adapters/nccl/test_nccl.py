@@ -837,7 +837,10 @@ def test_streams_take_streams_and_events_no_callbacks():
 
 def test_libraries_and_their_state(monkeypatch):
     assert dist.is_nccl_available()
-    assert dist.engine_info().nccl == "experimental: run on a single GPU only"
+    known = "experimental: run on a single GPU only; IntraNodeComm "
+    assert dist.engine_info().nccl == known + "off"
+    monkeypatch.setenv("ENABLE_INTRA_NODE_COMM", "1")
+    assert dist.engine_info().nccl == known + "on, never run on a GPU"
     assert "NCCL: experimental" in str(dist.engine_info())
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     with pytest.raises(UnsupportedError, match="backend 'nccl' needs nccl4py and the libraries"):

@@ -4,7 +4,8 @@
     kernels    one collective as calls of NCCL, by addresses
     flat       arrays of a GPU as flat memory
     arrays     what only an array library can do: torch and CuPy
-    link       the communicator: start, error, abort, end
+    link       the communicators: start, error, abort, end
+    intra_node IntraNodeComm: all-reduce by kernels of our own (intra_node.cu, compiled by nvrtc)
     calls      the calls under way, and the thread that watches them
     streams    `Stream` and `Event` over streams of a GPU
     gpu        streams, events and memory of one GPU

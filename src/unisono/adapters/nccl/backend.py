@@ -25,6 +25,7 @@ from unisono.adapters.nccl import flat
 from unisono.adapters.nccl.calls import GPUCall, OpenCalls
 from unisono.adapters.nccl.flat import GPUFlat, index_of
 from unisono.adapters.nccl.gpu import GPU
+from unisono.adapters.nccl.intra_node import is_wanted
 from unisono.adapters.nccl.kernels import CallMemory, Kernels, require_reducible_on
 from unisono.adapters.nccl.library import load
 from unisono.adapters.nccl.link import NCCLLink
@@ -492,7 +493,12 @@ class NCCLBackend(ArrayBackend):
 
     def info(self) -> dict[str, str]:
         check = "before" if self._before else "beside"
-        return {"state": "experimental", "check": check}
+        known = {"state": "experimental", "check": check}
+        if not is_wanted():
+            return known
+        kernels = self._kernels
+        why = "not connected" if kernels is None else kernels.link.no_intra_node
+        return known | {"intra_node": f"no ({why})" if why else "yes"}
 
 
 def _checks_before() -> bool:

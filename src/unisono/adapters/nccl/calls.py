@@ -112,6 +112,7 @@ class OpenCalls:
         self._stop = stop
         self._queue: deque[GPUCall] = deque()
         self._changed = threading.Condition()
+        self._final: BaseException | None = None
         # Reentrant, because a handler of a signal may look again.
         self._looking = threading.RLock()
         self._worker = WorkerThread(f"unisono-nccl-{name}")
@@ -120,9 +121,13 @@ class OpenCalls:
         """Watch a call whose kernels are enqueued."""
         call.calls = self
         with self._changed:
-            self._queue.append(call)
-            self._changed.notify_all()
-            self._worker.start(self._run)
+            if (final := self._final) is None:
+                self._queue.append(call)
+                self._changed.notify_all()
+                self._worker.start(self._run)
+        if final is not None:
+            # Its kernels were enqueued while another thread stopped all: they end without a result.
+            call.finish(final)
 
     def look(self) -> None:
         """End the calls that have ended; a broken call ends all."""
@@ -149,8 +154,10 @@ class OpenCalls:
         """Stop the kernels, and end all calls with an error; return that error."""
         with self._looking:
             final = self._stop(error)
-            failed = list(self._queue)
-            self._queue.clear()
+            with self._changed:
+                self._final = final
+                failed = list(self._queue)
+                self._queue.clear()
         for call in failed:
             call.finish(final)
         return final

@@ -110,6 +110,13 @@ class Kernels:
         if op is None:
             self._move(spec, memory)
             return []
+        comm = self.link.intra_node
+        if comm is not None and spec.collective == "all_reduce" and len(memory.target) == 1:
+            address, count = memory.target[0]
+            if algorithm := comm.algorithm(memory.dtype, op, count):
+                with self.link.held():
+                    comm.all_reduce(algorithm, memory.dtype, address, count)
+                return []
         reduction = reduction_of(memory.dtype, op)
         if reduction is None or spec.collective in _SCANS:
             return self._reduce_here(spec, memory)

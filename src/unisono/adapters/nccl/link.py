@@ -1,4 +1,4 @@
-"""The communicator of NCCL behind one group: start, state, abort and end.
+"""The communicators behind one group, NCCL's and IntraNodeComm: start, state, abort and end.
 
 No step blocks without a limit. The communicator is non-blocking, so that its start ends at the
 group's deadline. `ncclCommAbort` can block in CUDA while another kernel runs, so a thread of its
@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from unisono.adapters.nccl import intra_node
 from unisono.adapters.nccl.gpu import GPU
+from unisono.adapters.nccl.intra_node import IntraNodeComm
 from unisono.adapters.nccl.library import IN_PROGRESS, Libraries, Reduction
 from unisono.core.backends.api import CallOptions, GroupSpec
 from unisono.core.backends.cpu import CPUBackend
@@ -66,6 +68,8 @@ class NCCLLink:
 
     Attributes:
         stream: Of all kernels of the group.
+        intra_node: The other communicator, or None.
+        no_intra_node: Why there is none.
     """
 
     def __init__(
@@ -85,8 +89,9 @@ class NCCLLink:
         # Around each use of the communicator, which an abort in another thread frees.
         self._lock = threading.RLock()
         self._freed = False
+        self.intra_node: IntraNodeComm | None = None
         options = CallOptions(False, deadline, label=called)
-        self._check_gpus(control, options)
+        self.no_intra_node = self._check_gpus(control, options)
         uid = self._publish_uid(control, options)
         nccl = libraries.nccl
         with gpu.current():
@@ -108,21 +113,33 @@ class NCCLLink:
 
         try:
             self.settle(check)
+            if not self.no_intra_node:
+                with gpu.current():
+                    self.intra_node, self.no_intra_node = intra_node.connect(
+                        gpu, self.stream, spec, control, options
+                    )
         except BaseException:
             self.abort()
             raise
+        if self.no_intra_node and intra_node.is_wanted():
+            _log.warning("no IntraNodeComm in group '%s': %s", spec.name, self.no_intra_node)
         self.handle = libraries.calls.Comm(self._comm.ptr)
 
-    def _check_gpus(self, control: CPUBackend, options: CallOptions) -> None:
-        """Check that each rank has a GPU of its own."""
-        mine = np.frombuffer(blake2b(self.gpu.uuid.encode(), digest_size=16).digest(), np.uint8)
+    def _check_gpus(self, control: CPUBackend, options: CallOptions) -> str:
+        """Check that each rank has a GPU of its own; return why no rank may use IntraNodeComm."""
+        digest = blake2b(self.gpu.uuid.encode(), digest_size=16).digest()
+        mine = np.frombuffer(digest + bytes([intra_node.is_wanted()]), np.uint8)
         all_of_them = np.zeros((self._spec.size, mine.size), np.uint8)
         _raise_error(control.all_gather_into_tensor(all_of_them, mine, options))
+        unwanted = [
+            rank for rank, row in zip(self._spec.ranks, all_of_them, strict=True) if not row[-1]
+        ]
+        why = f"{intra_node.VARIABLE} is not 1 on {name_ranks(unwanted)}" if unwanted else ""
         if config.environ().get(_SHARED_GPU) == "1":
-            return
+            return why
         ranks_of: dict[bytes, list[int]] = {}
         for rank, row in zip(self._spec.ranks, all_of_them, strict=True):
-            ranks_of.setdefault(row.tobytes(), []).append(rank)
+            ranks_of.setdefault(row[:-1].tobytes(), []).append(rank)
         for ranks in ranks_of.values():
             if len(ranks) > 1:
                 raise UsageError(
@@ -131,6 +148,7 @@ class NCCLLink:
                     hint="call torch.cuda.set_device(LOCAL_RANK), or cupy.cuda.Device(...).use(); "
                     f"to share a GPU on purpose set {_SHARED_GPU}=1",
                 )
+        return why
 
     def _publish_uid(self, control: CPUBackend, options: CallOptions) -> bytes:
         """Return the id of the communicator, which the first rank makes."""
@@ -200,19 +218,30 @@ class NCCLLink:
 
     def abort(self) -> bool:
         """Stop the kernels and free the communicator; return whether NCCL did so in time."""
-        thread = threading.Thread(target=self._abort, name="unisono-nccl-abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
-        return not thread.is_alive()
+        if self.intra_node is not None:
+            # Now, because NCCL's abort may block behind these kernels.
+            self.intra_node.stop()
+        aborted = threading.Event()
+        threading.Thread(
+            target=self._abort, args=(aborted,), name="unisono-nccl-abort", daemon=True
+        ).start()
+        return aborted.wait(_ABORT_S)
 
-    def _abort(self) -> None:
+    def _abort(self, aborted: threading.Event) -> None:
         try:
-            with self.gpu.current(), self._lock:
-                if not self._freed:
-                    self._freed = True
-                    self._comm.abort()
+            with self.gpu.current():
+                with self._lock:
+                    if not self._freed:
+                        self._freed = True
+                        self._comm.abort()
+                aborted.set()
+                # The error need not wait for this, which waits for the stream.
+                if self.intra_node is not None:
+                    self.intra_node.free()
         except Exception:
             _log.exception("the abort of a communicator of NCCL failed")
+        finally:
+            aborted.set()
 
     def close(self, *, orderly: bool) -> None:
         """End the communicator; abort it if the other ranks do not end it, too, or cannot."""
@@ -230,6 +259,8 @@ class NCCLLink:
                 with self.held():
                     self._freed = True
                     self._comm.destroy()
+                if self.intra_node is not None:
+                    self.intra_node.free()
         except Exception as error:
             _log.debug("abort instead of destroy: %r", error)
             self.abort()

@@ -178,9 +178,15 @@ def _info(engine: str, why: str) -> EngineInfo:
         memory_kind(),
         usable_cores(),
         cpp.BUILD,
-        why_no_nccl() or "experimental: run on a single GPU only",
+        why_no_nccl() or f"experimental: run on a single GPU only; IntraNodeComm {_intra_node()}",
         _encryption(),
     )
+
+
+def _intra_node() -> str:
+    # torch's variable, which the backend reads, too.
+    wanted = config.environ().get("ENABLE_INTRA_NODE_COMM") == "1"
+    return "on, never run on a GPU" if wanted else "off"
 
 
 def _encryption() -> str:

@@ -74,6 +74,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
     add("--algorithm", metavar="NAME", help=f"what the call asks for: {HELP}")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
@@ -101,6 +102,8 @@ def _explain(options: argparse.Namespace) -> int:
     check_compress(options)
     if options.algorithm:
         options.algorithm = named(options.op, options.algorithm)
+    if options.device == "cuda":
+        return _on_gpus(options)
     shape = _shape(options)
     table, topology = read_tables().get(shape), topology_of(shape)
     override = config.get("UNISONO_ALGO")
@@ -136,6 +139,36 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _on_gpus(options: argparse.Namespace) -> int:
+    """Print what moves the data of arrays in the memory of GPUs."""
+    from unisono.adapters.nccl.intra_node import MOST_RANKS, VARIABLE, algorithm_of, is_wanted
+    from unisono.core.schedules.choice.explain import nbytes_text
+
+    for flag in ("algorithm", "net", "model"):
+        if getattr(options, flag) is not None:
+            options.parser.error(f"--device cuda takes no --{flag}: NCCL chooses")
+    near = options.op == "all_reduce" and options.hosts == 1 and 2 <= options.ranks <= MOST_RANKS
+    kernel = algorithm_of(options.size, is_cube=False) if near else None
+    algorithm, why = "nccl", "NCCL chooses"
+    if kernel and is_wanted():
+        algorithm = kernel
+        why = (
+            "IntraNodeComm sums float32, float16 and bfloat16 with it if every GPU has an NVLink to"
+            " each other; else, and for other calls, NCCL chooses"
+        )
+    elif kernel:
+        why += f"; {VARIABLE}=1: {kernel}, if every GPU has an NVLink to each other"
+    size = nbytes_text(options.size)
+    print(f"{options.op} of {size} on {options.ranks} ranks of {options.hosts} hosts, on GPUs")
+    print(f"takes {algorithm}: {why}")
+    document = {
+        "op": options.op, "size_bytes": options.size, "ranks": options.ranks,
+        "hosts": options.hosts, "over": "nccl", "algorithm": algorithm, "reason": why,
+    }  # fmt: skip
+    write_json(options, document)
+    return 0
+
+
 def _one_algorithm(options: argparse.Namespace) -> int:
     from unisono.core.schedules.registry import known_algorithms
     from unisono.workbench.cli.one_algorithm import explain_algorithm
@@ -154,7 +187,8 @@ def _one_algorithm(options: argparse.Namespace) -> int:
         )
     if options.size is not None:
         options.parser.error(f"{options.op} is an algorithm, which has no SIZE")
-    flags = ("ranks", "hosts", "round_trip", "root", "algorithm", "net", "model", "compress")
+    flags = ("ranks", "hosts", "round_trip", "root", "device", "algorithm", "net", "model")
+    flags = (*flags, "compress")
     for flag in flags:
         if getattr(options, flag) != options.parser.get_default(flag):
             given = flag.replace("_", "-")

@@ -1,0 +1,250 @@
+// The all-reduce kernels of IntraNodeComm. NVRTC compiles this text for RANKS ranks, a number.
+//
+// Each rank has memory that all ranks have mapped: flags, then a slot for data. A call copies the
+// input into the slot, meets the other ranks, and reads their slots. Block b of a rank reads only
+// what the blocks b of other ranks have written, so blocks need not wait for one another.
+//
+// A call ends with a meeting: no rank reads the slot of another any more. So a rank may write into
+// it again in the next call, which the stream begins after this one, or free it.
+//
+// A flag has the number of the last meeting, which only grows. The host can set `stop`, which ends
+// every wait, because a rank that has died raises no flag. The result is then undefined.
+
+struct alignas(16) Pack {
+  unsigned word[4];
+};
+
+// A mirror of intra_node.py:_call_type.
+struct Call {
+  unsigned char* memory[RANKS];  // of each rank, as this rank has mapped it
+  const unsigned char* input;
+  unsigned char* output;   // may be the input
+  const unsigned* stop;    // a word of the host
+  unsigned long long nbytes;
+  unsigned meeting;        // number of the first meeting of the call
+  unsigned rank;
+  unsigned quad;   // bits of the ranks that reduce together, this rank included
+  unsigned relay;  // the rank with the sum of the other four
+};
+
+typedef unsigned long long Index;
+
+// Offsets. Partial results of `cube_mesh` have a place of their own, because the quad may still
+// read the slot.
+constexpr Index SLOT = 4096, PARTIAL = SLOT + (256 << 10);
+
+// A test replaces these words of PTX by C++, and runs the kernels on a CPU.
+#ifndef ON_A_CPU
+static __device__ float widened(unsigned half) {
+  float made;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(made) : "h"((unsigned short)half));
+  return made;
+}
+
+static __device__ unsigned narrowed(float value) {
+  unsigned short made;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(made) : "f"(value));
+  return made;
+}
+
+// Pairs with `flag_of`. It releases what the whole block has written, because a barrier of the
+// block comes before it.
+static __device__ void raise_flag(unsigned* flag, unsigned meeting) {
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(meeting) : "memory");
+}
+
+// Pairs with `raise_flag`.
+static __device__ unsigned flag_of(const unsigned* flag) {
+  unsigned seen;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+  return seen;
+}
+
+static __device__ unsigned stop_of(const unsigned* stop) {
+  unsigned seen;
+  asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(seen) : "l"(stop) : "memory");
+  return seen;
+}
+#endif
+
+// ---- arithmetic: every step is rounded to the type, as on the CPU -------------------------------
+
+union Bits {
+  unsigned word;
+  float value;
+};
+
+struct Float32 {
+  static __device__ unsigned add(unsigned a, unsigned b) {
+    Bits x{a}, y{b};
+    x.value += y.value;
+    return x.word;
+  }
+};
+
+struct Float16 {
+  static __device__ unsigned add(unsigned a, unsigned b) {
+    unsigned low = narrowed(widened(a & 0xffff) + widened(b & 0xffff));
+    return low | narrowed(widened(a >> 16) + widened(b >> 16)) << 16;
+  }
+};
+
+struct BFloat16 {
+  static __device__ unsigned rounded(unsigned a, unsigned b) {  // in the upper half
+    Bits sum{Float32::add(a, b)};
+    bool is_nan = sum.value != sum.value;
+    return is_nan ? sum.word | 0x400000 : sum.word + 0x7fff + (sum.word >> 16 & 1);
+  }
+  static __device__ unsigned add(unsigned a, unsigned b) {
+    unsigned low = rounded(a << 16, b << 16) >> 16;
+    return low | (rounded(a & 0xffff0000, b & 0xffff0000) & 0xffff0000);
+  }
+};
+
+template <class T>
+static __device__ void add(Pack& sum, const Pack& other) {
+  for (int i = 0; i < 4; i++) sum.word[i] = T::add(sum.word[i], other.word[i]);
+}
+
+// ---- memory -------------------------------------------------------------------------------------
+
+static __device__ Index packs_of(const Call& call) { return (call.nbytes + 15) / 16; }
+
+// The packs of a thread: first(), then one every stride().
+static __device__ Index first() { return (Index)blockIdx.x * blockDim.x + threadIdx.x; }
+static __device__ Index stride() { return (Index)gridDim.x * blockDim.x; }
+
+static __device__ Pack* packs_at(const Call& call, unsigned rank, Index offset) {
+  return (Pack*)(call.memory[rank] + offset);
+}
+
+// A user's array may begin at any byte, and its last pack may be short. Both are rare, so those
+// loops are not unrolled: that would take the compiler several times as long.
+static __device__ bool is_whole(const Call& call, const unsigned char* array, Index i) {
+  return (Index)array % 16 == 0 && 16 * i + 16 <= call.nbytes;
+}
+
+static __device__ void copy_in(const Call& call, Index i) {
+  Pack pack = {};
+  if (is_whole(call, call.input, i)) {
+    pack = ((const Pack*)call.input)[i];
+  } else {
+#pragma unroll 1
+    for (Index at = 16 * i; at < 16 * i + 16 && at < call.nbytes; at++)
+      pack.word[at % 16 / 4] |= (unsigned)call.input[at] << at % 4 * 8;
+  }
+  packs_at(call, call.rank, SLOT)[i] = pack;
+}
+
+static __device__ void copy_out(const Call& call, Index i, const Pack& pack) {
+  if (is_whole(call, call.output, i)) {
+    ((Pack*)call.output)[i] = pack;
+  } else {
+#pragma unroll 1
+    for (Index at = 16 * i; at < 16 * i + 16 && at < call.nbytes; at++)
+      call.output[at] = (unsigned char)(pack.word[at % 16 / 4] >> at % 4 * 8);
+  }
+}
+
+// Sums pack i of the ranks with a bit in `ranks`, in the order of ranks, so that all ranks compute
+// the same bits.
+template <class T>
+static __device__ Pack sum_of(const Call& call, unsigned ranks, Index i) {
+  Pack read[RANKS], sum;
+  // All loads before the first addition, so that they overlap.
+#pragma unroll
+  for (unsigned rank = 0; rank < RANKS; rank++)
+    if (ranks >> rank & 1) read[rank] = packs_at(call, rank, SLOT)[i];
+  bool any = false;
+#pragma unroll
+  for (unsigned rank = 0; rank < RANKS; rank++) {
+    if (!(ranks >> rank & 1)) continue;
+    if (any) add<T>(sum, read[rank]);
+    else sum = read[rank];
+    any = true;
+  }
+  return sum;
+}
+
+// ---- meetings -----------------------------------------------------------------------------------
+
+// Ranks that meet see what each of them has written before. False: the host has stopped the call.
+static __device__ bool meet(const Call& call, unsigned ranks, unsigned meeting) {
+  __syncthreads();
+  unsigned peer = threadIdx.x;
+  bool stopped = false;
+  if (peer < RANKS && peer != call.rank && ranks >> peer & 1) {
+    unsigned row = blockIdx.x * RANKS;
+    raise_flag((unsigned*)call.memory[peer] + row + call.rank, meeting);
+    const unsigned* flag = (const unsigned*)call.memory[call.rank] + row + peer;
+    // A signed difference, because the numbers begin again after 2**32. The host's word is far
+    // away: it is read rarely.
+    for (unsigned turn = 1; (int)(flag_of(flag) - meeting) < 0 && !stopped; turn++)
+      stopped = turn % 64 == 0 && stop_of(call.stop) != 0;
+  }
+  return !__syncthreads_or(stopped);
+}
+
+// ---- kernels ------------------------------------------------------------------------------------
+
+constexpr unsigned EVERYONE = (1u << RANKS) - 1;
+
+template <class T>
+static __device__ void one_shot(const Call& call) {
+  Index packs = packs_of(call);
+  for (Index i = first(); i < packs; i += stride()) copy_in(call, i);
+  if (!meet(call, EVERYONE, call.meeting)) return;
+  for (Index i = first(); i < packs; i += stride()) copy_out(call, i, sum_of<T>(call, EVERYONE, i));
+  meet(call, EVERYONE, call.meeting + 1);
+}
+
+// Part q of the data is what rank q reduces. In every part a thread has the same packs.
+template <class T>
+static __device__ void two_shot(const Call& call) {
+  Index packs = packs_of(call), part = (packs + RANKS - 1) / RANKS;
+  for (unsigned q = 0; q < RANKS; q++)
+    for (Index i = first(); i < part && q * part + i < packs; i += stride())
+      copy_in(call, q * part + i);
+  if (!meet(call, EVERYONE, call.meeting)) return;
+  Index begin = call.rank * part;
+  // No other rank reads this part of this rank's slot before the second meeting.
+  for (Index i = first(); i < part && begin + i < packs; i += stride()) {
+    Pack sum = sum_of<T>(call, EVERYONE, begin + i);
+    packs_at(call, call.rank, SLOT)[begin + i] = sum;
+    copy_out(call, begin + i, sum);
+  }
+  if (!meet(call, EVERYONE, call.meeting + 1)) return;
+  for (unsigned turn = 1; turn < RANKS; turn++) {
+    unsigned q = (call.rank + turn) % RANKS;  // not all ranks read from one rank
+    for (Index i = first(); i < part && q * part + i < packs; i += stride())
+      copy_out(call, q * part + i, packs_at(call, q, SLOT)[q * part + i]);
+  }
+  meet(call, EVERYONE, call.meeting + 2);
+}
+
+template <class T>
+static __device__ void cube_mesh(const Call& call) {
+  Index packs = packs_of(call);
+  for (Index i = first(); i < packs; i += stride()) copy_in(call, i);
+  if (!meet(call, call.quad, call.meeting)) return;
+  for (Index i = first(); i < packs; i += stride())
+    packs_at(call, call.rank, PARTIAL)[i] = sum_of<T>(call, call.quad, i);
+  if (!meet(call, 1u << call.relay, call.meeting + 1)) return;
+  for (Index i = first(); i < packs; i += stride()) {
+    Pack sum = packs_at(call, call.rank, PARTIAL)[i];
+    add<T>(sum, packs_at(call, call.relay, PARTIAL)[i]);
+    copy_out(call, i, sum);
+  }
+  meet(call, call.quad | 1u << call.relay, call.meeting + 2);
+}
+
+#define KERNEL(algorithm, name, type) \
+  extern "C" __global__ void algorithm##_##name(Call call) { algorithm<type>(call); }
+#define KERNELS(algorithm)                \
+  KERNEL(algorithm, float32, Float32)   \
+  KERNEL(algorithm, float16, Float16)   \
+  KERNEL(algorithm, bfloat16, BFloat16)
+
+KERNELS(one_shot)
+KERNELS(two_shot)
+KERNELS(cube_mesh)
