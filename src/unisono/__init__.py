@@ -76,7 +76,8 @@ _HOMES = {
     "core.c10d.monitored_barrier": "monitored_barrier",
     "beyond.reshard.parts": "Sharded",
     "beyond.reshard.run": "ReshardPlan reshard",
-    "beyond.reshard.versions": "Publisher Subscriber load_arrays save_arrays",
+    "beyond.reshard.checkpoints": "load_arrays save_arrays",
+    "beyond.reshard.versions": "Publisher Subscriber",
     "beyond.state_sync": "sync_state",
     "beyond.steps": "Step step",
     "core.c10d.objects.functions": (

@@ -1,6 +1,7 @@
 """Reshards that send floating arrays in another dtype: bfloat16, and int8 in blocks."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -144,3 +145,91 @@ def test_dtypes_that_do_not_fit(rank):
     with fails(CollectiveMismatchError, "reshard(dtype=int8)"):
         dist.reshard(x, x, dtype="int8" if rank else "float16")
     check_usable()
+
+
+def save_int8(rank, folder):
+    for number, (given, _) in enumerate(DTYPES):
+        x = content(given)
+        begin, end = (0, CUT) if rank == 0 else (CUT, COLUMNS)
+        own = dist.Sharded([x[:, begin:end].copy()], x.shape, starts=[(0, begin)])
+        # Ranks 0 and 1 have parts that cut a block, rank 2 has replicas of two arrays.
+        dist.save_arrays(
+            {"x": own if rank < 2 else None, "n": np.arange(3), "s": np.full((), 1.5, np.float32)},
+            folder / f"{number}.safetensors",
+            dtype="int8",
+        )
+    flat = content("float32").reshape(-1)
+    dist.save_arrays(
+        {"flat": flat}, folder / "m.safetensors.index.json", dtype="int8", part_bytes=9
+    )
+
+
+def load_int8(rank, folder):
+    for number, (given, wanted) in enumerate(DTYPES):
+        values, _ = by_definition(content(given))
+        part, codes = np.zeros((5, 100), wanted), np.zeros((ROWS, COLUMNS), np.int8)
+        scales, n, one = np.zeros((ROWS, 4), np.float32), np.zeros(3, int), np.zeros((), np.float32)
+        dist.load_arrays(
+            {"x": dist.Sharded([part], (ROWS, COLUMNS), starts=[(1, 100)]), "n": n, "s": one},
+            folder / f"{number}.safetensors",
+        )
+        np.testing.assert_array_equal(part, values.astype(wanted)[1:6, 100:200])
+        assert (n.tolist(), float(one)) == ([0, 1, 2], 1.5)
+        dist.load_arrays({"x": codes, "x.scales": scales}, folder / f"{number}.safetensors")
+        decoded = codes * np.repeat(scales, [128, 42, 86, 44], axis=1)
+        finite = np.isfinite(content(given))
+        np.testing.assert_array_equal(decoded[finite], values[finite])
+    flat = np.zeros(ROWS * COLUMNS, np.float32)
+    dist.load_arrays({"flat": flat}, folder / "m.safetensors.index.json")
+    x = content("float32").reshape(-1)
+    finite = np.isfinite(x)
+    largest = np.maximum.reduceat(np.where(finite, abs(x), 0), np.arange(0, len(x), 128))
+    bound = np.repeat(largest, 128)[: len(x)] / 254 + 2.0**-127
+    assert (abs(flat - x)[finite] <= bound[finite] * (1 + 1e-6)).all()
+
+
+def test_files_in_blocks_of_int8(tmp_path):
+    run(save_int8, 3, args=(tmp_path,), ranks="processes")
+    run(load_int8, 2, args=(tmp_path,), ranks="processes")
+    load = pytest.importorskip("safetensors.numpy").load_file
+    found = load(tmp_path / "0.safetensors")
+    assert (found["x"].dtype, found["x.scales"].shape) == (np.int8, (ROWS, 4))
+
+
+@pytest.mark.ranks(2)
+def test_versions_in_blocks_of_int8(rank, tmp_path):
+    publisher = dist.Publisher(tmp_path / "w", dtype="int8")
+    x = content("float32")
+    publisher.publish({"x": x})
+    y = np.zeros(x.shape, np.float32)
+    assert dist.Subscriber(tmp_path / "w").take({"x": y}) == 1
+    # Both ranks have all of the array, so the blocks begin at multiples of 128 alone.
+    starts = np.arange(0, COLUMNS, 128)
+    sizes = np.where(np.isfinite(x), abs(x), 0)
+    bound = np.repeat(np.maximum.reduceat(sizes, starts, axis=1), 128, axis=1)[:, :COLUMNS]
+    finite = np.isfinite(x)
+    assert (abs(y - x)[finite] <= (bound / 254 * (1 + 1e-6) + 2.0**-127)[finite]).all()
+    with fails(
+        InvalidArgumentError, "'x.scales' is the name of an array, and of the scales of 'x'"
+    ):
+        publisher.publish({"x": x, "x.scales": x})
+    check_usable()
+
+
+@pytest.mark.parametrize(
+    "sides", ['{"x": [0]}', '{"x": [300]}', '{"x": [5, "a"]}', '{"y": []}', '{"x": [7]}', "3", "{"]
+)
+def test_broken_blocks_of_a_file(tmp_path, sides):
+    entries = {
+        "x": {"dtype": "I8", "shape": [3], "data_offsets": [4, 7]},
+        "x.scales": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        "__metadata__": {"unisono.blocks": sides},
+    }
+    text = json.dumps(entries).encode()
+    path = tmp_path / "0000000001.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(7))
+    x = np.full(3, 7, np.float32)
+    with pytest.raises(InvalidArgumentError) as caught:
+        dist.Subscriber(tmp_path).take({"x": x})
+    assert f"{path} is no whole file of safetensors' format: " in caught.value.what
+    assert x.tolist() == [7, 7, 7]

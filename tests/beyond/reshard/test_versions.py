@@ -24,7 +24,7 @@ from tests.support.shardings import (
     random_view,
     spread,
 )
-from unisono.beyond.reshard import versions as versions_module
+from unisono.beyond.reshard import checkpoints, safetensors
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
@@ -565,8 +565,8 @@ def test_a_file_that_is_replaced_between_the_ranks(rank, folder, monkeypatch, pa
     for place, value in ((folder, 1.0), (folder / "new", 2.0)):
         dist.save_arrays({"x": np.full(1, value)}, place / name, part_bytes=part_bytes)
     # Rank 0 opens the first version, rank 1 the second one; or the index of the first one.
-    function = "_names_in" if part_bytes else "_opened"
-    real, calls, flag = getattr(versions_module, function), [], folder / "opened"
+    module, function = (safetensors, "names_in") if part_bytes else (checkpoints, "opened")
+    real, calls, flag = getattr(module, function), [], folder / "opened"
 
     def replaced_between(path):
         calls.append(path)
@@ -583,7 +583,7 @@ def test_a_file_that_is_replaced_between_the_ranks(rank, folder, monkeypatch, pa
         flag.touch()
         return result
 
-    monkeypatch.setattr(versions_module, function, replaced_between)
+    monkeypatch.setattr(module, function, replaced_between)
     x = np.zeros(1)
     dist.load_arrays({"x": x}, folder / name)
     assert x.tolist() == [2]
@@ -596,7 +596,7 @@ def test_ranks_that_see_different_files(rank, folder, monkeypatch):
     monkeypatch.chdir(folder / str(rank))
     group = dist.new_group([rank], use_local_synchronization=True)
     dist.save_arrays({"x": np.full(1, float(rank))}, "x", group)
-    monkeypatch.setattr(versions_module, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(checkpoints, "_SETTLE_S", 0.1)
     with fails(CollectiveMismatchError, ": the ranks see different files of the name x"):
         dist.load_arrays({"x": np.zeros(1)}, "x")
     check_usable()

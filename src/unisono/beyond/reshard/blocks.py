@@ -25,7 +25,11 @@ _MOST = np.finfo(np.float32).max
 
 def borders_of(n: int, boxes: Sequence[IndexBox]) -> IntArray:
     """Return the borders between the blocks of a last dimension of n, from 0 to n."""
-    sides = [side for box in boxes for side in (box.begins[-1], box.ends[-1])]
+    return borders_from(n, [side for box in boxes for side in (box.begins[-1], box.ends[-1])])
+
+
+def borders_from(n: int, sides: Sequence[int]) -> IntArray:
+    """Return the borders between the blocks of a last dimension of n that has these sides."""
     every = np.arange(0, n, BLOCK, dtype=np.int64)
     borders: IntArray = np.concatenate((every, np.array([*sides, n], np.int64)))
     # Not np.unique, which takes seconds for millions.
@@ -69,13 +73,14 @@ class BlockedBox(NamedTuple):
         rows = int(np.prod(self.shape[:-1], dtype=np.int64))
         return rows * (4 * len(self.starts) + self.shape[-1])
 
-    def _packed(self, memory: Any) -> tuple[Any, Any]:
+    def split(self, memory: Any) -> tuple[Any, Any]:
+        """Return the scales and the codes in the memory of a packed box."""
         scales = np.ndarray((*self.shape[:-1], len(self.starts)), np.float32, memory)
         return scales, np.ndarray(self.shape, np.int8, memory, scales.nbytes)
 
     def pack(self, is_bfloat16: bool, into: Any, source: Any) -> None:
         """Write scales and codes; `source` is the memory of the wide box."""
-        scales, codes = self._packed(into)
+        scales, codes = self.split(into)
         with np.errstate(all="ignore"):
             values = widen(source) if is_bfloat16 else source
             if values.dtype == np.float16:
@@ -90,7 +95,7 @@ class BlockedBox(NamedTuple):
 
     def unpack(self, convert: Any, into: Any, packed: Any) -> None:
         """Fill the memory of the box; `convert` makes its dtype from float32."""
-        scales, codes = self._packed(packed)
+        scales, codes = self.split(packed)
         values = np.empty(self.shape, np.float32)
         with np.errstate(all="ignore"):
             _INT8.decode(codes, values)
