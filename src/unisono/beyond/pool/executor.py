@@ -17,7 +17,8 @@ from multiprocessing.spawn import prepare
 from typing import Any, Self
 
 from unisono.beyond.pool.flight import result_of
-from unisono.beyond.pool.pool import Pool, chunks_of
+from unisono.beyond.pool.pool import chunks_of
+from unisono.beyond.pool.processes import RankProcesses
 from unisono.beyond.pool.rank import CallAnswer, RaisedError, error_of, run_each
 from unisono.beyond.pool.workers import RankWorkers
 from unisono.core.base.deadline import Deadline, Timeout
@@ -139,7 +140,7 @@ class _TaskDispatcher:
             queue.started.set()
             queue.release()
 
-    def _serve(self, pool: Pool | RankWorkers) -> None:
+    def _serve(self, pool: RankProcesses | RankWorkers) -> None:
         for rank in list(self._ranks):
             self._begin(pool, rank)
         self._queue.started.set()
@@ -175,11 +176,11 @@ class _TaskDispatcher:
                     return task
         return None
 
-    def _begin(self, pool: Pool | RankWorkers, rank: int) -> None:
+    def _begin(self, pool: RankProcesses | RankWorkers, rank: int) -> None:
         if self._initial is not None:
             self._post(pool, rank, self._initial, None)
 
-    def _send(self, pool: Pool | RankWorkers, rank: int, task: _QueuedTask) -> None:
+    def _send(self, pool: RankProcesses | RankWorkers, rank: int, task: _QueuedTask) -> None:
         try:
             payload = _payload(task.fn, task.args, task.keywords)
         except InvalidArgumentError as error:
@@ -188,11 +189,15 @@ class _TaskDispatcher:
         self._post(pool, rank, payload, task)
 
     def _post(
-        self, pool: Pool | RankWorkers, rank: int, payload: Payload, task: _QueuedTask | None
+        self,
+        pool: RankProcesses | RankWorkers,
+        rank: int,
+        payload: Payload,
+        task: _QueuedTask | None,
     ) -> None:
         if pool.end_of(rank) is None:
             pool.post(rank, payload)
-            if isinstance(pool, Pool) or pool.end_of(rank) is None:
+            if isinstance(pool, RankProcesses) or pool.end_of(rank) is None:
                 self._busy[rank] = task
                 return
         if task is not None:  # the worker ended while it was idle, so not in this task
@@ -200,9 +205,9 @@ class _TaskDispatcher:
                 self._queue.tasks.appendleft(task)
         self._restart(pool, rank)
 
-    def _restart(self, pool: Pool | RankWorkers, rank: int) -> None:
+    def _restart(self, pool: RankProcesses | RankWorkers, rank: int) -> None:
         """Start another process, or go on without a rank of a group."""
-        if isinstance(pool, Pool):
+        if isinstance(pool, RankProcesses):
             pool.restart([rank])
             self._begin(pool, rank)
             return
@@ -210,7 +215,7 @@ class _TaskDispatcher:
         if not self._ranks:
             raise WorkerFailedError(f"all workers of the executor have ended: {pool.end_of(rank)}")
 
-    def _take(self, pool: Pool | RankWorkers, rank: int, answer: CallAnswer | str) -> None:
+    def _take(self, pool: RankProcesses | RankWorkers, rank: int, answer: CallAnswer | str) -> None:
         task = self._busy[rank]
         named = self._named(pool, rank)
         if isinstance(answer, str):
@@ -230,9 +235,9 @@ class _TaskDispatcher:
         if isinstance(answer, str):
             self._restart(pool, rank)
 
-    def _named(self, pool: Pool | RankWorkers, rank: int) -> Context:
+    def _named(self, pool: RankProcesses | RankWorkers, rank: int) -> Context:
         """Name a worker; one of the ranks of a group by its rank in the job."""
-        if isinstance(pool, Pool):
+        if isinstance(pool, RankProcesses):
             return Context(rank=rank, world_size=self._size)
         return Context(rank=pool.name_of(rank), world_size=pool.world_size)
 
@@ -332,7 +337,7 @@ class Executor(futures.Executor):
             )
         self._queue = _Queue()
         open_pool: Callable[[], Any] = partial(
-            Pool, self._size, start_method=start_method, replace=True, with_group=False
+            RankProcesses, self._size, start_method, with_group=False
         )
         if workers is not None:
             self._size = len(workers.ranks)

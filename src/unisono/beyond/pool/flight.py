@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from unisono.beyond.pool.rank import CallAnswer, error_of
+from unisono.beyond.pool.processes import INTERRUPT_S, POLL_S, RankProcesses
+from unisono.beyond.pool.rank import CallAnswer, error_of, run_cell, run_each
 from unisono.core.base.deadline import Deadline
 from unisono.core.platform.posix import SIGKILL
 from unisono.errors import Context, InvalidArgumentError, WorkerFailedError
@@ -17,14 +18,11 @@ from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 from unisono.launcher.traceback_text import exception_line, is_consequence
 
-POLL_S = 0.5
-"""How often to look for ranks whose end wakes no wait."""
-
-INTERRUPT_S = 5.0
-"""How long an interrupted rank may take before it is killed."""
-
 _SETTLE_S = 0.5
 """How long a rank that raised waits for the others, before it ends the calls that wait for it."""
+
+_LOOK_S = 1.0
+"""How often to ask what the ranks do."""
 
 _REPORT = -1
 """Number, among those of calls, of a report to the other ranks."""
@@ -42,6 +40,14 @@ def result_of(rank: int, answer: CallAnswer) -> Any:
             f"the result of rank {rank} cannot be loaded: {type(error).__name__}: {error}",
             hint="return what this process can import",
         ) from error
+
+
+def _name_of(task: RankCall) -> str:
+    fn, args, _ = task
+    if fn is run_cell:
+        return "the cell"
+    fn = args[0] if fn is run_each else fn
+    return f"{getattr(fn, '__name__', None) or repr(fn)}()"
 
 
 class FailedCall(NamedTuple):
@@ -64,7 +70,7 @@ class Flight:
     """Calls of a pool that are under way.
 
     Args:
-        pool: The Pool, whose module imports this one.
+        pool: The processes.
         results: Gets the results, by number.
         name: Name of a numbered call in an error; "" if the rank says it all.
 
@@ -74,7 +80,9 @@ class Flight:
         interrupted: How many interrupts came.
     """
 
-    def __init__(self, pool: Any, results: dict[int, Any] | None = None, name: str = "") -> None:
+    def __init__(
+        self, pool: RankProcesses, results: dict[int, Any] | None = None, name: str = ""
+    ) -> None:
         self.failures: dict[int, FailedCall] = {}
         self.ended: dict[int, str] = {}
         self.interrupted = 0
@@ -85,7 +93,11 @@ class Flight:
         self._name = name
         self._sent: tuple[RankCall, Payload] | None = None
         self._is_reading = False
+        # What each rank has been called with, and which of them was at work at an interrupt.
+        self._called: dict[int, str] = {}
+        self._interrupted_in: list[int] = []
         self._settled: Deadline | None = None
+        self._look_at = Deadline(_LOOK_S)
         self._kill_at: Deadline | None = None
 
     @property
@@ -107,6 +119,7 @@ class Flight:
                 they wait for each other.
         """
         pool = self._pool
+        pool.watch.begin()
         while True:
             if next_task is not None:
                 self._send_calls(next_task)
@@ -121,12 +134,15 @@ class Flight:
             if self._settled is not None and self._settled.expired():
                 self._settled = None
                 self._report()
+            if next_task is not None and self._look_at.expired():
+                self._look_at = Deadline(_LOOK_S)
+                self._look()
             if self._kill_at is not None and self._kill_at.expired():
                 self._kill_at = None
                 self._signal(SIGKILL)
 
     def _send_calls(self, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
-        for rank in range(len(self._pool)):
+        for rank in range(self._pool.size):
             if self.failures or self.interrupted or rank in self._busy:
                 continue
             try:
@@ -145,7 +161,7 @@ class Flight:
             what = "the function or its arguments"
             with pickling(task, what, self._pool.dumps_of) as dumps:
                 self._sent = task, Payload(task, dumps)
-        self._busy[rank] = number
+        self._busy[rank], self._called[rank] = number, _name_of(task)
         self._pool.post(rank, self._sent[1])
 
     def _take(self, rank: int, answer: CallAnswer | str) -> None:
@@ -174,8 +190,28 @@ class Flight:
             return
         for rank, failure in self.failures.items():
             if failure.text and rank not in self._busy and rank not in self.ended:
-                self.ask(rank, _REPORT, "report", exception_line(failure.text))
-                self._groups.add("broken")
+                self._tell_others(rank, f"rank {rank} raised {exception_line(failure.text)}")
+
+    def _tell_others(self, rank: int, text: str) -> None:
+        """Let a rank that makes no call end the calls of its groups, for a reason."""
+        self.ask(rank, _REPORT, "report", text)
+        self._groups.add("broken")
+
+    def _look(self) -> None:
+        """End calls in which ranks wait for one that has returned, or was not called."""
+        watch = self._pool.watch
+        watch.look()
+        if self.failures or self.interrupted or _REPORT in self._busy.values():
+            return
+        for rank, call in watch.missing(self._busy):
+            if rank not in self._busy:
+                called = self._called.get(rank)
+                left = (
+                    f"returned from {called}"
+                    if called
+                    else "was not called, and ended its last call"
+                )
+                self._tell_others(rank, f"rank {rank} {left} without {call.op} #{call.seq}")
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
@@ -191,6 +227,7 @@ class Flight:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, signum: int, frame: object) -> None:
+        self._interrupted_in = self._interrupted_in or list(self._busy)
         self.interrupted += 1
         self._kill_at = Deadline(INTERRUPT_S if self.interrupted == 1 else 0.0)
         self._signal(signal.SIGINT)
@@ -203,15 +240,24 @@ class Flight:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pool.pids()[rank], signum)
 
-    def raise_first(self) -> None:
-        """Raise the interrupt, or the failure that is no consequence of another."""
+    def raise_first(
+        self, noted: Callable[[BaseException, dict[int, str]], object] | None = None
+    ) -> None:
+        """Raise the interrupt, or the failure that is no consequence of another.
+
+        Args:
+            noted: Called with the error, and how ranks ended, before it is raised.
+        """
         if self.interrupted:
             error: BaseException = KeyboardInterrupt()
+            if text := self._pool.watch.described(self._interrupted_in):
+                error.add_note(text)
         elif self.failures:
             error = self._first()
         else:
             return
-        self._pool.note_losses(error, self.ended)
+        if noted is not None:
+            noted(error, self.ended)
         try:
             raise error
         finally:
@@ -219,7 +265,7 @@ class Flight:
 
     def _first(self) -> BaseException:
         rank, first = min(self.failures.items(), key=lambda each: is_consequence(each[1].text))
-        size = len(self._pool)
+        size = self._pool.size
         context = Context(rank=rank, world_size=size)
         where = f" in {self._name} {first.number}" if self._name else ""
         if first.error is not None and not first.text:

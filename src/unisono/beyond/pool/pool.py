@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from multiprocessing import connection, reduction
 from typing import Any, Self
 
 import numpy as np
 
-from unisono.beyond.pool.flight import INTERRUPT_S, POLL_S, Flight, RankCall
-from unisono.beyond.pool.memory import Region, dumps_with, new_array
-from unisono.beyond.pool.output import RankOutput
-from unisono.beyond.pool.rank import CallAnswer, run_cell, run_each, serve
-from unisono.core.base.deadline import Deadline
+from unisono.beyond.pool.flight import Flight, RankCall
+from unisono.beyond.pool.memory import new_array
+from unisono.beyond.pool.processes import RankProcesses
+from unisono.beyond.pool.rank import run_cell, run_each
 from unisono.core.base.integers import as_integer
 from unisono.core.platform.posix import require_posix
 from unisono.errors import (
@@ -26,8 +23,7 @@ from unisono.errors import (
     InvalidArgumentError,
     UsageError,
 )
-from unisono.launcher.payload import Payload
-from unisono.launcher.spawn import SpawnContext, check_start
+from unisono.launcher.spawn import check_start
 from unisono.launcher.traceback_text import exception_line
 
 _ATTEMPTS = 3
@@ -76,35 +72,19 @@ class PoolRank:
 class Pool:
     """Processes that stay, as ranks of one group; made by `pool`."""
 
-    def __init__(
-        self, nprocs: int, *, start_method: str, replace: bool, with_group: bool = True
-    ) -> None:
+    def __init__(self, nprocs: int, *, start_method: str, replace: bool) -> None:
         self._size = nprocs
         self._replaces = replace
         self._lost = ""
-        self._generation = itertools.count() if with_group else None
-        self._numbers = itertools.count(1)
-        # The number of the message that each rank answers next. Answers to others are dropped.
-        self._awaited: dict[int, int] = {}
-        self._regions: dict[str, Region] = {}
+        self._generations = itertools.count()
         # Arrays that a result may refer to; None if no call is made.
         self._held: list[Any] | None = None
         self._lock = threading.RLock()
-        self._output = RankOutput()
-        self._context: SpawnContext | None = SpawnContext(
-            *(serve, (nprocs, with_group), nprocs),
-            start_method=start_method,
-            joins=False,
-            returns="messages",
-        )
-        self._close = weakref.finalize(self, _kill, self._context, self._output)
+        self._processes = RankProcesses(nprocs, start_method, with_group=True)
         try:
-            self._context.wait_loaded(range(nprocs))
-            for rank in range(nprocs):
-                self._equip(rank)
             self._renewed().raise_first()
         except BaseException:
-            self._close()
+            self._processes.kill()
             raise
 
     def __len__(self) -> int:
@@ -116,7 +96,7 @@ class Pool:
         return PoolRank(self, range(self._size)[rank])
 
     def __repr__(self) -> str:
-        state = "closed" if self._context is None else self._lost or "ready"
+        state = "closed" if self._processes.is_closed else self._lost or "ready"
         return f"<unisono.pool of {self._size} ranks: {state}>"
 
     def __enter__(self) -> Self:
@@ -127,7 +107,8 @@ class Pool:
 
     def pids(self) -> list[int]:
         """Return the process of each rank."""
-        return self._started().pids()
+        self._check()
+        return self._processes.pids()
 
     def run(self, fn: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
         """Call `fn(*args, **keywords)` on each rank and return the results, by rank.
@@ -203,12 +184,10 @@ class Pool:
         Raises:
             InvalidArgumentError: The dtype holds objects.
         """
-        self._started()
+        self._check()
         region, array = new_array(shape, dtype)
         with self._lock:
-            self._regions[region.key] = region
-            for rank in range(self._size):
-                self._tell(rank, "attach", region.key, region.nbytes, fd=region.fd)
+            self._processes.attach(region)
             if self._held is not None:
                 self._held.append(region.base())
         return array
@@ -221,70 +200,31 @@ class Pool:
         Raises:
             WorkerFailedError, Exception: See `run`.
         """
-        task: RankCall = run_cell, (source, next(self._numbers)), {}
+        task: RankCall = run_cell, (source, next(self._processes.numbers)), {}
         self._run(dict.fromkeys(range(self._size), task))
 
     def close(self) -> None:
         """End the ranks; a second call does nothing, nor does that of a fork of this process."""
-        context, self._context = self._context, None
-        if context is None or not context.is_own:
-            return
-        for link in context.links:
-            with contextlib.suppress(OSError):
-                link.send(("end",))
-        last = Deadline(INTERRUPT_S)
-        while any(process.exitcode is None for process in context.processes):
-            if last.expired():
-                break
-            waits = [process.sentinel for process in context.processes]
-            self._output.pump(connection.wait([*waits, *self._output.sources()], POLL_S))
-        self._output.flush()
-        self._close()
+        self._processes.close()
 
-    def _started(self) -> SpawnContext:
-        if self._context is None:
+    def _check(self) -> None:
+        if self._processes.is_closed:
             raise ClosedError("the pool is closed", hint="make another: unisono.pool(...)")
         if self._lost:
             raise ClosedError(
                 f"the pool makes no calls any more: {self._lost}",
-                hint="unisono.pool(..., replace=True) starts another process for a rank that dies",
+                hint=None
+                if self._replaces
+                else "unisono.pool(..., replace=True) starts another process for a rank that dies",
             )
-        return self._context
-
-    def _tell(self, rank: int, *message: Any, fd: int | None = None) -> None:
-        """Send a message, and a descriptor; `answers` notices a rank that has died."""
-        context = self._started()
-        with contextlib.suppress(OSError):
-            context.links[rank].send(message)
-            if fd is not None:
-                reduction.send_handle(context.links[rank], fd, context.pids()[rank])
-
-    def ask(self, rank: int, name: str, *values: Any) -> None:
-        """Send a message that the rank answers."""
-        self._awaited[rank] = next(self._numbers)
-        self._tell(rank, name, self._awaited[rank], *values)
-
-    def _equip(self, rank: int) -> None:
-        """Give a new process what the older ones have."""
-        target = self._output.open(rank)
-        try:
-            self._tell(rank, "output", fd=target)
-        finally:
-            os.close(target)
-        for region in list(self._regions.values()):
-            if (base := region.base()) is not None:
-                self._tell(rank, "attach", region.key, region.nbytes, fd=region.fd)
-            del base  # the descriptor is open until then
 
     def _renewed(self) -> Flight:
         """Make the group of all ranks anew; return how that ended."""
-        flight = Flight(self)
-        if self._generation is not None:
-            generation = next(self._generation)
-            with flight.interrupts():
-                for rank in range(self._size):
-                    flight.ask(rank, 0, "group", generation)
-                flight.wait()
+        flight, generation = Flight(self._processes), next(self._generations)
+        with flight.interrupts():
+            for rank in range(self._size):
+                flight.ask(rank, 0, "group", generation)
+            flight.wait()
         return flight
 
     def _run(self, tasks: dict[int, RankCall]) -> dict[int, Any]:
@@ -307,32 +247,26 @@ class Pool:
             name: Name of a numbered call in an error; "" if the rank says it all.
         """
         with self._lock:
-            self._started()
+            self._check()
             if self._held is not None:
                 raise UsageError(
                     "the pool is making a call, so it can make no other",
                     hint="an iterable of `map` calls the pool: make a list of it before",
                 )
-            flight = Flight(self, results, name)
-            self._held = [region.base() for region in list(self._regions.values())]
+            flight = Flight(self._processes, results, name)
+            self._held = [region.base() for region in list(self._processes.regions.values())]
             try:
-                self._drop_regions()
+                self._processes.drop_regions()
                 with flight.interrupts():
                     self._fly(flight, next_task)
             finally:
                 self._held = None
-            flight.raise_first()
-
-    def _drop_regions(self) -> None:
-        for key in [key for key, region in self._regions.items() if region.base() is None]:
-            del self._regions[key]
-            for rank in range(self._size):
-                self._tell(rank, "drop", key)
+            flight.raise_first(self._note_losses)
 
     def _fly(self, flight: Flight, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
         try:
             flight.wait(next_task)
-            self._output.flush()
+            self._processes.output.flush()
             if flight.failures or flight.needs_groups:
                 self._mend(flight)
         except BaseException as error:
@@ -344,13 +278,15 @@ class Pool:
         """Replace ranks that ended, and make groups anew that may be out of step."""
         last, why = flight, ""
         for _ in range(_ATTEMPTS):
-            ended = {rank: end for rank in range(self._size) if (end := self.end_of(rank))}
+            ended = {
+                rank: end for rank in range(self._size) if (end := self._processes.end_of(rank))
+            }
             ended = last.ended | ended
             flight.ended |= ended
             if ended and not self._replaces:
                 self._lost = next(iter(ended.values()))
                 return
-            self.restart(list(ended))
+            self._processes.restart(list(ended))
             if last is flight and not (ended or flight.needs_groups):
                 return
             last = self._renewed()
@@ -360,85 +296,13 @@ class Pool:
             why = next(each.end or exception_line(each.text) for each in last.failures.values())
         self._lost = f"its group could not be made: {why}"
 
-    def note_losses(self, error: BaseException, ended: dict[int, str]) -> None:
-        """Tell, with an error, of ranks that it does not name, and of the end of the pool."""
+    def _note_losses(self, error: BaseException, ended: dict[int, str]) -> None:
+        """Note in an error the ranks that ended, and whether the pool makes calls."""
         for end in ended.values():
             if end not in str(error):
                 error.add_note(f"a rank of the pool ended: {end}")
         if self._lost and self._lost not in (str(error), *ended.values()):
             error.add_note(f"the pool makes no calls any more: {self._lost}")
-
-    def end_of(self, rank: int) -> str | None:
-        """Return how a rank ended; None while it runs."""
-        return self._started().end_of(rank)
-
-    def restart(self, ranks: Sequence[int]) -> None:
-        """Start new processes for ranks that have ended."""
-        if ranks:
-            context = self._started()
-            self._output.flush()
-            self._output.finish(ranks)
-            context.restart(ranks)
-            context.wait_loaded(ranks)
-            for rank in ranks:
-                self._equip(rank)
-
-    def dumps_of(self, module: Any) -> Callable[..., Any]:
-        """Return the `dumps` of pickle or cloudpickle that refers to the pool's shared arrays."""
-        return dumps_with(self._regions, module)
-
-    def post(self, rank: int, payload: Payload) -> None:
-        """Send a call to a rank that is free."""
-        context = self._started()
-        self.ask(rank, "call")
-        with contextlib.suppress(OSError):
-            payload.send(context.links[rank], context.pids()[rank])
-
-    def answers(
-        self, ranks: Iterable[int], limit_s: float | None, others: Sequence[Any] = ()
-    ) -> list[tuple[int, CallAnswer | str]]:
-        """Return the answers that came, or how a rank ended; pass output on meanwhile.
-
-        Args:
-            ranks: Ranks that make a call.
-            limit_s: How long to wait at most.
-            others: Descriptors that end the wait.
-        """
-        context = self._started()
-        links, ranks = context.links, list(ranks)
-        ends = [context.processes[rank].sentinel for rank in ranks]
-        waits = [*(links[rank] for rank in ranks), *ends, *self._output.sources(), *others]
-        self._output.pump(connection.wait(waits, limit_s))
-        found: list[tuple[int, CallAnswer | str]] = []
-        for rank in ranks:
-            try:
-                answer = self._received(rank, links[rank]) or context.end_of(rank)
-            except (EOFError, OSError, RuntimeError):
-                context.processes[rank].join(POLL_S)
-                answer = context.end_of(rank) or f"rank {rank} closed its connection"
-            if answer is not None:
-                found.append((rank, answer))
-        return found
-
-    def _received(self, rank: int, link: Any) -> CallAnswer | str | None:
-        """Return the answer of a rank to its last message; None if it has not come."""
-        while link.poll(0):
-            answer = link.recv()
-            if not isinstance(answer, CallAnswer):
-                return str(answer.text)  # the report of an error outside of all calls
-            if answer.raised is None:
-                answer = answer._replace(result=Payload.received(link))
-            if answer.number == self._awaited[rank]:
-                return answer
-        return None
-
-
-def _kill(context: SpawnContext, output: RankOutput) -> None:
-    if not context.is_own:
-        return
-    context.kill()
-    context.close_ended()
-    output.finish(range(len(context.processes)))
 
 
 def chunks_of(tasks: Iterator[Sequence[Any]], size: int) -> Iterator[list[Sequence[Any]]]:
