@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,10 +16,12 @@ from functools import partial
 from multiprocessing.spawn import prepare
 from typing import Any, Self
 
+from unisono.beyond.pool.display import progress_bar
 from unisono.beyond.pool.flight import result_of
-from unisono.beyond.pool.pool import chunks_of
+from unisono.beyond.pool.pool import chunks_of, zip_sized
 from unisono.beyond.pool.processes import RankProcesses
 from unisono.beyond.pool.rank import CallAnswer, RaisedError, error_of, run_each
+from unisono.beyond.pool.snapshots import TaskSnapshot
 from unisono.beyond.pool.workers import RankWorkers
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
@@ -33,7 +35,6 @@ from unisono.errors import (
     UsageError,
     WorkerFailedError,
 )
-from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 from unisono.launcher.spawn import check_start
 from unisono.launcher.workers.program import run_program
@@ -47,9 +48,7 @@ class _QueuedTask:
     """A call and its future; `attempts` is how many workers have died in it."""
 
     future: futures.Future[Any]
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    keywords: dict[str, Any]
+    call: TaskSnapshot
     attempts: int = 0
 
     def begins(self) -> bool:
@@ -115,7 +114,12 @@ class _TaskDispatcher:
     """Gives the tasks of a queue to the ranks of a pool, on a thread."""
 
     def __init__(
-        self, queue: _Queue, size: int, open_pool: Callable[[], Any], retries: int, initial: Any
+        self,
+        queue: _Queue,
+        size: int,
+        open_pool: Callable[[], Any],
+        retries: int,
+        initial: TaskSnapshot | None,
     ) -> None:
         self._queue = queue
         self._size = size
@@ -178,12 +182,12 @@ class _TaskDispatcher:
 
     def _begin(self, pool: RankProcesses | RankWorkers, rank: int) -> None:
         if self._initial is not None:
-            self._post(pool, rank, self._initial, None)
+            self._post(pool, rank, self._initial.payload(), None)
 
     def _send(self, pool: RankProcesses | RankWorkers, rank: int, task: _QueuedTask) -> None:
         try:
-            payload = _payload(task.fn, task.args, task.keywords)
-        except InvalidArgumentError as error:
+            payload = task.call.payload()
+        except (MemoryError, OSError) as error:
             task.future.set_exception(error)
             return
         self._post(pool, rank, payload, task)
@@ -281,12 +285,6 @@ class _TaskDispatcher:
         )
 
 
-def _payload(fn: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Payload:
-    task = fn, args, keywords
-    with pickling(task, "the function or its arguments") as dumps:
-        return Payload(task, dumps)
-
-
 class Executor(futures.Executor):
     """Run tasks on processes that stay, as `concurrent.futures.ProcessPoolExecutor` does.
 
@@ -329,7 +327,7 @@ class Executor(futures.Executor):
         self._size = check_start(call, fn, initargs, wanted, start_method)
         if as_integer(retries, "retries") < 0:
             raise InvalidArgumentError(f"retries must be at least 0, got {retries}")
-        initial = None if initializer is None else _payload(initializer, tuple(initargs), {})
+        initial = None if initializer is None else TaskSnapshot(initializer, tuple(initargs), {})
         if workers is not None and not workers.taken.acquire(timeout=_TAKE_S):
             raise UsageError(
                 "the ranks are the workers of another executor",
@@ -348,6 +346,10 @@ class Executor(futures.Executor):
         self._thread.start()
         self._close = weakref.finalize(self, self._queue.close)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._queue.is_closing else "failed" if self._queue.broken else "ready"
+        return f"<unisono.Executor of {self._size} workers: {state}>"
+
     @property
     def num_workers(self) -> int:
         """Number of processes."""
@@ -363,15 +365,20 @@ class Executor(futures.Executor):
         """Add the task `fn(*args, **keywords)`; return its Future.
 
         The Future raises what the task raised, with the worker in a note. If the worker died, it
-        raises WorkerFailedError. The arguments are pickled when a worker is free, so that waiting
-        tasks take no memory for copies: the task gets changes that are made until then.
+        raises WorkerFailedError. The task gets the arguments as they are now: they are pickled at
+        once. Waiting tasks share the copy of an array that has not changed.
 
         Raises:
             UsageError: The executor is closed.
             WorkerFailedError: No worker can be started any more.
         """
-        task = _QueuedTask(futures.Future(), fn, args, keywords)
+        future: futures.Future[Any] = futures.Future()
         queue = self._queue
+        try:
+            task = _QueuedTask(future, TaskSnapshot(fn, args, keywords))
+        except InvalidArgumentError as error:
+            future.set_exception(error)
+            return future
         with queue.lock:
             if queue.is_closing:
                 raise UsageError("the executor is closed")
@@ -379,7 +386,7 @@ class Executor(futures.Executor):
                 raise queue.broken
             queue.tasks.append(task)
             queue.wake()
-        return task.future
+        return future
 
     def map(
         self,
@@ -389,6 +396,7 @@ class Executor(futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
         unordered: bool = False,
+        progress: bool = False,
     ) -> Iterator[Any]:
         """Return an iterator over the results of `fn` for each group of arguments.
 
@@ -400,17 +408,19 @@ class Executor(futures.Executor):
             buffersize: How many chunks are under way at most. The rest of the iterables is read as
                 results are taken. None reads them at once.
             unordered: Whether results come as they are ready.
+            progress: Whether to show a bar, as in `Pool.map`, while results are taken.
 
         Raises:
             InvalidArgumentError: `chunksize` or `buffersize` is below 1.
             TimeoutError: From the iterator: `timeout` has passed.
         """
         return self.starmap(
-            *(fn, zip(*iterables, strict=False)),
+            *(fn, zip_sized(iterables) if progress else zip(*iterables, strict=False)),
             timeout=timeout,
             chunksize=chunksize,
             buffersize=buffersize,
             unordered=unordered,
+            progress=progress,
         )
 
     def starmap(
@@ -421,6 +431,7 @@ class Executor(futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
         unordered: bool = False,
+        progress: bool = False,
     ) -> Iterator[Any]:
         """Do as `map` does for arguments that are in tuples already."""
         for name, value in (("chunksize", chunksize), ("buffersize", buffersize)):
@@ -429,7 +440,10 @@ class Executor(futures.Executor):
         chunks = chunks_of(iter(iterable), chunksize)
         deadline = Deadline(float("inf") if timeout is None else timeout)
         flying = [self.submit(run_each, fn, c) for c in itertools.islice(chunks, buffersize)]
-        return self._results(fn, flying, chunks, deadline, unordered)
+        results = self._results(fn, flying, chunks, deadline, unordered)
+        if not progress:
+            return results
+        return _with_bar(results, len(iterable) if isinstance(iterable, Sized) else None)
 
     def _results(
         self,
@@ -469,6 +483,13 @@ class Executor(futures.Executor):
             task.future.cancel()
         if wait:
             self._thread.join()
+
+
+def _with_bar(results: Iterator[Any], total: int | None) -> Iterator[Any]:
+    with progress_bar(total, True) as advance:
+        for each in results:
+            advance(1)
+            yield each
 
 
 @contextmanager

@@ -119,7 +119,8 @@ class Flight:
                 they wait for each other.
         """
         pool = self._pool
-        pool.watch.begin()
+        if next_task is not None:
+            pool.watch.begin()
         while True:
             if next_task is not None:
                 self._send_calls(next_task)
@@ -206,12 +207,8 @@ class Flight:
         for rank, call in watch.missing(self._busy):
             if rank not in self._busy:
                 called = self._called.get(rank)
-                left = (
-                    f"returned from {called}"
-                    if called
-                    else "was not called, and ended its last call"
-                )
-                self._tell_others(rank, f"rank {rank} {left} without {call.op} #{call.seq}")
+                left = f"returned from {called} without" if called else "was not called, so without"
+                self._tell_others(rank, f"rank {rank} {left} {call.op} #{call.seq}")
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
@@ -274,7 +271,7 @@ class Flight:
             return WorkerFailedError(
                 f"a rank of the pool ended{where}: {first.end}",
                 context=context,
-                hint="its standard error may have the reason; replace=True starts another process",
+                hint="its standard error may have the reason",
             )
         cause = WorkerFailedError(
             f"rank {rank} of the pool raised an exception{where}\n{first.text}".rstrip(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import re
 import sys
 import threading
 import weakref
@@ -12,16 +12,22 @@ from typing import Any, Self
 
 import numpy as np
 
+from unisono.beyond.pool.display import display, progress_bar
 from unisono.beyond.pool.flight import Flight, RankCall
 from unisono.beyond.pool.memory import new_array
 from unisono.beyond.pool.processes import RankProcesses
 from unisono.beyond.pool.rank import run_cell, run_each
 from unisono.core.base.integers import as_integer
+from unisono.core.base.source.tracebacks import hide_own_frames
+from unisono.core.groups.world import process_world
+from unisono.core.platform.machine import allowed_cpus
 from unisono.core.platform.posix import require_posix
 from unisono.errors import (
+    ArgumentTypeError,
     ClosedError,
     InvalidArgumentError,
     UsageError,
+    WorkerFailedError,
 )
 from unisono.launcher.spawn import check_start
 from unisono.launcher.traceback_text import exception_line
@@ -30,6 +36,7 @@ _ATTEMPTS = 3
 """How often the group is made anew, if ranks end or fail meanwhile."""
 
 _newest: weakref.ref[Pool] | None = None
+_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class _Results(dict[int, list[Any]]):
@@ -70,9 +77,16 @@ class PoolRank:
 
 
 class Pool:
-    """Processes that stay, as ranks of one group; made by `pool`."""
+    """Processes that stay, as ranks of one group; `pool` has the same arguments."""
 
-    def __init__(self, nprocs: int, *, start_method: str, replace: bool) -> None:
+    def __init__(
+        self, nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False
+    ) -> None:
+        global _newest
+        require_posix("unisono.pool")
+        hide_own_frames()
+        wanted = len(allowed_cpus()) if nprocs is None else nprocs
+        nprocs = check_start("pool(nprocs)", print, (), wanted, start_method)
         self._size = nprocs
         self._replaces = replace
         self._lost = ""
@@ -86,6 +100,11 @@ class Pool:
         except BaseException:
             self._processes.kill()
             raise
+        _newest = weakref.ref(self)
+        _open_pools.add(self)
+        process_world.hint = "only ranks have a group: call it inside ranks.run or %%ranks"
+        if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+            shell.register_magic_function(run_magic, "cell", "ranks")
 
     def __len__(self) -> int:
         """Return the number of ranks."""
@@ -93,6 +112,13 @@ class Pool:
 
     def __getitem__(self, rank: int) -> PoolRank:
         """Return one rank; negative numbers count from the end."""
+        if not hasattr(rank, "__index__"):
+            raise ArgumentTypeError(
+                f"a pool gives one rank at a time, got {rank!r}",
+                hint="[ranks[i].run(f) for i in ...], or run(f) on all ranks",
+            )
+        if not -self._size <= rank < self._size:
+            raise IndexError(f"there is no rank {rank}: the pool has ranks 0 to {self._size - 1}")
         return PoolRank(self, range(self._size)[rank])
 
     def __repr__(self) -> str:
@@ -120,7 +146,9 @@ class Pool:
                 means = ranks.run(mean_of_all)
 
         A function of the notebook runs in the main module of the rank. The names that it uses get
-        the notebook's values at each call, except those that it assigns with `global`.
+        copies of the notebook's values at each call. A name that the rank has assigned, with
+        `global` or in a cell of `%%ranks`, keeps the rank's value; if the notebook has assigned it,
+        too, and not before, the call is refused.
 
         If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
         used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
@@ -130,12 +158,34 @@ class Pool:
             WorkerFailedError: A rank died; names it. The pool then makes no further calls, or with
                 `replace=True` a new process has the rank already.
             ClosedError: The pool is closed, or has lost a rank.
-            UsageError: An iterable of `map` calls the pool that reads it.
+            UsageError: A name has a value of the notebook and another of the rank. Or an iterable
+                of `map` calls the pool that reads it.
+            PeerFailedError: A rank waits in a collective for one that has returned, or that was not
+                called.
             InvalidArgumentError: The function, an argument or a result cannot be pickled.
             Exception: That of the rank that failed first. Its cause is a WorkerFailedError that
                 ends with the traceback.
         """
         results = self._run(dict.fromkeys(range(self._size), (fn, args, keywords)))
+        return [results[rank] for rank in range(self._size)]
+
+    def run_each(self, fn: Callable[..., Any], parts: Iterable[Any]) -> list[Any]:
+        """Call `fn(parts[rank])` on each rank and return the results, by rank.
+
+            def keep(rows):
+                global mine                        # stays on the rank
+                mine = rows
+
+            ranks.run_each(keep, np.array_split(table, len(ranks)))
+
+        Raises:
+            InvalidArgumentError: There is not one part for each rank.
+            WorkerFailedError, Exception: See `run`.
+        """
+        each = list(parts)
+        if len(each) != self._size:
+            raise InvalidArgumentError(f"{self._size} ranks need as many parts, got {len(each)}")
+        results = self._run({rank: (fn, (part,), {}) for rank, part in enumerate(each)})
         return [results[rank] for rank in range(self._size)]
 
     def map(
@@ -152,22 +202,33 @@ class Pool:
             tasks: Iterables of arguments, as for the built-in `map`. They are read as ranks become
                 free.
             chunksize: How many tasks a rank gets at once.
-            progress: Whether to show a bar, which needs rich. By default, if rich is installed and
-                the output is a terminal or a notebook.
+            progress: Whether to show a bar; without rich, or in a notebook without ipywidgets, a
+                line that counts. By default, on a terminal and in a notebook.
 
         Raises:
             InvalidArgumentError: `chunksize` is below 1.
             WorkerFailedError, Exception: See `run`; the tasks that run are finished first.
         """
+        return self.starmap(fn, zip_sized(tasks), chunksize=chunksize, progress=progress)
+
+    def starmap(
+        self,
+        fn: Callable[..., Any],
+        tasks: Iterable[Sequence[Any]],
+        *,
+        chunksize: int = 1,
+        progress: bool | None = None,
+    ) -> list[Any]:
+        """Do as `map` does for arguments that are in tuples already."""
         size = as_integer(chunksize, "chunksize")
         if size < 1:
             raise InvalidArgumentError(f"chunksize must be at least 1, got {size}")
-        chunks = chunks_of(zip(*tasks, strict=False), size)
+        chunks = chunks_of(iter(tasks), size)
         numbered: Iterator[tuple[int, RankCall]] = (
             (i * size, (run_each, (fn, chunk), {})) for i, chunk in enumerate(chunks)
         )
-        total = min((len(each) for each in tasks if isinstance(each, Sized)), default=None)
-        with _bar(total, progress) as advance:
+        total = len(tasks) if isinstance(tasks, Sized) else None
+        with progress_bar(total, progress) as advance:
             results = _Results(advance)
             self._work(lambda rank: next(numbered, None), results, "task")
         return [each for number in sorted(results) for each in results[number]]
@@ -195,17 +256,33 @@ class Pool:
     def cell(self, source: str) -> None:
         """Run source text on each rank, in its main module; the value of the last line is printed.
 
+        A notebook also shows figures of pyplot, and a last value that has a picture or HTML.
+
         In IPython `%%ranks` runs the rest of the cell so, on the pool that was made last.
 
         Raises:
             WorkerFailedError, Exception: See `run`.
         """
         task: RankCall = run_cell, (source, next(self._processes.numbers)), {}
-        self._run(dict.fromkeys(range(self._size), task))
+        try:
+            results = self._run(dict.fromkeys(range(self._size), task))
+        except NameError as error:
+            found = re.search(r"name '(\w+)' is not defined", str(error))
+            if found is not None and found[1] in vars(sys.modules["__main__"]):
+                error.add_note(
+                    f"the notebook has {found[1]}: run(f, {found[1]}) gives it to all ranks, and "
+                    "run_each(f, parts) gives each rank a part"
+                )
+            raise
+        for rank, objects in sorted(results.items()):
+            display(rank, objects)
 
     def close(self) -> None:
         """End the ranks; a second call does nothing, nor does that of a fork of this process."""
         self._processes.close()
+        _open_pools.discard(self)
+        if not _open_pools:
+            process_world.hint = None
 
     def _check(self) -> None:
         if self._processes.is_closed:
@@ -303,6 +380,14 @@ class Pool:
                 error.add_note(f"a rank of the pool ended: {end}")
         if self._lost and self._lost not in (str(error), *ended.values()):
             error.add_note(f"the pool makes no calls any more: {self._lost}")
+        if isinstance(error, WorkerFailedError) and not self._replaces:
+            error.add_note("unisono.pool(..., replace=True) starts another process for such a rank")
+
+
+def zip_sized(iterables: Sequence[Iterable[Any]]) -> Iterable[Sequence[Any]]:
+    """Return what the built-in `zip` does; a list if all iterables have a length."""
+    pairs = zip(*iterables, strict=False)
+    return list(pairs) if all(isinstance(each, Sized) for each in iterables) else pairs
 
 
 def chunks_of(tasks: Iterator[Sequence[Any]], size: int) -> Iterator[list[Sequence[Any]]]:
@@ -311,29 +396,12 @@ def chunks_of(tasks: Iterator[Sequence[Any]], size: int) -> Iterator[list[Sequen
         yield chunk
 
 
-@contextlib.contextmanager
-def _bar(total: int | None, wanted: bool | None) -> Iterator[Callable[[int], object]]:
-    """Show a bar; yield a function that takes how many tasks have ended."""
-    shows = wanted if wanted is not None else sys.stdout.isatty() or "ipykernel" in sys.modules
-    try:
-        if not shows:
-            raise ImportError
-        from rich.progress import Progress
-    except ImportError:
-        if wanted:
-            raise
-        yield lambda count: None
-        return
-    with Progress() as bar:
-        task = bar.add_task("tasks", total=total)
-        yield lambda count: bar.update(task, advance=count)
-
-
-def pool(nprocs: int, *, start_method: str = "spawn", replace: bool = False) -> Pool:
-    """Start `nprocs` processes that stay, as the ranks of one group.
+def pool(nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False) -> Pool:
+    """Start processes that stay, as the ranks of one group.
 
         with unisono.pool(4) as ranks:
             ranks.run(f, x)            # f(x) on each rank; [4] results
+            ranks.run_each(f, parts)   # f(parts[i]) on rank i
             ranks[2].run(g)            # on one rank
             ranks.map(h, tasks)        # each task on whichever rank is free
             x = ranks.shared_array(10) # memory of this process and of all ranks
@@ -343,7 +411,7 @@ def pool(nprocs: int, *, start_method: str = "spawn", replace: bool = False) -> 
     process.
 
     Args:
-        nprocs: Number of ranks.
+        nprocs: Number of ranks; by default one for each CPU that this process may use.
         start_method: As for `launch`.
         replace: Whether a new process takes the place of a rank that dies. It has an empty memory,
             and the group of all ranks is made anew.
@@ -352,17 +420,16 @@ def pool(nprocs: int, *, start_method: str = "spawn", replace: bool = False) -> 
         ArgumentTypeError, InvalidArgumentError: A wrong argument.
         WorkerFailedError: A rank ended while it started.
     """
-    global _newest
-    require_posix("unisono.pool")
-    nprocs = check_start("pool(nprocs)", print, (), nprocs, start_method)
-    made = Pool(nprocs, start_method=start_method, replace=replace)
-    _newest = weakref.ref(made)
-    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
-        shell.register_magic_function(_run_cell, "cell", "ranks")
-    return made
+    return Pool(nprocs, start_method=start_method, replace=replace)
 
 
-def _run_cell(line: str, cell: str) -> None:
+def run_magic(line: str, cell: str) -> None:
+    """Run the cell below `%%ranks` on the pool that was made last.
+
+    Raises:
+        UsageError: There is none.
+    """
+    hide_own_frames()
     newest = None if _newest is None else _newest()
     if newest is None:
         raise UsageError("there is no pool", hint="make one: ranks = unisono.pool(4)")

@@ -15,6 +15,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from unisono.beyond.pool.display import Shown, open_figures, shown
 from unisono.beyond.pool.main_names import (
     loads_in_main,
     names_of_cell,
@@ -27,7 +28,7 @@ from unisono.beyond.pool.memory import attach, attached, drop, dumps_with
 from unisono.beyond.pool.watch import answer_on_thread, open_backends
 from unisono.core.base.source.tracebacks import trimmed
 from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
-from unisono.core.groups.world import current
+from unisono.core.groups.world import current, process_world
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
@@ -77,6 +78,8 @@ class _Rank:
         if with_group:
             port = int(os.environ["MASTER_PORT"])
             self._store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+        else:
+            process_world.hint = "tasks of an executor have no group: use unisono.pool"
         signal.signal(signal.SIGINT, self._interrupt)
         note_start()
 
@@ -219,8 +222,12 @@ def run_each(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
     return [fn(*args) for args in tasks]
 
 
-def run_cell(source: str, number: int) -> None:
-    """Run the source of a cell in the main module; print the value of its last expression."""
+def run_cell(source: str, number: int) -> list[Shown]:
+    """Run the source of a cell in the main module; print the value of its last expression.
+
+    Returns:
+        The pictures and tables that a notebook shows.
+    """
     name = f"<ranks {number}>"
     remember_source(name, source)
     try:
@@ -233,11 +240,15 @@ def run_cell(source: str, number: int) -> None:
     space = vars(sys.modules["__main__"])
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), space)
+    found: list[Shown] = []
     if isinstance(last, ast.Expr):
         code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
         value = eval(code, space)
-        if value is not None:
+        if rich := shown(value):
+            found.append(rich)
+        elif value is not None:
             print(repr(value))
+    return found + open_figures()
 
 
 def raised_by(error: BaseException, above: str) -> RaisedError:
