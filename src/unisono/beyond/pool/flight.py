@@ -21,9 +21,6 @@ from unisono.launcher.traceback_text import exception_line, is_consequence
 _SETTLE_S = 0.5
 """How long a rank that raised waits for the others, before it ends the calls that wait for it."""
 
-_LOOK_S = 1.0
-"""How often to ask what the ranks do."""
-
 _REPORT = -1
 """Number, among those of calls, of a report to the other ranks."""
 
@@ -93,11 +90,7 @@ class Flight:
         self._name = name
         self._sent: tuple[RankCall, Payload] | None = None
         self._is_reading = False
-        # What each rank has been called with, and which of them was at work at an interrupt.
-        self._called: dict[int, str] = {}
-        self._interrupted_in: list[int] = []
         self._settled: Deadline | None = None
-        self._look_at = Deadline(_LOOK_S)
         self._kill_at: Deadline | None = None
 
     @property
@@ -135,9 +128,8 @@ class Flight:
             if self._settled is not None and self._settled.expired():
                 self._settled = None
                 self._report()
-            if next_task is not None and self._look_at.expired():
-                self._look_at = Deadline(_LOOK_S)
-                self._look()
+            if next_task is not None and pool.watch.looks():
+                self._end_endless()
             if self._kill_at is not None and self._kill_at.expired():
                 self._kill_at = None
                 self._signal(SIGKILL)
@@ -162,7 +154,7 @@ class Flight:
             what = "the function or its arguments"
             with pickling(task, what, self._pool.dumps_of) as dumps:
                 self._sent = task, Payload(task, dumps)
-        self._busy[rank], self._called[rank] = number, _name_of(task)
+        self._busy[rank], self._pool.watch.called[rank] = number, _name_of(task)
         self._pool.post(rank, self._sent[1])
 
     def _take(self, rank: int, answer: CallAnswer | str) -> None:
@@ -198,15 +190,14 @@ class Flight:
         self.ask(rank, _REPORT, "report", text)
         self._groups.add("broken")
 
-    def _look(self) -> None:
+    def _end_endless(self) -> None:
         """End calls in which ranks wait for one that has returned, or was not called."""
         watch = self._pool.watch
-        watch.look()
         if self.failures or self.interrupted or _REPORT in self._busy.values():
             return
         for rank, call in watch.missing(self._busy):
             if rank not in self._busy:
-                called = self._called.get(rank)
+                called = watch.called.get(rank)
                 left = f"returned from {called} without" if called else "was not called, so without"
                 self._tell_others(rank, f"rank {rank} {left} {call.op} #{call.seq}")
 
@@ -224,7 +215,8 @@ class Flight:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, signum: int, frame: object) -> None:
-        self._interrupted_in = self._interrupted_in or list(self._busy)
+        if not self.interrupted:
+            self._pool.watch.busy = list(self._busy)
         self.interrupted += 1
         self._kill_at = Deadline(INTERRUPT_S if self.interrupted == 1 else 0.0)
         self._signal(signal.SIGINT)
@@ -247,7 +239,7 @@ class Flight:
         """
         if self.interrupted:
             error: BaseException = KeyboardInterrupt()
-            if text := self._pool.watch.described(self._interrupted_in):
+            if text := self._pool.watch.described():
                 error.add_note(text)
         elif self.failures:
             error = self._first()

@@ -12,9 +12,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from unisono.core.base.deadline import Deadline
 from unisono.core.base.source.tracebacks import is_own
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import current
+
+_LOOK_S = 1.0
+"""How often to ask what the ranks do."""
 
 
 class WaitingCall(NamedTuple):
@@ -103,10 +107,15 @@ class RankWatch:
 
     Attributes:
         activities: The last answers, by rank.
+        called: What ranks have been called with, by rank.
+        busy: Ranks that were in a call at an interrupt.
     """
 
     def __init__(self) -> None:
         self.activities: dict[int, RankActivity] = {}
+        self.called: dict[int, str] = {}
+        self.busy: list[int] = []
+        self._due = Deadline(_LOOK_S)
         self._links: dict[int, Connection] = {}
         self._numbers = itertools.count()
         self._asked: dict[int, int] = {}
@@ -131,12 +140,16 @@ class RankWatch:
 
     def begin(self) -> None:
         """Forget what the ranks did in earlier calls."""
-        self.activities.clear()
-        self._suspects.clear()
+        for each in (self.activities, self.called, self.busy, self._suspects):
+            each.clear()
+        self._due = Deadline(_LOOK_S)
         self._first = next(self._numbers)
 
-    def look(self) -> None:
-        """Take the answers that have come, and ask again."""
+    def looks(self) -> bool:
+        """Take the answers that have come, and ask again, if it is time; return whether it is."""
+        if not self._due.expired():
+            return False
+        self._due = Deadline(_LOOK_S)
         for rank, link in self._links.items():
             with contextlib.suppress(EOFError, OSError):
                 while link.poll(0):
@@ -147,6 +160,7 @@ class RankWatch:
                 if rank not in self._asked:
                     self._asked[rank] = next(self._numbers)
                     link.send(self._asked[rank])
+        return True
 
     def missing(self, busy: Collection[int]) -> list[tuple[int, WaitingCall]]:
         """Return ranks that make no call, and the calls of others that wait for them for ever.
@@ -175,15 +189,11 @@ class RankWatch:
     def _of(self, rank: int) -> RankActivity:
         return self.activities.get(rank, RankActivity(-1, [], {}, "", False))
 
-    def described(self, busy: Collection[int]) -> str:
-        """Return what each rank did at the last look, or "" if none was taken.
-
-        Args:
-            busy: Ranks that made a call.
-        """
+    def described(self) -> str:
+        """Return what each rank did before an interrupt, or "" if the call was short."""
         lines = []
         for rank, activity in sorted(self.activities.items()):
-            if rank not in busy:
+            if rank not in self.busy:
                 lines.append(f"rank {rank} made no call, or had returned")
                 continue
             ops = "".join(f"in {call.op}, " for call in activity.waits[:1])
