@@ -198,7 +198,9 @@ class Flight:
         for rank, call in watch.missing(self._busy):
             if rank not in self._busy:
                 called = watch.called.get(rank)
-                left = f"returned from {called} without" if called else "was not called, so without"
+                left = (
+                    f"returned from {called} without" if called else "was not called and makes no"
+                )
                 self._tell_others(rank, f"rank {rank} {left} {call.op} #{call.seq}")
 
     @contextlib.contextmanager
