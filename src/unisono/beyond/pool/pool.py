@@ -146,9 +146,9 @@ class Pool:
                 means = ranks.run(mean_of_all)
 
         A function of the notebook runs in the main module of the rank. The names that it uses get
-        copies of the notebook's values at each call. A name that the rank has assigned, with
-        `global` or in a cell of `%%ranks`, keeps the rank's value; if the notebook has assigned it,
-        too, and not before, the call is refused.
+        copies of the notebook's values at each call. What the rank has assigned, with `global` or
+        in a cell of `%%ranks`, stays. If the notebook has assigned that name since, or no call has
+        sent it before, the call is refused.
 
         If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
         used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
