@@ -83,11 +83,7 @@ class Pool:
         self, nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False
     ) -> None:
         global _newest
-        require_posix("unisono.pool")
-        hide_own_frames()
-        wanted = len(allowed_cpus()) if nprocs is None else nprocs
-        nprocs = check_start("pool(nprocs)", print, (), wanted, start_method)
-        self._size = nprocs
+        nprocs = self._size = _checked_size(nprocs, start_method)
         self._replaces = replace
         self._lost = ""
         self._generations = itertools.count()
@@ -382,6 +378,13 @@ class Pool:
             error.add_note(f"the pool makes no calls any more: {self._lost}")
         if isinstance(error, WorkerFailedError) and not self._replaces:
             error.add_note("unisono.pool(..., replace=True) starts another process for such a rank")
+
+
+def _checked_size(nprocs: int | None, start_method: str) -> int:
+    require_posix("unisono.pool")
+    hide_own_frames()
+    wanted = len(allowed_cpus()) if nprocs is None else nprocs
+    return check_start("pool(nprocs)", print, (), wanted, start_method)
 
 
 def zip_sized(iterables: Sequence[Iterable[Any]]) -> Iterable[Sequence[Any]]:

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline
@@ -61,7 +60,7 @@ def open_backends() -> list[tuple[ProcessGroup, Any]]:
     return [(group, backend) for group in groups for backend in group.backends.values()]
 
 
-def answer_on_thread(link: Connection) -> None:
+def answer_on_thread(link: Any) -> None:
     """Answer the questions that come over a link, on a thread."""
 
     def serve() -> None:
@@ -116,14 +115,14 @@ class RankWatch:
         self.called: dict[int, str] = {}
         self.busy: list[int] = []
         self._due = Deadline(_LOOK_S)
-        self._links: dict[int, Connection] = {}
+        self._links: dict[int, Any] = {}
         self._numbers = itertools.count()
         self._asked: dict[int, int] = {}
         self._first = 0
         self._suspects: dict[tuple[int, int, WaitingCall], tuple[int, int]] = {}
 
     @contextlib.contextmanager
-    def opened(self, rank: int) -> Iterator[Connection]:
+    def opened(self, rank: int) -> Iterator[Any]:
         """Yield the end for a new process of a rank."""
         ours, theirs = Pipe()
         if rank in self._links:
