@@ -6,6 +6,7 @@ leaves docs; such a file becomes a page of the site, too. So every link works in
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import sys
@@ -203,9 +204,25 @@ def shown(name: str) -> str:
         inside = sorted(each.name for each in path.glob("*.*"))
         rows = "\n".join(f"- [{each}]({path.name}/{each})" for each in inside)
         return f"# {name}\n\n{rows}\n"
+    if path.suffix == ".ipynb":
+        return notebook(path)
     language = _LANGUAGES.get(path.suffix, "text")
     text = path.read_text(encoding="utf-8")
     return f"---\nsearch: {{exclude: true}}\n---\n\n# {name}\n\n````{language}\n{text}\n````\n"
+
+
+def notebook(path: Path) -> str:
+    """Return the Markdown of a notebook: its texts, its cells and the texts of their outputs."""
+    parts = ["---\nsearch: {exclude: true}\n---\n"]
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        is_code = cell["cell_type"] == "code"
+        parts.append(f"````python\n{source}\n````\n" if is_code else source + "\n")
+        texts = [o.get("text") or o["data"]["text/plain"] for o in cell.get("outputs", [])]
+        if texts:
+            shown_text = "".join("".join(each).rstrip() + "\n" for each in texts)
+            parts.append(f"````text\n{shown_text}````\n")
+    return "\n".join(parts)
 
 
 def navigation(files: Files) -> list[dict[str, object]]:

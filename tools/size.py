@@ -27,11 +27,11 @@ ATTRIBUTES = 12
 # Lines of code of each shelf, that is, without docstrings, comments and blank lines: the tree must
 # stay readable, and documentation must not be punished. The limits are the lines at the move to
 # shelves and a tenth. A limit changes only together with a named concept and a decision record. See
-# docs/decisions/0007, 0040 and 0042.
+# docs/decisions/0007, 0040, 0042 and 0063.
 SHELVES = {
     "core": 26_000,
     "launcher": 3_900,  # 3,200, and hosts through ssh
-    "beyond": 6_330,  # 2,120, windows, ranks that stay, reshards, executors over hosts
+    "beyond": 6_830,  # 2,120, windows, ranks that stay and their names, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
     "testing": 1_850,
     "workbench": 11_500,  # 8,290, replay, synthesize, one hand for the flags

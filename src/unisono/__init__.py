@@ -18,6 +18,8 @@ from importlib import import_module
 TYPE_CHECKING = False  # without an import of typing
 if TYPE_CHECKING:
     # An editor finds the source of what the stub gives several signatures.
+    from typing import Any
+
     from unisono.core.c10d.collectives import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -130,6 +132,20 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add the magic `%%ranks` to IPython, as the import of this module does in a notebook."""
+
+    def ranks(line: str, cell: str) -> None:
+        import_module("unisono.beyond.pool.pool").run_magic(line, cell)
+
+    shell.register_magic_function(ranks, "cell", "ranks")
+
+
+_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+if _shell is not None:
+    load_ipython_extension(_shell)
 
 
 class _Refusals:

@@ -10,10 +10,12 @@ import threading
 import warnings
 from concurrent import futures
 
+import numpy as np
 import pytest
 
 import unisono
-from unisono.errors import InvalidArgumentError, UsageError, WorkerFailedError
+from unisono.beyond.pool import display, snapshots
+from unisono.errors import InvalidArgumentError, NotInitializedError, UsageError, WorkerFailedError
 from unisono.futures import MPIPoolExecutor
 from unisono.launcher import payload
 
@@ -277,3 +279,50 @@ def test_a_script_that_ends_finishes_its_tasks(tmp_path):
     command = [sys.executable, "program.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "[rank 0] printed at the end\n"), done.stderr
+
+
+def entry(mapping, name):
+    return mapping[name]
+
+
+def test_a_task_gets_its_arguments_as_they_were_at_submit(executor):
+    options, large = {"lr": 0}, np.zeros(1 << 16)
+    found = []
+    for k in range(8):
+        options["lr"] = large[-1] = k
+        found.append((executor.submit(entry, options, "lr"), executor.submit(entry, large, -1)))
+    assert [(a.result(), b.result()) for a, b in found] == [(k, k) for k in range(8)]
+
+
+def test_waiting_tasks_share_the_copy_of_an_array(executor):
+    large = np.arange(1 << 16)
+    calls = [snapshots.TaskSnapshot(np.sum, (large,), {}) for _ in range(3)]
+    assert calls[0]._buffers[0] is calls[1]._buffers[0] is calls[2]._buffers[0]
+    large[3] += 1
+    assert snapshots.TaskSnapshot(np.sum, (large,), {})._buffers[0] is not calls[0]._buffers[0]
+    large.flags.writeable = False
+    frozen = snapshots.TaskSnapshot(np.sum, (large,), {})
+    assert not frozen._buffers[0].flags.writeable
+    assert executor.submit(writeable, large).result() is False
+
+
+def writeable(x):
+    return x.flags.writeable
+
+
+def no_group():
+    unisono.get_rank()
+
+
+def test_a_task_has_no_group_and_says_so(executor):
+    with pytest.raises(NotInitializedError, match=r"tasks .* have no group: use unisono\.pool"):
+        executor.submit(no_group).result()
+
+
+def test_map_counts_and_the_executor_shows_its_state(capsys, monkeypatch):
+    monkeypatch.setattr(display, "find_spec", lambda name: None)
+    with unisono.Executor(1, start_method="fork") as executor:
+        assert repr(executor) == "<unisono.Executor of 1 workers: ready>"
+        assert list(executor.map(square, range(3), progress=True)) == [0, 1, 4]
+    assert capsys.readouterr().out.split("\r")[-1] == "tasks: 3 of 3\n"
+    assert repr(executor) == "<unisono.Executor of 1 workers: closed>"

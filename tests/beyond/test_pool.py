@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,10 +15,17 @@ import pytest
 
 import unisono
 import unisono as dist
-from unisono.beyond.pool import memory
+from unisono.beyond.pool import display, memory
 from unisono.beyond.pool import rank as rank_module
 from unisono.beyond.pool.rank import run_cell
-from unisono.errors import ClosedError, InvalidArgumentError, WorkerFailedError
+from unisono.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    NotInitializedError,
+    PeerFailedError,
+    UsageError,
+    WorkerFailedError,
+)
 from unisono.launcher import payload
 
 SIZE = 3
@@ -369,7 +377,7 @@ def test_no_answer_to_another_call_is_a_result(ranks):
         ranks.map(same, failing_tasks())
     assert ranks.run(same, "fresh") == ["fresh"] * SIZE
     # A call that nobody waits for any more.
-    ranks.post(0, payload.Payload((same, ("old",), {})))
+    ranks._processes.post(0, payload.Payload((same, ("old",), {})))
     assert ranks.run(same, "fresh") == ["fresh"] * SIZE
 
 
@@ -598,9 +606,323 @@ def test_a_cell_without_a_pool_is_refused():
     newest, module._newest = module._newest, None
     try:
         with pytest.raises(unisono.errors.UsageError, match="there is no pool"):
-            module._run_cell("", "1")
+            module.run_magic("", "1")
     finally:
         module._newest = newest
+
+
+CELLS = """
+def size():
+    return len(rows)
+
+def take():
+    global rows
+    rows = rows[rank::2]
+
+def double():
+    global rows
+    rows *= 2
+
+def first():
+    return rows[0]
+
+def share():
+    take()
+    return size()
+"""
+
+
+class Notebook(dict):
+    """The main module of a notebook, as a namespace: `run` runs a cell of it."""
+
+    def __init__(self, *cells):
+        super().__init__(__name__="__main__")
+        for cell in cells:
+            self.run(cell)
+
+    def run(self, cell):
+        exec(cell, self)
+
+
+@pytest.fixture
+def forked_pair():
+    pytest.importorskip("cloudpickle")
+    with unisono.pool(2, start_method="fork") as made:
+        made.cell("import unisono as dist\nrank = dist.get_rank()")
+        yield made
+
+
+def test_a_name_that_a_rank_has_assigned_is_never_replaced(forked_pair):
+    notebook = Notebook(CELLS, "rows = list(range(10))")
+    forked_pair.cell("rows = [rank] * (rank + 3)")
+    with pytest.raises(
+        UsageError, match="uses rows of the notebook, and this rank has assigned another rows"
+    ):
+        forked_pair.run(notebook["size"])
+    # The two ways out, and what the notebook assigns is used until a rank does.
+    del notebook["rows"]
+    assert forked_pair.run(notebook["size"]) == [3, 4]
+    notebook.run("rows = list(range(10))")
+    forked_pair.cell("del rows")
+    assert forked_pair.run(notebook["size"]) == [10, 10]
+    notebook.run("rows = [1]")
+    assert forked_pair.run(notebook["size"]) == [1, 1]
+
+
+def test_what_a_function_assigns_stays_until_the_notebook_assigns_it_anew(forked_pair):
+    notebook = Notebook("import numpy as np", CELLS, "rows = np.arange(9)")
+    forked_pair.run(notebook["take"])
+    assert forked_pair.run(notebook["size"]) == [5, 4]
+    assert forked_pair.run(notebook["first"]) == [0, 1]
+    notebook.run("rows = np.arange(20)")
+    for name in ("size", "take"):
+        with pytest.raises(UsageError, match="uses rows of the notebook"):
+            forked_pair.run(notebook[name])
+    forked_pair.cell("del rows")
+    assert forked_pair.run(notebook["share"]) == [10, 10]
+
+
+def test_an_assignment_in_place_counts(forked_pair):
+    notebook = Notebook("import numpy as np", CELLS, "rows = np.ones(2)")
+    forked_pair.run(notebook["double"])
+    assert forked_pair.run(notebook["first"]) == [2, 2]
+    forked_pair.cell("rows += rank")
+    assert forked_pair.run(notebook["first"]) == [2, 3]
+
+
+def test_equal_constants_and_modules_are_no_conflict(forked_pair):
+    notebook = Notebook("import numpy as np\nlimit = 1000\ndef f(): return np.float64(limit)")
+    forked_pair.cell("import numpy as np\nlimit = 1000")
+    assert forked_pair.run(notebook["f"]) == [1000, 1000]
+    notebook = Notebook("value = None\ndef f(): return value")
+    forked_pair.cell("value = rank")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="uses value of the notebook"):
+            forked_pair.run(notebook["f"])
+
+
+def only_rank_0(call):
+    if dist.get_rank() == 0:
+        call(np.ones(2))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "barrier", "broadcast"])
+def test_a_wait_for_a_rank_that_has_returned_ends(ranks, name):
+    ranks.run(remember, 6)
+    call = {
+        "all_reduce": dist.all_reduce,
+        "barrier": wait_at_barrier,
+        "broadcast": receive_from_1,
+    }[name]
+    with pytest.raises(PeerFailedError) as caught:
+        ranks.run(only_rank_0, call)
+    left = rf"rank [12] returned from only_rank_0\(\) without {name} #\d"
+    assert re.search(left, str(caught.value))
+    assert caught.value.__notes__ == [f"raised on rank 0 of {SIZE}"]
+    assert ranks.run(recall) == [0, 6, 12]
+    assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def wait_at_barrier(x):
+    dist.barrier()
+
+
+def receive_from_1(x):
+    dist.broadcast(x, src=1)
+
+
+def test_a_wait_for_a_rank_that_was_not_called_ends(ranks):
+    with pytest.raises(PeerFailedError, match=r"rank [02] was not called and makes no all_red"):
+        ranks[1].run(sum_of_ranks, 0)
+    assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def in_sub_group(path):
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        dist.barrier(group)
+    elif dist.get_rank() == 2:  # in no call, and in none of its groups
+        open(f"{path}/started", "w").close()
+        while not os.path.exists(f"{path}/end"):
+            time.sleep(0.01)
+
+
+def test_a_wait_in_a_sub_group_ends_while_another_rank_is_at_work(ranks, tmp_path):
+    def end_rank_2():
+        while not reported:
+            time.sleep(0.01)
+        (tmp_path / "end").touch()
+
+    reported = []
+    ask = ranks._processes.ask
+
+    def noted(rank, name, *values):
+        reported.extend([rank] * (name == "report"))
+        ask(rank, name, *values)
+
+    ranks._processes.ask = noted
+    thread = threading.Thread(target=end_rank_2)
+    thread.start()
+    try:
+        with pytest.raises(PeerFailedError, match=r"rank 1 returned from in_sub_group\(\) without"):
+            ranks.run(in_sub_group, str(tmp_path))
+    finally:
+        del ranks._processes.ask
+    thread.join()
+    assert set(reported) == {1}
+
+
+def late_by_turns(seconds):
+    """Each rank waits in a call for the others, and works alone when they have returned."""
+    for rank in range(SIZE):
+        if dist.get_rank() == rank:
+            time.sleep(seconds)
+        dist.barrier()
+    work = dist.broadcast(np.ones(3), src=0, async_op=True) if dist.get_rank() == 0 else None
+    time.sleep(seconds if dist.get_rank() == 0 else 0)
+    return work is not None
+
+
+def end_broadcast():
+    if dist.get_rank():
+        dist.broadcast(np.zeros(3), src=0)
+
+
+def test_slow_ranks_and_calls_that_are_finished_later_are_no_faults(ranks):
+    assert ranks.run(late_by_turns, 3.2) == [True, False, False]
+    ranks.run(end_broadcast)
+
+
+def test_an_interrupt_says_what_the_ranks_did(ranks, tmp_path):
+    def interrupt():
+        while len(ranks._processes.watch.activities) < SIZE:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    ranks._processes.watch.begin()
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ranks.run(wait_for_ever, str(tmp_path))
+    thread.join()
+    [note] = caught.value.__notes__
+    assert re.search("rank 0 was at line .* of wait_for_ever: time.sleep", note)
+    assert re.search("rank 1 was in barrier, at line .* of wait_for_ever: dist.barrier", note)
+
+
+def whoami(x):
+    return dist.get_rank(), x
+
+
+def test_run_each_gives_each_rank_its_part(ranks):
+    assert ranks.run_each(whoami, iter("abc")) == [(0, "a"), (1, "b"), (2, "c")]
+    with pytest.raises(InvalidArgumentError, match="3 ranks need as many parts, got 2"):
+        ranks.run_each(whoami, "ab")
+
+
+def test_starmap_takes_tuples(ranks):
+    assert ranks.starmap(divmod, [(7, 2), (9, 4)]) == [(3, 1), (2, 1)]
+
+
+def test_a_name_of_the_notebook_is_named_in_an_error_of_a_cell(ranks, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "of_notebook", 3, raising=False)
+    with pytest.raises(NameError, match="of_notebook") as caught:
+        ranks.cell("of_notebook")
+    assert caught.value.__notes__[-1].startswith("the notebook has of_notebook: run(f, of_noteb")
+
+
+def test_a_count_is_shown_where_no_bar_can_be(ranks, capsys, monkeypatch):
+    monkeypatch.setattr(display, "find_spec", lambda name: None)
+    ranks.map(same, range(5), progress=True)
+    assert capsys.readouterr().out.split("\r")[-1] == "tasks: 5 of 5\n"
+    with display.progress_bar(None, True) as advance:
+        advance(2)
+    assert capsys.readouterr().out.split("\r")[-1] == "tasks: 2\n"
+
+
+def test_a_call_outside_the_ranks_names_the_place_for_it(ranks):
+    with pytest.raises(NotInitializedError, match=r"call it inside ranks\.run or %%ranks"):
+        dist.all_reduce(np.ones(2))
+
+
+def test_ranks_that_do_not_exist(ranks):
+    with pytest.raises(IndexError, match="there is no rank 5: the pool has ranks 0 to 2"):
+        ranks[5]
+    with pytest.raises(TypeError, match=r"a pool gives one rank at a time, got slice\(0, 2"):
+        ranks[0:2]
+
+
+def test_what_completion_shows(ranks):
+    assert [name for name in dir(ranks) if not name.startswith("_")] == [
+        *("cell", "close", "map", "pids", "run", "run_each", "shared_array", "starmap")
+    ]
+
+
+def test_the_hint_of_a_lost_rank_and_the_first_error(forked):
+    with pytest.raises(WorkerFailedError) as caught:
+        forked.map(os._exit, [3])
+    assert caught.value.__context__ is None
+    assert "replace=True" not in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
+    with unisono.Pool(1, start_method="fork") as single:
+        with pytest.raises(WorkerFailedError) as caught:
+            single.run(os._exit, 3)
+        assert "replace=True" in caught.value.__notes__[-1]
+
+
+def test_a_pool_has_a_rank_for_each_cpu(monkeypatch):
+    monkeypatch.setattr(sys.modules[unisono.pool.__module__], "allowed_cpus", lambda: {0})
+    with unisono.pool(start_method="fork") as single:
+        assert len(single) == 1
+
+
+def test_pictures_and_tables_of_a_cell(ranks, capsys):
+    table = "class Table:\n    def _repr_html_(self): return '<b>1</b>'\n"
+    [found, *_] = run_and_show(ranks, table + "Table()")
+    assert found["text/html"] == "<b>1</b>"
+    figure = "class Figure:\n    def savefig(self, file, **how): file.write(b'PNG')\n"
+    [found, *_] = run_and_show(ranks, figure + "Figure()")
+    assert found["image/png"] == b"PNG"
+    # Open figures of pyplot, of which a module of this name has two.
+    module = (
+        "import sys, types\nfigures = {1: Figure(), 2: Figure()}\n"
+        "plt = sys.modules['matplotlib.pyplot'] = types.ModuleType('plt')\n"
+        "plt.figure, plt.get_fignums = figures.get, figures.keys\n"
+        "plt.close = lambda all: figures.clear()"
+    )
+    assert [each["image/png"] for each in run_and_show(ranks, module)] == [b"PNG"] * 2 * SIZE
+    assert run_and_show(ranks, "del sys.modules['matplotlib.pyplot']") == []
+    assert "[rank 2] <__main__.Figure" in capsys.readouterr().out
+
+
+def run_and_show(ranks, cell):
+    found = []
+    module = sys.modules[unisono.pool.__module__]
+
+    def noted(rank, objects):
+        found.extend(objects)
+        display.display(rank, objects)
+
+    before, module.display = module.display, noted
+    try:
+        ranks.cell(cell)
+    finally:
+        module.display = before
+    return found
+
+
+def test_an_error_of_syntax_has_no_frames_and_explains_magics(ranks):
+    with pytest.raises(SyntaxError) as caught:
+        ranks.cell("%matplotlib inline")
+    assert "magics and commands of the shell do not run on ranks" in caught.value.__notes__
+    assert "ast.py" not in str(caught.value.__cause__)
+    with pytest.raises(dist.errors.CollectiveMismatchError) as caught:
+        ranks.run(mismatched)
+    frames = re.findall('File "(.*?)"', str(caught.value.__cause__))
+    assert frames == [__file__]
+
+
+def mismatched():
+    dist.all_reduce(np.ones(dist.get_rank() + 1))
 
 
 @pytest.mark.parametrize("nprocs", [0, "2"])

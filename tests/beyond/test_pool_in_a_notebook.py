@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import unisono
@@ -25,7 +27,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def outputs():
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return run(["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"])
+
+
+def run(sources):
+    """Return the outputs of cells."""
     drop = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: text for name, text in os.environ.items() if name not in drop}
     src = str(Path(unisono.__file__).parents[1])
@@ -71,3 +77,67 @@ def test_the_ranks_write_into_the_array_of_the_notebook(outputs):
 
 def test_map_returns_the_results_in_order(outputs):
     assert result(outputs[5]) == [str([sum(range(n)) for n in range(6)])]
+
+
+def test_k_means_has_the_centers_of_a_single_process(outputs):
+    rng = np.random.default_rng(0)
+    table = np.concatenate([rng.normal(c, 0.3, (2000, 2)) for c in (0, 3, 6)])
+    centers = table[[0, 2000, 4000]]
+    for _ in range(10):
+        near = ((table[:, None] - centers) ** 2).sum(2).argmin(1)
+        centers = np.stack([table[near == j].mean(0) for j in range(3)])
+    assert result(outputs[6]) == [repr(centers.round(1))]
+
+
+CELLS = [
+    "import unisono as dist",
+    "%%ranks\n1",
+    "ranks = dist.pool(2)",
+    """def halve(n):
+    return n / (n - n)
+ranks.run(halve, 2)""",
+    "of_notebook = 3",
+    "%%ranks\nof_notebook",
+    """%%ranks
+class Table:
+    def _repr_html_(self):
+        return "<b>1</b>"
+Table()""",
+    "dist.get_rank()",
+    "ranks.close()",
+]
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return run(CELLS)
+
+
+def error(cell):
+    [found] = [part for part in cell if part["output_type"] == "error"]
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(found["traceback"]))
+
+
+def test_the_magic_is_there_with_the_import(cells):
+    assert "UsageError: there is no pool" in error(cells[1])
+
+
+def test_a_traceback_has_the_line_of_the_cell_and_no_frames_of_the_library(cells):
+    text = error(cells[3])
+    assert re.search(r'File ".*", line 2, in halve\n    return n / \(n - n\)', text)
+    assert "src/unisono" not in text
+    assert "dynamic-code" not in text
+
+
+def test_a_cell_that_uses_a_name_of_the_notebook_gets_a_hint(cells):
+    assert "the notebook has of_notebook: run(f, of_notebook) gives it to all" in error(cells[5])
+
+
+def test_tables_are_displayed_below_their_rank(cells):
+    shown = [part["data"]["text/html"] for part in cells[6] if part["output_type"] != "stream"]
+    assert shown == ["<b>1</b>"] * 2
+    assert printed(cells[6]) == "[rank 0]\n[rank 1]\n"
+
+
+def test_a_call_in_the_notebook_names_the_place_for_it(cells):
+    assert "call it inside ranks.run or %%ranks" in error(cells[7])

@@ -180,3 +180,38 @@ except ValueError as error:
 def test_session_without_a_file_and_without_cloudpickle(launches):
     _, out, err = launches.run(program=[sys.executable, "-c", WITHOUT_CLOUDPICKLE])
     assert "defined in a session without a file" in out, err
+
+
+OF_A_POOL = """
+import sys
+sys.modules["cloudpickle"] = None
+import unisono
+def cell(x): pass
+with unisono.pool(1, start_method="fork") as ranks, unisono.Executor(1) as executor:
+    for call in (ranks.map, lambda *task: list(executor.map(*task))):
+        try:
+            call(cell, [1])
+        except ValueError as error:
+            print(error.hint)
+"""
+
+
+def test_map_without_cloudpickle_has_the_hint_too(launches):
+    _, out, err = launches.run(program=[sys.executable, "-c", OF_A_POOL])
+    hint = "pip install cloudpickle, or define it in a module and import it\n"
+    assert out == hint * 2, err
+
+
+@pytest.mark.parametrize("call", [launch, spawn])
+def test_a_function_that_does_not_take_the_rank_is_refused_here(call):
+    with pytest.raises(ArgumentTypeError, match="does not take the rank and 0 arguments") as caught:
+        call(lambda: 1, nprocs=1)
+    assert caught.value.hint == f"{call.__name__} calls fn(rank, *args)"
+    with pytest.raises(ArgumentTypeError, match="does not take the rank and 3 arguments"):
+        call(targets.scaled, args=(1, 2, 3), nprocs=1)
+
+
+def test_the_hint_of_a_function_that_no_child_finds_names_the_pool(launches):
+    program = "from unisono import spawn\ndef cell(rank): pass\nspawn(cell, nprocs=1)"
+    _, _, err = launches.run(program=[sys.executable, "-c", program])
+    assert "use `unisono.pool`" in err

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 from unisono.core.base.deadline import Timeout
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 from unisono.launcher.payload import CallArguments, Payload
-from unisono.launcher.spawn import SpawnContext, Untyped, check_start
+from unisono.launcher.spawn import SpawnContext, Untyped, check_arguments, check_start
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -80,6 +80,7 @@ def launched(
 ) -> list[R]:
     """As `launch`; `grace_period` as in `SpawnContext.join`."""
     nprocs = check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
+    check_arguments("launch", fn, args)
     call = fn, tuple(args)
     payload: CallArguments | Payload = CallArguments(*call)
     if start_method != "fork":  # A forked child inherits the call, so that nothing is copied.
@@ -156,7 +157,15 @@ def _cloudpickle() -> Any:
 
 def _is_not_importable(value: object) -> bool:
     """Whether a child could not import an object that plain pickle would refer to by name."""
-    parts = value if isinstance(value, tuple) else (value,)
-    in_main = any(getattr(part, "__module__", None) == "__main__" for part in parts)
+    in_main = any(getattr(part, "__module__", None) == "__main__" for part in _parts_of(value))
     path = getattr(sys.modules["__main__"], "__file__", None)
     return in_main and (path is None or not os.path.exists(path))
+
+
+def _parts_of(value: object) -> Iterator[object]:
+    """Yield what tuples in tuples hold; `pool.map` has a function among arguments."""
+    for part in value if isinstance(value, tuple) else (value,):
+        if isinstance(part, tuple):
+            yield from _parts_of(part)
+        else:
+            yield part

@@ -62,7 +62,7 @@ _MAIN_LOCK = threading.Lock()
 _STARTING_FILES = (__file__, multiprocessing.spawn.__file__, "<frozen runpy>", runpy.__file__)
 _IMPORT_HINT = (
     "define the function at the top level of a module that a child can import, or use "
-    "`unisono.launch`, which with cloudpickle also takes functions of a notebook"
+    "`unisono.pool` or `unisono.launch`, which with cloudpickle also take functions of a notebook"
 )
 
 
@@ -557,6 +557,28 @@ def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: 
     return number
 
 
+def check_arguments(name: str, fn: Callable[..., object], args: Sequence[object]) -> None:
+    """Check that a function takes a rank and the arguments of `spawn` or `launch`.
+
+    Raises:
+        ArgumentTypeError: It does not.
+    """
+    from inspect import signature
+
+    try:
+        parameters = signature(fn)
+    except (TypeError, ValueError):  # of some functions in C the parameters are unknown
+        return
+    try:
+        parameters.bind(0, *args)
+    except TypeError as error:
+        called = getattr(fn, "__name__", repr(fn))
+        raise ArgumentTypeError(
+            f"{called}{parameters} does not take the rank and {len(args)} arguments: {error}",
+            hint=f"{name} calls fn(rank, *args)",
+        ) from None
+
+
 class Untyped(Protocol[R]):
     """A function of type Callable[..., R], whose parameters type checkers cannot compare."""
 
@@ -633,6 +655,7 @@ def spawn(
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
     nprocs = check_start("spawn(fn, args, nprocs), args=(x,)", fn, args, nprocs, start_method)
+    check_arguments("spawn", fn, args)
     context = SpawnContext(fn, args, nprocs, daemon=daemon, start_method=start_method, joins=join)
     if not join:
         return context

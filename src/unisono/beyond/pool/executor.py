@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,9 +16,12 @@ from functools import partial
 from multiprocessing.spawn import prepare
 from typing import Any, Self
 
+from unisono.beyond.pool.display import progress_bar
 from unisono.beyond.pool.flight import result_of
-from unisono.beyond.pool.pool import Pool, chunks_of
+from unisono.beyond.pool.pool import chunks_of, zip_sized
+from unisono.beyond.pool.processes import RankProcesses
 from unisono.beyond.pool.rank import CallAnswer, RaisedError, error_of, run_each
+from unisono.beyond.pool.snapshots import TaskSnapshot
 from unisono.beyond.pool.workers import RankWorkers
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
@@ -32,7 +35,6 @@ from unisono.errors import (
     UsageError,
     WorkerFailedError,
 )
-from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 from unisono.launcher.spawn import check_start
 from unisono.launcher.workers.program import run_program
@@ -46,9 +48,7 @@ class _QueuedTask:
     """A call and its future; `attempts` is how many workers have died in it."""
 
     future: futures.Future[Any]
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    keywords: dict[str, Any]
+    call: TaskSnapshot
     attempts: int = 0
 
     def begins(self) -> bool:
@@ -114,7 +114,12 @@ class _TaskDispatcher:
     """Gives the tasks of a queue to the ranks of a pool, on a thread."""
 
     def __init__(
-        self, queue: _Queue, size: int, open_pool: Callable[[], Any], retries: int, initial: Any
+        self,
+        queue: _Queue,
+        size: int,
+        open_pool: Callable[[], Any],
+        retries: int,
+        initial: TaskSnapshot | None,
     ) -> None:
         self._queue = queue
         self._size = size
@@ -139,7 +144,7 @@ class _TaskDispatcher:
             queue.started.set()
             queue.release()
 
-    def _serve(self, pool: Pool | RankWorkers) -> None:
+    def _serve(self, pool: RankProcesses | RankWorkers) -> None:
         for rank in list(self._ranks):
             self._begin(pool, rank)
         self._queue.started.set()
@@ -175,24 +180,28 @@ class _TaskDispatcher:
                     return task
         return None
 
-    def _begin(self, pool: Pool | RankWorkers, rank: int) -> None:
+    def _begin(self, pool: RankProcesses | RankWorkers, rank: int) -> None:
         if self._initial is not None:
-            self._post(pool, rank, self._initial, None)
+            self._post(pool, rank, self._initial.payload(), None)
 
-    def _send(self, pool: Pool | RankWorkers, rank: int, task: _QueuedTask) -> None:
+    def _send(self, pool: RankProcesses | RankWorkers, rank: int, task: _QueuedTask) -> None:
         try:
-            payload = _payload(task.fn, task.args, task.keywords)
-        except InvalidArgumentError as error:
+            payload = task.call.payload()
+        except (MemoryError, OSError) as error:
             task.future.set_exception(error)
             return
         self._post(pool, rank, payload, task)
 
     def _post(
-        self, pool: Pool | RankWorkers, rank: int, payload: Payload, task: _QueuedTask | None
+        self,
+        pool: RankProcesses | RankWorkers,
+        rank: int,
+        payload: Payload,
+        task: _QueuedTask | None,
     ) -> None:
         if pool.end_of(rank) is None:
             pool.post(rank, payload)
-            if isinstance(pool, Pool) or pool.end_of(rank) is None:
+            if isinstance(pool, RankProcesses) or pool.end_of(rank) is None:
                 self._busy[rank] = task
                 return
         if task is not None:  # the worker ended while it was idle, so not in this task
@@ -200,9 +209,9 @@ class _TaskDispatcher:
                 self._queue.tasks.appendleft(task)
         self._restart(pool, rank)
 
-    def _restart(self, pool: Pool | RankWorkers, rank: int) -> None:
+    def _restart(self, pool: RankProcesses | RankWorkers, rank: int) -> None:
         """Start another process, or go on without a rank of a group."""
-        if isinstance(pool, Pool):
+        if isinstance(pool, RankProcesses):
             pool.restart([rank])
             self._begin(pool, rank)
             return
@@ -210,7 +219,7 @@ class _TaskDispatcher:
         if not self._ranks:
             raise WorkerFailedError(f"all workers of the executor have ended: {pool.end_of(rank)}")
 
-    def _take(self, pool: Pool | RankWorkers, rank: int, answer: CallAnswer | str) -> None:
+    def _take(self, pool: RankProcesses | RankWorkers, rank: int, answer: CallAnswer | str) -> None:
         task = self._busy[rank]
         named = self._named(pool, rank)
         if isinstance(answer, str):
@@ -230,9 +239,9 @@ class _TaskDispatcher:
         if isinstance(answer, str):
             self._restart(pool, rank)
 
-    def _named(self, pool: Pool | RankWorkers, rank: int) -> Context:
+    def _named(self, pool: RankProcesses | RankWorkers, rank: int) -> Context:
         """Name a worker; one of the ranks of a group by its rank in the job."""
-        if isinstance(pool, Pool):
+        if isinstance(pool, RankProcesses):
             return Context(rank=rank, world_size=self._size)
         return Context(rank=pool.name_of(rank), world_size=pool.world_size)
 
@@ -274,12 +283,6 @@ class _TaskDispatcher:
                 else "the other tasks go on; retries=1 runs such a task on another worker",
             )
         )
-
-
-def _payload(fn: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Payload:
-    task = fn, args, keywords
-    with pickling(task, "the function or its arguments") as dumps:
-        return Payload(task, dumps)
 
 
 class Executor(futures.Executor):
@@ -324,7 +327,7 @@ class Executor(futures.Executor):
         self._size = check_start(call, fn, initargs, wanted, start_method)
         if as_integer(retries, "retries") < 0:
             raise InvalidArgumentError(f"retries must be at least 0, got {retries}")
-        initial = None if initializer is None else _payload(initializer, tuple(initargs), {})
+        initial = None if initializer is None else TaskSnapshot(initializer, tuple(initargs), {})
         if workers is not None and not workers.taken.acquire(timeout=_TAKE_S):
             raise UsageError(
                 "the ranks are the workers of another executor",
@@ -332,7 +335,7 @@ class Executor(futures.Executor):
             )
         self._queue = _Queue()
         open_pool: Callable[[], Any] = partial(
-            Pool, self._size, start_method=start_method, replace=True, with_group=False
+            RankProcesses, self._size, start_method, with_group=False
         )
         if workers is not None:
             self._size = len(workers.ranks)
@@ -342,6 +345,10 @@ class Executor(futures.Executor):
         self._thread = threading.Thread(target=dispatcher.run, name="unisono-executor")
         self._thread.start()
         self._close = weakref.finalize(self, self._queue.close)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._queue.is_closing else "failed" if self._queue.broken else "ready"
+        return f"<unisono.Executor of {self._size} workers: {state}>"
 
     @property
     def num_workers(self) -> int:
@@ -358,15 +365,20 @@ class Executor(futures.Executor):
         """Add the task `fn(*args, **keywords)`; return its Future.
 
         The Future raises what the task raised, with the worker in a note. If the worker died, it
-        raises WorkerFailedError. The arguments are pickled when a worker is free, so that waiting
-        tasks take no memory for copies: the task gets changes that are made until then.
+        raises WorkerFailedError. The task gets the arguments as they are now: they are pickled at
+        once. Waiting tasks share the copy of an array that has not changed.
 
         Raises:
             UsageError: The executor is closed.
             WorkerFailedError: No worker can be started any more.
         """
-        task = _QueuedTask(futures.Future(), fn, args, keywords)
+        future: futures.Future[Any] = futures.Future()
         queue = self._queue
+        try:
+            task = _QueuedTask(future, TaskSnapshot(fn, args, keywords))
+        except InvalidArgumentError as error:
+            future.set_exception(error)
+            return future
         with queue.lock:
             if queue.is_closing:
                 raise UsageError("the executor is closed")
@@ -374,7 +386,7 @@ class Executor(futures.Executor):
                 raise queue.broken
             queue.tasks.append(task)
             queue.wake()
-        return task.future
+        return future
 
     def map(
         self,
@@ -384,6 +396,7 @@ class Executor(futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
         unordered: bool = False,
+        progress: bool = False,
     ) -> Iterator[Any]:
         """Return an iterator over the results of `fn` for each group of arguments.
 
@@ -395,17 +408,19 @@ class Executor(futures.Executor):
             buffersize: How many chunks are under way at most. The rest of the iterables is read as
                 results are taken. None reads them at once.
             unordered: Whether results come as they are ready.
+            progress: Whether to show a bar, as in `Pool.map`, while results are taken.
 
         Raises:
             InvalidArgumentError: `chunksize` or `buffersize` is below 1.
             TimeoutError: From the iterator: `timeout` has passed.
         """
         return self.starmap(
-            *(fn, zip(*iterables, strict=False)),
+            *(fn, zip_sized(iterables) if progress else zip(*iterables, strict=False)),
             timeout=timeout,
             chunksize=chunksize,
             buffersize=buffersize,
             unordered=unordered,
+            progress=progress,
         )
 
     def starmap(
@@ -416,6 +431,7 @@ class Executor(futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
         unordered: bool = False,
+        progress: bool = False,
     ) -> Iterator[Any]:
         """Do as `map` does for arguments that are in tuples already."""
         for name, value in (("chunksize", chunksize), ("buffersize", buffersize)):
@@ -424,7 +440,10 @@ class Executor(futures.Executor):
         chunks = chunks_of(iter(iterable), chunksize)
         deadline = Deadline(float("inf") if timeout is None else timeout)
         flying = [self.submit(run_each, fn, c) for c in itertools.islice(chunks, buffersize)]
-        return self._results(fn, flying, chunks, deadline, unordered)
+        results = self._results(fn, flying, chunks, deadline, unordered)
+        if not progress:
+            return results
+        return _with_bar(results, len(iterable) if isinstance(iterable, Sized) else None)
 
     def _results(
         self,
@@ -464,6 +483,13 @@ class Executor(futures.Executor):
             task.future.cancel()
         if wait:
             self._thread.join()
+
+
+def _with_bar(results: Iterator[Any], total: int | None) -> Iterator[Any]:
+    with progress_bar(total, True) as advance:
+        for each in results:
+            advance(1)
+            yield each
 
 
 @contextmanager

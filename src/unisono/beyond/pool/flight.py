@@ -9,19 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from unisono.beyond.pool.rank import CallAnswer, error_of
+from unisono.beyond.pool.processes import INTERRUPT_S, POLL_S, RankProcesses
+from unisono.beyond.pool.rank import CallAnswer, error_of, run_cell, run_each
 from unisono.core.base.deadline import Deadline
 from unisono.core.platform.posix import SIGKILL
 from unisono.errors import Context, InvalidArgumentError, WorkerFailedError
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
 from unisono.launcher.traceback_text import exception_line, is_consequence
-
-POLL_S = 0.5
-"""How often to look for ranks whose end wakes no wait."""
-
-INTERRUPT_S = 5.0
-"""How long an interrupted rank may take before it is killed."""
 
 _SETTLE_S = 0.5
 """How long a rank that raised waits for the others, before it ends the calls that wait for it."""
@@ -44,6 +39,14 @@ def result_of(rank: int, answer: CallAnswer) -> Any:
         ) from error
 
 
+def _name_of(task: RankCall) -> str:
+    fn, args, _ = task
+    if fn is run_cell:
+        return "the cell"
+    fn = args[0] if fn is run_each else fn
+    return f"{getattr(fn, '__name__', None) or repr(fn)}()"
+
+
 class FailedCall(NamedTuple):
     """How a call failed.
 
@@ -64,7 +67,7 @@ class Flight:
     """Calls of a pool that are under way.
 
     Args:
-        pool: The Pool, whose module imports this one.
+        pool: The processes.
         results: Gets the results, by number.
         name: Name of a numbered call in an error; "" if the rank says it all.
 
@@ -74,7 +77,9 @@ class Flight:
         interrupted: How many interrupts came.
     """
 
-    def __init__(self, pool: Any, results: dict[int, Any] | None = None, name: str = "") -> None:
+    def __init__(
+        self, pool: RankProcesses, results: dict[int, Any] | None = None, name: str = ""
+    ) -> None:
         self.failures: dict[int, FailedCall] = {}
         self.ended: dict[int, str] = {}
         self.interrupted = 0
@@ -107,6 +112,8 @@ class Flight:
                 they wait for each other.
         """
         pool = self._pool
+        if next_task is not None:
+            pool.watch.begin()
         while True:
             if next_task is not None:
                 self._send_calls(next_task)
@@ -121,12 +128,14 @@ class Flight:
             if self._settled is not None and self._settled.expired():
                 self._settled = None
                 self._report()
+            if next_task is not None and pool.watch.looks():
+                self._end_endless()
             if self._kill_at is not None and self._kill_at.expired():
                 self._kill_at = None
                 self._signal(SIGKILL)
 
     def _send_calls(self, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
-        for rank in range(len(self._pool)):
+        for rank in range(self._pool.size):
             if self.failures or self.interrupted or rank in self._busy:
                 continue
             try:
@@ -145,7 +154,7 @@ class Flight:
             what = "the function or its arguments"
             with pickling(task, what, self._pool.dumps_of) as dumps:
                 self._sent = task, Payload(task, dumps)
-        self._busy[rank] = number
+        self._busy[rank], self._pool.watch.called[rank] = number, _name_of(task)
         self._pool.post(rank, self._sent[1])
 
     def _take(self, rank: int, answer: CallAnswer | str) -> None:
@@ -174,8 +183,25 @@ class Flight:
             return
         for rank, failure in self.failures.items():
             if failure.text and rank not in self._busy and rank not in self.ended:
-                self.ask(rank, _REPORT, "report", exception_line(failure.text))
-                self._groups.add("broken")
+                self._tell_others(rank, f"rank {rank} raised {exception_line(failure.text)}")
+
+    def _tell_others(self, rank: int, text: str) -> None:
+        """Let a rank that makes no call end the calls of its groups, for a reason."""
+        self.ask(rank, _REPORT, "report", text)
+        self._groups.add("broken")
+
+    def _end_endless(self) -> None:
+        """End calls in which ranks wait for one that has returned, or was not called."""
+        watch = self._pool.watch
+        if self.failures or self.interrupted or _REPORT in self._busy.values():
+            return
+        for rank, call in watch.missing(self._busy):
+            if rank not in self._busy:
+                called = watch.called.get(rank)
+                left = (
+                    f"returned from {called} without" if called else "was not called and makes no"
+                )
+                self._tell_others(rank, f"rank {rank} {left} {call.op} #{call.seq}")
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
@@ -191,6 +217,8 @@ class Flight:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, signum: int, frame: object) -> None:
+        if not self.interrupted:
+            self._pool.watch.busy = list(self._busy)
         self.interrupted += 1
         self._kill_at = Deadline(INTERRUPT_S if self.interrupted == 1 else 0.0)
         self._signal(signal.SIGINT)
@@ -203,15 +231,24 @@ class Flight:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pool.pids()[rank], signum)
 
-    def raise_first(self) -> None:
-        """Raise the interrupt, or the failure that is no consequence of another."""
+    def raise_first(
+        self, noted: Callable[[BaseException, dict[int, str]], object] | None = None
+    ) -> None:
+        """Raise the interrupt, or the failure that is no consequence of another.
+
+        Args:
+            noted: Called with the error, and how ranks ended, before it is raised.
+        """
         if self.interrupted:
             error: BaseException = KeyboardInterrupt()
+            if text := self._pool.watch.described():
+                error.add_note(text)
         elif self.failures:
             error = self._first()
         else:
             return
-        self._pool.note_losses(error, self.ended)
+        if noted is not None:
+            noted(error, self.ended)
         try:
             raise error
         finally:
@@ -219,7 +256,7 @@ class Flight:
 
     def _first(self) -> BaseException:
         rank, first = min(self.failures.items(), key=lambda each: is_consequence(each[1].text))
-        size = len(self._pool)
+        size = self._pool.size
         context = Context(rank=rank, world_size=size)
         where = f" in {self._name} {first.number}" if self._name else ""
         if first.error is not None and not first.text:
@@ -228,7 +265,7 @@ class Flight:
             return WorkerFailedError(
                 f"a rank of the pool ended{where}: {first.end}",
                 context=context,
-                hint="its standard error may have the reason; replace=True starts another process",
+                hint="its standard error may have the reason",
             )
         cause = WorkerFailedError(
             f"rank {rank} of the pool raised an exception{where}\n{first.text}".rstrip(),

@@ -9,17 +9,16 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import pickle
-import sys
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 
+from unisono.beyond.pool.main_names import forget_replaced, with_source, with_versions
 from unisono.core.platform.memory import new_memory_file
 from unisono.errors import InvalidArgumentError
 
@@ -123,6 +122,9 @@ def _reference(array: np.ndarray[Any, Any], regions: dict[str, Region]) -> Any:
 def dumps_with(regions: dict[str, Region], module: Any) -> Callable[..., Any]:
     """Return a function like `pickle.dumps` that refers to shared memory.
 
+    With cloudpickle, functions of a notebook keep their source, and versions of the names that
+    they use.
+
     Args:
         regions: The memory that the process that loads the pickle has, too.
         module: pickle or cloudpickle.
@@ -135,57 +137,19 @@ def dumps_with(regions: dict[str, Region], module: Any) -> Callable[..., Any]:
                 if how is not NotImplemented:
                     return how
             above = getattr(super(), "reducer_override", None)
-            return NotImplemented if above is None else above(value)
+            if above is None:
+                return NotImplemented
+            if type(value) is CodeType:
+                return with_source(value, module.cloudpickle._code_reduce(value))
+            how = above(value)
+            return with_versions(value, how) if type(value) is FunctionType else how
 
     def dumps(
         value: object, protocol: int = 5, buffer_callback: Any = None
     ) -> memoryview[int] | bytes:
+        forget_replaced()
         file = io.BytesIO()
         Pickler(file, protocol=protocol, buffer_callback=buffer_callback).dump(value)
         return file.getbuffer()
 
     return dumps
-
-
-def loads_in_main(data: Any, *, buffers: Any = ()) -> Any:
-    """Load a pickle of a notebook so that its functions run in this process's main module.
-
-    cloudpickle would give them a new namespace for each call, so that a `global` name would not
-    stay. A name that such a function assigns, and that the rank has, keeps the rank's value.
-    """
-    return _MainUnpickler(io.BytesIO(data), buffers=buffers).load()
-
-
-class _MainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if module == "cloudpickle.cloudpickle":
-            if name == "_make_function":
-                return lambda code, names, *rest: found(code, _in_main(names), *rest)
-            if name == "_function_setstate":
-                return lambda function, state: found(function, _without_own(function, state))
-        return found
-
-
-def _in_main(names: dict[str, Any]) -> dict[str, Any]:
-    return vars(sys.modules["__main__"]) if names.get("__name__") == "__main__" else names
-
-
-def _without_own(function: FunctionType, state: tuple[Any, dict[str, Any]]) -> Any:
-    space = function.__globals__
-    own = {name for name in _assigned(function.__code__) if name in space}
-    attributes, slots = state
-    names = {k: v for k, v in slots["__globals__"].items() if k not in own}
-    return attributes, slots | {"__globals__": names}
-
-
-def _assigned(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function, or one inside of it, assigns with `global`."""
-    import dis
-
-    for each in dis.get_instructions(code):
-        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            yield each.argval
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _assigned(inner)

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
+import re
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from multiprocessing import connection, reduction
 from typing import Any, Self
 
 import numpy as np
 
-from unisono.beyond.pool.flight import INTERRUPT_S, POLL_S, Flight, RankCall
-from unisono.beyond.pool.memory import Region, dumps_with, new_array
-from unisono.beyond.pool.output import RankOutput
-from unisono.beyond.pool.rank import CallAnswer, run_cell, run_each, serve
-from unisono.core.base.deadline import Deadline
+from unisono.beyond.pool.display import display, progress_bar
+from unisono.beyond.pool.flight import Flight, RankCall
+from unisono.beyond.pool.memory import new_array
+from unisono.beyond.pool.processes import RankProcesses
+from unisono.beyond.pool.rank import run_cell, run_each
 from unisono.core.base.integers import as_integer
+from unisono.core.base.source.tracebacks import hide_own_frames
+from unisono.core.groups.world import process_world
+from unisono.core.platform.machine import allowed_cpus
 from unisono.core.platform.posix import require_posix
 from unisono.errors import (
+    ArgumentTypeError,
     ClosedError,
     InvalidArgumentError,
     UsageError,
+    WorkerFailedError,
 )
-from unisono.launcher.payload import Payload
-from unisono.launcher.spawn import SpawnContext, check_start
+from unisono.launcher.spawn import check_start
 from unisono.launcher.traceback_text import exception_line
 
 _ATTEMPTS = 3
 """How often the group is made anew, if ranks end or fail meanwhile."""
 
 _newest: weakref.ref[Pool] | None = None
+_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class _Results(dict[int, list[Any]]):
@@ -74,38 +77,30 @@ class PoolRank:
 
 
 class Pool:
-    """Processes that stay, as ranks of one group; made by `pool`."""
+    """Processes that stay, as ranks of one group; `pool` has the same arguments."""
 
     def __init__(
-        self, nprocs: int, *, start_method: str, replace: bool, with_group: bool = True
+        self, nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False
     ) -> None:
-        self._size = nprocs
+        global _newest
+        nprocs = self._size = _checked_size(nprocs, start_method)
         self._replaces = replace
         self._lost = ""
-        self._generation = itertools.count() if with_group else None
-        self._numbers = itertools.count(1)
-        # The number of the message that each rank answers next. Answers to others are dropped.
-        self._awaited: dict[int, int] = {}
-        self._regions: dict[str, Region] = {}
+        self._generations = itertools.count()
         # Arrays that a result may refer to; None if no call is made.
         self._held: list[Any] | None = None
         self._lock = threading.RLock()
-        self._output = RankOutput()
-        self._context: SpawnContext | None = SpawnContext(
-            *(serve, (nprocs, with_group), nprocs),
-            start_method=start_method,
-            joins=False,
-            returns="messages",
-        )
-        self._close = weakref.finalize(self, _kill, self._context, self._output)
+        self._processes = RankProcesses(nprocs, start_method, with_group=True)
         try:
-            self._context.wait_loaded(range(nprocs))
-            for rank in range(nprocs):
-                self._equip(rank)
             self._renewed().raise_first()
         except BaseException:
-            self._close()
+            self._processes.kill()
             raise
+        _newest = weakref.ref(self)
+        _open_pools.add(self)
+        process_world.hint = "only ranks have a group: call it inside ranks.run or %%ranks"
+        if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+            shell.register_magic_function(run_magic, "cell", "ranks")
 
     def __len__(self) -> int:
         """Return the number of ranks."""
@@ -113,10 +108,17 @@ class Pool:
 
     def __getitem__(self, rank: int) -> PoolRank:
         """Return one rank; negative numbers count from the end."""
+        if not hasattr(rank, "__index__"):
+            raise ArgumentTypeError(
+                f"a pool gives one rank at a time, got {rank!r}",
+                hint="[ranks[i].run(f) for i in ...], or run(f) on all ranks",
+            )
+        if not -self._size <= rank < self._size:
+            raise IndexError(f"there is no rank {rank}: the pool has ranks 0 to {self._size - 1}")
         return PoolRank(self, range(self._size)[rank])
 
     def __repr__(self) -> str:
-        state = "closed" if self._context is None else self._lost or "ready"
+        state = "closed" if self._processes.is_closed else self._lost or "ready"
         return f"<unisono.pool of {self._size} ranks: {state}>"
 
     def __enter__(self) -> Self:
@@ -127,7 +129,8 @@ class Pool:
 
     def pids(self) -> list[int]:
         """Return the process of each rank."""
-        return self._started().pids()
+        self._check()
+        return self._processes.pids()
 
     def run(self, fn: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
         """Call `fn(*args, **keywords)` on each rank and return the results, by rank.
@@ -139,7 +142,9 @@ class Pool:
                 means = ranks.run(mean_of_all)
 
         A function of the notebook runs in the main module of the rank. The names that it uses get
-        the notebook's values at each call, except those that it assigns with `global`.
+        copies of the notebook's values at each call. What the rank has assigned, with `global` or
+        in a cell of `%%ranks`, stays. If the notebook has assigned that name since, or no call has
+        sent it before, the call is refused.
 
         If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
         used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
@@ -149,12 +154,34 @@ class Pool:
             WorkerFailedError: A rank died; names it. The pool then makes no further calls, or with
                 `replace=True` a new process has the rank already.
             ClosedError: The pool is closed, or has lost a rank.
-            UsageError: An iterable of `map` calls the pool that reads it.
+            UsageError: A name has a value of the notebook and another of the rank. Or an iterable
+                of `map` calls the pool that reads it.
+            PeerFailedError: A rank waits in a collective for one that has returned, or that was not
+                called.
             InvalidArgumentError: The function, an argument or a result cannot be pickled.
             Exception: That of the rank that failed first. Its cause is a WorkerFailedError that
                 ends with the traceback.
         """
         results = self._run(dict.fromkeys(range(self._size), (fn, args, keywords)))
+        return [results[rank] for rank in range(self._size)]
+
+    def run_each(self, fn: Callable[..., Any], parts: Iterable[Any]) -> list[Any]:
+        """Call `fn(parts[rank])` on each rank and return the results, by rank.
+
+            def keep(rows):
+                global mine                        # stays on the rank
+                mine = rows
+
+            ranks.run_each(keep, np.array_split(table, len(ranks)))
+
+        Raises:
+            InvalidArgumentError: There is not one part for each rank.
+            WorkerFailedError, Exception: See `run`.
+        """
+        each = list(parts)
+        if len(each) != self._size:
+            raise InvalidArgumentError(f"{self._size} ranks need as many parts, got {len(each)}")
+        results = self._run({rank: (fn, (part,), {}) for rank, part in enumerate(each)})
         return [results[rank] for rank in range(self._size)]
 
     def map(
@@ -171,22 +198,33 @@ class Pool:
             tasks: Iterables of arguments, as for the built-in `map`. They are read as ranks become
                 free.
             chunksize: How many tasks a rank gets at once.
-            progress: Whether to show a bar, which needs rich. By default, if rich is installed and
-                the output is a terminal or a notebook.
+            progress: Whether to show a bar; without rich, or in a notebook without ipywidgets, a
+                line that counts. By default, on a terminal and in a notebook.
 
         Raises:
             InvalidArgumentError: `chunksize` is below 1.
             WorkerFailedError, Exception: See `run`; the tasks that run are finished first.
         """
+        return self.starmap(fn, zip_sized(tasks), chunksize=chunksize, progress=progress)
+
+    def starmap(
+        self,
+        fn: Callable[..., Any],
+        tasks: Iterable[Sequence[Any]],
+        *,
+        chunksize: int = 1,
+        progress: bool | None = None,
+    ) -> list[Any]:
+        """Do as `map` does for arguments that are in tuples already."""
         size = as_integer(chunksize, "chunksize")
         if size < 1:
             raise InvalidArgumentError(f"chunksize must be at least 1, got {size}")
-        chunks = chunks_of(zip(*tasks, strict=False), size)
+        chunks = chunks_of(iter(tasks), size)
         numbered: Iterator[tuple[int, RankCall]] = (
             (i * size, (run_each, (fn, chunk), {})) for i, chunk in enumerate(chunks)
         )
-        total = min((len(each) for each in tasks if isinstance(each, Sized)), default=None)
-        with _bar(total, progress) as advance:
+        total = len(tasks) if isinstance(tasks, Sized) else None
+        with progress_bar(total, progress) as advance:
             results = _Results(advance)
             self._work(lambda rank: next(numbered, None), results, "task")
         return [each for number in sorted(results) for each in results[number]]
@@ -203,12 +241,10 @@ class Pool:
         Raises:
             InvalidArgumentError: The dtype holds objects.
         """
-        self._started()
+        self._check()
         region, array = new_array(shape, dtype)
         with self._lock:
-            self._regions[region.key] = region
-            for rank in range(self._size):
-                self._tell(rank, "attach", region.key, region.nbytes, fd=region.fd)
+            self._processes.attach(region)
             if self._held is not None:
                 self._held.append(region.base())
         return array
@@ -216,75 +252,52 @@ class Pool:
     def cell(self, source: str) -> None:
         """Run source text on each rank, in its main module; the value of the last line is printed.
 
+        A notebook also shows figures of pyplot, and a last value that has a picture or HTML.
+
         In IPython `%%ranks` runs the rest of the cell so, on the pool that was made last.
 
         Raises:
             WorkerFailedError, Exception: See `run`.
         """
-        task: RankCall = run_cell, (source, next(self._numbers)), {}
-        self._run(dict.fromkeys(range(self._size), task))
+        task: RankCall = run_cell, (source, next(self._processes.numbers)), {}
+        try:
+            results = self._run(dict.fromkeys(range(self._size), task))
+        except NameError as error:
+            found = re.search(r"name '(\w+)' is not defined", str(error))
+            if found is not None and found[1] in vars(sys.modules["__main__"]):
+                error.add_note(
+                    f"the notebook has {found[1]}: run(f, {found[1]}) gives it to all ranks, and "
+                    "run_each(f, parts) gives each rank a part"
+                )
+            raise
+        for rank, objects in sorted(results.items()):
+            display(rank, objects)
 
     def close(self) -> None:
         """End the ranks; a second call does nothing, nor does that of a fork of this process."""
-        context, self._context = self._context, None
-        if context is None or not context.is_own:
-            return
-        for link in context.links:
-            with contextlib.suppress(OSError):
-                link.send(("end",))
-        last = Deadline(INTERRUPT_S)
-        while any(process.exitcode is None for process in context.processes):
-            if last.expired():
-                break
-            waits = [process.sentinel for process in context.processes]
-            self._output.pump(connection.wait([*waits, *self._output.sources()], POLL_S))
-        self._output.flush()
-        self._close()
+        self._processes.close()
+        _open_pools.discard(self)
+        if not _open_pools:
+            process_world.hint = None
 
-    def _started(self) -> SpawnContext:
-        if self._context is None:
+    def _check(self) -> None:
+        if self._processes.is_closed:
             raise ClosedError("the pool is closed", hint="make another: unisono.pool(...)")
         if self._lost:
             raise ClosedError(
                 f"the pool makes no calls any more: {self._lost}",
-                hint="unisono.pool(..., replace=True) starts another process for a rank that dies",
+                hint=None
+                if self._replaces
+                else "unisono.pool(..., replace=True) starts another process for a rank that dies",
             )
-        return self._context
-
-    def _tell(self, rank: int, *message: Any, fd: int | None = None) -> None:
-        """Send a message, and a descriptor; `answers` notices a rank that has died."""
-        context = self._started()
-        with contextlib.suppress(OSError):
-            context.links[rank].send(message)
-            if fd is not None:
-                reduction.send_handle(context.links[rank], fd, context.pids()[rank])
-
-    def ask(self, rank: int, name: str, *values: Any) -> None:
-        """Send a message that the rank answers."""
-        self._awaited[rank] = next(self._numbers)
-        self._tell(rank, name, self._awaited[rank], *values)
-
-    def _equip(self, rank: int) -> None:
-        """Give a new process what the older ones have."""
-        target = self._output.open(rank)
-        try:
-            self._tell(rank, "output", fd=target)
-        finally:
-            os.close(target)
-        for region in list(self._regions.values()):
-            if (base := region.base()) is not None:
-                self._tell(rank, "attach", region.key, region.nbytes, fd=region.fd)
-            del base  # the descriptor is open until then
 
     def _renewed(self) -> Flight:
         """Make the group of all ranks anew; return how that ended."""
-        flight = Flight(self)
-        if self._generation is not None:
-            generation = next(self._generation)
-            with flight.interrupts():
-                for rank in range(self._size):
-                    flight.ask(rank, 0, "group", generation)
-                flight.wait()
+        flight, generation = Flight(self._processes), next(self._generations)
+        with flight.interrupts():
+            for rank in range(self._size):
+                flight.ask(rank, 0, "group", generation)
+            flight.wait()
         return flight
 
     def _run(self, tasks: dict[int, RankCall]) -> dict[int, Any]:
@@ -307,32 +320,26 @@ class Pool:
             name: Name of a numbered call in an error; "" if the rank says it all.
         """
         with self._lock:
-            self._started()
+            self._check()
             if self._held is not None:
                 raise UsageError(
                     "the pool is making a call, so it can make no other",
                     hint="an iterable of `map` calls the pool: make a list of it before",
                 )
-            flight = Flight(self, results, name)
-            self._held = [region.base() for region in list(self._regions.values())]
+            flight = Flight(self._processes, results, name)
+            self._held = [region.base() for region in list(self._processes.regions.values())]
             try:
-                self._drop_regions()
+                self._processes.drop_regions()
                 with flight.interrupts():
                     self._fly(flight, next_task)
             finally:
                 self._held = None
-            flight.raise_first()
-
-    def _drop_regions(self) -> None:
-        for key in [key for key, region in self._regions.items() if region.base() is None]:
-            del self._regions[key]
-            for rank in range(self._size):
-                self._tell(rank, "drop", key)
+            flight.raise_first(self._note_losses)
 
     def _fly(self, flight: Flight, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
         try:
             flight.wait(next_task)
-            self._output.flush()
+            self._processes.output.flush()
             if flight.failures or flight.needs_groups:
                 self._mend(flight)
         except BaseException as error:
@@ -344,13 +351,15 @@ class Pool:
         """Replace ranks that ended, and make groups anew that may be out of step."""
         last, why = flight, ""
         for _ in range(_ATTEMPTS):
-            ended = {rank: end for rank in range(self._size) if (end := self.end_of(rank))}
+            ended = {
+                rank: end for rank in range(self._size) if (end := self._processes.end_of(rank))
+            }
             ended = last.ended | ended
             flight.ended |= ended
             if ended and not self._replaces:
                 self._lost = next(iter(ended.values()))
                 return
-            self.restart(list(ended))
+            self._processes.restart(list(ended))
             if last is flight and not (ended or flight.needs_groups):
                 return
             last = self._renewed()
@@ -360,85 +369,28 @@ class Pool:
             why = next(each.end or exception_line(each.text) for each in last.failures.values())
         self._lost = f"its group could not be made: {why}"
 
-    def note_losses(self, error: BaseException, ended: dict[int, str]) -> None:
-        """Tell, with an error, of ranks that it does not name, and of the end of the pool."""
+    def _note_losses(self, error: BaseException, ended: dict[int, str]) -> None:
+        """Note in an error the ranks that ended, and whether the pool makes calls."""
         for end in ended.values():
             if end not in str(error):
                 error.add_note(f"a rank of the pool ended: {end}")
         if self._lost and self._lost not in (str(error), *ended.values()):
             error.add_note(f"the pool makes no calls any more: {self._lost}")
-
-    def end_of(self, rank: int) -> str | None:
-        """Return how a rank ended; None while it runs."""
-        return self._started().end_of(rank)
-
-    def restart(self, ranks: Sequence[int]) -> None:
-        """Start new processes for ranks that have ended."""
-        if ranks:
-            context = self._started()
-            self._output.flush()
-            self._output.finish(ranks)
-            context.restart(ranks)
-            context.wait_loaded(ranks)
-            for rank in ranks:
-                self._equip(rank)
-
-    def dumps_of(self, module: Any) -> Callable[..., Any]:
-        """Return the `dumps` of pickle or cloudpickle that refers to the pool's shared arrays."""
-        return dumps_with(self._regions, module)
-
-    def post(self, rank: int, payload: Payload) -> None:
-        """Send a call to a rank that is free."""
-        context = self._started()
-        self.ask(rank, "call")
-        with contextlib.suppress(OSError):
-            payload.send(context.links[rank], context.pids()[rank])
-
-    def answers(
-        self, ranks: Iterable[int], limit_s: float | None, others: Sequence[Any] = ()
-    ) -> list[tuple[int, CallAnswer | str]]:
-        """Return the answers that came, or how a rank ended; pass output on meanwhile.
-
-        Args:
-            ranks: Ranks that make a call.
-            limit_s: How long to wait at most.
-            others: Descriptors that end the wait.
-        """
-        context = self._started()
-        links, ranks = context.links, list(ranks)
-        ends = [context.processes[rank].sentinel for rank in ranks]
-        waits = [*(links[rank] for rank in ranks), *ends, *self._output.sources(), *others]
-        self._output.pump(connection.wait(waits, limit_s))
-        found: list[tuple[int, CallAnswer | str]] = []
-        for rank in ranks:
-            try:
-                answer = self._received(rank, links[rank]) or context.end_of(rank)
-            except (EOFError, OSError, RuntimeError):
-                context.processes[rank].join(POLL_S)
-                answer = context.end_of(rank) or f"rank {rank} closed its connection"
-            if answer is not None:
-                found.append((rank, answer))
-        return found
-
-    def _received(self, rank: int, link: Any) -> CallAnswer | str | None:
-        """Return the answer of a rank to its last message; None if it has not come."""
-        while link.poll(0):
-            answer = link.recv()
-            if not isinstance(answer, CallAnswer):
-                return str(answer.text)  # the report of an error outside of all calls
-            if answer.raised is None:
-                answer = answer._replace(result=Payload.received(link))
-            if answer.number == self._awaited[rank]:
-                return answer
-        return None
+        if isinstance(error, WorkerFailedError) and not self._replaces:
+            error.add_note("unisono.pool(..., replace=True) starts another process for such a rank")
 
 
-def _kill(context: SpawnContext, output: RankOutput) -> None:
-    if not context.is_own:
-        return
-    context.kill()
-    context.close_ended()
-    output.finish(range(len(context.processes)))
+def _checked_size(nprocs: int | None, start_method: str) -> int:
+    require_posix("unisono.pool")
+    hide_own_frames()
+    wanted = len(allowed_cpus()) if nprocs is None else nprocs
+    return check_start("pool(nprocs)", print, (), wanted, start_method)
+
+
+def zip_sized(iterables: Sequence[Iterable[Any]]) -> Iterable[Sequence[Any]]:
+    """Return what the built-in `zip` does; a list if all iterables have a length."""
+    pairs = zip(*iterables, strict=False)
+    return list(pairs) if all(isinstance(each, Sized) for each in iterables) else pairs
 
 
 def chunks_of(tasks: Iterator[Sequence[Any]], size: int) -> Iterator[list[Sequence[Any]]]:
@@ -447,29 +399,12 @@ def chunks_of(tasks: Iterator[Sequence[Any]], size: int) -> Iterator[list[Sequen
         yield chunk
 
 
-@contextlib.contextmanager
-def _bar(total: int | None, wanted: bool | None) -> Iterator[Callable[[int], object]]:
-    """Show a bar; yield a function that takes how many tasks have ended."""
-    shows = wanted if wanted is not None else sys.stdout.isatty() or "ipykernel" in sys.modules
-    try:
-        if not shows:
-            raise ImportError
-        from rich.progress import Progress
-    except ImportError:
-        if wanted:
-            raise
-        yield lambda count: None
-        return
-    with Progress() as bar:
-        task = bar.add_task("tasks", total=total)
-        yield lambda count: bar.update(task, advance=count)
-
-
-def pool(nprocs: int, *, start_method: str = "spawn", replace: bool = False) -> Pool:
-    """Start `nprocs` processes that stay, as the ranks of one group.
+def pool(nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False) -> Pool:
+    """Start processes that stay, as the ranks of one group.
 
         with unisono.pool(4) as ranks:
             ranks.run(f, x)            # f(x) on each rank; [4] results
+            ranks.run_each(f, parts)   # f(parts[i]) on rank i
             ranks[2].run(g)            # on one rank
             ranks.map(h, tasks)        # each task on whichever rank is free
             x = ranks.shared_array(10) # memory of this process and of all ranks
@@ -479,7 +414,7 @@ def pool(nprocs: int, *, start_method: str = "spawn", replace: bool = False) -> 
     process.
 
     Args:
-        nprocs: Number of ranks.
+        nprocs: Number of ranks; by default one for each CPU that this process may use.
         start_method: As for `launch`.
         replace: Whether a new process takes the place of a rank that dies. It has an empty memory,
             and the group of all ranks is made anew.
@@ -488,17 +423,16 @@ def pool(nprocs: int, *, start_method: str = "spawn", replace: bool = False) -> 
         ArgumentTypeError, InvalidArgumentError: A wrong argument.
         WorkerFailedError: A rank ended while it started.
     """
-    global _newest
-    require_posix("unisono.pool")
-    nprocs = check_start("pool(nprocs)", print, (), nprocs, start_method)
-    made = Pool(nprocs, start_method=start_method, replace=replace)
-    _newest = weakref.ref(made)
-    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
-        shell.register_magic_function(_run_cell, "cell", "ranks")
-    return made
+    return Pool(nprocs, start_method=start_method, replace=replace)
 
 
-def _run_cell(line: str, cell: str) -> None:
+def run_magic(line: str, cell: str) -> None:
+    """Run the cell below `%%ranks` on the pool that was made last.
+
+    Raises:
+        UsageError: There is none.
+    """
+    hide_own_frames()
     newest = None if _newest is None else _newest()
     if newest is None:
         raise UsageError("there is no pool", hint="make one: ranks = unisono.pool(4)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import linecache
 import os
 import pickle
 import signal
@@ -13,12 +12,23 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from unisono.beyond.pool.memory import attach, attached, drop, dumps_with, loads_in_main
+from unisono.beyond.pool.display import Shown, open_figures, shown
+from unisono.beyond.pool.main_names import (
+    loads_in_main,
+    names_of_cell,
+    note_assigned,
+    note_changes,
+    note_start,
+    remember_source,
+)
+from unisono.beyond.pool.memory import attach, attached, drop, dumps_with
+from unisono.beyond.pool.watch import answer_on_thread, open_backends
+from unisono.core.base.source.tracebacks import trimmed
 from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
-from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.world import current
+from unisono.core.groups.world import current, process_world
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.launcher.launch import pickling
 from unisono.launcher.payload import Payload
@@ -68,7 +78,10 @@ class _Rank:
         if with_group:
             port = int(os.environ["MASTER_PORT"])
             self._store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+        else:
+            process_world.hint = "tasks of an executor have no group: use unisono.pool"
         signal.signal(signal.SIGINT, self._interrupt)
+        note_start()
 
     def _interrupt(self, signum: int, frame: object) -> None:
         # Ctrl-C on a terminal comes twice: from the terminal, and from the pool.
@@ -108,6 +121,10 @@ class _Rank:
         """Take memory of the parent."""
         attach(key, reduction.recv_handle(self._link), nbytes)
 
+    def watch(self) -> None:
+        """Take the link that asks what this rank does."""
+        answer_on_thread(Connection(reduction.recv_handle(self._link)))
+
     def drop(self, key: str) -> None:
         """Let memory of the parent go."""
         drop(key)
@@ -126,11 +143,11 @@ class _Rank:
         self._answer(number, made)
 
     def report(self, number: int, text: str) -> None:
-        """Report to the other ranks that this one has raised an exception."""
+        """End the calls of the other ranks, for a reason."""
 
         def made() -> None:
-            for group in list(current().groups.values()):
-                group.report_failure(text)
+            for _, backend in open_backends():
+                backend.abort(text, failed=True)
 
         self._answer(number, made)
 
@@ -140,7 +157,10 @@ class _Rank:
 
         def made() -> Any:
             fn, args, keywords = payload.load_once(loads_in_main)
-            return fn(*args, **keywords)
+            try:
+                return fn(*args, **keywords)
+            finally:
+                note_changes()
 
         self._answer(number, made)
 
@@ -165,7 +185,7 @@ class _Rank:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         groups = "used" if _calls_made() != before else ""
-        if any(each.broken() is not None for _, each in _backends()):
+        if any(each.broken() is not None for _, each in open_backends()):
             groups = "broken"
         self._link.send(CallAnswer(number, raised, groups))
         if result is not None:
@@ -186,16 +206,11 @@ class _Rank:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _backends() -> list[tuple[ProcessGroup, Any]]:
-    groups = list(current().groups.values())
-    return [(group, backend) for group in groups for backend in group.backends.values()]
-
-
 def _calls_made() -> object:
     """Return an object that a call of a group changes, as do a message and a new group."""
     world = current()
     counts: list[Any] = [world.made, dict(world.made_local), dict(world.passed)]
-    for group, backend in _backends():
+    for group, backend in open_backends():
         if (trace := backend.trace) is None:
             return object()  # nothing counts the messages
         counts.append((id(group), backend.last_number(), trace.recorder.last))
@@ -207,27 +222,44 @@ def run_each(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
     return [fn(*args) for args in tasks]
 
 
-def run_cell(source: str, number: int) -> None:
-    """Run the source of a cell in the main module; print the value of its last expression."""
+def run_cell(source: str, number: int) -> list[Shown]:
+    """Run the source of a cell in the main module; print the value of its last expression.
+
+    Returns:
+        The pictures and tables that a notebook shows.
+    """
     name = f"<ranks {number}>"
-    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
-    tree = ast.parse(source, name)
+    remember_source(name, source)
+    try:
+        tree = ast.parse(source, name)
+    except SyntaxError as error:
+        if (error.text or "").lstrip().startswith(("%", "!")):
+            error.add_note("magics and commands of the shell do not run on ranks")
+        raise error.with_traceback(None) from None
+    note_assigned(names_of_cell(tree))
     space = vars(sys.modules["__main__"])
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), space)
+    found: list[Shown] = []
     if isinstance(last, ast.Expr):
         code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
         value = eval(code, space)
-        if value is not None:
+        if rich := shown(value):
+            found.append(rich)
+        elif value is not None:
             print(repr(value))
+    return found + open_figures()
 
 
 def raised_by(error: BaseException, above: str) -> RaisedError:
     """Return what a call has raised, without the first frames, of the file `above`."""
-    below = error.__traceback__
-    while below is not None and below.tb_frame.f_code.co_filename == above:
-        below = below.tb_next
-    lines = traceback.format_exception(type(error), error, below or error.__traceback__)
+    with trimmed(error):
+        below = error.__traceback__
+        while below is not None and below.tb_frame.f_code.co_filename == above:
+            below = below.tb_next
+        if not isinstance(error, SyntaxError):  # whose text has the line
+            below = below or error.__traceback__
+        lines = traceback.format_exception(type(error), error, below)
     return RaisedError(pickled_error(error), "".join(lines).rstrip())
 
 

@@ -61,6 +61,7 @@ class World:
             after `shrink_group` of the default group.
         lender: Lends the default group of torch.distributed if a call needs one; see
             `unisono.adapters.torch.membership`.
+        hint: Where a call without a default group should be; None: after `init_process_group`.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class World:
         self.membership: Membership | None = None
         self.lender: Callable[[], None] | None = None
         self.reconfigurable: Reconfigurable | None = None
+        self.hint: str | None = None
 
     @property
     def default(self) -> ProcessGroup | None:
@@ -183,7 +185,9 @@ def resolve(group: Group = None) -> ProcessGroup | None:
         if world.default is None and world.lender is not None:
             world.lender()
         if (default := world.default) is None:
-            raise NotInitializedError("the default process group has not been initialized")
+            raise NotInitializedError(
+                "the default process group has not been initialized", hint=world.hint
+            )
         return default
     if isinstance(group, ProcessGroup):
         return group

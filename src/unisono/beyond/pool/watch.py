@@ -1,0 +1,200 @@
+"""What the ranks of a pool do: a thread of each rank tells it, also while its call waits."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from multiprocessing import Pipe
+from typing import Any, NamedTuple
+
+from unisono.core.base.deadline import Deadline
+from unisono.core.base.source.tracebacks import is_own
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import current
+
+_LOOK_S = 1.0
+"""How often to ask what the ranks do."""
+
+
+class WaitingCall(NamedTuple):
+    """A collective call in which a rank waits.
+
+    Attributes:
+        key: Of the group.
+        seq: Number of the call in the group.
+        op: Its name.
+        members: Ranks of the group.
+    """
+
+    key: str
+    seq: int
+    op: str
+    members: tuple[int, ...]
+
+
+class RankActivity(NamedTuple):
+    """What a rank does.
+
+    Attributes:
+        number: Of the question.
+        waits: Collective calls in which it waits.
+        calls: The number of its last call, by the key of the group.
+        place: Line of the program; "" if unknown.
+        is_alone: Whether the program has no thread of its own, which could make calls.
+    """
+
+    number: int
+    waits: list[WaitingCall]
+    calls: dict[str, int]
+    place: str
+    is_alone: bool
+
+
+def open_backends() -> list[tuple[ProcessGroup, Any]]:
+    """Return the groups of this process, with their backends."""
+    groups = list(current().groups.values())
+    return [(group, backend) for group in groups for backend in group.backends.values()]
+
+
+def answer_on_thread(link: Any) -> None:
+    """Answer the questions that come over a link, on a thread."""
+
+    def serve() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number = link.recv()
+                answer = RankActivity(number, [], {}, "", False)
+                with contextlib.suppress(Exception):  # a group may be closed meanwhile
+                    answer = _activity(number)
+                link.send(answer)
+
+    threading.Thread(target=serve, name="unisono-watch", daemon=True).start()
+
+
+def _activity(number: int) -> RankActivity:
+    waits: list[WaitingCall] = []
+    calls: dict[str, int] = {}
+    for group, backend in open_backends():
+        calls[group.key] = max(calls.get(group.key, 0), backend.last_number())
+        if backend.trace is None:
+            continue
+        for record in backend.trace.records(only_open=True):
+            if not record.is_message and record.wait_begun_ns is not None:
+                waits.append(WaitingCall(group.key, record.seq, record.op, tuple(group.ranks)))
+    main = threading.main_thread()
+    names = [each.name for each in threading.enumerate() if each is not main]
+    is_alone = all(name.startswith("unisono") for name in names)
+    return RankActivity(number, waits, calls, _place_of(main), is_alone)
+
+
+def _place_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f"line {frame.f_lineno} of {frame.f_code.co_name}" + (text and f": {text}")
+
+
+class RankWatch:
+    """Asks the ranks what they do.
+
+    Attributes:
+        activities: The last answers, by rank.
+        called: What ranks have been called with, by rank.
+        busy: Ranks that were in a call at an interrupt.
+    """
+
+    def __init__(self) -> None:
+        self.activities: dict[int, RankActivity] = {}
+        self.called: dict[int, str] = {}
+        self.busy: list[int] = []
+        self._due = Deadline(_LOOK_S)
+        self._links: dict[int, Any] = {}
+        self._numbers = itertools.count()
+        self._asked: dict[int, int] = {}
+        self._first = 0
+        self._suspects: dict[tuple[int, int, WaitingCall], tuple[int, int]] = {}
+
+    @contextlib.contextmanager
+    def opened(self, rank: int) -> Iterator[Any]:
+        """Yield the end for a new process of a rank."""
+        ours, theirs = Pipe()
+        if rank in self._links:
+            self._links[rank].close()
+        self._links[rank] = ours
+        self._asked.pop(rank, None)
+        with theirs:
+            yield theirs
+
+    def close(self) -> None:
+        """Close the links."""
+        for link in self._links.values():
+            link.close()
+
+    def begin(self) -> None:
+        """Forget what the ranks did in earlier calls."""
+        for each in (self.activities, self.called, self.busy, self._suspects):
+            each.clear()
+        self._due = Deadline(_LOOK_S)
+        self._first = next(self._numbers)
+
+    def looks(self) -> bool:
+        """Take the answers that have come, and ask again, if it is time; return whether it is."""
+        if not self._due.expired():
+            return False
+        self._due = Deadline(_LOOK_S)
+        for rank, link in self._links.items():
+            with contextlib.suppress(EOFError, OSError):
+                while link.poll(0):
+                    answer = link.recv()
+                    del self._asked[rank]
+                    if answer.number > self._first:
+                        self.activities[rank] = answer
+                if rank not in self._asked:
+                    self._asked[rank] = next(self._numbers)
+                    link.send(self._asked[rank])
+        return True
+
+    def missing(self, busy: Collection[int]) -> list[tuple[int, WaitingCall]]:
+        """Return ranks that make no call, and the calls of others that wait for them for ever.
+
+        A rank that has no thread and makes no call makes no collective, so a call that it has not
+        begun cannot end. Both ranks are asked again before that counts.
+        """
+        suspects = {}
+        for rank in busy:
+            for call in self._of(rank).waits:
+                for member in call.members:
+                    other = self._of(member)
+                    has_left = member not in busy and other.is_alone
+                    if has_left and other.calls.get(call.key, 0) < call.seq:
+                        numbers = self._of(rank).number, other.number
+                        suspects[rank, member, call] = self._suspects.get(
+                            (rank, member, call), numbers
+                        )
+        self._suspects = suspects
+        return [
+            (member, call)
+            for (rank, member, call), (asked, asked_other) in suspects.items()
+            if self._of(rank).number > asked and self._of(member).number > asked_other
+        ]
+
+    def _of(self, rank: int) -> RankActivity:
+        return self.activities.get(rank, RankActivity(-1, [], {}, "", False))
+
+    def described(self) -> str:
+        """Return what each rank did before an interrupt, or "" if the call was short."""
+        lines = []
+        for rank, activity in sorted(self.activities.items()):
+            if rank not in self.busy:
+                lines.append(f"rank {rank} made no call, or had returned")
+                continue
+            ops = "".join(f"in {call.op}, " for call in activity.waits[:1])
+            lines.append(f"rank {rank} was {ops}at {activity.place or 'an unknown line'}")
+        return "\n".join(lines)
