@@ -10,7 +10,8 @@ import unisono
 import unisono.errors
 import unisono.lowlevel
 import unisono.testing
-from tests.support.tools import tool
+from tests.support.programs import python
+from tests.support.tools import ROOT, tool
 
 TIERS = (unisono, unisono.lowlevel, unisono.testing, unisono.errors)
 PUBLIC = [(tier, name) for tier in TIERS for name in tier.__all__]
@@ -32,6 +33,14 @@ def test_stub_is_up_to_date():
     pytest.importorskip("ruff")
     stub = Path(unisono.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     assert tool("stub").text() == stub, "run `make docs`"
+
+
+def test_stub_of_mpi_is_up_to_date():
+    pytest.importorskip("ruff")
+    stub = (ROOT / "src/unisono/MPI/__init__.pyi").read_text(encoding="utf-8")
+    # In a process of its own, because the import makes a world.
+    made = python("tools/mpi4py_stub.py", "--print", cwd=ROOT, check=True).stdout
+    assert made == stub, "run `make docs`"
 
 
 def test_each_public_name_has_one_home():
