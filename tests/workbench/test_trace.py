@@ -129,7 +129,9 @@ def test_several_jobs_must_be_named(capsys):
         assert main(["trace", str(os.getpid())]) == 1
         error = capsys.readouterr().err
         assert "trace: this user has 2 jobs" in error
-        assert all(str(process.pid) in error for process in (*first, *second))
+        for process in (*first, *second):
+            assert f"{process.pid} is of job " in error
+        assert error.count(" (-c): 1 ranks, 1 answer") == 2
 
 
 def test_rank_without_a_group_of_unisono_has_no_records():

@@ -131,7 +131,7 @@ class EngineInfo(NamedTuple):
         parts = [f"{self.engine} engine ({self.why})", f"shared memory: {self.shared_memory}"]
         if self.isa:
             parts.append(f"instruction set {self.isa} of {', '.join(self.isas)}; {self.build}")
-        parts += [f"{self.cores} cores", f"between hosts: {self.encryption}"]
+        parts += [f"{self.cores} cores", f"encryption between hosts: {self.encryption}"]
         if not why_no_nccl():
             parts.append(f"NCCL: {self.nccl}")
         return "; ".join(parts)

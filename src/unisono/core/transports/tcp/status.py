@@ -100,6 +100,7 @@ def state_of(transport: Transport) -> dict[str, Any]:
         "world_size": transport.world_size,
         "host": platform.node(),
         "pid": os.getpid(),
+        "program": os.path.basename(sys.argv[0]),
         "pids": {rank: pid for rank, (pid, *_) in enumerate(transport.messages.addresses) if pid},
         "at_s": time.time(),
         "rss_bytes": resident_bytes(os.getpid()),

@@ -111,11 +111,11 @@ class Session:
                 yield f"{severity + ':':<8} {fact}"
                 if fix:
                     yield f"{'':<8} fix: {fix}"
+        if busy := busy_text():
+            yield f"{'note:':<8} {busy}: calls will be slower than on a quiet one"
         verdict = "a job would stop" if self.exit_code else "a job can start"
         counts = [sum(f.severity == kind for f in self.found) for kind in (ERROR, WARNING)]
         yield f"{verdict} (errors: {counts[0]}, warnings: {counts[1]})"
-        if busy := busy_text():
-            yield f"{busy}: calls will be slower than on a quiet one"
 
     def document(self) -> dict[str, Any]:
         """Return the content of `--json`."""

@@ -187,7 +187,7 @@ def _text(job: JobView) -> Iterator[str]:
     """Return the verdict and the table of a job, line by line."""
     from unisono.workbench.cli.look.verdict import verdict_of
 
-    yield f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer"
+    yield job.title
     yield from verdict_of(job)
     rows = [_COLUMNS, *_rows(job)]
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -243,7 +243,7 @@ def _stacks(options: argparse.Namespace) -> int:
     jobs = _jobs_of(options)
     write_json(options, {"jobs": [_document(job) for job in jobs]})
     for job in jobs if options.json is None else ():
-        print(plain(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer"))
+        print(plain(job.title))
         folded: dict[tuple[Any, ...], list[int]] = {}
         for rank, state in job.states.items():
             for stack in state["stacks"]:

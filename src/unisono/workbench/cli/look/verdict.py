@@ -33,6 +33,14 @@ class JobView(NamedTuple):
     states: dict[int, RankState]
     silent: dict[int, str] = {}  # noqa: RUF012  never changed
 
+    @property
+    def title(self) -> str:
+        """What a person knows the job by: "job 1f2e (train.py): 4 ranks, 3 answer"."""
+        programs = dict.fromkeys(state.get("program") for state in self.states.values())
+        text = ", ".join(filter(None, programs))
+        of = f" ({text})" if text else ""
+        return f"job {self.name}{of}: {self.world_size} ranks, {len(self.states)} answer"
+
     def place(self, rank: int) -> str:
         """Return where a rank is: "is in load (data.py:57)"."""
         if rank in self.states:

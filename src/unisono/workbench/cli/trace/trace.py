@@ -96,8 +96,10 @@ def _gather(words: Sequence[str], token: str) -> tuple[list[RankRecords], list[T
             f"trace: there is no file {words[0]!r}, and {error.what}", hint=error.hint
         ) from None
     if len(jobs) > 1:
-        pids = ", ".join(str(next(iter(job.states.values()))["pid"]) for job in jobs)
+        names = "; ".join(
+            f"{next(iter(job.states.values()))['pid']} is of {plain(job.title)}" for job in jobs
+        )
         raise InvalidArgumentError(
-            f"trace: this user has {len(jobs)} jobs", hint=f"name one by a process id: {pids}"
+            f"trace: this user has {len(jobs)} jobs", hint=f"name one by a process id: {names}"
         )
     return ask_ranks(jobs[0])
