@@ -39,7 +39,7 @@ class StackFiles(NamedTuple):
     @contextlib.contextmanager
     def offered(self, rank: int) -> Iterator[None]:
         """Answer for the main thread of this process inside the with block."""
-        library: Any = faulthandler  # Windows has no such function
+        library: Any = faulthandler
         if _SIGNAL is None:
             yield
             return
@@ -85,8 +85,7 @@ def stuck_report(stacks: Mapping[int, list[FrameRow]], world_size: int, timeout:
     limit = f"of {world_size} did not end within {2 * timeout:g} s, twice timeout={timeout:g}"
     alike = grouped((tuple(_inside(rows)), rank) for rank, rows in stacks.items())
     if len(alike) == 1:
-        rows = next(iter(alike))
-        return f"{name_ranks([*stacks])} {limit}: {_place_and_stack(rows)}"
+        return f"{name_ranks([*stacks])} {limit}: {_place_and_stack(*alike)}"
     parts = [f"{name_ranks(ranks)}: {_place_and_stack(rows)}" for rows, ranks in alike.items()]
     return "\n".join([f"{name_ranks([*stacks])} {limit}", *parts])
 
