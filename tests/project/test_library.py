@@ -173,10 +173,21 @@ def test_functions_that_are_no_methods_are_named():
     with contextlib.closing(dist.ProcessGroup(dist.HashStore(), 0, 1)) as group:
         for name in ("all_gather_object", "isend", "irecv", "sendrecv", "monitored_barrier"):
             assert not hasattr(group, name)
+            assert name not in dir(group)
             with pytest.raises(
                 AttributeError, match=rf"use unisono\.{name}\(\.\.\., group=\.\.\.\)"
             ):
                 getattr(group, name)
+
+
+def test_dir_of_a_group_has_what_programs_call():
+    with contextlib.closing(dist.ProcessGroup(dist.HashStore(), 0, 1)) as group:
+        names = {name for name in dir(group) if not name.startswith("_")}
+        assert {"all_reduce", "allreduce", "rank", "split_group"} & names == {
+            *("all_reduce", "allreduce", "rank")
+        }
+        assert {"take_guard", "report_failure", "port"} & names == set()
+        assert [name for name in names if not hasattr(group, name)] == []
 
 
 def test_modules_are_there_after_the_import_of_the_package():

@@ -166,9 +166,9 @@ def of_mpi(comm: MPI.Comm, status: MPI.Status) -> int:
 def of_groups() -> None:
     assert_type(dist.new_group(), dist.ProcessGroup)
     dist.new_group([0, 1]).all_reduce(x)
-    dist.new_group([0, 1]).rank().real
+    assert_type(dist.new_group([0, 1]).rank(), int | Any)
     dist.new_group().all_reduces(x)  # wrong
     dist.GroupMember.NON_GROUP_MEMBER.all_reduce(x)  # wrong
     assert_type(dist.find_group(pg), dist.ProcessGroup | None)
     dist.errors.UnisonoError("text")
-    dist.ReduceOp.MEAN  # wrong
+    dist.all_reduce(x, dist.ReduceOp.MEAN)  # wrong

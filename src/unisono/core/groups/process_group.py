@@ -332,6 +332,9 @@ class ProcessGroup(Operations):
         """Undo `take_guard`, which has returned `caller`."""
         self._part.guard.caller = caller
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _HIDDEN]
+
     def __repr__(self) -> str:
         if not self.backends:
             return f"<ProcessGroup '{self.name}' closed>"
@@ -350,6 +353,12 @@ _FUNCTIONS = (
     "monitored_barrier neighbor_all_gather recv_object_list reduce_object scatter_object_list "
     "send_object_list sendrecv"
 )
+# What editors of a session do not offer: these, and what other modules of unisono call.
+_HIDDEN = {
+    *_FUNCTIONS.split(),
+    *("calls", "counts", "end", "ends_with", "is_in_call", "is_known_to_all", "place", "port"),
+    *("refuse", "release_guard", "report_failure", "stream_queue", "take_guard"),
+}
 for _name in _FUNCTIONS.split():
     setattr(ProcessGroup, _name, AbsentName(_name, f"use unisono.{_name}(..., group=...)"))
 
