@@ -138,6 +138,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python tools/stub.py
+	@$(BIN)/python tools/mpi4py_stub.py
 	@$(BIN)/python tools/api_pages.py
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/compatibility_page.py

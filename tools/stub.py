@@ -50,6 +50,7 @@ def text() -> str:
             if name not in typed
         ]
         signatures += typed.values()
+    imports += [f"from unisono import {module} as {module}" for module in sorted(unisono._MODULES)]
     listed = "".join(f'    "{name}",\n' for name in unisono.__all__)
     parts = [HEAD + "\n".join(imports), f"__all__ = [\n{listed}]\n__version__: str", *signatures]
     format_it = [sys.executable, "-m", "ruff", "format", "--stdin-filename", STUB.name, "-"]

@@ -38,7 +38,7 @@ _HOMES = {
         "ScatterOptions"
     ),
     "core.c10d.backend_names": "Backend",
-    "core.c10d.lifecycle": "destroy_process_group init_process_group",
+    "core.c10d.lifecycle": "destroy_process_group find_group init_process_group",
     "core.c10d.queries": (
         "get_backend get_backend_config get_default_backend_for_device get_global_rank "
         "get_group_rank get_node_local_rank get_pg_count get_process_group_ranks get_rank "
@@ -113,8 +113,14 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 __all__ = sorted(name for name in _HOME_OF if not name.startswith("_"))
 
 
-# Modules of torch.distributed that it imports itself, so that programs do not.
-_MODULES = {"algorithms", "device_mesh", "distributed_c10d", "elastic", "functional", "nn"}
+# Modules that `import unisono` alone gives: those that torch.distributed imports itself, and tiers.
+_MODULES = {
+    *("algorithms", "device_mesh", "distributed_c10d", "elastic", "functional", "nn"),
+    *("errors", "lowlevel", "parallel", "testing"),
+}
+# Modules whose import does more: it makes the world, or loads another library.
+_SEPARATE = {"MPI", "dask", "futures", "mpi4py", "ray", "spark", "torch"}
+_OTHER_WORDS = {"bcast": "broadcast", "rank": "get_rank", "size": "get_world_size"}
 
 
 def __getattr__(name: str) -> object:
@@ -124,14 +130,23 @@ def __getattr__(name: str) -> object:
     if module is None:
         if (refusal := import_module("unisono.refused").refuse(name)) is not None:
             raise refusal
-        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}{_hint(name)}")
     home = import_module(f"unisono.{module}")
     value = globals()[name] = getattr(home, name)
     return value
 
 
+def _hint(name: str) -> str:
+    if name in _SEPARATE:
+        return f" before `import unisono.{name}`"
+    if name[:1] == "_":
+        return ""
+    text = import_module("unisono.core.base.text")
+    return str(text.did_you_mean(name, [*__all__, *_MODULES], _OTHER_WORDS))
+
+
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_MODULES, "__version__"]
 
 
 def load_ipython_extension(shell: Any) -> None:

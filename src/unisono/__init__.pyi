@@ -66,6 +66,7 @@ from unisono.core.c10d.debug import set_debug_level_from_env as set_debug_level_
 from unisono.core.c10d.device_mesh import DeviceMesh as DeviceMesh
 from unisono.core.c10d.device_mesh import init_device_mesh as init_device_mesh
 from unisono.core.c10d.lifecycle import destroy_process_group as destroy_process_group
+from unisono.core.c10d.lifecycle import find_group as find_group
 from unisono.core.c10d.lifecycle import init_process_group as init_process_group
 from unisono.core.c10d.monitored_barrier import monitored_barrier as monitored_barrier
 from unisono.core.c10d.new_groups import SHRINK_ABORT as SHRINK_ABORT
@@ -180,6 +181,16 @@ from unisono.core.transports.messages import PROC_NULL as PROC_NULL
 from unisono.errors import QueueEmptyError as QueueEmptyError
 from unisono.launcher import launch as launch
 from unisono.launcher import spawn as spawn
+from unisono import algorithms as algorithms
+from unisono import device_mesh as device_mesh
+from unisono import distributed_c10d as distributed_c10d
+from unisono import elastic as elastic
+from unisono import errors as errors
+from unisono import functional as functional
+from unisono import lowlevel as lowlevel
+from unisono import nn as nn
+from unisono import parallel as parallel
+from unisono import testing as testing
 
 __all__ = [
     "ANY_TAG",
@@ -281,6 +292,7 @@ __all__ = [
     "destroy_process_group",
     "engine_info",
     "exscan",
+    "find_group",
     "gather",
     "gather_into_tensor",
     "gather_object",

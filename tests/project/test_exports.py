@@ -10,7 +10,8 @@ import unisono
 import unisono.errors
 import unisono.lowlevel
 import unisono.testing
-from tests.support.tools import tool
+from tests.support.programs import python
+from tests.support.tools import ROOT, tool
 
 TIERS = (unisono, unisono.lowlevel, unisono.testing, unisono.errors)
 PUBLIC = [(tier, name) for tier in TIERS for name in tier.__all__]
@@ -24,7 +25,9 @@ def test_type_checkers_and_the_interpreter_see_the_same_names():
     declared = [alias.asname for node in imports for alias in node.names if alias.asname]
     declared += {node.name for node in body if isinstance(node, ast.FunctionDef)}
     declared += [ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)]
-    assert sorted(declared) == sorted({*unisono._HOME_OF, "__all__"}), "run `make docs`"
+    assert sorted(declared) == sorted({*unisono._HOME_OF, *unisono._MODULES, "__all__"}), (
+        "run `make docs`"
+    )
     assert "__getattr__" not in stub, "to type checkers, a name that is not here is a mistake"
 
 
@@ -32,6 +35,14 @@ def test_stub_is_up_to_date():
     pytest.importorskip("ruff")
     stub = Path(unisono.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     assert tool("stub").text() == stub, "run `make docs`"
+
+
+def test_stub_of_mpi_is_up_to_date():
+    pytest.importorskip("ruff")
+    stub = (ROOT / "src/unisono/MPI/__init__.pyi").read_text(encoding="utf-8")
+    # In a process of its own, because the import makes a world.
+    made = python("tools/mpi4py_stub.py", "--print", cwd=ROOT, check=True).stdout
+    assert made == stub, "run `make docs`"
 
 
 def test_each_public_name_has_one_home():

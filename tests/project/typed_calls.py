@@ -14,6 +14,7 @@ from typing import Any, Unpack, assert_type
 import numpy as np
 
 import unisono as dist
+from unisono import MPI
 
 x = np.zeros(4)
 flag = bool(x.any())
@@ -143,3 +144,31 @@ def launches(rest: Sequence[float]) -> None:
     dist.spawn(train, ("a",), 2)  # wrong
     dist.spawn(train, ("a",), 2, join=False)  # wrong
     dist.spawn(alone, nprocs=2).join()  # wrong
+
+
+def of_mpi(comm: MPI.Comm, status: MPI.Status) -> int:
+    comm.Allreduce(x, np.empty_like(x), op=MPI.SUM)
+    comm.Recv([x, MPI.DOUBLE], source=MPI.ANY_SOURCE, status=status)
+    assert_type(comm.Isend(x, dest=0, tag=3), MPI.Request)
+    assert_type(comm.Bcast_init(x, root=0), MPI.Prequest)
+    assert_type(MPI.COMM_WORLD.Create_cart([2, 2]).Sub([True, False]), MPI.Cartcomm)
+    assert_type(MPI.COMM_WORLD.Dup(), MPI.Intracomm)
+    assert_type(MPI.Win.Allocate(8, comm=MPI.COMM_SELF), MPI.Win)
+    assert_type(MPI.Get_version(), tuple[int, int])
+    MPI.COMM_WORLD.Allreduc(x)  # wrong
+    MPI.COMM_WORLD.rank = 3  # wrong
+    comm.Isend(x, destination=0)  # wrong
+    comm.Irecv(x, status=status)  # wrong
+    MPI.Wtim()  # wrong
+    return comm.rank + comm.Get_size()
+
+
+def of_groups() -> None:
+    assert_type(dist.new_group(), dist.ProcessGroup)
+    dist.new_group([0, 1]).all_reduce(x)
+    assert_type(dist.new_group([0, 1]).rank(), int | Any)
+    dist.new_group().all_reduces(x)  # wrong
+    dist.GroupMember.NON_GROUP_MEMBER.all_reduce(x)  # wrong
+    assert_type(dist.find_group(pg), dist.ProcessGroup | None)
+    dist.errors.UnisonoError("text")
+    dist.all_reduce(x, dist.ReduceOp.MEAN)  # wrong

@@ -10,6 +10,7 @@ from importlib import import_module
 from types import ModuleType
 
 from tests.support.tools import ROOT
+from unisono.core.base.text import AbsentName
 
 STORED = ROOT / "tests/project/signatures.json"
 TIERS = ("unisono", "unisono.errors", "unisono.lowlevel", "unisono.testing")
@@ -34,8 +35,10 @@ def _members(cls):
     for name in sorted(dir(cls)):
         owner = next((c for c in cls.__mro__ if name in vars(c)), None)
         known = name.startswith("_") and name not in OWN
+        value = inspect.getattr_static(cls, name, None)
+        known = known or isinstance(value, AbsentName)
         if owner is not None and owner.__module__.startswith("unisono") and not known:
-            yield name, inspect.getattr_static(cls, name)
+            yield name, value
 
 
 # Private names that torch's code calls.

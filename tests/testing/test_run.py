@@ -272,7 +272,7 @@ def sleeps_or_raises(rank, released):
 
 def test_a_rank_that_does_not_end_hides_no_failure():
     released = threading.Event()
-    with pytest.raises(LaunchError, match=r"rank-1 did not end within 2 s") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 did not end within 2 s") as caught:
         run(sleeps_or_raises, 2, args=[released], timeout=1.0)
     released.set()
     assert str(caught.value.__cause__).startswith("rank 0 of 2 (thread): ValueError: rank 0 is")

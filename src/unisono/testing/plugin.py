@@ -5,6 +5,7 @@ Pytest finds it where unisono is installed. It loads what runs ranks when a test
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -13,11 +14,13 @@ from typing import Any, Literal, NamedTuple, cast
 
 import pytest
 
-from unisono.errors import LaunchError, WorkerFailedError
+from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
 
 __all__ = ["world"]
 
 _BOTH = {"kind": ("threads", "processes"), "engine": ("native", "reference")}
+# Further options; those of `unisono.testing.run`, which loads NumPy.
+_OPTIONS = ("timeout", "transport", "dead")
 
 _MARKER = (
     "ranks(*sizes, kind='threads', engine=None, **options): call the test function as "
@@ -58,7 +61,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of each size, kind and engine that the marker asks for."""
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None:
+        if (wrong := _wrong(mark)) is not None:
+            pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
         metafunc.parametrize("rank", list(_worlds(mark)), ids=str)
+
+
+def _wrong(mark: pytest.Mark) -> str | None:
+    """Return what is wrong with a marker."""
+    if not mark.args:
+        return "ranks needs sizes, such as ranks(2)"
+    for size in mark.args:
+        if type(size) is not int or size < 1:
+            return f"ranks({size!r}): a size is a number of ranks, as in ranks(1, 2)"
+    known = (*_BOTH, *_OPTIONS)
+    for name, value in mark.kwargs.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            mean = f"did you mean {near[0]}=?" if near else f"expected {', '.join(known)}"
+            return f"ranks({name}={value!r}): no such option; {mean}"
+        expected = ("both", *_BOTH.get(name, ()))
+        if name in _BOTH and value not in (expected if name == "kind" else (None, *expected)):
+            return f"ranks({name}={value!r}): expected one of {', '.join(map(repr, expected))}"
+    return None
 
 
 def _worlds(mark: pytest.Mark) -> Iterator[_TestWorld]:
@@ -76,6 +100,7 @@ def _choices(mark: pytest.Mark, name: str, default: str | None) -> tuple[Any, ..
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Call a test with the marker on every rank of its world."""
+    __tracebackhide__ = True
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
@@ -101,7 +126,8 @@ def pytest_runtest_makereport(
         if shown.reprcrash is not None:
             # The short summary shows this line.
             error = call.excinfo.value
-            shown.reprcrash.message = str(error.__cause__ or error).partition("\n")[0]
+            cause = error.__cause__ if isinstance(error.__cause__, LaunchError) else error
+            shown.reprcrash.message = str(cause).partition("\n")[0]
         report.longrepr = shown
     return report
 
@@ -114,9 +140,13 @@ def _text(raised: pytest.ExceptionInfo[BaseException]) -> str | None:
 
     frames, code = list(traceback.walk_tb(raised.tb)), ranks_module.run.__code__
     depth = next((i for i, (f, _) in enumerate(frames) if f.f_code is code), None)
+    cause = raised.value.__cause__
     own = str(raised.value) if isinstance(raised.value, LaunchError | WorkerFailedError) else ""
-    ranks = str(raised.value.__cause__ or "")
-    if depth is None or not (own or isinstance(raised.value.__cause__, LaunchError)):
+    if not own and isinstance(raised.value, UnisonoError) and not isinstance(cause, LaunchError):
+        # No rank raised it: `run` refused the call.
+        own, cause = f"{type(raised.value).__name__}: {raised.value}", None
+    ranks = str(cause or "")
+    if depth is None or not (own or isinstance(cause, LaunchError)):
         return None
     above = frames_of(traceback.extract_tb(raised.tb)[:depth])
     parts = [ranks, "" if own in ranks else own]

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import os
 import pickle
+import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
 from typing import Any, Literal, NamedTuple
 
 from unisono.core.backends import CPUOptions
 from unisono.core.base.config import VARIABLES, environ
+from unisono.core.base.source.where import stack_of
+from unisono.core.base.text import shown
 from unisono.core.c10d.lifecycle import init_process_group
 from unisono.core.groups.world import World, current, use
 from unisono.core.stores import HashStore, Store
-from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
+from unisono.errors import InvalidArgumentError, LaunchError, UnisonoError, WorkerFailedError
 from unisono.launcher import SpawnContext
 from unisono.launcher.launch import pickling
 from unisono.testing.modules import Modules
 from unisono.testing.report import RankFailure, report
+from unisono.testing.stuck import StackFiles, stuck_report
 
 __all__ = ["run"]
 
 Body = Callable[..., Any]
+
+_STUCK_HINT = "a test that needs more time sets timeout="
 
 
 @dataclass
@@ -70,8 +79,9 @@ def run(
     and for processes. The world is destroyed afterwards.
 
     Args:
-        fn: The function. For processes its name must be in its module, and its results must be
-            picklable. A process that cannot import the module loads it from its file.
+        fn: The function; a coroutine that it returns is run to its end. For processes its name must
+            be in its module, and its results must be picklable. A process that cannot import the
+            module loads it from its file.
         world_size: Number of ranks.
         ranks: "threads" (fast, one process) or "processes" (as in production).
         args: Further arguments, the same on every rank.
@@ -86,7 +96,9 @@ def run(
     Raises:
         Exception: That of the rank that failed first. Its cause has the tracebacks of all ranks
             that failed. Errors that report only the failure of another rank do not count.
-        LaunchError: A rank did not end, or a rank died. The text names the rank or the cause.
+        InvalidArgumentError: The function or an argument cannot be sent to processes; names it.
+        LaunchError: A rank did not end, or a rank died. The text names the rank, and its line or
+            the cause.
     """
     call = _RankedCall(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
     if ranks == "threads":
@@ -94,7 +106,7 @@ def run(
     elif ranks == "processes":
         outcomes, end = _run_processes(call, world_size, dead)
     else:
-        raise ValueError(f"ranks must be 'threads' or 'processes', got {ranks!r}")
+        raise InvalidArgumentError(f"ranks must be 'threads' or 'processes', got {ranks!r}")
     failed = [
         (outcome.failure.is_peer, outcome.time_s, rank, outcome)
         for rank, outcome in enumerate(outcomes)
@@ -126,6 +138,10 @@ def _body(
             store=store,
         )
         result = call.fn(rank, *call.args)
+        if isinstance(result, Coroutine):
+            import asyncio  # few tests need it
+
+            result = asyncio.run(result)
     except BaseException as error:
         if (group := current().default) is not None:
             # Without this the other ranks would wait for this rank until their time-out.
@@ -161,9 +177,13 @@ def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
     end = time.monotonic() + 2 * call.timeout
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    if stuck := [thread.name for thread in threads if thread.is_alive()]:
-        text = f"{', '.join(stuck)} did not end within {2 * call.timeout:g} s"
-        return outcomes.copy(), LaunchError(text)
+    if stuck := {
+        rank: thread.ident or 0 for rank, thread in enumerate(threads) if thread.is_alive()
+    }:
+        frames = sys._current_frames()
+        stacks = {rank: stack_of(frames.get(ident)) for rank, ident in stuck.items()}
+        text = stuck_report(stacks, world_size, call.timeout)
+        return outcomes.copy(), LaunchError(text, hint=_STUCK_HINT)
     return outcomes, None
 
 
@@ -172,22 +192,53 @@ def _run_processes(call: _RankedCall, world_size: int, dead: Collection[int]) ->
     if server._preload_modules == ["__main__"]:  # the default; a caller's own list stays
         # The server that ranks are forked from imports unisono once for all ranks.
         forkserver.set_forkserver_preload(["__main__", __name__])
-    context = SpawnContext(
-        _process_rank,
-        (Modules(call.fn, *call.args), _sendable(call), _settings()),
-        world_size,
-        start_method="forkserver",
-        returns="result",
-    )
     end: UnisonoError | None = None
-    try:
-        if not context.join(2 * call.timeout, stop_on_failure=not dead):
-            context.kill()
-            end = LaunchError(f"the ranks did not end within {2 * call.timeout:g} s")
-    except WorkerFailedError as error:
-        if any(rank not in context.results and rank not in dead for rank in range(world_size)):
-            end = error
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        files = StackFiles(folder)
+        with _naming_arguments(call):
+            context = SpawnContext(
+                _process_rank,
+                (Modules(call.fn, *call.args), _sendable(call), _settings(), files),
+                world_size,
+                start_method="forkserver",
+                returns="result",
+            )
+        try:
+            if not context.join(2 * call.timeout, stop_on_failure=not dead):
+                pids = dict(enumerate(context.pids()))
+                # A process that has ended may have left its number to another.
+                stuck = {rank: pid for rank, pid in pids.items() if context.end_of(rank) is None}
+                stacks = files.ask(stuck)
+                context.kill()
+                if stacks:
+                    text = stuck_report(stacks, world_size, call.timeout)
+                    end = LaunchError(text, hint=_STUCK_HINT)
+        except WorkerFailedError as error:
+            if any(rank not in context.results and rank not in dead for rank in range(world_size)):
+                end = error
     return [context.results.get(rank) for rank in range(world_size)], end
+
+
+@contextmanager
+def _naming_arguments(call: _RankedCall) -> Iterator[None]:
+    """Say in an error of pickle which argument it is about."""
+    try:
+        yield
+    except UnisonoError:
+        raise
+    except Exception as error:
+        names = [*inspect.signature(call.fn).parameters][1:]
+        for name, value in zip(names, call.args, strict=False):
+            try:
+                reduction.ForkingPickler.dumps(value)
+            except Exception as own:
+                # Locks, for example, can be pickled only for a process that starts.
+                if shown(own) == shown(error):
+                    raise InvalidArgumentError(
+                        f"argument {name!r} cannot be sent to processes: {shown(error)}",
+                        hint="make it inside the test, or run the ranks as threads",
+                    ) from error
+        raise
 
 
 def _settings() -> dict[str, str]:
@@ -214,12 +265,15 @@ def _sendable(call: _RankedCall) -> _RankedCall:
         return call._replace(fn=_ByValue(dumps(call.fn)))
 
 
-def _process_rank(rank: int, _: None, call: _RankedCall, settings: dict[str, str]) -> _RankResult:
+def _process_rank(
+    rank: int, _: None, call: _RankedCall, settings: dict[str, str], files: StackFiles
+) -> _RankResult:
     # The fork server that made this process may have been started with other settings.
     for name in _settings().keys() - settings.keys():
         del os.environ[name]
     os.environ.update(settings)
-    outcome = _body(rank, call)
+    with files.offered(rank):
+        outcome = _body(rank, call)
     try:
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:

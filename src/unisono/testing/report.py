@@ -24,9 +24,9 @@ _PACKAGE = os.path.join(os.path.dirname(unisono.__file__), "")
 _WRAPPERS = (
     *(os.path.join(_HERE, name) for name in ("ranks.py", "plugin.py")),
     *(
-        # Pytest need not lie in this environment.
+        # `run` calls coroutines through asyncio. Pytest need not lie in this environment.
         os.path.join(os.path.dirname(spec.origin), "")
-        for spec in map(importlib.util.find_spec, ("_pytest", "pluggy"))
+        for spec in map(importlib.util.find_spec, ("_pytest", "pluggy", "asyncio"))
         if spec and spec.origin
     ),
 )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
+from unisono.core.base.text import AbsentName
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 
@@ -89,6 +90,9 @@ class ReduceOp:
 ReduceOp.RedOpType = RedOpType
 for _op in RedOpType:
     setattr(ReduceOp, _op.name, ReduceOp(_op))
+# Names in other libraries.
+for _name, _meant in {"MEAN": "AVG", "AVERAGE": "AVG", "ADD": "SUM", "PROD": "PRODUCT"}.items():
+    setattr(ReduceOp, _name, AbsentName(_name, f"did you mean {_meant!r}?"))
 
 
 _TORCH_OPS = ("ReduceOp", "RedOpType")

@@ -1,4 +1,4 @@
-"""Making and ending the default process group: init_process_group, destroy_process_group.
+"""The default process group: init_process_group, find_group, destroy_process_group.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -26,17 +28,19 @@ from unisono.core.groups.world import (
     at_exit,
     current,
     process_world,
+    require_group,
     resolve,
 )
 from unisono.core.operations.hooks import PreHookArgs
 from unisono.core.rendezvous import rendezvous
 from unisono.core.rendezvous.handlers import attempt_prefix
 from unisono.core.rendezvous.joining import open_for_newcomer
-from unisono.core.rendezvous.launchers import is_alone
+from unisono.core.rendezvous.launchers import find_place, is_alone
 from unisono.core.stores import HashStore, PrefixStore, Store
 from unisono.errors import (
     AlreadyInitializedError,
     InvalidArgumentError,
+    NotInitializedError,
     RendezvousError,
     UnisonoError,
     UsageError,
@@ -124,6 +128,21 @@ def init_process_group(
         world.close()
         raise
     begin(world, group, Membership.of_founder(store, group, pg_options))
+    if world is process_world and world_size > 1 and _mpi4py_is_alone():
+        warnings.warn(
+            f"mpi4py sees 1 process, and unisono {world_size}: in MPI each rank is alone; "
+            "`unisono run --mpi` makes one world for both",
+            stacklevel=2,
+        )
+
+
+def _mpi4py_is_alone() -> bool:
+    """Whether this process uses mpi4py's own MPI, which found no launcher."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    # The module of the latter name is unisono's, in the place of mpi4py's.
+    if mpi is None or mpi.__name__ == "unisono.MPI":
+        return False
+    return bool(mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() == 1)
 
 
 def _begin_alone(world: World, wishes: Reconfigurable) -> None:
@@ -221,6 +240,27 @@ def _meet(
             hint="leave init_method out, or use --restart all",
         )
     return next(iter(rendezvous(init_method, rank, world_size, timeout=timeout_s)))
+
+
+def find_group(group: Group = None) -> ProcessGroup | None:
+    """Return a group, by default the default group; None if this process is alone.
+
+    For functions of libraries, which then compute without a group. A process is alone if it has no
+    default group and no launcher has started others with it.
+
+    Raises:
+        NotInitializedError: There are other processes, but no default group.
+        InvalidArgumentError: This rank is not a member of `group`.
+        RendezvousError: As init_process_group, if variables contradict each other.
+    """
+    try:
+        return require_group(group)
+    except NotInitializedError:
+        env = config.environ()
+        place = find_place(env)
+        if is_alone(env) if place is None else place.world_size == 1:
+            return None
+        raise
 
 
 def destroy_process_group(group: Group = None) -> None:

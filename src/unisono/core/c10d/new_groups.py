@@ -18,7 +18,7 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from unisono.core.backends import BackendConfig, GroupSpec
 from unisono.core.base import config
@@ -38,6 +38,33 @@ SHRINK_DEFAULT = 0
 """For `shrink_group`: the old group's calls of this rank end when that group is closed."""
 SHRINK_ABORT = 1
 """For `shrink_group`: end the old group's calls on all ranks first."""
+
+
+# On other ranks the result is a number; Any spares each caller a check of the type.
+@overload
+def new_group(
+    ranks: None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup: ...
+
+
+@overload
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup | Any: ...
 
 
 def new_group(

@@ -19,6 +19,7 @@ from unisono.core.backends import (
 from unisono.core.base import config
 from unisono.core.base.deadline import Timeout, to_seconds
 from unisono.core.base.integers import as_integer
+from unisono.core.base.text import AbsentName
 from unisono.core.engines.errors import closed_text
 from unisono.core.groups.ending import (
     AT_EXIT,
@@ -331,6 +332,9 @@ class ProcessGroup(Operations):
         """Undo `take_guard`, which has returned `caller`."""
         self._part.guard.caller = caller
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _HIDDEN]
+
     def __repr__(self) -> str:
         if not self.backends:
             return f"<ProcessGroup '{self.name}' closed>"
@@ -341,6 +345,22 @@ class ProcessGroup(Operations):
             if broken := backend.broken():
                 parts.append(f"broken: {broken}")
         return f"<ProcessGroup '{self.name}' {' '.join(parts)}>"
+
+
+# Functions of a group that are no methods, so that a user looks for them here.
+_FUNCTIONS = (
+    "all_gather_object all_reduce_object broadcast_object_list gather_object irecv isend "
+    "monitored_barrier neighbor_all_gather recv_object_list reduce_object scatter_object_list "
+    "send_object_list sendrecv"
+)
+# What editors of a session do not offer: these, and what other modules of unisono call.
+_HIDDEN = {
+    *_FUNCTIONS.split(),
+    *("calls", "counts", "end", "ends_with", "is_in_call", "is_known_to_all", "place", "port"),
+    *("refuse", "release_guard", "report_failure", "stream_queue", "take_guard"),
+}
+for _name in _FUNCTIONS.split():
+    setattr(ProcessGroup, _name, AbsentName(_name, f"use unisono.{_name}(..., group=...)"))
 
 
 def group_timeout_s(timeout: Timeout | None) -> float:

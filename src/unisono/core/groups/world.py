@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from unisono.core.base import log
 from unisono.core.base.seam import cpp
@@ -125,6 +125,18 @@ class World:
         self.made = 1
 
 
+class _NonMember(int):
+    """torch's number in place of a group; its errors name the cause."""
+
+    if not TYPE_CHECKING:  # to type checkers, any other name is a mistake
+
+        def __getattr__(self, name: str) -> object:
+            raise AttributeError(
+                f"no {name}: this rank is not a member of the group; new_group returned "
+                "GroupMember.NON_GROUP_MEMBER"
+            )
+
+
 class _Members(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
@@ -139,7 +151,7 @@ class GroupMember(metaclass=_Members):
     does not belong to the new group.
     """
 
-    NON_GROUP_MEMBER = -100
+    NON_GROUP_MEMBER: int = _NonMember(-100)
 
 
 group = GroupMember

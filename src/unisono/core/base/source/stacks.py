@@ -92,7 +92,7 @@ def offered_stacks(pids: Iterable[int]) -> list[OfferedStack]:
             if all(texts) and texts == before:
                 break
     return [
-        OfferedStack(pid, int(words[0]), int(words[1]), words[2], _rows(text.decode()))
+        OfferedStack(pid, int(words[0]), int(words[1]), words[2], rows_of_dump(text.decode()))
         for (_, pid, words), text in zip(asked, texts, strict=True)
         if text
     ]
@@ -110,7 +110,7 @@ def _find(pid: int) -> tuple[int, list[str]] | None:
     return None
 
 
-def _rows(text: str) -> list[FrameRow]:
+def rows_of_dump(text: str) -> list[FrameRow]:
     """Return the frames of faulthandler's text."""
     found = [_LINE.fullmatch(line) for line in text.splitlines()]
     return [(m[1], int(m[2]), m[3], is_of_user(m[1])) for m in found if m]

@@ -1,0 +1,132 @@
+"""The marker `ranks` in another project: what it refuses, coroutines, ranks that stand still."""
+
+import inspect
+import re
+import textwrap
+
+import pytest
+
+from tests.support.programs import python
+from unisono.testing import plugin, run
+
+# Marker -> the error at collection.
+WRONG = {
+    "ranks": "ranks needs sizes, such as ranks(2)",
+    "ranks()": "ranks needs sizes, such as ranks(2)",
+    "ranks([1, 2])": "ranks([1, 2]): a size is a number of ranks, as in ranks(1, 2)",
+    "ranks(0)": "ranks(0): a size is a number of ranks, as in ranks(1, 2)",
+    "ranks(2, kind='process')": (
+        "ranks(kind='process'): expected one of 'both', 'threads', 'processes'"
+    ),
+    "ranks(2, kind=None)": "ranks(kind=None): expected one of 'both', 'threads', 'processes'",
+    "ranks(2, engine='nativ')": (
+        "ranks(engine='nativ'): expected one of 'both', 'native', 'reference'"
+    ),
+    "ranks(2, time_out=3)": "ranks(time_out=3): no such option; did you mean timeout=?",
+    "ranks(2, nprocs=3)": (
+        "ranks(nprocs=3): no such option; expected kind, engine, timeout, transport, dead"
+    ),
+}
+BODY = "import pytest\n\n@pytest.mark.{}\ndef test_it(rank):\n    pass\n"
+
+COROUTINES = """
+    import numpy as np
+    import pytest
+    import unisono as dist
+
+    @pytest.mark.ranks(2, kind="both")
+    async def test_passes(rank):
+        x = np.full(2, rank + 1.0)
+        await dist.all_reduce(x, async_op=True)
+        assert x.tolist() == [3, 3]
+
+    @pytest.mark.ranks(2, kind="both")
+    async def test_fails(rank):
+        assert rank == 0, "rank 1 is here"
+"""
+
+STUCK = """
+    import threading
+    import pytest
+
+    @pytest.mark.ranks(3, kind="both", timeout=2)
+    def test_waits(rank):
+        if rank:
+            threading.Event().wait(60)
+"""
+
+FIXTURES = """
+    import pytest
+
+    @pytest.fixture
+    def reader():
+        with open(__file__) as file:
+            yield file
+
+    @pytest.mark.ranks(1, kind="processes")
+    def test_reads(rank, tmp_path, reader):
+        pass
+
+    @pytest.mark.ranks(1, kind="threads")
+    def test_reads_in_threads(rank, tmp_path, reader):
+        assert reader.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """Run pytest on the project; return its output, with the folder as ROOT."""
+    root = tmp_path_factory.mktemp("project")
+    for at, marker in enumerate(WRONG):
+        (root / f"test_wrong_{at}.py").write_text(BODY.format(marker))
+    files = {"coroutines": COROUTINES, "stuck": STUCK, "fixtures": FIXTURES}
+    for name, text in files.items():
+        (root / f"test_{name}.py").write_text(textwrap.dedent(text))
+    words = ["--continue-on-collection-errors", "--rootdir", root, root, "-q"]
+    done = python("-m", "pytest", *words, "-p", "no:cacheprovider", cwd=root, limit_s=200.0)
+    return done.stdout.replace(str(root), "ROOT")
+
+
+def text_of(project, test):
+    return re.split(rf"^_+ {re.escape(test)} _+\n", project, flags=re.MULTILINE)[1]
+
+
+def test_a_wrong_marker_is_an_error_at_collection(project):
+    for at, text in enumerate(WRONG.values()):
+        error = project.split(f"ERROR collecting test_wrong_{at}.py _")[1].splitlines()[1]
+        assert error == f"test_wrong_{at}.py::test_it: {text}"
+    assert re.search(rf"\b{len(WRONG)} errors\b", project)
+
+
+def test_the_options_are_those_of_run():
+    assert {"args", "ranks", "engine", *plugin._OPTIONS} == {
+        name for name, each in inspect.signature(run).parameters.items() if each.kind == 3
+    }
+
+
+def test_a_coroutine_runs_on_every_rank(project):
+    assert "test_passes" not in project
+    for kind, one in (("threads", "thread"), ("processes", "process")):
+        lines = text_of(project, f"test_fails[2-{kind}]").splitlines()
+        assert lines[0].startswith(f"rank 1 of 2 ({one}): AssertionError: rank 1 is here")
+        # No frame of asyncio.
+        assert re.findall(r'File "(.*?)"', "\n".join(lines[:4])) == ["ROOT/test_coroutines.py"]
+
+
+def test_ranks_that_stand_still_are_named_with_their_lines(project):
+    line = 'File "ROOT/test_stuck.py", line 8, in test_waits'
+    for kind in ("threads", "processes"):
+        text = text_of(project, f"test_waits[3-{kind}]")
+        assert text.startswith(
+            "ranks 1 and 2 of 3 did not end within 4 s, twice timeout=2: "
+            f"in test_waits (test_stuck.py:8)\n  {line}\n    threading.Event().wait(60)\n"
+        )
+        assert "hint: a test that needs more time sets timeout=" in text
+
+
+def test_an_argument_that_no_process_can_get_is_named(project):
+    text = text_of(project, "test_reads[1-processes]")
+    first = "InvalidArgumentError: argument 'reader' cannot be sent to processes: TypeError("
+    assert text.startswith(first)
+    assert "hint: make it inside the test, or run the ranks as threads" in text
+    assert "test_reads_in_threads" not in project
