@@ -25,13 +25,13 @@ from unisono.beyond.pool import Pool as Pool
 from unisono.beyond.pool import PoolRank as PoolRank
 from unisono.beyond.pool import pool as pool
 from unisono.beyond.preemption import should_stop as should_stop
+from unisono.beyond.reshard.checkpoints import load_arrays as load_arrays
+from unisono.beyond.reshard.checkpoints import save_arrays as save_arrays
 from unisono.beyond.reshard.parts import Sharded as Sharded
 from unisono.beyond.reshard.run import ReshardPlan as ReshardPlan
 from unisono.beyond.reshard.run import reshard as reshard
 from unisono.beyond.reshard.versions import Publisher as Publisher
 from unisono.beyond.reshard.versions import Subscriber as Subscriber
-from unisono.beyond.reshard.checkpoints import load_arrays as load_arrays
-from unisono.beyond.reshard.checkpoints import save_arrays as save_arrays
 from unisono.beyond.shared_arrays import SharedArray as SharedArray
 from unisono.beyond.shared_arrays import shared_array as shared_array
 from unisono.beyond.state_sync import sync_state as sync_state

@@ -76,7 +76,7 @@ def save_arrays(
         path: Equal on all ranks.
         group: The default group if None.
         dtype: Of the floating arrays in the file, such as "bfloat16"; their own if None. "int8":
-            in blocks with scales, as by `reshard`; the scales have the name with ".scales".
+            in blocks, as by `reshard`, with scales in an array of the name with ".scales".
         part_bytes: Write several files of about this size, and last an index with the name `path`,
             which ends with ".safetensors.index.json". Then parts of earlier calls with this path,
             also of killed ones, are removed if no index in the folder names them.

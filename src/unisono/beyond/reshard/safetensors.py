@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.beyond.boxes import IndexBox, whole
-from unisono.beyond.reshard.blocks import BLOCK, BlockedBox, borders_from
+from unisono.beyond.reshard.blocks import BlockedBox, borders_from
 from unisono.beyond.reshard.parts import ArrayParts, Convert, converter
 from unisono.beyond.reshard.planned import PlannedArray
 from unisono.core.base.buffers import as_bytes
 from unisono.core.base.types import DType, dtype_named
+from unisono.core.engines.block_codes import BLOCK
 from unisono.core.schedules.ir import IntArray
 from unisono.errors import InvalidArgumentError
 

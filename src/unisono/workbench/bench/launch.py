@@ -17,6 +17,7 @@ from typing import Any
 
 from unisono.core.base.config import environ
 from unisono.core.base.deadline import Deadline
+from unisono.core.platform.posix import blocked
 from unisono.core.platform.processes import parent_death_hook
 from unisono.core.stores import TCPStore
 from unisono.errors import (
@@ -149,11 +150,8 @@ class _Spawned:
         # Ctrl-C thus reaches this process only, which stops the ranks. A rank that starts would
         # print a traceback. The resource tracker would unblock the signal, so it starts before.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with blocked({signal.SIGINT}):
             self._context = SpawnContext(work, (plan, port), plan.nprocs, start_method="spawn")
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, limit_s: float) -> bool:
         """Wait at most `limit_s`; return whether all ranks have ended."""

@@ -187,9 +187,8 @@ def _one_algorithm(options: argparse.Namespace) -> int:
         )
     if options.size is not None:
         options.parser.error(f"{options.op} is an algorithm, which has no SIZE")
-    flags = ("ranks", "hosts", "round_trip", "root", "device", "algorithm", "net", "model")
-    flags = (*flags, "compress")
-    for flag in flags:
+    where = ("ranks", "hosts", "round_trip", "root", "device", "net", "model")
+    for flag in (*where, "algorithm", "compress"):
         if getattr(options, flag) != options.parser.get_default(flag):
             given = flag.replace("_", "-")
             options.parser.error(f"{options.op} is an algorithm, which has no --{given}")

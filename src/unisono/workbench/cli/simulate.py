@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.workbench.bench.algorithms import HELP, named, proof_note
 from unisono.workbench.bench.plan import OPS, SizeRange
+from unisono.workbench.bench.simulated_plot import plot
 from unisono.workbench.cli.compress import (
     add_compress,
     check_compress,
@@ -30,7 +31,6 @@ from unisono.workbench.cli.flags import (
     write_json,
     write_text,
 )
-from unisono.workbench.cli.simulated_plot import plot
 from unisono.workbench.cli.terminal import plain, working
 
 if TYPE_CHECKING:

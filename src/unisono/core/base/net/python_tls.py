@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from unisono.core.base.net.python_tls_context import TlsContext as TlsContext
 from unisono.core.base.net.python_tls_context import why_no_openssl as why_no_openssl
+from unisono.core.platform.posix import set_blocking
 
 T = TypeVar("T")
 _RECORD_BYTES = 16 * 1024
@@ -106,7 +107,7 @@ class _Wire:
 
     def never_wait(self) -> None:
         """Make the socket so; its time-outs change that."""
-        os.set_blocking(self._fd, False)
+        set_blocking(self._fd, False)
 
     def receive(self) -> None:
         """Take what has come.
