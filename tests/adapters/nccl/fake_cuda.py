@@ -14,12 +14,10 @@ that it compiles run with a thread of C++ for each thread of CUDA.
         x.get()                              # waits for the current stream, as CuPy does
 """
 
-import atexit
 import contextlib
 import ctypes
 import functools
 import itertools
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -254,15 +252,19 @@ _compiling = threading.Lock()
 
 @functools.cache
 def compiled_on_cpu(text, options):
-    """Return the path of the kernels, compiled by g++."""
-    folder = Path(tempfile.mkdtemp(prefix="unisono-kernels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "intra_node.cu").write_bytes(text)
+    """Return the kernels, compiled by g++; no file of them stays."""
     command = ["g++", "-std=c++20", "-O0", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
     source = Path(__file__).with_name("kernels_on_cpu.cpp")
-    command += [f"-I{folder}", *options, str(source), "-o", str(folder / "kernels.so"), "-pthread"]
-    subprocess.run(command, check=True)
-    return str(folder / "kernels.so").encode()
+    with tempfile.TemporaryDirectory(prefix="unisono-kernels-") as folder:
+        Path(folder, "intra_node.cu").write_bytes(text)
+        made = f"{folder}/kernels.so"
+        command += [f"-I{folder}", *options, str(source), "-o", made, "-pthread"]
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(made)
+
+
+_libraries = {}
+"""Code of a module -> the kernels."""
 
 
 class NVRTC(types.ModuleType):
@@ -274,7 +276,9 @@ class NVRTC(types.ModuleType):
     def nvrtcCompileProgram(self, program, count, options):
         ranks = tuple(each.decode() for each in options if each.startswith(b"-DRANKS"))
         with _compiling:
-            program.append(compiled_on_cpu(program[0], ranks))
+            library = compiled_on_cpu(program[0], ranks)
+        program.append(str(id(library)).encode())
+        _libraries[program[1]] = library
         return (0,)
 
     def nvrtcGetCUBINSize(self, program):
@@ -297,7 +301,7 @@ _DRIVER = {
     "cuStreamSynchronize": lambda stream: Stream(stream).sync(),
     "cuIpcGetMemHandle": _shared, "cuIpcOpenMemHandle": _mapped,
     "cuIpcCloseMemHandle": lambda address: _held["open"].remove(address),
-    "cuModuleLoadData": lambda code: ctypes.CDLL(code.decode()),
+    "cuModuleLoadData": _libraries.__getitem__,
     "cuModuleUnload": lambda module: None, "cuModuleGetFunction": _kernel,
     "cuLaunchKernel": _launched, "cuDeviceGetCount": lambda: 8,
     "cuDeviceGetP2PAttribute": lambda kind, a, b: int(links.get((a, b), True)),

@@ -14,7 +14,7 @@ from tests.support.memory_model import PLAIN, Read, Write
 def orders(text):
     """Return the memory orders of the flags: how they are raised, and how they are read."""
     raised = re.search(r"void raise_flag\(.*?\bst\.(\w+)\.sys", text, re.DOTALL)
-    read = re.search(r"unsigned flag_of\(.*?\bld\.(\w+)\.sys", text, re.DOTALL)
+    read = re.search(r"Meeting flag_of\(.*?\bld\.(\w+)\.sys", text, re.DOTALL)
     return raised[1], read[1]
 
 

@@ -17,6 +17,8 @@
 #define ON_A_CPU
 #define __device__
 #define __global__
+#define __grid_constant__
+#define __launch_bounds__(threads)
 
 #ifdef RELAXED
 #define RELEASED __ATOMIC_RELAXED
@@ -79,11 +81,11 @@ static unsigned narrowed(float value) {
   return bits;
 }
 
-static void raise_flag(unsigned* flag, unsigned meeting) {
+static void raise_flag(unsigned long long* flag, unsigned long long meeting) {
   __atomic_store_n(flag, meeting, RELEASED);
 }
 
-static unsigned flag_of(const unsigned* flag) {
+static unsigned long long flag_of(const unsigned long long* flag) {
   sched_yield();
   return __atomic_load_n(flag, ACQUIRED);
 }
@@ -94,7 +96,7 @@ static unsigned stop_of(const unsigned* stop) { return __atomic_load_n(stop, __A
 
 extern "C" unsigned call_bytes() { return sizeof(Call); }
 
-extern "C" void launch(void (*kernel)(Call), const Call* call, unsigned blocks, unsigned threads) {
+extern "C" void launch(void (*kernel)(const Call), const Call* call, unsigned blocks, unsigned threads) {
   std::vector<std::unique_ptr<Block>> made;
   std::vector<std::thread> running;
   for (unsigned b = 0; b < blocks; b++) {

@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from functools import partial
 from importlib.resources import files
@@ -48,8 +49,8 @@ CUBE = [sum(1 << b for b in range(8) if b != a and (b // 4 == a // 4 or b == a ^
 
 
 def kernels_of(size):
-    """Return the path of the kernels for the CPU, compiled once."""
-    return fake_cuda.compiled_on_cpu(TEXT.encode(), (f"-DRANKS={size}",)).decode()
+    """Return the kernels for the CPU, compiled once."""
+    return fake_cuda.compiled_on_cpu(TEXT.encode(), (f"-DRANKS={size}",))
 
 
 def on_gpus(size, body):
@@ -181,7 +182,8 @@ def test_races_of_the_kernels_are_found(name, tmp_path):
 def test_the_bits_are_those_of_the_cpu_engine(algorithm, size, dtype):
     counts = (1, 8, 333)
     cpu = run(cpu_sums, size, args=(algorithm, dtype, counts), ranks="threads")
-    library = ctypes.CDLL(kernels_of(size))
+    library = kernels_of(size)
+    assert library.call_bytes() == ctypes.sizeof(_call_type(size))
     memory = [np.zeros(1 << 19, np.uint8) for _ in range(size)]
     places = places_of(CUBE) if algorithm == "cube_mesh" else [(0, 0)] * size
     made = [[values(dtype, rank, count).copy() for rank in range(size)] for count in counts]
@@ -203,6 +205,23 @@ def test_the_bits_are_those_of_the_cpu_engine(algorithm, size, dtype):
         for rank in range(size):
             mine, theirs = (as_bits(x, dtype) for x in (arrays[rank], cpu[rank][call]))
             assert np.array_equal(mine, theirs), (counts[call], rank)
+
+
+@needs_compiler
+@pytest.mark.parametrize("calls", [1, 2**30, 2**31 + 2**30, 2**40])
+def test_a_flag_of_long_ago_ends_no_wait(calls):
+    """A block that no call has used for billions of calls; the host has stopped the kernel."""
+    library, x, stop = kernels_of(2), np.ones(4, np.float32), np.ones(1, np.uint32)
+    memory = [np.zeros(1 << 19, np.uint8) for _ in range(2)]
+    for each in memory:
+        each[:4096].view(np.uint64)[:] = 3
+        each[4096:].view(np.float32)[:] = 5
+    structure = _call_type(2)(
+        tuple(each.ctypes.data for each in memory), x.ctypes.data, x.ctypes.data,
+        stop.ctypes.data, x.nbytes, 3 + 3 * calls, 0, 0, 0,
+    )  # fmt: skip
+    library.launch(library.one_shot_float32, ctypes.byref(structure), 1, 2)
+    assert x.tolist() == [1] * 4  # without a sum
 
 
 def cpu_sums(rank, algorithm, dtype, counts):
@@ -308,6 +327,8 @@ def test_arrays_at_any_address_and_many_calls(gpu):
     [
         (lambda: fake_cuda.refused.update(cuIpcOpenMemHandle=[1]), "rank 1: CUDA refused to map"),
         (lambda: fake_cuda.refused.update(cuMemAlloc=[0, 2]), "rank 0: CUDA refused to get memory"),
+        (lambda: fake_cuda.refused.update(cuModuleGetFunction=[2]), "rank 2: CUDA refused to find"),
+        (lambda: fake_cuda.refused.update(cuDeviceGetP2PAttribute=[1]), "rank 1: CUDA refused to"),
         (lambda: fake_cuda.links.update({(0, 2): False, (2, 0): False}),
          "ranks 0 and 2 have no NVLink to each other rank, and there is no cube mesh"),
     ],
@@ -323,6 +344,80 @@ def test_without_it_nccl_serves_all_and_the_group_says_why(gpu, launched, plan, 
 
     on_gpus(3, body)
     assert not launched
+
+
+@needs_compiler
+def test_an_error_of_a_library_on_one_rank_is_named_on_all(gpu, launched, monkeypatch):
+    def handle(self, original=intra_node.IntraNodeComm.handle):
+        if fake_cuda.current_device() == 1:
+            raise ValueError("an odd\n\0 answer \U0001f600" + 300 * "\U0001f600")
+        return original(self)
+
+    monkeypatch.setattr(intra_node.IntraNodeComm, "handle", handle)
+
+    def body(rank):
+        x = fake_cuda.array([1.0], np.float32)
+        dist.all_reduce(x)
+        assert x.get().tolist() == [2]
+        assert "intra_node=no (rank 1: ValueError: an odd answer " in repr(dist.group.WORLD)
+
+    on_gpus(2, body)
+    assert not launched
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (lambda: fake_cuda.refused.update(cuIpcOpenMemHandle=[2]),
+         "rank 2: CUDA refused to map the memory of rank 1: 801"),
+        (lambda: fake_cuda.links.update({(1, 2): False, (2, 1): False}),
+         "ranks 1 and 2 have no NVLink to each other rank, and there is no cube mesh"),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_sub_group_are_named_as_in_the_world(gpu, plan, why):
+    plan()
+
+    def body(rank):
+        pair = dist.new_group([1, 2])
+        if rank:
+            x = fake_cuda.array([1.0], np.float32)
+            pair.all_reduce(x)
+            assert x.get().tolist() == [2]
+            assert f"intra_node=no ({why})" in repr(pair)
+
+    on_gpus(3, body)
+
+
+@needs_compiler
+def test_kernels_are_loaded_before_the_first_call(gpu, launched):
+    """CUDA may wait for the kernels of the process to load another."""
+    have_met = threading.Barrier(2)
+
+    def body(rank):
+        dist.all_reduce(fake_cuda.array([1.0], np.float32))
+        have_met.wait(LIMIT_S)
+        fake_cuda.refused.update(cuModuleGetFunction=[0, 1])
+        x = fake_cuda.array([1.0], np.float16)
+        dist.all_reduce(x)
+        assert x.get().tolist() == [2]
+
+    on_gpus(2, body)
+    assert launched == ["one_shot"] * 4
+
+
+@needs_compiler
+def test_no_file_of_the_kernels_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    library = fake_cuda.compiled_on_cpu(TEXT.encode(), ("-DRANKS=2", "-DANOTHER"))
+    assert library.call_bytes() == ctypes.sizeof(_call_type(2))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("word", "wanted"), [("1", True), ("True", True), ("0", False)])
+def test_the_words_of_torch(monkeypatch, word, wanted):
+    monkeypatch.setenv(VARIABLE, word)
+    assert intra_node.is_wanted() == wanted
 
 
 @needs_compiler
@@ -389,6 +484,7 @@ def test_calls_that_differ_are_named(gpu):
     def body(rank):
         x = fake_cuda.array([1.0], np.float32)
         dist.all_reduce(x)
+        x.get()  # or the error may be that of this call: the group broke before it ended
         x = fake_cuda.array(np.ones(3 + rank % 2, np.float32))
         with pytest.raises(CollectiveMismatchError) as caught:
             dist.all_reduce(x, async_op=True).wait(LIMIT_S)

@@ -7,8 +7,9 @@
 // A call ends with a meeting: no rank reads the slot of another any more. So a rank may write into
 // it again in the next call, which the stream begins after this one, or free it.
 //
-// A flag has the number of the last meeting, which only grows. The host can set `stop`, which ends
-// every wait, because a rank that has died raises no flag. The result is then undefined.
+// A flag has the number of the last meeting, which only grows. It has 64 bits: the flags of a block
+// that few calls use can be older than 2**32 meetings. The host can set `stop`, which ends every
+// wait, because a rank that has died raises no flag. The result is then undefined.
 
 struct alignas(16) Pack {
   unsigned word[4];
@@ -21,13 +22,14 @@ struct Call {
   unsigned char* output;   // may be the input
   const unsigned* stop;    // a word of the host
   unsigned long long nbytes;
-  unsigned meeting;        // number of the first meeting of the call
+  unsigned long long meeting;  // number of the first meeting of the call
   unsigned rank;
   unsigned quad;   // bits of the ranks that reduce together, this rank included
   unsigned relay;  // the rank with the sum of the other four
 };
 
 typedef unsigned long long Index;
+typedef unsigned long long Meeting;
 
 // Offsets. Partial results of `cube_mesh` have a place of their own, because the quad may still
 // read the slot.
@@ -49,14 +51,14 @@ static __device__ unsigned narrowed(float value) {
 
 // Pairs with `flag_of`. It releases what the whole block has written, because a barrier of the
 // block comes before it.
-static __device__ void raise_flag(unsigned* flag, unsigned meeting) {
-  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(meeting) : "memory");
+static __device__ void raise_flag(Meeting* flag, Meeting meeting) {
+  asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(flag), "l"(meeting) : "memory");
 }
 
 // Pairs with `raise_flag`.
-static __device__ unsigned flag_of(const unsigned* flag) {
-  unsigned seen;
-  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+static __device__ Meeting flag_of(const Meeting* flag) {
+  Meeting seen;
+  asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(seen) : "l"(flag) : "memory");
   return seen;
 }
 
@@ -169,17 +171,16 @@ static __device__ Pack sum_of(const Call& call, unsigned ranks, Index i) {
 // ---- meetings -----------------------------------------------------------------------------------
 
 // Ranks that meet see what each of them has written before. False: the host has stopped the call.
-static __device__ bool meet(const Call& call, unsigned ranks, unsigned meeting) {
+static __device__ bool meet(const Call& call, unsigned ranks, Meeting meeting) {
   __syncthreads();
   unsigned peer = threadIdx.x;
   bool stopped = false;
   if (peer < RANKS && peer != call.rank && ranks >> peer & 1) {
     unsigned row = blockIdx.x * RANKS;
-    raise_flag((unsigned*)call.memory[peer] + row + call.rank, meeting);
-    const unsigned* flag = (const unsigned*)call.memory[call.rank] + row + peer;
-    // A signed difference, because the numbers begin again after 2**32. The host's word is far
-    // away: it is read rarely.
-    for (unsigned turn = 1; (int)(flag_of(flag) - meeting) < 0 && !stopped; turn++)
+    raise_flag((Meeting*)call.memory[peer] + row + call.rank, meeting);
+    const Meeting* flag = (const Meeting*)call.memory[call.rank] + row + peer;
+    // The host's word is far away: it is read rarely.
+    for (unsigned turn = 1; flag_of(flag) < meeting && !stopped; turn++)
       stopped = turn % 64 == 0 && stop_of(call.stop) != 0;
   }
   return !__syncthreads_or(stopped);
@@ -238,8 +239,15 @@ static __device__ void cube_mesh(const Call& call) {
   meet(call, call.quad | 1u << call.relay, call.meeting + 2);
 }
 
-#define KERNEL(algorithm, name, type) \
-  extern "C" __global__ void algorithm##_##name(Call call) { algorithm<type>(call); }
+// Of a block, as in intra_node.py: so the compiler leaves enough registers to each of them.
+constexpr unsigned THREADS = 512;
+
+// __grid_constant__: without it each thread would copy the call, to index its memory.
+#define KERNEL(algorithm, name, type)                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS)                          \
+      algorithm##_##name(const __grid_constant__ Call call) {                    \
+    algorithm<type>(call);                                                       \
+  }
 #define KERNELS(algorithm)                \
   KERNEL(algorithm, float32, Float32)   \
   KERNEL(algorithm, float16, Float16)   \

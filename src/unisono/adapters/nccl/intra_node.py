@@ -32,8 +32,9 @@ from unisono.core.engines.shared_memory import memory_host
 from unisono.errors import UnisonoError
 
 VARIABLE = "ENABLE_INTRA_NODE_COMM"
-"""torch's variable; 1: use it."""
+"""torch's variable."""
 
+ALGORITHMS = ("one_shot", "two_shot", "cube_mesh")
 DTYPES = ("float32", "float16", "bfloat16")
 ONE_SHOT_BYTES, TWO_SHOT_BYTES = 256 << 10, 10 << 20
 MOST_RANKS = 8
@@ -44,7 +45,7 @@ _MEETINGS = 3
 """Of a call, at most."""
 _MEMORY_BYTES = 4096 + TWO_SHOT_BYTES
 """Flags and the slot."""
-_ROW_BYTES = 1024
+_ROW_BYTES = 4096
 
 
 class CubePlace(NamedTuple):
@@ -123,12 +124,20 @@ class IntraNodeComm:
         self._meeting = 0
         self._lock = threading.Lock()
         self._module: Any = None
+        self._kernels: dict[tuple[str, str], Any] = {}
         self._memory: list[int] = [0] * size
         self._word = 0
         driver = gpu.driver
         try:
             code = compiled(gpu.capability, size)
             self._module = checked(driver.cuModuleLoadData(code), "to load kernels")
+            # Now: CUDA loads a kernel when it is first asked for, and may then wait for all kernels
+            # of the process, also for one that waits for another rank.
+            for algorithm in ALGORITHMS:
+                for dtype in DTYPES:
+                    name = f"{algorithm}_{dtype}".encode()
+                    found = driver.cuModuleGetFunction(self._module, name)
+                    self._kernels[algorithm, dtype] = checked(found, "to find a kernel")
             # Not from a pool, whose memory has no handle.
             self._memory[rank] = int(checked(driver.cuMemAlloc(_MEMORY_BYTES), "to get memory"))
             # Portable and mapped.
@@ -147,8 +156,12 @@ class IntraNodeComm:
         made = checked(self._gpu.driver.cuIpcGetMemHandle(self._memory[self._rank]), "to share")
         return ctypes.string_at(made.getPtr(), 64)
 
-    def map(self, handles: Sequence[bytes]) -> None:
+    def map(self, handles: Sequence[bytes], names: Sequence[int]) -> None:
         """Map the memory of the other ranks.
+
+        Args:
+            handles: Of all ranks.
+            names: The numbers of the ranks in the world, for errors.
 
         Raises:
             CommunicationError: CUDA refuses, as for ranks that are threads of one process.
@@ -160,7 +173,8 @@ class IntraNodeComm:
                 ctypes.memmove(given.getPtr(), handle, 64)
                 # 1: with access to another GPU.
                 opened = driver.cuIpcOpenMemHandle(given, 1)
-                self._memory[rank] = int(checked(opened, f"to map the memory of rank {rank}"))
+                what = f"to map the memory of rank {names[rank]}"
+                self._memory[rank] = int(checked(opened, what))
 
     def place(self, place: CubePlace | None) -> None:
         """Set the place in a hybrid cube mesh; None: every rank is linked to every other."""
@@ -181,7 +195,7 @@ class IntraNodeComm:
             return
         nbytes = elements * dtype.itemsize
         # The flags begin with 0.
-        self._meeting = (self._meeting + _MEETINGS) % 2**32
+        self._meeting += _MEETINGS
         quad, relay = self._place or (0, 0)
 
         # The memory of the host has one address for the host and all GPUs.
@@ -189,12 +203,10 @@ class IntraNodeComm:
             tuple(self._memory), address, address, self._word, nbytes,
             self._meeting, self._rank, quad, relay,
         )  # fmt: skip
-        driver = self._gpu.driver
-        name = f"{algorithm}_{dtype.name}".encode()
-        kernel = checked(driver.cuModuleGetFunction(self._module, name), "to find a kernel")
+        kernel = self._kernels[algorithm, dtype.name]
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
         grid, block = (blocks_of(nbytes, algorithm, self._size), 1, 1), (_THREADS, 1, 1)
-        launched = driver.cuLaunchKernel(
+        launched = self._gpu.driver.cuLaunchKernel(
             kernel, *grid, *block, 0, int(self._stream.handle), ctypes.addressof(arguments), 0
         )
         checked(launched, f"to launch {algorithm}")
@@ -208,8 +220,8 @@ class IntraNodeComm:
     def free(self) -> None:
         """Unmap and free all memory; first waits for the stream. The GPU must be current.
 
-        Other ranks may still have the memory mapped; the driver keeps it until they end, too. NCCL
-        relies on the same in an abort.
+        Other ranks may still have the memory mapped. CUDA's manual leaves open what happens then;
+        its drivers keep the memory until they unmap it. NCCL relies on that, too.
         """
         driver = self._gpu.driver
         with self._lock:
@@ -234,14 +246,14 @@ def _call_type(size: int) -> type[ctypes.Structure]:
     """Return the kernels' struct Call for a number of ranks."""
     far, near = ctypes.c_uint64, ctypes.c_uint32
     fields: list[tuple[str, Any]] = [("memory", far * size)]
-    fields += [(name, far) for name in ("input", "output", "stop", "nbytes")]
-    fields += [(name, near) for name in ("meeting", "rank", "quad", "relay")]
+    fields += [(name, far) for name in ("input", "output", "stop", "nbytes", "meeting")]
+    fields += [(name, near) for name in ("rank", "quad", "relay")]
     return type("_Call", (ctypes.Structure,), {"_fields_": fields})
 
 
 def is_wanted() -> bool:
     """Whether this rank asks for it."""
-    return config.environ().get(VARIABLE) == "1"
+    return config.is_true(VARIABLE)
 
 
 def connect(
@@ -268,24 +280,26 @@ def connect(
         return None, f"{spec.size} ranks; it serves 2 to {MOST_RANKS}"
     comm: IntraNodeComm | None = None
     row: dict[str, Any] = {"why": "", "host": memory_host(), "gpu": gpu.uuid, "handle": ""}
+    # Whatever fails on one rank, all ranks must take part in what follows.
     try:
         comm = IntraNodeComm(gpu, stream, spec.rank, spec.size)
         row["handle"] = comm.handle().hex()
-    except UnisonoError as error:
-        row["why"] = error.what
+    except Exception as error:
+        row["why"] = _text_of(error)
     try:
         rows, why = agreed(row)
         if not why and (not row["host"] or len({each["host"] for each in rows}) > 1):
             why = "the ranks are on several hosts"
         if not why:
             assert comm is not None
-            row = {"why": "", "links": gpu.links([each["gpu"] for each in rows])}
+            row = {"why": "", "links": 0}
             try:
-                comm.map([bytes.fromhex(each["handle"]) for each in rows])
-            except UnisonoError as error:
-                row["why"] = error.what
+                row["links"] = gpu.links([each["gpu"] for each in rows])
+                comm.map([bytes.fromhex(each["handle"]) for each in rows], spec.ranks)
+            except Exception as error:
+                row["why"] = _text_of(error)
             rows, why = agreed(row)
-            why = why or _placed(comm, spec.rank, [each["links"] for each in rows])
+            why = why or _placed(comm, spec, [each["links"] for each in rows])
     except BaseException:
         if comm is not None:
             comm.free()
@@ -296,16 +310,22 @@ def connect(
     return comm, why
 
 
-def _placed(comm: IntraNodeComm, rank: int, links: list[int]) -> str:
+def _text_of(error: Exception) -> str:
+    """Return a short line about an error, which may be of any library."""
+    text = error.what if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.replace("\0", " ").split())[:200]
+
+
+def _placed(comm: IntraNodeComm, spec: GroupSpec, links: list[int]) -> str:
     """Set the place of a rank; return the reason if the links are neither of the two kinds."""
     everyone = (1 << len(links)) - 1
     links = [each & ~(1 << at) for at, each in enumerate(links)]
-    apart = [at for at, each in enumerate(links) if each | 1 << at != everyone]
+    apart = [spec.ranks[at] for at, each in enumerate(links) if each | 1 << at != everyone]
     if not apart:
         return ""
     if (places := places_of(links)) is None:
         return f"{name_ranks(apart)} have no NVLink to each other rank, and there is no cube mesh"
-    comm.place(places[rank])
+    comm.place(places[spec.rank])
     return ""
 
 
@@ -313,7 +333,6 @@ def _gathered(
     row: dict[str, Any], size: int, control: CPUBackend, options: CallOptions
 ) -> list[dict[str, Any]]:
     """Return the rows of all ranks."""
-    row["why"] = ascii(row["why"])[1:200].rstrip("'")
     mine = np.zeros(_ROW_BYTES, np.uint8)
     text = json.dumps(row).encode()
     mine[: len(text)] = np.frombuffer(text, np.uint8)

@@ -108,6 +108,12 @@ def environ() -> Mapping[str, str]:
     return os.environ
 
 
+def is_true(name: str) -> bool:
+    """Return whether a variable of torch has a word that torch's C++ takes for true."""
+    # Torch's Python, as also the launcher, writes "True".
+    return os.environ.get(name, "").lower() in ("1", "t", "true", "y", "yes")
+
+
 def get(name: str) -> str:
     """Return a UNISONO_* variable, or its default if unset or empty."""
     return os.environ.get(name, "") or VARIABLES[name].default

@@ -185,7 +185,7 @@ def _info(engine: str, why: str) -> EngineInfo:
 
 def _intra_node() -> str:
     # torch's variable, which the backend reads, too.
-    wanted = config.environ().get("ENABLE_INTRA_NODE_COMM") == "1"
+    wanted = config.is_true("ENABLE_INTRA_NODE_COMM")
     return "on, never run on a GPU" if wanted else "off"
 
 

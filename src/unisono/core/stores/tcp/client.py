@@ -50,8 +50,6 @@ _POLL_S = 0.01
 _REFUSAL_GRACE_S = 10.0
 _LOG = get_logger("stores.tcp")
 _MAX_PORT = 65535
-# Torch's C++ takes these words for true. Its Python, as also the launcher, writes "True".
-_TRUE = ("1", "t", "true", "y", "yes")
 
 
 class RefusalGrace:
@@ -469,10 +467,8 @@ def _serve(
     try:
         return _SharedServer.start(host, port, multi_tenant, listen_fd, token)
     except StoreConnectionError as error:
-        variables = config.environ()
-        said = variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower()
-        by_launcher = said in _TRUE
-        if not by_launcher or variables.get("MASTER_PORT") != str(port):
+        by_launcher = config.is_true("TORCHELASTIC_USE_AGENT_STORE")
+        if not by_launcher or config.environ().get("MASTER_PORT") != str(port):
             raise
         _LOG.info("the launcher serves port %d, so this store is a client: %s", port, error.what)
         return None
