@@ -304,3 +304,46 @@ def test_compress_is_taken_only_where_the_call_allows_it(capsys, tmp_path):
     for command in (["explain", "broadcast", "1M"], ["simulate", "broadcast"]):
         assert main([*command, "--compress", "int8"]) == 1
         assert "--compress: broadcast has none, only all_reduce" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "takes", "why"),
+    [
+        (
+            "all_reduce 64K -p 4",
+            "one_shot",
+            "with it if every GPU has an NVLink to each other; else",
+        ),
+        (
+            "all_reduce 1M -p 4",
+            "two_shot",
+            "with it if every GPU has an NVLink to each other; else",
+        ),
+        ("all_reduce 64K -p 8", "one_shot", "each other, or cube_mesh in a hybrid cube mesh; else"),
+        ("all_reduce 16M -p 4", "nccl", "NCCL chooses"),
+        ("all_reduce 64K -p 9", "nccl", "NCCL chooses"),
+        ("all_reduce 64K -p 4 --hosts 2", "nccl", "NCCL chooses"),
+        ("broadcast 64K -p 4", "nccl", "NCCL chooses"),
+    ],
+)
+def test_gpus(capsys, monkeypatch, words, takes, why):
+    command = ["explain", *words.split(), "--device", "cuda"]
+    assert main(command) == 0
+    assert "takes nccl: NCCL chooses" in capsys.readouterr().out
+    monkeypatch.setenv("ENABLE_INTRA_NODE_COMM", "1")
+    assert main(command) == 0
+    what, taken = capsys.readouterr().out.splitlines()
+    assert what.endswith(" of 2 hosts, on GPUs" if "--hosts" in words else " of 1 host, on GPUs")
+    assert taken.startswith(f"takes {takes}: ")
+    assert why in taken
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    assert main(command) == 0
+    assert capsys.readouterr().out.endswith("takes nccl: NCCL chooses\n")
+
+
+@pytest.mark.parametrize("flag", ["--algorithm=ring", "--compress=int8", "--round-trip=9"])
+def test_flags_without_a_meaning_on_gpus(capsys, flag):
+    with pytest.raises(SystemExit):
+        main(["explain", "all_reduce", "64K", "--device", "cuda", flag])
+    name = flag.partition("=")[0]
+    assert f"--device cuda takes no {name}: NCCL chooses" in capsys.readouterr().err

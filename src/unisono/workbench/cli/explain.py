@@ -144,22 +144,29 @@ def _on_gpus(options: argparse.Namespace) -> int:
     from unisono.adapters.nccl.intra_node import MOST_RANKS, VARIABLE, algorithm_of, is_wanted
     from unisono.core.schedules.choice.explain import nbytes_text
 
-    for flag in ("algorithm", "net", "model"):
+    for flag in ("algorithm", "net", "model", "round_trip", "compress"):
         if getattr(options, flag) is not None:
+            flag = flag.replace("_", "-")
             options.parser.error(f"--device cuda takes no --{flag}: NCCL chooses")
     near = options.op == "all_reduce" and options.hosts == 1 and 2 <= options.ranks <= MOST_RANKS
+    near = near and config.get_flag("UNISONO_SHARED_MEMORY")
     kernel = algorithm_of(options.size, is_cube=False) if near else None
     algorithm, why = "nccl", "NCCL chooses"
+    linked = "if every GPU has an NVLink to each other"
+    if options.ranks == MOST_RANKS and algorithm_of(options.size, is_cube=True):
+        linked += ", or cube_mesh in a hybrid cube mesh"
     if kernel and is_wanted():
         algorithm = kernel
         why = (
-            "IntraNodeComm sums float32, float16 and bfloat16 with it if every GPU has an NVLink to"
-            " each other; else, and for other calls, NCCL chooses"
+            f"IntraNodeComm sums float32, float16 and bfloat16 with it {linked}; else, and for "
+            "other calls, NCCL chooses"
         )
     elif kernel:
-        why += f"; {VARIABLE}=1: {kernel}, if every GPU has an NVLink to each other"
-    size = nbytes_text(options.size)
-    print(f"{options.op} of {size} on {options.ranks} ranks of {options.hosts} hosts, on GPUs")
+        why += f"; {VARIABLE}=1: {kernel} {linked}"
+    hosts = "1 host" if options.hosts == 1 else f"{options.hosts} hosts"
+    print(
+        f"{options.op} of {nbytes_text(options.size)} on {options.ranks} ranks of {hosts}, on GPUs"
+    )
     print(f"takes {algorithm}: {why}")
     document = {
         "op": options.op, "size_bytes": options.size, "ranks": options.ranks,
