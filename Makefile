@@ -93,8 +93,11 @@ test-reference: $(STAMP)
 	@UNISONO_ENGINE=reference $(PYTEST) --all tests/core tests/beyond tests/faults
 
 # On a machine with a GPU, torch and nccl4py; ranks share the GPU. At most 8 minutes; ends with a table.
+# If they are in another environment, or without a network: make test-gpu STAMP= BIN=FOLDER, where
+# FOLDER/python has unisono and pytest, too.
+LOGS ?= build/gpu-check
 test-gpu: $(STAMP)
-	@$(BIN)/python -m tests.adapters.nccl.gpu_check
+	@$(BIN)/python -m tests.adapters.nccl.gpu_check --logs $(LOGS)
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -41,19 +42,20 @@ def why_no_gpu():
 
 pytestmark = pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu())
 
-LIMIT_S = 60
+# Of a call. A test may take twice as long: `unisono.testing.run` then shows where its ranks are.
+LIMIT_S = 30
 # NCCL refuses ranks that share a GPU unless told otherwise, and must leave room for all kernels.
 SHARED = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0",
 }  # fmt: skip
 
 
-def on_gpu(rank, body, *arguments):
+def on_gpu(rank, limit_s, body, *arguments):
     import torch
 
     os.environ |= SHARED
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    group = dist.new_group(backend="nccl", timeout=LIMIT_S)
+    group = dist.new_group(backend="nccl", timeout=limit_s)
     world = dist.group.WORLD
     # Operations use the default group.
     world.backends["cuda"] = group.backends["cuda"]
@@ -61,7 +63,10 @@ def on_gpu(rank, body, *arguments):
 
 
 def on_ranks(size, body, *arguments, timeout=LIMIT_S, **how):
-    return run(on_gpu, size, ranks="processes", args=(body, *arguments), timeout=timeout, **how)
+    # Once for all ranks of a process, because it takes seconds.
+    forkserver.set_forkserver_preload(["unisono.testing.ranks", "torch"])
+    given = (min(timeout, LIMIT_S), body, *arguments)
+    return run(on_gpu, size, ranks="processes", args=given, timeout=timeout, **how)
 
 
 class OnTorch(Operations):
