@@ -18,7 +18,8 @@ HEAD = """\
 Written by `tools/promises_page.py` from a run of each engine; do not edit.
 
 `tests/support/promises.py` makes each case happen on 3 processes. The column of MPI is the same
-for MPICH, Intel MPI and Open MPI.
+for MPICH, Intel MPI and Open MPI. On GPUs:
+[NCCL, IntraNodeComm](../howto/gpus.md#checks-and-errors).
 
 """
 
