@@ -114,6 +114,7 @@ class Buffer:
 
 class Device:
     capability = (9, 0)
+    properties = SimpleNamespace(multiprocessor_count=132)
 
     def __init__(self, device_id=None):
         self.device_id = current_device() if device_id is None else device_id
@@ -207,6 +208,8 @@ def _free(address):
     _allocated.append(memory)
 
 
+grids = []
+"""The number of blocks of all launched kernels."""
 _launches = []
 """Events after all launched kernels."""
 
@@ -235,6 +238,7 @@ def _mapped(handle, flags):
 def _launched(kernel, *how):
     (blocks, _, _, threads, _, _, _, stream, parameters, _), library = how, kernel.library
     call = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, library.call_bytes())
+    grids.append(blocks)
     # Fewer of both, on all ranks alike.
     grid = min(blocks, 2), min(threads, 8)
     Stream(stream).put(lambda: library.launch(kernel, call, *grid))
@@ -875,6 +879,7 @@ def installed():
         uuids.clear()
         links.clear()
         refused.clear()
+        grids.clear()
         mapped = _held.pop("open", [])
         left = [*mapped, *_held]
         _held.clear()

@@ -28,6 +28,7 @@ from unisono.adapters.nccl.intra_node import (
     _call_type,
     algorithm_of,
     blocks_of,
+    most_blocks_of,
     places_of,
 )
 from unisono.adapters.nccl.nvrtc import SOURCE, compiled
@@ -97,6 +98,18 @@ def test_the_choice_by_size():
     assert (256 * kib, 10 * mib) == (ONE_SHOT_BYTES, TWO_SHOT_BYTES)
     assert [blocks_of(n, "one_shot", 4) for n in (1, 8192, 8208, 1 << 20)] == [1, 1, 2, 24]
     assert blocks_of(4 * 8208, "two_shot", 4) == 2
+    assert [blocks_of(1 << 20, "one_shot", 2, most) for most in (0, 1, 7)] == [1, 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "most"),
+    [
+        ([("a", 132), ("b", 132)], 24), ([("a", 132)] * 8, 16), ([("a", 10)] * 3, 3),
+        ([("a", 132), ("b", 10), ("b", 10), ("c", 20)], 5), ([("a", 4)] * 8, 0),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_a_gpu_have_room_for_all_blocks(gpus, most):
+    assert most_blocks_of(gpus) == most
 
 
 def test_places_in_a_cube_mesh():
@@ -271,6 +284,21 @@ def test_sums_have_the_bits_of_the_order_of_ranks(gpu, launched, dtype, size):
     counts = (1, 7, 64, 1001, 1, 140_001)
     on_gpus(size, sums(dtype, counts, size))
     assert set(launched) == {"one_shot", "two_shot"}
+
+
+@needs_compiler
+def test_ranks_that_share_a_small_gpu_launch_fewer_blocks(gpu, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setattr(fake_cuda.Device.properties, "multiprocessor_count", 7)
+    fake_cuda.uuids.update({1: "GPU-0"})
+
+    def body(rank):
+        x = fake_cuda.array(np.full(50_000, rank + 1.0, np.float32))
+        dist.all_reduce(x)
+        assert (x.get() == 6).all()
+
+    on_gpus(3, body)
+    assert fake_cuda.grids == [3] * 3
 
 
 @needs_compiler

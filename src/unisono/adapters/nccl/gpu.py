@@ -46,6 +46,11 @@ class GPU:
         major, minor = self._device.compute_capability
         return major, minor
 
+    @property
+    def multiprocessors(self) -> int:
+        """Number of multiprocessors."""
+        return int(self._device.properties.multiprocessor_count)
+
     def links(self, uuids: Sequence[str]) -> int:
         """Return bits of the GPUs, by their names, that this GPU is or has an NVLink to.
 

@@ -16,6 +16,7 @@ import ctypes
 import functools
 import json
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,12 +98,25 @@ def places_of(links: Sequence[int]) -> list[CubePlace] | None:
     return made if quads_agree and relays_agree else None
 
 
-def blocks_of(nbytes: int, algorithm: str, size: int) -> int:
+def blocks_of(nbytes: int, algorithm: str, size: int, most: int = _MOST_BLOCKS) -> int:
     """Return the number of blocks; equal on all ranks, because block b meets the blocks b."""
     packs = -(-nbytes // 16)
     if algorithm == "two_shot":
         packs = -(-packs // size)
-    return max(1, min(_MOST_BLOCKS, -(-packs // _THREADS)))
+    return max(1, min(most, -(-packs // _THREADS)))
+
+
+def most_blocks_of(gpus: Sequence[tuple[str, int]]) -> int:
+    """Return the most blocks of a kernel, so that the ranks of a GPU have room for all of theirs.
+
+    Blocks wait for those of other ranks. Those wait for ever for room if the processes of a GPU run
+    at the same time (MPS). A multiprocessor has room for one block at least.
+
+    Args:
+        gpus: For each rank the name of its GPU, and the number of multiprocessors.
+    """
+    ranks_of = Counter(name for name, _ in gpus)
+    return min(_MOST_BLOCKS, *(number // ranks_of[name] for name, number in gpus))
 
 
 class IntraNodeComm:
@@ -114,6 +128,9 @@ class IntraNodeComm:
         rank: This rank in the group.
         size: Number of ranks.
 
+    Attributes:
+        most_blocks: Of a kernel; equal on all ranks.
+
     Raises:
         UnisonoError: CUDA or NVRTC refuses; nothing is left.
     """
@@ -121,6 +138,7 @@ class IntraNodeComm:
     def __init__(self, gpu: GPU, stream: Any, rank: int, size: int) -> None:
         self._gpu, self._stream, self._rank, self._size = gpu, stream, rank, size
         self._place: CubePlace | None = None
+        self.most_blocks = _MOST_BLOCKS
         self._meeting = 0
         self._lock = threading.Lock()
         self._module: Any = None
@@ -205,7 +223,8 @@ class IntraNodeComm:
         )  # fmt: skip
         kernel = self._kernels[algorithm, dtype.name]
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-        grid, block = (blocks_of(nbytes, algorithm, self._size), 1, 1), (_THREADS, 1, 1)
+        blocks = blocks_of(nbytes, algorithm, self._size, self.most_blocks)
+        grid, block = (blocks, 1, 1), (_THREADS, 1, 1)
         launched = self._gpu.driver.cuLaunchKernel(
             kernel, *grid, *block, 0, int(self._stream.handle), ctypes.addressof(arguments), 0
         )
@@ -282,6 +301,7 @@ def connect(
     row: dict[str, Any] = {"why": "", "host": memory_host(), "gpu": gpu.uuid, "handle": ""}
     # Whatever fails on one rank, all ranks must take part in what follows.
     try:
+        row["multiprocessors"] = gpu.multiprocessors
         comm = IntraNodeComm(gpu, stream, spec.rank, spec.size)
         row["handle"] = comm.handle().hex()
     except Exception as error:
@@ -292,6 +312,8 @@ def connect(
             why = "the ranks are on several hosts"
         if not why:
             assert comm is not None
+            gpus = [(each["gpu"], each["multiprocessors"]) for each in rows]
+            comm.most_blocks = most_blocks_of(gpus)
             row = {"why": "", "links": 0}
             try:
                 row["links"] = gpu.links([each["gpu"] for each in rows])
