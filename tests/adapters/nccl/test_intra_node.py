@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from functools import partial
@@ -372,6 +373,19 @@ def test_without_it_nccl_serves_all_and_the_group_says_why(gpu, launched, plan, 
 
     on_gpus(3, body)
     assert not launched
+
+
+def test_without_nvrtc_nccl_serves_all_and_the_group_says_what_to_install(gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+
+    def body(rank):
+        x = fake_cuda.array([1.0], np.float32)
+        dist.all_reduce(x)
+        assert x.get().tolist() == [2]
+        assert "intra_node=no (rank 0: IntraNodeComm needs NVRTC: " in repr(dist.group.WORLD)
+        assert "; pip install nvidia-cuda-nvrtc, or " in repr(dist.group.WORLD)
+
+    test_nccl.on_gpus(2, body)
 
 
 @needs_compiler

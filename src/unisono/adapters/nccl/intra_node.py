@@ -334,7 +334,9 @@ def connect(
 
 def _text_of(error: Exception) -> str:
     """Return a short line about an error, which may be of any library."""
-    text = error.what if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, UnisonoError):
+        text = f"{error.what}; {error.hint}" if error.hint else error.what
     return " ".join(text.replace("\0", " ").split())[:200]
 
 

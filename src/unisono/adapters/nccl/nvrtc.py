@@ -27,7 +27,8 @@ def compiled(capability: tuple[int, int], ranks: int) -> bytes:
         return _compiled(nvrtc, capability, ranks)
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(
-            f"IntraNodeComm needs NVRTC: {error}", hint="pip install nvidia-cuda-nvrtc"
+            f"IntraNodeComm needs NVRTC: {error}",
+            hint="pip install nvidia-cuda-nvrtc, or nvidia-cuda-nvrtc-cu12 for CUDA 12",
         ) from error
 
 
