@@ -280,7 +280,7 @@ def copy_out(path: str, stored: Mapping[str, StoredArray], parts: Mapping[str, A
         if array.memory.shape != each.shape or not array.becomes(each.dtype):
             raise InvalidArgumentError(
                 f"array {name!r} is {array.dtype}{list(array.memory.shape)} in {path}, which does "
-                f"not become {each.dtype}{list(each.shape)}"
+                f"not become {each.dtype}{list(each.shape)}{array.why_not(name)}"
             )
         for box, view in zip(each.boxes, each.views, strict=True):
             copies.append((array, box, view, each.dtype))
