@@ -16,7 +16,8 @@ from pathlib import Path
 
 import wheels
 
-FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis", "cloudpickle", "rich", "shtab")
+# The hypothesis that is Python alone: later ones have no wheel for a free-threaded Python.
+FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis<6.153", "cloudpickle", "rich", "shtab")
 SAMPLE = ("tests/core/engines/test_programs.py", "tests/core/engines/test_turn.py")
 
 

@@ -147,6 +147,14 @@ def test_nvrtc_compiles_every_kernel(monkeypatch):
         compiled((9, 0), 4)
 
 
+def test_nvrtc_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(UnsupportedError) as caught:
+        compiled((9, 0), 2)
+    assert caught.value.what.startswith("IntraNodeComm needs NVRTC: ")
+    assert caught.value.hint.startswith("pip install nvidia-cuda-nvrtc, or ")
+
+
 # What a program with ThreadSanitizer must find: text of the kernels -> other text.
 PLANTED = {
     "nothing": (2, "", ""),

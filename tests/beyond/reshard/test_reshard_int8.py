@@ -9,7 +9,7 @@ import pytest
 import unisono as dist
 from tests.support.calls import check_usable, fails
 from unisono.beyond.reshard import run as run_module
-from unisono.errors import CollectiveMismatchError, InvalidArgumentError
+from unisono.errors import CollectiveError, CollectiveMismatchError, InvalidArgumentError
 from unisono.testing import run
 
 ROWS, COLUMNS, CUT = 7, 300, 170
@@ -184,8 +184,8 @@ def load_int8(rank, folder):
     x = content("float32").reshape(-1)
     finite = np.isfinite(x)
     largest = np.maximum.reduceat(np.where(finite, abs(x), 0), np.arange(0, len(x), 128))
-    bound = np.repeat(largest, 128)[: len(x)] / 254 + 2.0**-127
-    assert (abs(flat - x)[finite] <= bound[finite] * (1 + 1e-6)).all()
+    bound = np.repeat(largest, 128)[: len(x)] / 252 + 2.0**-127
+    assert (abs(flat[finite] - x[finite]) <= bound[finite] * (1 + 1e-6)).all()
 
 
 def test_files_in_blocks_of_int8(tmp_path):
@@ -208,7 +208,7 @@ def test_versions_in_blocks_of_int8(rank, tmp_path):
     sizes = np.where(np.isfinite(x), abs(x), 0)
     bound = np.repeat(np.maximum.reduceat(sizes, starts, axis=1), 128, axis=1)[:, :COLUMNS]
     finite = np.isfinite(x)
-    assert (abs(y - x)[finite] <= (bound / 254 * (1 + 1e-6) + 2.0**-127)[finite]).all()
+    assert (abs(y[finite] - x[finite]) <= (bound / 252 * (1 + 1e-6) + 2.0**-127)[finite]).all()
     with fails(
         InvalidArgumentError, "'x.scales' is the name of an array, and of the scales of 'x'"
     ):
@@ -233,3 +233,33 @@ def test_broken_blocks_of_a_file(tmp_path, sides):
         dist.Subscriber(tmp_path).take({"x": x})
     assert f"{path} is no whole file of safetensors' format: " in caught.value.what
     assert x.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("is_index", [False, True])
+def test_codes_without_the_metadata_of_their_blocks(tmp_path, is_index):
+    """As after a tool that copies arrays alone: what it writes is no array of floating numbers."""
+    save = pytest.importorskip("safetensors.numpy").save_file
+    codes, scales = np.arange(-3, 3, dtype=np.int8), np.ones(1, np.float32)
+    path = tmp_path / "m.safetensors"
+    if is_index:
+        parts = {"x": "m-1.safetensors", "x.scales": "m-2.safetensors"}
+        save({"x": codes}, tmp_path / parts["x"])
+        save({"x.scales": scales}, tmp_path / parts["x.scales"])
+        path = path.with_suffix(".safetensors.index.json")
+        path.write_text(json.dumps({"weight_map": parts}))
+    else:
+        save({"x": codes, "x.scales": scales}, path)
+    run(loads_codes, 1, args=(path, codes), ranks="threads")
+
+
+def loads_codes(rank, path, codes):
+    y, got = np.full(6, 7, np.float32), np.zeros(6, np.int16)
+    with fails(
+        CollectiveError,
+        "which does not become float32[6]; 'x.scales' has scales, but the file has no metadata "
+        "'unisono.blocks'",
+    ):
+        dist.load_arrays({"x": y}, path)
+    assert y.tolist() == [7] * 6
+    dist.load_arrays({"x": got}, path)
+    assert got.tolist() == codes.tolist()

@@ -164,6 +164,9 @@ def header_of(entry, data=b""):
 
 
 BROKEN += [
+    header_of({"dtype": "F32", "shape": [0, 1 << 70], "data_offsets": [0, 0]}),
+    header_of([])[:8] + b"[" * 4,
+    (100_000).to_bytes(8, "little") + b"[" * 100_000,
     header_of({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"1234567"),
     header_of({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, b"12345678"),
     header_of({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, b"12345678"),
@@ -340,7 +343,7 @@ def test_an_old_version_that_cannot_be_removed(rank, folder):
 def test_a_folder_made_anew(rank, folder):
     place, y = folder / "new", np.zeros(1)
     both = [dist.Subscriber(place), dist.Subscriber(place, group=dist.group.WORLD)]
-    for values in ((1, 2, 3), (99,)):
+    for values in ((1, 2, 3), (99,), (98,)):
         publisher = dist.Publisher(place)
         for value in values:
             publisher.publish({"w": np.full(1, float(value))})
@@ -555,6 +558,55 @@ def test_parts_that_no_index_names_are_removed(rank, folder, monkeypatch):
         dist.save_arrays({"x": x}, str(path))
     dist.load_arrays({"x": x}, path)
     assert x.tolist() == [2]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_saves_of_one_index_at_once(folder, monkeypatch, locks):
+    path, real, x = folder / "m.safetensors.index.json", checkpoints._write_parts, np.zeros(1)
+    if not locks:
+
+        def no_locks(file):
+            raise OSError(95, "ENOTSUP")
+
+        monkeypatch.setattr(checkpoints, "lock", no_locks)
+    with closing(alone(folder, "first")) as first, closing(alone(folder, "second")) as second:
+
+        def another_between(*words):
+            monkeypatch.setattr(checkpoints, "_write_parts", real)
+            text = real(*words)
+            dist.save_arrays({"x": np.full(1, 2.0)}, path, second, part_bytes=1)
+            dist.load_arrays({"x": x}, path, second)
+            assert x.tolist() == [2]
+            return text
+
+        monkeypatch.setattr(checkpoints, "_write_parts", another_between)
+        dist.save_arrays({"x": np.full(1, 1.0)}, path, first, part_bytes=1)
+        dist.load_arrays({"x": x}, path, first)
+    assert x.tolist() == [1]
+    # The parts of the index that had the name meanwhile are gone.
+    assert len(list(folder.glob("m*"))) == 2
+
+
+def test_parts_of_a_save_that_was_killed(folder, monkeypatch):
+    path, real = folder / "m.safetensors.index.json", checkpoints._write_parts
+
+    def killed_between(*words):
+        real(*words)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(name):
+        with closing(alone(folder, name)) as group:
+            dist.save_arrays({"x": np.ones(3)}, path, group, part_bytes=1)
+
+    monkeypatch.setattr(checkpoints, "_write_parts", killed_between)
+    assert os.waitpid(forked(save, "first"), 0)[1] == signal.SIGKILL
+    assert len(list(folder.glob("m*"))) == 2
+    assert not path.exists()
+    monkeypatch.undo()
+    save("second")
+    # One part, and the index.
+    assert len(list(folder.glob("m*"))) == 2
+    assert path.exists()
 
 
 @pytest.mark.parametrize("part_bytes", [None, 1])

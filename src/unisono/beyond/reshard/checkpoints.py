@@ -6,12 +6,13 @@ A file has a name only if it is whole (`open_file`), and is never changed then.
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import json
 import os
 import re
-import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from unisono.core.base.types import DType
 from unisono.core.c10d.objects.call import ObjectCall
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import Group, require_group
+from unisono.core.platform.files import lock
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -47,7 +49,8 @@ from unisono.errors import (
 )
 
 # How the names of an index's parts end.
-_PART = r"-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors"
+_TOKEN = 8
+_PART = rf"-([0-9a-f]{{{_TOKEN}}})-\d{{5,}}-of-\d{{5,}}\.safetensors"
 INCOMPLETE = r"\.[0-9a-f]{12}\.incomplete"
 """How the name of a file ends that is not whole yet."""
 # For how long ranks open a file again if they have opened different ones.
@@ -79,7 +82,8 @@ def save_arrays(
             in blocks, as by `reshard`, with scales in an array of the name with ".scales".
         part_bytes: Write several files of about this size, and last an index with the name `path`,
             which ends with ".safetensors.index.json". Then parts of earlier calls with this path,
-            also of killed ones, are removed if no index in the folder names them.
+            also of killed ones, are removed if no index in the folder names them and no other call
+            writes them.
         timeout: Of each of its calls; the group's if None.
 
     Raises:
@@ -105,16 +109,14 @@ def save(
         call.check(lambda: own.extend(_described(call, pg, arrays, dtype, path, part_bytes)))
         parts, wanted = own
         plain = {name: each.described() for name, each in parts.items()}
-        rows = call.loads_all(
-            call.all_gather(call.pack(lambda: (plain, {}, pg.rank(), secrets.token_hex(4))))
-        )
+        rows = call.loads_all(call.all_gather(call.pack(lambda: (plain, {}, pg.rank()))))
         targets = {}
         for row in rows:
             for name, each in row[0].items():
                 if each.dtype is not None:
                     stored = _stored(each.dtype, wanted)
                     targets[name] = ArrayParts(each.shape, stored, [whole(each.shape)], [])
-        rows.append(({}, targets, None, ""))
+        rows.append(({}, targets, None))
         way = wanted if wanted is not None and wanted.name == "int8" else None
         plans = planned(call, pg, rows, way)
         arrays_of = [entries_of(plan, targets[plan.name].shape) for plan in plans]
@@ -134,9 +136,14 @@ def save(
         return
     stem = os.fsdecode(path).removesuffix(INDEX)
     try:
-        # Parts of two versions have different names, so an index is always of one version.
-        index = _write_parts(f"{stem}-{rows[0][3]}", _cut(arrays_of, part_bytes), write)
+        # First of all, because it says as long as it is locked that its parts are not dead.
         with open_file(path, "w", pg, timeout=timeout) as file:
+            if pg.rank() == 0:
+                with contextlib.suppress(OSError):
+                    lock(file._fd)
+            # Parts of two versions have different names, so an index is always of one version.
+            token = file._name[len(file.path) + 1 :][:_TOKEN]
+            index = _write_parts(f"{stem}-{token}", _cut(arrays_of, part_bytes), write)
             file.write_in_order(index if pg.rank() == 0 else index[:0], timeout=timeout)
     finally:
         # Rank 0, because it names the index.
@@ -146,17 +153,40 @@ def save(
 
 
 def _remove_parts(stem: str) -> None:
-    """Remove the parts of indices of one name, but those that an index in the folder names."""
+    """Remove the parts of indices of one name, but those that are written, or that an index names.
+
+    In this order: an index gets its name before its lock ends.
+    """
     folder, base = os.path.split(stem)
     names = os.listdir(folder or os.curdir)
+    part = re.compile(f"{re.escape(base)}{_PART}({INCOMPLETE})?")
+    found = {name: match[1] for name in names if (match := part.fullmatch(name))}
+    dead = {token for token in set(found.values()) if not _is_written(f"{stem}{INDEX}.{token}")}
     kept: set[str] = set()
-    for name in names:
+    for name in os.listdir(folder or os.curdir):
         if name.endswith(INDEX):
             kept |= set(names_in(os.path.join(folder, name))[0].values())
-    for name in names:
-        if re.fullmatch(f"{re.escape(base)}{_PART}({INCOMPLETE})?", name) and name not in kept:
+    for name, token in found.items():
+        if token in dead and name not in kept:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(folder, name))
+
+
+def _is_written(start: str) -> bool:
+    """Whether a process writes the index whose incomplete name starts like this; remove a dead one.
+
+    Without locks it is always taken to be written.
+    """
+    for name in glob.glob(f"{glob.escape(start)}*.incomplete"):
+        try:
+            with open(name, "r+b") as file:
+                lock(file)
+                os.unlink(name)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True
+    return False
 
 
 def _described(
@@ -206,9 +236,9 @@ def _write_parts(
 
 def _check_names(arrays: Sequence[Sequence[StoredEntry]]) -> None:
     """Check that the scales of one array have not the name of another."""
-    names = [entry.name for entries in arrays for entry in entries]
-    for name in names:
-        if names.count(name) > 1:
+    names = Counter(entry.name for entries in arrays for entry in entries)
+    for name, count in names.items():
+        if count > 1:
             raise InvalidArgumentError(
                 f"save_arrays: {name!r} is the name of an array, and of the scales of "
                 f"{name.removesuffix(SCALES)!r}"
@@ -250,7 +280,7 @@ def copy_out(path: str, stored: Mapping[str, StoredArray], parts: Mapping[str, A
         if array.memory.shape != each.shape or not array.becomes(each.dtype):
             raise InvalidArgumentError(
                 f"array {name!r} is {array.dtype}{list(array.memory.shape)} in {path}, which does "
-                f"not become {each.dtype}{list(each.shape)}"
+                f"not become {each.dtype}{list(each.shape)}{array.why_not(name)}"
             )
         for box, view in zip(each.boxes, each.views, strict=True):
             copies.append((array, box, view, each.dtype))

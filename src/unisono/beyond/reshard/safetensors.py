@@ -45,6 +45,8 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _BLOCKS = "unisono.blocks"
 # As safetensors itself: larger headers are refused before they are read.
 _MOST_HEADER = 100_000_000
+# What a header that is wrong raises.
+_BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 # Bytes converted at once: they stay in a cache.
 _AT_ONCE = 1 << 20
 
@@ -171,7 +173,7 @@ class StoredArray(NamedTuple):
         dtype: Or the name of one that unisono has not.
         memory: The file's.
         scales: Of its blocks if it has codes.
-        borders: Of these blocks.
+        borders: Of these blocks; None of scales if the file does not say them.
     """
 
     dtype: DType | str
@@ -182,9 +184,21 @@ class StoredArray(NamedTuple):
     def _is_coded_for(self, wanted: DType) -> bool:
         return self.borders is not None and wanted.kind == "f"
 
+    @property
+    def _lacks_borders(self) -> bool:
+        return self.scales is not None and self.borders is None
+
+    def why_not(self, name: str) -> str:
+        """Return what to add to an error of an array of this name that becomes no other."""
+        lacks = f"; {name + SCALES!r} has scales, but the file has no metadata {_BLOCKS!r}"
+        return lacks if self._lacks_borders else ""
+
     def becomes(self, wanted: DType) -> bool:
         """Whether the array can be read as this dtype."""
         if isinstance(self.dtype, str):
+            return False
+        if self._lacks_borders and wanted.kind in "fc":
+            # As of a tool that does not copy metadata: codes are no values.
             return False
         given = dtype_named("float32") if self._is_coded_for(wanted) else self.dtype
         return converter(given, wanted) is not None
@@ -249,12 +263,25 @@ def opened(path: str) -> tuple[dict[str, StoredArray], str]:
                 found[name] = StoredArray(dtype, data)
             for name, sides in json.loads(metadata.get(_BLOCKS, "{}")).items():
                 found[name] = _coded(name, found, sides)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except _BROKEN as error:
             raise InvalidArgumentError(
                 f"{path} is no whole file of safetensors' format: {error}"
             ) from None
+    return _with_scales(found), identity_of(status)
+
+
+def identity_of(status: os.stat_result) -> str:
+    """Return a text that is another one for each file, on all hosts that see it."""
     # Not the device, which each host numbers as it likes.
-    return found, f"{status.st_ino} {size} {status.st_mtime_ns}"
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
+
+
+def _with_scales(found: dict[str, StoredArray]) -> dict[str, StoredArray]:
+    """Return the arrays; codes have their scales also if no borders are known."""
+    for name, array in found.items():
+        if str(array.dtype) == "int8" and name + SCALES in found and array.scales is None:
+            found[name] = array._replace(scales=found[name + SCALES].memory)
+    return found
 
 
 def _coded(name: str, found: Mapping[str, StoredArray], sides: Sequence[int]) -> StoredArray:
@@ -285,7 +312,7 @@ def _opened_index(path: str) -> tuple[dict[str, StoredArray], str]:
                 raise
             continue
         found = {name: parts[part][name] for name, part in names.items() if name in parts[part]}
-        return found, hashlib.sha256(b" ".join(versions)).hexdigest()
+        return _with_scales(found), hashlib.sha256(b" ".join(versions)).hexdigest()
 
 
 def names_in(path: str) -> tuple[dict[str, str], bytes]:
@@ -301,6 +328,6 @@ def names_in(path: str) -> tuple[dict[str, str], bytes]:
         for part in names.values():
             if os.path.basename(part) != part or not part.endswith(".safetensors"):
                 raise ValueError(f"part {part!r}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except _BROKEN as error:
         raise InvalidArgumentError(f"{path} is no index of safetensors' format: {error}") from None
     return names, text

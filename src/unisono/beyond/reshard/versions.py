@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.beyond.reshard.checkpoints import INCOMPLETE, copy_out, save
 from unisono.beyond.reshard.parts import ArrayParts, named_parts
-from unisono.beyond.reshard.safetensors import StoredArray, opened
+from unisono.beyond.reshard.safetensors import StoredArray, identity_of, opened
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
 from unisono.core.base.threads.streams import on_host
@@ -128,8 +128,10 @@ class Publisher:
         """
         with ObjectCall(self._group, "Publisher.publish", timeout, None) as call:
             # After an error there may be a version that not all ranks know.
-            newest: int = call.on_all(self._newest, f"cannot use {self._folder}")[0]
-        number = max(self.version, newest) + 1
+            newest = call.on_all(
+                lambda: max(self.version, self._newest()), f"cannot use {self._folder}"
+            )
+        number: int = max(newest) + 1
         path = _path(self._folder, number)
         try:
             save(arrays, path, self._group, self._dtype, timeout, is_new=True)
@@ -166,12 +168,14 @@ class Subscriber:
         self._folder = os.fsdecode(os.fspath(folder))
         self._group: ProcessGroup | None = None if group is None else require_group(group)
         self.version = 0
+        # Which file that was.
+        self._identity = ""
 
     @on_host
     def take(self, arrays: Mapping[str, Any], *, timeout: Timeout | None = None) -> int | None:
         """Copy the newest version into arrays if it is another one; return its number, or None.
 
-        It has a smaller number than the one before if the folder was made anew. With a group all
+        It has no larger number than the one before if the folder was made anew. With a group all
         ranks take it if one of them has not taken it.
 
         Args:
@@ -193,28 +197,29 @@ class Subscriber:
             failed = f"cannot read {self._folder}"
             while True:
                 # The version that all see; the publisher may go on meanwhile.
-                seen = call.on_all(
-                    lambda: (max(_versions(self._folder), default=0), self.version), failed
-                )
-                number: int = min(newest for newest, _ in seen)
-                if not number or all(number == taken for _, taken in seen):
+                seen = call.on_all(lambda: (*self._newest(), self.version), failed)
+                number: int = min(newest for newest, _, _ in seen)
+                if not number or all(
+                    is_taken if newest == number else taken == number
+                    for newest, is_taken, taken in seen
+                ):
                     return None
-                found: list[dict[str, StoredArray]] = []
+                found: list[tuple[dict[str, StoredArray], str]] = []
                 done = call.on_all(lambda: self._open(number, found), failed)  # noqa: B023
                 if all(done):
                     break
             path = _path(self._folder, number)
-            call.on_all(lambda: copy_out(path, found[0], own[0]), f"cannot take {path}")
-        self.version = number
+            call.on_all(lambda: copy_out(path, found[0][0], own[0]), f"cannot take {path}")
+        self.version, self._identity = number, found[0][1]
         return number
 
     def _take_alone(self, arrays: Mapping[str, Any], deadline: Deadline) -> int | None:
         rank = get_rank() if is_initialized() else -1
         parts = named_parts("take", arrays, rank, write=True)
-        found: list[dict[str, StoredArray]] = []
+        found: list[tuple[dict[str, StoredArray], str]] = []
         while True:
-            number = max(_versions(self._folder), default=0)
-            if number in (0, self.version):
+            number, is_taken = self._newest()
+            if not number or is_taken:
                 return None
             if self._open(number, found):
                 break
@@ -224,14 +229,24 @@ class Subscriber:
                     "was removed before it could be opened",
                     hint="publish less often, or with a larger keep=",
                 )
-        copy_out(_path(self._folder, number), found[0], parts)
-        self.version = number
+        copy_out(_path(self._folder, number), found[0][0], parts)
+        self.version, self._identity = number, found[0][1]
         return number
 
-    def _open(self, number: int, found: list[dict[str, StoredArray]]) -> bool:
+    def _newest(self) -> tuple[int, bool]:
+        """Return the number of the newest version, and whether it was taken."""
+        number = max(_versions(self._folder), default=0)
+        if not number or number != self.version:
+            return number, False
+        with contextlib.suppress(FileNotFoundError):
+            # A folder that was made anew may have the same number.
+            return number, identity_of(os.stat(_path(self._folder, number))) == self._identity
+        return number, False
+
+    def _open(self, number: int, found: list[tuple[dict[str, StoredArray], str]]) -> bool:
         """Open a version; return False if it was removed."""
         with contextlib.suppress(FileNotFoundError):
-            found.append(opened(_path(self._folder, number))[0])
+            found.append(opened(_path(self._folder, number)))
         return bool(found)
 
 
