@@ -168,7 +168,7 @@ def check_wheel(wheel: Path) -> None:
     require(needed <= set(names), f"{wheel} lacks {sorted(needed - set(names))}")
     require(any(re.match(r"unisono/_engine\..*so$", name) for name in names), f"no engine: {wheel}")
     # Vendored libraries are beside the package.
-    kinds = r"\.py|\.pyi|\.so|py\.typed|shipped/[\w-]+\.(toml|html)"
+    kinds = r"\.py|\.pyi|\.cu|\.so|py\.typed|shipped/[\w-]+\.(toml|html)"
     allowed = re.compile(rf"unisono/.*({kinds})$|unisono\.libs/|{folder}/")
     strange = [name for name in names if not allowed.match(name)]
     require(not strange, f"{wheel} has unexpected files: {strange}")

@@ -1,5 +1,6 @@
 """Signals at any moment of a launch, and the pauses between restarts."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -63,7 +64,12 @@ def test_signal_that_also_the_guard_forwards_counts_once(monkeypatch, name):
     """Slurm sends it to all processes, so the launcher gets it twice."""
     signum = getattr(signal, name)
     another = signal.SIGTERM if name == "SIGINT" else signal.SIGINT
-    with Signals() as signals:
+    # A shell's background job ignores some of them, and `Signals` keeps that.
+    before = {each: signal.signal(each, signal.default_int_handler) for each in (signum, another)}
+    with contextlib.ExitStack() as stack:
+        for each in before.items():
+            stack.callback(signal.signal, *each)
+        signals = stack.enter_context(Signals())
         counts = []
         for each in (signum, signum, another, signal.SIGUSR1, signal.SIGUSR1, signum):
             signal.raise_signal(each)

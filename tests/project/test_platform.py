@@ -84,7 +84,7 @@ def test_a_facility_is_found(code):
 CPP = {
     "SYS_futex": {"core/futex.hpp"},
     "prctl": {"core/queue.cpp"},
-    "sched_getcpu": {"shared/layout.hpp"},
+    "sched_getcpu": {"core/cores.hpp"},
     "memfd_create": {"shared/segment.cpp", "messages/ring.cpp"},
     "pidfd_open": {"shared/process_handle.cpp"},
     "process_vm_readv": {"shared/remote_read.cpp"},

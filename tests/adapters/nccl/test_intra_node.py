@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from functools import partial
 from importlib.resources import files
@@ -130,6 +131,14 @@ def test_nvrtc_compiles_every_kernel(monkeypatch):
     monkeypatch.setattr("unisono.adapters.nccl.nvrtc.SOURCE", "nvrtc.py")
     with pytest.raises(UnsupportedError, match="error"):
         compiled((9, 0), 4)
+
+
+def test_nvrtc_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(UnsupportedError) as caught:
+        compiled((9, 0), 2)
+    assert caught.value.what.startswith("IntraNodeComm needs NVRTC: ")
+    assert caught.value.hint == "pip install nvidia-cuda-nvrtc"
 
 
 # What a program with ThreadSanitizer must find: text of the kernels -> other text.

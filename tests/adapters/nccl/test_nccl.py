@@ -809,10 +809,10 @@ def test_failures_of_nccl_and_cuda_have_their_texts(monkeypatch):
     assert texts[0] == failed
     assert failed in texts[1]
     gpu = GPU(load(), 2)
-    monkeypatch.setattr(gpu._driver, "cuMemcpyDtoDAsync", lambda *arguments: (700,))
+    monkeypatch.setattr(gpu.driver, "cuMemcpyDtoDAsync", lambda *arguments: (700,))
     with pytest.raises(UnisonoError) as caught:
         gpu.copy(8, 16, 4, fake_cuda.Stream(1))
-    assert caught.value.what == "a copy of 4 bytes on GPU 2: 700"
+    assert caught.value.what == "CUDA refused to copy 4 bytes on GPU 2: 700"
 
 
 def test_an_array_of_an_unknown_library(monkeypatch):
