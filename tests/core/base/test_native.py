@@ -97,8 +97,8 @@ def test_stale_module_leaves_the_reference_engine_and_says_so(wish):
         )
 
 
-# An object of `sys.modules` is deleted while the interpreter ends: for its time, a thread that waits
-# in C++ asks for the interpreter lock every 20 ms. Python ends such a thread.
+# An object of `sys.modules` is deleted while the interpreter ends. Meanwhile a thread that waits in
+# C++ asks for the interpreter lock every 20 ms. Python ends such a thread.
 ENDING = """
 import socket, sys, threading, time
 from unisono import _engine

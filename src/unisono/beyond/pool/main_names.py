@@ -26,15 +26,15 @@ _VERSIONS = "_unisono_versions"
 _GONE = object()
 _numbers = itertools.count(1)
 _sent: dict[str, tuple[dict[str, Any], Callable[[], Any], int]] = {}
-"""By name: the namespace, the value that was last sent, and its version."""
+"""By name: the namespace, the value that was last sent, and its version. Several threads submit."""
 
 
 def _version(name: str, space: dict[str, Any], value: Any) -> int:
     """Return a number that is new if the name has another object than at the last call."""
-    if name in _sent and _sent[name][1]() is value:
-        return _sent[name][2]
-    _sent[name] = space, _reference(value), next(_numbers)
-    return _sent[name][2]
+    sent = _sent.get(name)
+    if sent is None or sent[1]() is not value:
+        sent = _sent[name] = space, _reference(value), next(_numbers)
+    return sent[2]
 
 
 def _reference(value: Any) -> Callable[[], Any]:
@@ -50,7 +50,7 @@ def forget_replaced() -> None:
     """Let values go that the notebook no longer has."""
     for name, (space, held, _) in list(_sent.items()):
         if space.get(name, _GONE) is _GONE or space[name] is not held():
-            del _sent[name]
+            _sent.pop(name, None)
 
 
 def with_versions(function: FunctionType, reduced: Any) -> Any:

@@ -53,8 +53,9 @@ class CallAnswer(NamedTuple):
     Attributes:
         number: Number of the message that it answers.
         raised: What the call raised, or None if a result follows.
-        groups: "broken" if a group of the rank makes no calls any more. "used" if the call may have
-            made a call of a group, or a group. Otherwise "".
+        groups: "broken" if a group of the rank makes no calls any more, or the call has destroyed
+            the default group. "used" if the call may have made a call of a group, or a group.
+            Otherwise "".
         result: The result, which the parent adds.
     """
 
@@ -185,7 +186,8 @@ class _Rank:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         groups = "used" if _calls_made() != before else ""
-        if any(each.broken() is not None for _, each in open_backends()):
+        has_lost = self._store is not None and current().default is None
+        if has_lost or any(each.broken() is not None for _, each in open_backends()):
             groups = "broken"
         self._link.send(CallAnswer(number, raised, groups))
         if result is not None:
