@@ -116,7 +116,7 @@ def proof_note(op: str, name: str, p: int, root: int, local: int) -> str:
     sizes = proved_sizes(op, name, p, root, local)
     if sizes == (p,):
         return ""
-    on = " and ".join(map(str, sizes))
+    on = " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), *map(str, sizes[-1:])]))
     return f"{name} is NOT PROVED on {p:,} ranks" + (f", but on {on}" if on else "")
 
 
