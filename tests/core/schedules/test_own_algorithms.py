@@ -219,7 +219,7 @@ def test_the_stand_ins_of_a_large_world_find_rounds_that_do_not_grow():
         build("all_reduce", "sixteen", 1024)
     assert "if 64 ranks are none of 'sixteen'" in caught.value.hint
     register_algorithm("all_reduce", "not8", raises_at_8)
-    with pytest.raises(InvalidArgumentError, match="raised IndexError.* for 8 ranks") as caught:
+    with pytest.raises(InvalidArgumentError, match=r"raised IndexError.* for 8 ranks") as caught:
         build("all_reduce", "not8", 1024)
     assert "if 8 ranks are none of 'not8'" in caught.value.hint
 

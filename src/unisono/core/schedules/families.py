@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.core.schedules.ir import IntArray, Schedule, is_power_of_two
-from unisono.errors import InvalidArgumentError, ScheduleError, UnisonoError
+from unisono.errors import InvalidArgumentError, UnisonoError
 
 # A proof takes seconds for hundreds of ranks. Simulated worlds have thousands.
 PROVED_RANKS = 512
