@@ -35,7 +35,7 @@ from unisono.core.schedules.algorithms.shared_memory import (
 )
 from unisono.core.schedules.families import PROVED_RANKS, ScheduleFamily
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, ScheduleError
 
 _log = logging.getLogger("unisono.schedules")
 
@@ -332,6 +332,28 @@ def proved_sizes(
         world_size, {key: values[key] for key in family.takes}
     )
     return found
+
+
+def unproved(
+    collective: str, algorithm: str, world_size: int, root: int, pipeline: int, local: int
+) -> tuple[Schedule, ScheduleError | None]:
+    """Return a schedule of a user's function, and how its proof fails, or None.
+
+    Raises:
+        InvalidArgumentError: The algorithm is shipped, hence proved. Or the function raises.
+    """
+    family = getattr(entry(collective, algorithm).builder, "family", None)
+    if family is None:
+        raise InvalidArgumentError(
+            f"{collective} ({algorithm}) is proved: it is no user's function"
+        )
+    values = {"local": local, "root": root, "pipeline": pipeline}
+    built: Schedule = family.built(world_size, {key: values[key] for key in family.takes})
+    try:
+        family.prove(built)
+    except ScheduleError as error:
+        return built, error
+    return built, None
 
 
 def _never_raising(name: str, applies: Callable[[int], bool]) -> Callable[[int], bool]:

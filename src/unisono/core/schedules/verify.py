@@ -166,7 +166,8 @@ class _SymbolicWorld:
             self.fail(stuck[0], f"deadlock: ranks wait for messages that never come: {waits}")
         for (src, dst), queue in self.queues.items():
             if queue:
-                raise self.error(f"rank {src} sends {len(queue)} messages more than {dst} takes")
+                text = f"rank {src} sends {len(queue)} messages more than {dst} takes"
+                raise self.error(text, src)
 
     def advance(self, rank: int) -> set[int]:
         """Run `rank` until it ends or waits; return the ranks that got messages."""
