@@ -78,7 +78,7 @@ def test_child_that_is_killed_before_it_has_read(monkeypatch):
 
     monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", killed)
     with pytest.raises(WorkerFailedError, match=r"rank 0 .* was killed by SIGKILL\n"):
-        launch(len, 1, (bytes(LARGE),))
+        launch(max, 1, (bytes(LARGE),))
 
 
 def test_spawn_of_a_function_that_no_file_has(tmp_path):

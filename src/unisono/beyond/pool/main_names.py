@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import io
 import itertools
-import linecache
-import os
 import pickle
 import sys
 import weakref
@@ -62,26 +60,6 @@ def with_versions(function: FunctionType, reduced: Any) -> Any:
         versions = {name: _version(name, space, value) for name, value in names.items()}
         slots[_VERSIONS] = versions
     return reduced
-
-
-def with_source(code: CodeType, reduced: Any) -> Any:
-    """Keep the file of a code object, for tracebacks; also the text of a cell, which has none."""
-    make, args = reduced[:2]
-    file = code.co_filename
-    text = "" if os.path.exists(file) else "".join(linecache.getlines(file))
-    args = tuple(file if each == "<dynamic-code>" else each for each in args)
-    return _code_with_source, (make, args, file, text)
-
-
-def _code_with_source(make: Callable[..., CodeType], args: Any, file: str, text: str) -> CodeType:
-    if text:
-        remember_source(file, text)
-    return make(*args)
-
-
-def remember_source(file: str, text: str) -> None:
-    """Let tracebacks show lines of a text that is in no file."""
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
 
 
 # ---- the rank ----------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from unisono.beyond.pool.main_names import (
     note_assigned,
     note_changes,
     note_start,
-    remember_source,
 )
 from unisono.beyond.pool.memory import attach, attached, drop, dumps_with
 from unisono.beyond.pool.watch import answer_on_thread, open_backends
@@ -31,7 +30,7 @@ from unisono.core.c10d.lifecycle import destroy_process_group, init_process_grou
 from unisono.core.groups.world import current, process_world
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.launcher.launch import pickling
-from unisono.launcher.payload import Payload
+from unisono.launcher.payload import Payload, remember_source
 from unisono.launcher.spawn import pickled_error
 
 
