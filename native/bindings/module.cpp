@@ -17,6 +17,7 @@
 #include "bindings/bindings.hpp"
 #include "bindings/owned_program.hpp"
 #include "bindings/waits.hpp"
+#include "core/cores.hpp"
 #include "kernels/codes.hpp"
 #include "kernels/kernels.hpp"
 #include "shared/group.hpp"
@@ -164,6 +165,9 @@ NB_MODULE(_engine, m) {
   m.def("isa", &unisono::isa, "Return the name of the chosen instruction set.");
   m.def("isas", &isas, "Return the instruction sets that this machine has, from slowest.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Choose an instruction set.");
+
+  m.def("let_threads_move", &unisono::let_threads_move, nb::arg("is_allowed"),
+        "Choose whether a waiting thread may leave its core to the rank it waits for.");
 
   using unisono::Code;
   m.attr("ABI") = kAbi;

@@ -24,6 +24,11 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
+def let_threads_move(is_allowed: bool) -> None:
+    """
+    Choose whether a waiting thread may leave its core to the rank it waits for.
+    """
+
 ABI: int = 9
 
 BUILD: str = "gcc 12.2.0"

@@ -37,11 +37,12 @@ from unisono.core.operations.work import Work
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Elements of all ranks together in a piece; fewer take longer for the agreement than on the way.
-_PIECE = 1 << 20
+# Elements of all ranks together in a piece; fewer take longer for the agreement than on the way. On
+# all ranks the same, whether their codes are made in C++ or in NumPy.
+_PIECE = 1 << 22
 _MOST_PIECES = 8
 # Elements at once, so that all that is between stays in the cache.
-_CHUNK = 1 << 14
+_CHUNK = 1 << 16
 
 
 class _Codes:
