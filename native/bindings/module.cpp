@@ -167,7 +167,7 @@ NB_MODULE(_engine, m) {
   m.def("set_isa", &set_isa, nb::arg("name"), "Choose an instruction set.");
 
   m.def("let_threads_move", &unisono::let_threads_move, nb::arg("is_allowed"),
-        "Choose whether a waiting thread may leave its core to the rank it waits for.");
+        "Choose whether a waiting thread may leave its core to a rank.");
 
   using unisono::Code;
   m.attr("ABI") = kAbi;

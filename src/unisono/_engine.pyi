@@ -25,9 +25,7 @@ def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
 def let_threads_move(is_allowed: bool) -> None:
-    """
-    Choose whether a waiting thread may leave its core to the rank it waits for.
-    """
+    """Choose whether a waiting thread may leave its core to a rank."""
 
 ABI: int = 9
 

@@ -28,8 +28,8 @@ from unisono.core.engines.block_codes import (
     BLOCK,
     BLOCK_CODES,
     COMPRESSIONS,
-    coded_nbytes,
     codec_of,
+    coded_nbytes,
 )
 from unisono.core.engines.kernels import narrow, widen
 from unisono.core.operations.dispatch import dispatcher
