@@ -11,8 +11,9 @@ A block is up to 128 neighbouring elements. In float32, or in float64 as far as 
 
 C++ has the same loops (native/kernels/codes_isa.cpp), with the same bits.
 
-So an error of int8 is at most 1/252 of the block's largest magnitude. That of fp8 is at most 1/16
-of the element, or 2^-10 / 240 of the largest if that is more. NaN and infinities are kept.
+So an error of int8 is at most 1/252 of the block's largest magnitude, or 2^-127. That of fp8 is at
+most 1/16 of the element, or 2^-10 / 240 of the largest or 2^-136 if that is more. NaN and
+infinities are kept.
 
 Source: block scales as in "OCP Microscaling Formats (MX) Specification" (2023); the format of
 float8_e4m3 as in ml_dtypes.
