@@ -157,10 +157,10 @@ NB_MODULE(_engine, m) {
   m.def("dtype_codes", &dtype_codes, "Return every element type's code, by Python's name of it.");
   m.def("reduce", &reduce, nb::arg("into"), nb::arg("other"), nb::arg("count"), nb::arg("dtype"),
         nb::arg("op"), "Set into = into (op) other, element by element; pointers and codes.");
-  m.def("encode", &encode, nb::arg("codec"), nb::arg("values"), nb::arg("scales"),
-        nb::arg("codes"), nb::arg("count"), "Set scales and codes of float32; pointers.");
-  m.def("decode", &decode, nb::arg("codec"), nb::arg("scales"), nb::arg("codes"),
-        nb::arg("values"), nb::arg("count"), nb::arg("adds"),
+  m.def("encode", &encode, nb::arg("codec"), nb::arg("values"), nb::arg("scales"), nb::arg("codes"),
+        nb::arg("count"), "Set scales and codes of float32; pointers.");
+  m.def("decode", &decode, nb::arg("codec"), nb::arg("scales"), nb::arg("codes"), nb::arg("values"),
+        nb::arg("count"), nb::arg("adds"),
         "Set float32 values to those of codes, or add those to them; pointers.");
   m.def("isa", &unisono::isa, "Return the name of the chosen instruction set.");
   m.def("isas", &isas, "Return the instruction sets that this machine has, from slowest.");

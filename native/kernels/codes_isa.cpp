@@ -52,8 +52,8 @@ struct Fp8 {
     const i32 magnitude = magnitude_of(quotient);
     const i32 normal = (magnitude - ((127 - 7) << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20;
     // The last bit of 2^14 has the weight 2^-9, as that of the codes below 2^-6.
-    const i32 denormal = static_cast<i32>(as_bits(as_float(magnitude) + 16384.0f) -
-                                          as_bits(16384.0f));
+    const i32 denormal =
+      static_cast<i32>(as_bits(as_float(magnitude) + 16384.0f) - as_bits(16384.0f));
     const i32 code = magnitude < (121 << 23) ? denormal : normal;
     return static_cast<Memory>((code < 119 ? code : 119) | sign_of(quotient) >> 24);
   }
