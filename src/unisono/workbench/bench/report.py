@@ -157,6 +157,10 @@ class ReportTable:
             f"time: median of {rounds} rounds of {loop}, mean per call on the slowest rank"
             + ("; the libraries take turns" if plan.peers else "")
         )
+        if plan.loop.load:
+            self._comment(f"{plan.loop.load} busy processes beside the ranks")
+        if plan.loop.bind:
+            self._comment("each rank is bound to a core")
 
     def _header(self, op: str) -> None:
         names = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
@@ -170,8 +174,8 @@ class ReportTable:
             self._comment("ping-pong; time is half of the round trip")
             pairs = " ".join(f"{low}-{high}" for low, high in self._plan.pairs())
             self._comment(f"pairs of ranks: {pairs}")
-        self._print("#" + _aligned(names)[1:], "bold")
-        self._print("#" + _aligned(units)[1:], "bold")
+        for cells in (names, units):
+            self._print("#" + _aligned(cells, self._plan.peers)[1:], "bold")
 
     def _row(self, row: ReportRow) -> None:
         own = row["results"]["unisono"]
@@ -184,7 +188,7 @@ class ReportTable:
             value, other = ratio(row, peer), row["results"][peer]
             cells += [fixed(other["time_us"]) if other else "-", _ratio_text(value)]
             styles += ["", "" if value is None else "red" if value > 1 else "green"]
-        self._print(_aligned(cells), *styles)
+        self._print(_aligned(cells, self._plan.peers), *styles)
 
     def _footer(self) -> None:
         """Print the summary of the last operation."""
@@ -214,7 +218,7 @@ class ReportTable:
 
         line = Text(text, style=styles[0] if len(styles) == 1 else "")
         if len(styles) > 1:
-            for (start, end), style in zip(_spans(len(styles)), styles, strict=True):
+            for (start, end), style in zip(_spans(self._plan.peers), styles, strict=True):
                 line.stylize(style, start, end)
         self._console.print(line, soft_wrap=True)
 
@@ -231,20 +235,19 @@ def _console() -> Any:
 
 
 _WIDTHS = (12, 12, 8, 6, 4, 7, 7, 7, 6)
-_PEER_WIDTHS = (8, 6)
 
 
-def _spans(columns: int) -> Iterator[tuple[int, int]]:
+def _spans(peers: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Yield the begin and the end of each column in a line."""
     start = 0
-    peers = (columns - len(_WIDTHS)) // len(_PEER_WIDTHS)
-    for width in _WIDTHS + _PEER_WIDTHS * peers:
+    of_peers = [width for peer in peers for width in (8, max(6, len(peer) + 1))]
+    for width in (*_WIDTHS, *of_peers):
         yield start, start + 2 + width
         start += 2 + width
 
 
-def _aligned(cells: Sequence[str]) -> str:
-    spans = _spans(len(cells))
+def _aligned(cells: Sequence[str], peers: Sequence[str]) -> str:
+    spans = _spans(peers)
     return "".join(cell.rjust(end - start) for cell, (start, end) in zip(cells, spans, strict=True))
 
 

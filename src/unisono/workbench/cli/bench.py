@@ -45,7 +45,8 @@ a ping-pong, and its time half a round trip. Results are checked (#wrong).
 
 With --peer another library is called in the same processes, on the same arrays, alternating with
 unisono, so that both run under the same conditions. The column after its time is unisono's time
-divided by that time (below 1: unisono is faster)."""
+divided by that time (below 1: unisono is faster). With several MPI libraries there is a set of
+processes for each; the sets take turns, and unisono's time is that of all."""
 
 _REDOPS = (*REDOPS, ALL)
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
@@ -68,7 +69,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_nccl_tests(parser)
     add("--engine", choices=("native", "reference"), help="unisono's engine")
     add("--algorithm", metavar="NAME", help=HELP)
-    peers = "gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be repeated"
+    peers = (
+        "gloo or nccl (torch.distributed), nccl4py, deepspeed (its sum in shared memory), mpi "
+        "(that of mpi4py, such as MPICH), intel-mpi or open-mpi; may be repeated"
+    )
     add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
     add_json(parser, text_too=True)
@@ -127,6 +131,9 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
     calls = "calls before each round (1)"
     add("-w", "--warmup_iters", type=non_negative, default=1, metavar="WARMUP", help=calls)
     add("--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)")
+    load = "busy processes beside the ranks, to measure on a machine with other work (0)"
+    add("--load", type=non_negative, default=0, metavar="N", help=load)
+    add("--bind", action="store_true", help="bind each rank, of all libraries, to a core")
     add("-c", "--check", choices=("0", "1"), default="1", help="check results (1)")
 
 
@@ -234,6 +241,8 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
             rounds=options.rounds,
             check=options.check == "1",
             timeout_s=options.timeout,
+            load=options.load,
+            bind=options.bind,
         ),
         dtype=dtypes,
         redop=",".join(REDOPS) if options.op == ALL else options.op,
