@@ -498,6 +498,7 @@ def test_deepspeeds_sum_is_right_and_what_it_lacks_is_named(bench, tmp_path, nam
     only = "it has only all_reduce, sum, of float32, float16, bfloat16"
     assert f"# note: deepspeed cannot do barrier: {only}" in out
     assert (f"# note: deepspeed cannot do all_reduce: {only}" in out) == (dtype == "float64")
+    assert not list(Path("/dev/shm").glob("deepspeed_*")), "a gigabyte after ten runs"
 
 
 def test_a_process_has_one_mpi_library_and_the_first_has_the_other_peers():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import importlib
 import importlib.util
 import os
@@ -183,6 +184,10 @@ class _DeepSpeed:
         module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.initialize(plan.nprocs, rank)
+        # It would leave its file: all ranks have opened all files, so this rank removes its own.
+        unisono.barrier()
+        for file in glob.glob(f"/dev/shm/deepspeed_*_{store.host}_{store.port}_{rank}"):
+            os.unlink(file)
         self._level = module.vector_kernel_level()
 
     def call(self, data: Data) -> TimedCall:

@@ -73,7 +73,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "gloo or nccl (torch.distributed), nccl4py, deepspeed (its sum in shared memory), mpi "
         "(that of mpi4py, such as MPICH), intel-mpi or open-mpi; may be repeated"
     )
-    add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
+    how: dict[str, Any] = {"action": "append", "choices": PEERS, "default": [], "metavar": "NAME"}
+    add("--peer", help=f"also measure {peers}", **how)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
     add_json(parser, text_too=True)
     add_picture(parser, "draw time and busbw over size (also -o FILE)", short=())
