@@ -51,8 +51,8 @@ from unisono.launcher.output.files import StdChoice, _create
 from unisono.launcher.workers.cpu_binding import Binding, HostCPUs
 from unisono.testing import run
 from unisono.workbench.bench import launch as bench_launch
-from unisono.workbench.bench import peers as bench_peers
 from unisono.workbench.bench import libraries
+from unisono.workbench.bench import peers as bench_peers
 from unisono.workbench.cli import flags, nodes
 
 MAX, SUM, PREMUL_SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM

@@ -36,7 +36,7 @@ from unisono.workbench.bench.plan import (
     cases,
     parse_nbytes,
 )
-from unisono.workbench.bench.report import ReportTable, bandwidths, fixed, summary
+from unisono.workbench.bench.report import ReportTable, bandwidths, fixed, ratio, summary
 from unisono.workbench.bench.worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.workbench.cli.main import main
 
@@ -477,7 +477,10 @@ def test_mpi_libraries_take_turns_in_one_table(bench, tmp_path, other):
             ("unisono", "mpi", other), 0
         )
         assert [len(each["rounds_us"]) for each in results.values()] == [4, 2, 2]
-        assert results["unisono"]["time_us"] == np.median(results["unisono"]["rounds_us"])
+        rounds_us = results["unisono"]["rounds_us"]
+        assert results["unisono"]["time_us"] == np.median(rounds_us)
+        for name, own in (("mpi", rounds_us[:2]), (other, rounds_us[2:])):
+            assert results[name]["unisono_time_us"] == pytest.approx(np.median(own), abs=1e-3)
     named = {"intel-mpi": "Intel(R) MPI Library", "open-mpi": "Open MPI v"}[other]
     assert document["machine"][other].startswith(named), "the ranks loaded another library"
     assert document["machine"]["mpi"] != document["machine"][other]
@@ -516,13 +519,16 @@ def test_a_process_has_one_mpi_library_and_the_first_has_the_other_peers():
 
 def test_rows_of_sets_of_ranks_become_one():
     def message(wrong, *rounds_us, **others):
-        own = {"time_us": 0, "best_us": 0, "rounds_us": rounds_us, "iters": 7, "wrong": wrong}
+        own = {"time_us": sum(rounds_us) / 2, "best_us": min(rounds_us), "rounds_us": rounds_us}
+        own |= {"iters": 7, "wrong": wrong}
         return {"kind": "row", "op": "reduce", "results": {"unisono": own, **others}}
 
-    gloo, mpi = {"time_us": 5.0}, {"time_us": 6.0}
+    gloo, mpi = {"time_us": 7.0, "best_us": 6.0}, {"time_us": 10.0, "best_us": 10.0}
     merged = bench_launch._merged([message(1, 3.0, 4.0, gloo=gloo), message(2, 1.0, 9.0, mpi=mpi)])
     own = {"time_us": 3.5, "best_us": 1.0, "rounds_us": [3.0, 4.0, 1.0, 9.0], "iters": 7}
     assert merged["results"] == {"unisono": {**own, "wrong": 3}, "gloo": gloo, "mpi": mpi}
+    assert [ratio(merged, name) for name in ("gloo", "mpi")] == [3.5 / 7.0, 5.0 / 10.0]
+    assert [ratio(merged, name, "best_us") for name in ("gloo", "mpi")] == [3.0 / 6.0, 1.0 / 10.0]
     unchecked = bench_launch._merged([message(None, 1.0), message(None, 2.0)])
     assert unchecked["results"]["unisono"]["wrong"] is None
 

@@ -146,9 +146,20 @@ def _busy(count: int) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen(command, preexec_fn=hook) for _ in range(count)]
 
 
+def _add_own_times(results: dict[str, Any]) -> None:
+    """Add unisono's times to each peer's: the ranks of another set lie on other cores."""
+    own = results["unisono"]
+    for name, each in results.items():
+        if each and name != "unisono":
+            each |= {"unisono_time_us": own["time_us"], "unisono_best_us": own["best_us"]}
+
+
 def _merged(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one message in place of those that the sets of ranks sent at the same point."""
     first, *others = messages
+    if others and first["kind"] == "row":
+        for message in messages:
+            _add_own_times(message["results"])
     for message in others:
         for name in {"versions", "results"} & message.keys():
             first[name] = {**message[name], **first[name]}

@@ -33,13 +33,15 @@ def bandwidths(row: ReportRow, library: str) -> tuple[float, float]:
 def ratio(row: ReportRow, peer: str, of: str = "time_us") -> float | None:
     """Return unisono's time divided by a peer's; None if the peer was not measured.
 
+    With several sets of ranks it is unisono's time in the peer's processes.
+
     Args:
         row: One line of the table.
         peer: The other library.
         of: "time_us", the median over rounds, or "best_us", the fastest round.
     """
     own, other = row["results"]["unisono"], row["results"][peer]
-    return float(own[of] / other[of]) if other else None
+    return float(other.get(f"unisono_{of}", own[of]) / other[of]) if other else None
 
 
 def summary(rows: Sequence[ReportRow], peers: Sequence[str]) -> dict[str, dict[str, Any]]:

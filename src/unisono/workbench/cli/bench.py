@@ -46,7 +46,8 @@ a ping-pong, and its time half a round trip. Results are checked (#wrong).
 With --peer another library is called in the same processes, on the same arrays, alternating with
 unisono, so that both run under the same conditions. The column after its time is unisono's time
 divided by that time (below 1: unisono is faster). With several MPI libraries there is a set of
-processes for each; the sets take turns, and unisono's time is that of all."""
+processes for each, and the sets take turns. The column time is then that of all sets, and a ratio
+that of the peer's set."""
 
 _REDOPS = (*REDOPS, ALL)
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
