@@ -35,7 +35,7 @@ struct Int8 {
   }
 
   static float decode(Memory code) {
-    const i32 whole = code;
+    const i32 whole = code;  // NOLINT(bugprone-signed-char-misuse): a number, no text
     const u32 infinite = static_cast<u32>(kInfinity) | (static_cast<u32>(whole) & 0x80000000);
     const u32 odd = whole == -128 ? kNaN : infinite;
     const u32 finite = as_bits(static_cast<float>(whole));
