@@ -267,7 +267,19 @@ def test_many_ranks_leave_out_what_takes_minutes(capsys, monkeypatch):
     )
     assert re.search(r"^one_shot +1 +1 +-", out, re.MULTILINE)
     assert re.search(r"^ring +30 +1 +[\d.]+", out, re.MULTILINE)
-    assert out.splitlines()[-1].startswith("# fastest: ")
+    # Of messages that share no link the predictions order nothing.
+    assert re.search(r"^# model alpha-beta: messages share no link, .* it \(minutes\)$", out, re.M)
+    assert out.splitlines()[-1] == "# fastest: not known, because messages share no link here"
+    words = (*words[:-1], "links")
+    assert main(["explain", *words]) == 0
+    out = capsys.readouterr().out
+    times = {
+        line.split()[0]: float(line.split()[3].replace(",", ""))
+        for line in out.splitlines()
+        if re.match(r"\w+ +\d+ +\d+ +[\d,.]+", line)
+    }
+    assert out.splitlines()[-1] == f"# fastest: {min(times, key=times.get)}"
+    assert "share no link" not in out
 
 
 SLOW = """

@@ -84,6 +84,27 @@ def test_alpha_beta_and_a_file(capsys, tmp_path):
     assert simulate(capsys, "all_reduce", *words, "--model", "alpha-beta")[0][3] == time
 
 
+def test_alpha_beta_has_no_bound(capsys, tmp_path):
+    """What a tree sends to its children at once takes less than a link needs for the bytes."""
+    file = tmp_path / "out.json"
+    words = ["simulate", "all_reduce", "-n", "8", "-b", "64M", "--algorithm", "double_tree,ring"]
+    assert main([*words, "--model", "alpha-beta", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "# model alpha-beta: messages share no link, so what a rank sends to many" in out
+    assert " bound" not in out
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["bound_us"] for row in rows] == [None, None]
+    assert main([*words, "--json", str(file)]) == 0
+    assert "share no link" not in capsys.readouterr().out
+    assert all(row["bound_us"] <= row["time_us"] for row in json.loads(file.read_text())["rows"])
+    # 2 (p-1)/p n/B
+    least = 2 * 7 / 8 * (64 << 20) / 12_500
+    assert rows[0]["time_us"] < least
+    compressed = ["simulate", "all_gather", "--compress", "int8", "--model", "alpha-beta"]
+    assert main([*compressed, "-n", "4", "-b", "1M"]) == 0
+    assert " bound" not in capsys.readouterr().out
+
+
 def test_loggops_and_goal(capsys, tmp_path):
     file, net = tmp_path / "reduce.goal", tmp_path / "loggopsim.toml"
     net.write_text("L_ns = 2500\no_ns = 1500\ng_ns = 1000\nG_ns = 6\nO_ns = 0\n")

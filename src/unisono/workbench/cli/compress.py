@@ -65,12 +65,13 @@ def compressed_row(
     pieces = max(1, -(-(n // p) // piece_of(n // p, p)))
     time_us = max(traffic_us, coding_us) + min(traffic_us, coding_us) / pieces
     algbw = nbytes / time_us / 1000 if time_us else 0.0
+    bounds = [row["bound_us"] for row in rows.values()]
     # Not the parts of the path, which has the work as well.
     return {
         "ranks": p, "size_bytes": nbytes, "algorithm": f"compress={kind}", "pipeline": pieces,
         "rounds": sum(row["rounds"] for row in rows.values()), "time_us": time_us, "algbw": algbw,
         "busbw": algbw * OPS[options.op].bus_factor(p), "coded_bytes": coded,
-        "bound_us": sum(float(row["bound_us"]) for row in rows.values()), "coding_us": coding_us,
+        "bound_us": None if None in bounds else sum(bounds), "coding_us": coding_us,
         "phases": {op: row["algorithm"] for op, row in rows.items()}, "published_us": None,
         "exact": all(row["exact"] for row in rows.values()),
     }  # fmt: skip

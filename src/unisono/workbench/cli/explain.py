@@ -30,6 +30,7 @@ from unisono.workbench.cli.flags import (
 )
 from unisono.workbench.cli.simulate import (
     MANY,
+    SHARE_NO_LINK,
     coded_row,
     default_net,
     machine_of,
@@ -263,6 +264,8 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
         net.values["latency_us"] = topology.round_trip_us / 2 / links
     per_host = net.values["ranks_per_host"]
     print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
+    if net.values["model"] == "alpha-beta":
+        print(f"# {SHARE_NO_LINK}{' (minutes)' * (options.ranks > MANY)}")
     return net
 
 
@@ -318,7 +321,9 @@ def _print(
         line = f"{name:<22}{row['rounds']:>8,}{row['pipeline']:>8}{cells}  <- taken"
         lines.append((us, line, row | {"predicted_us": us}))
     lines.sort(key=lambda pair: pair[0])
-    if many:
+    if many and not measured and net is not None and net.values["model"] == "alpha-beta":
+        print("# fastest: not known, because messages share no link here")
+    elif many:
         print(f"# fastest: {lines[0][1].split()[0]}")
     else:
         print("\n".join([head, *(line for _, line, _ in lines)]))

@@ -53,7 +53,8 @@ that is numbers: a shipped one (an unknown name lists them) or a TOML file.
 
 time is when the last rank ends. latency, sending, busy and ends are the parts of the critical path:
 latencies of links, bytes on links, waiting for links, and what ranks do. pieces is the pipeline
-depth, algbw and busbw are GB/s as nccl-tests print them, bound is the least time of any algorithm.
+depth, algbw and busbw are GB/s as nccl-tests print them, bound is the least time of any algorithm
+(alpha-beta has none: its messages share no link).
 ties are the times in 8 other orders of messages that arrive at the same time, if they differ.
 published is a measured time. A time with "~" is approximate: the order of messages on shared links
 was approximated, or chunks were padded to one size."""
@@ -61,6 +62,11 @@ was approximated, or chunks were padded to one size."""
 # Above this number of ranks all algorithms take minutes where links are shared. So `explain` and
 # `tune` leave contention out.
 MANY = 1024
+# Of predictions without contention.
+SHARE_NO_LINK = (
+    "model alpha-beta: messages share no link, so what a rank sends to many ranks at once takes "
+    "the time of one message; --model links counts it"
+)
 
 _RANKS, _SIZE, _FACTOR = [16], 8, 8
 
@@ -184,7 +190,8 @@ def _simulate(options: argparse.Namespace) -> int:
         for name in options.algorithm.split(","):
             _scheduled(options, net, name, (p, local_of(net, p), least))
     print(f"# {options.op}; net {net.name}: {plain(net.values['about'])}")
-    for note in (_hosts_note(options, net), sizes.note()):
+    shares = "" if net.values["model"] != "alpha-beta" else SHARE_NO_LINK
+    for note in (_hosts_note(options, net), sizes.note(), shares):
         if note:
             print(f"# {note}")
     if net.values["model"] == "loggops":
@@ -332,7 +339,8 @@ def _cells(row: SimulatedRow) -> list[str]:
         ("" if row["exact"] else "~") + us_text(row["time_us"]),
         *(us_text(row[part]) if part in row else "-" for part in _PARTS),
         str(row["pipeline"]), f"{row['algbw']:.2f}", f"{row['busbw']:.2f}",
-        us_text(row["bound_us"]), f"{least}-{most}" if least != most else "-",
+        "-" if row["bound_us"] is None else us_text(row["bound_us"]),
+        f"{least}-{most}" if least != most else "-",
         us_text(measured) if measured else "-",
         f"{100 * row['time_us'] / measured - 100:+.1f} %" if measured else "-",
     ]  # fmt: skip
@@ -362,7 +370,8 @@ def row_of(
             write_text(options.goal, to_goal(program))
     factor = OPS[options.op].bus_factor(p) if options.op in OPS else 1.0
     costs = net.costs(name)
-    bound_us = least_us(
+    # The bytes of several messages share a link in the bound, but not in this model.
+    bound_us = None if net.values["model"] == "alpha-beta" else least_us(
         options.op, nbytes, net.network(name, p), costs, root=root, itemsize=options.itemsize,
         switched=bool(net.reducing(options.op, p)),
     )  # fmt: skip
