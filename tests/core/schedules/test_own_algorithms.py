@@ -145,8 +145,8 @@ def test_an_error_in_a_round_names_the_line_and_the_round(tmp_path):
         "    return Schedule('all_reduce', 'truth', p, 1, exchange)\n"
     )
     for name, p, end in (
-        ("table", 8, "4, in exchange, round 2"),
-        ("truth", 1000, "9, in exchange, round 0"),
+        ("table", 8, r"4, in exchange, round 3 \(k=2\)"),
+        ("truth", 1000, r"9, in exchange, round 1 \(k=0\)"),
     ):
         named("all_reduce", f"{tmp_path / 'lines.py'}:{name}")
         with pytest.raises(InvalidArgumentError, match=f" ranks: lines.py:{end}") as caught:
@@ -175,12 +175,12 @@ def ring_with_a_fault(p):
 def test_a_world_that_is_too_large_for_a_proof_is_proved_at_like_sizes():
     """Of 1,000 ranks 24, 56 and 120, of 513 3, 7 and 15, of 1,024 8, 16 and 64."""
     register_algorithm("all_reduce", "fault", ring_with_a_fault)
-    with pytest.raises(ScheduleError, match="last written in round 56") as caught:
+    with pytest.raises(ScheduleError, match="last written in round 57") as caught:
         build("all_reduce", "fault", 1000)
     assert caught.value.context.world_size == 56
     assert "if 56 ranks are none of 'fault'" in caught.value.hint
     assert registry.proved_sizes("all_reduce", "fault", 513) == (3, 7, 15)
-    with pytest.raises(ScheduleError, match="last written in round 64"):
+    with pytest.raises(ScheduleError, match="last written in round 65"):
         registry.proved_sizes("all_reduce", "fault", 1024)
     assert registry.proved_sizes("all_reduce", "fault", 16) == (16,)
     assert registry.proved_sizes("all_reduce", "ring", 1024) == (1024,)

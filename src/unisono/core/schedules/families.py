@@ -67,7 +67,7 @@ class ScheduleFamily:
             except UnisonoError:
                 raise
             except Exception as error:
-                raise self.raised(error, size, f", round {k}") from error
+                raise self.raised(error, size, f", round {k + 1} (k={k})") from error
 
         return replace(built, algorithm=self.name, exchange=exchange)
 

@@ -210,7 +210,7 @@ class _SymbolicWorld:
             kind = "post" if message.posted else "message"
             self.fail(rank, f"{op.name} from rank {peer} meets a {kind}")
         if message.stage != self.stage(rank):
-            self.fail(rank, f"takes a message that rank {peer} sent in round {message.stage}")
+            self.fail(rank, f"takes a message that rank {peer} sent in round {message.stage + 1}")
         self.store(rank, row, message.values, message.sizes)
 
     def move(self, rank: int, row: CheckedRow) -> None:
@@ -270,7 +270,7 @@ class _SymbolicWorld:
                 value = self.memory[rank].get(self.place(rank, chunk))
                 at = f"at the end {_name(chunk)} of rank {rank}"
                 last = self.written_in.get((rank, self.place(rank, chunk)))
-                when = "never written" if last is None else f"last written in round {last}"
+                when = "never written" if last is None else f"last written in round {last + 1}"
                 if value is None:
                     raise self.error(f"{at} is undefined; {when}", rank)
                 if value.item != item:
@@ -302,8 +302,8 @@ class _SymbolicWorld:
 
     def fail(self, rank: int, what: str) -> NoReturn:
         """Raise an error for the current step of `rank`."""
-        step = self.next[rank]
-        raise self.error(f"rank {rank}, round {self.stage(rank)}, step {step}: {what}", rank, step)
+        step, k = self.next[rank], self.stage(rank)
+        raise self.error(f"rank {rank}, round {k + 1} (k={k}), step {step}: {what}", rank, step)
 
     def error(self, what: str, rank: int | None = None, step: int | None = None) -> ScheduleError:
         s = self.schedule

@@ -53,10 +53,9 @@ def _rounds(timeline: Timeline) -> Picture:
         picture.height += 20
         picture.label(12, picture.height - 8, _fault_text(fault), 11, bold=True, colour=CRITICAL)
     picture.label(12, 18, title, 13, bold=True)
-    # A single rank has a stage, but no round. The text of an error counts from 0, as the function.
-    first = 1 if fault is None else 0
+    # A single rank has a stage, but no round.
     for k in range(schedule.rounds):
-        picture.label(_LEFT + wide * (k + 0.5), _TOP - 10, str(k + first), 10, "middle")
+        picture.label(_LEFT + wide * (k + 0.5), _TOP - 10, str(k + 1), 10, "middle")
         if k % 2 == 0:
             picture.box(_LEFT + wide * k, _TOP - 4, wide, high * ranks + 2, "#f5f5f5")
     _lanes(picture, ranks, high, wide * stages)
