@@ -237,6 +237,53 @@ def test_the_picture_of_an_algorithm_has_its_messages(capsys):
     ]
 
 
+OWN = """
+from unisono.core.schedules import build
+from unisono.lowlevel import Buf, Schedule, recv_reduce, send
+
+def pairs(p):
+    def exchange(k, r):
+        other = (r + p // 2) % p
+        return [send(r, other, Buf.OUTPUT, 0), recv_reduce(r, other, Buf.OUTPUT, 0)]
+    return Schedule("all_reduce", "x", p, 1, exchange)
+
+def index(p):
+    return build("all_reduce", "ring", [8][p == 4])
+
+def not_four(p):
+    if p == 4:
+        raise ValueError("8 ranks")
+    return build("all_reduce", "ring", p)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "fault"),
+    [
+        ("pairs", "2 ranks, 1 round", "all_reduce (pairs): at the end OUTPUT[0] of rank 0 has "),
+        ("index", "8 ranks, 14 rounds", "register 'index': the builder raised IndexError("),
+        ("not_four", "8 ranks, 14 rounds", None),
+    ],
+)
+def test_a_size_for_which_an_algorithm_of_a_file_is_wrong(
+    capsys, monkeypatch, tmp_path, function, size, fault
+):
+    """The rounds are those of a size that is right; ValueError is for a size that is not served."""
+    from unisono.core.schedules import registry
+
+    table = {op: dict(names) for op, names in registry._TABLE.items()}
+    monkeypatch.setattr(registry, "_TABLE", table)
+    (tmp_path / "own.py").write_text(OWN)
+    try:
+        assert main(["explain", f"{tmp_path / 'own.py'}:{function}"]) == 0
+    finally:
+        build.cache_clear()
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines[lines.index(size) + 1 :] if line.startswith("#")]
+    assert len(told) == bool(fault)
+    assert all(line.startswith(f"# WRONG for 4 ranks: {fault}") for line in told)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from unisono.errors import UnisonoError
+from unisono.errors import ScheduleError, UnisonoError
 
 if TYPE_CHECKING:
     from unisono.core.schedules import Schedule
@@ -50,7 +49,7 @@ def explain_algorithm(name: str, text: str) -> None:
     print("\n".join(drawn))
     for other, parts in others:
         print(f"\n{other}: {parts['does']}\n    cost  {parts.get('cost', 'not given')}")
-    small = _world(op, name)
+    small = _world(op, name)[:2]
     larger = text == name and name in available(op, 64, local=8)
     p, hosts = (64, 8) if larger else small
     words = f"unisono draw {op} -n {small[0]} --hosts {small[1]}"
@@ -64,28 +63,36 @@ def picture(op: str, name: str) -> Iterator[str]:
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
 
-    ranks, hosts = _world(op, name)
+    ranks, hosts, fault = _world(op, name)
     schedule = build(op, name, ranks, 0 if op in ROOTED else -1, 1, ranks // hosts)
     of_hosts = f", {hosts} hosts" if "local" in _parameters(op, name) else ""
     yield f"\n{ranks} ranks{of_hosts}, {schedule.rounds} round{'s' * (schedule.rounds != 1)}"
+    if fault:
+        yield f"# WRONG {fault}"
     yield from _table(schedule)
     yield ">2 sends to rank 2   <1 stores what rank 1 sent   +1 reduces it into its own"
 
 
-def _world(op: str, name: str) -> tuple[int, int]:
-    """Return few ranks that an algorithm serves, and their hosts."""
+def _world(op: str, name: str) -> tuple[int, int, str]:
+    """Return few ranks that an algorithm serves, their hosts, and a size for which it is wrong."""
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
 
-    # Functions and programs of users may serve few sizes.
+    fault = ""
+    # Functions and programs of users may serve few sizes, and raise ValueError for others.
     for ranks in (4, 8, 16, 32, 64, *range(2, 128)):
         hosts = max(1, ranks // 2)
-        with contextlib.suppress(UnisonoError):
+        try:
             build(op, name, ranks, 0 if op in ROOTED else -1, 1, ranks // hosts)
-            return ranks, hosts
+        except UnisonoError as error:
+            none_of_it = isinstance(error.__cause__, ValueError | None)
+            if isinstance(error, ScheduleError) or not none_of_it:
+                fault = fault or f"for {ranks} ranks: {error.what}"
+        else:
+            return ranks, hosts, fault
     # The error of the smallest usual size.
     build(op, name, 4, 0 if op in ROOTED else -1, 1, 2)
-    return 4, 2
+    return 4, 2, fault
 
 
 def _parameters(op: str, name: str) -> set[str]:
