@@ -1,6 +1,7 @@
 """Algorithms of a user: the families of `register_algorithm`, and those of files."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -91,6 +92,11 @@ def test_what_cannot_be_registered():
         register_algorithm("all_reduce", "mine", chain)
     with pytest.raises(InvalidArgumentError, match="'ring': broadcast has another such algorithm"):
         register_algorithm("broadcast", "ring", chain)
+    register_algorithm("broadcast", "rootless", lambda p, root: replace(chain(p, root), root=-1))
+    text = "'rootless': the builder returned a schedule with root -1, expected 2"
+    with pytest.raises(InvalidArgumentError, match=text) as caught:
+        build("broadcast", "rootless", 4, 2)
+    assert caught.value.hint == "give Schedule its root="
     register_algorithm("all_reduce", "other", lambda p: build("all_reduce", "ring", p + 1))
     text = "'other': the builder returned all_reduce on 5 ranks, expected all_reduce on 4"
     with pytest.raises(InvalidArgumentError, match=text):
@@ -121,6 +127,18 @@ def test_a_condition_that_raises_breaks_no_other_call(caplog):
     ("body", "expected"),
     [
         ("return None", "'{name}': the builder returned None, expected a Schedule"),
+        (
+            "return Schedule('all_reduce', '', p, 2, lambda k, r: [] if k == 0 else None)",
+            r"'{name}': round 2 \(k=1\) returned None, expected a list of rows",
+        ),
+        (
+            "return Schedule('all_reduce', '', p, lambda k, r: [], 2)",
+            "'{name}': rounds is a function, expected a whole number",
+        ),
+        (
+            "return Schedule('all_reduce', '', p, p / 2, lambda k, r: [])",
+            "rounds is a float, expected",
+        ),
         ("raise LookupError('mine')", r"'{name}': the builder raised LookupError\('mine'\) for 4 "),
         (
             "return Schedule('all_reduce', '', p, 1, lambda k, r: 1 / 0)",

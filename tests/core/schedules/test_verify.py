@@ -112,8 +112,14 @@ def test_waiting_in_a_circle_is_a_deadlock():
         recv_reduce(BOTH, 1 - BOTH, Buf.OUTPUT, 0),
         send(BOTH, 1 - BOTH, Buf.OUTPUT, 0),
     ]
-    with pytest.raises(ScheduleError, match=r"deadlock.*0 for 1, 1 for 0"):
+    with pytest.raises(ScheduleError, match=r"deadlock.*0 for 1, 1 for 0") as caught:
         verify(hand_made("all_reduce", [first_receive]))
+    assert "wait for messages that are sent after receives that wait: " in caught.value.what
+    assert caught.value.hint.endswith(" put the sends of a round first")
+    # What is sent in a later round does not come either way.
+    with pytest.raises(ScheduleError, match="messages that never come: 0 for 1") as caught:
+        verify(hand_made("all_reduce", [first_receive[:1], first_receive[1:]]))
+    assert caught.value.hint is None
 
 
 def test_same_sum_in_another_order_is_not_the_same():
@@ -130,8 +136,21 @@ def test_same_sum_in_another_order_is_not_the_same():
 
 def test_undefined_data_is_not_read():
     rounds = [[send(R1, 0, Buf.OUTPUT, 0), recv(R0, 1, Buf.OUTPUT, 0)]]
-    with pytest.raises(ScheduleError, match=r"rank 1, .*reads OUTPUT\[0\], which is undefined"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 1, .*reads OUTPUT\[0\], which is undefined"
+    ) as caught:
         verify(hand_made("broadcast", rounds, root=0))
+    assert caught.value.hint is None
+    with pytest.raises(ScheduleError, match=r"reads OUTPUT\[0\], which is undefined") as caught:
+        verify(hand_made("all_gather", rounds, input_chunks=1, output_chunks=2))
+    assert "the data of the call is in INPUT" in caught.value.hint
+
+
+def test_a_buffer_without_chunks_is_named():
+    rounds = [[send(R1, 0, Buf.INPUT, 0), recv_reduce(R0, 1, Buf.OUTPUT, 0)]]
+    with pytest.raises(ScheduleError, match=r"\[0, 1\) of INPUT, which has 0") as caught:
+        verify(hand_made("all_reduce", rounds))
+    assert "is in OUTPUT" in caught.value.hint
 
 
 def test_undefined_data_is_not_reduced_into():

@@ -528,7 +528,8 @@ def test_explain_takes_a_file(capsys):
     assert main(["explain", "own.py:wrong"]) == 1
     assert capsys.readouterr().out == ""
     assert main(["explain", "own.py:nothing"]) == 1
-    assert "own.py:nothing returns no schedule for 4 ranks: " in capsys.readouterr().err
+    text = "own.py:nothing returns no schedule for 4 ranks: it returned None, expected a Schedule"
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

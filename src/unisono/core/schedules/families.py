@@ -55,15 +55,31 @@ class ScheduleFamily:
             raise InvalidArgumentError(
                 f"register {self.name!r}: the builder returned {built!r}, expected a Schedule"
             )
+        if not hasattr(built.rounds, "__index__"):
+            raise InvalidArgumentError(
+                f"register {self.name!r}: rounds is a {type(built.rounds).__name__}, expected a "
+                "whole number"
+            )
         if (built.collective, built.world_size) != (self.collective, size):
             raise InvalidArgumentError(
                 f"register {self.name!r}: the builder returned {built.collective} on "
                 f"{built.world_size} ranks, expected {self.collective} on {size}"
             )
+        if built.root != given.get("root", built.root):
+            raise InvalidArgumentError(
+                f"register {self.name!r}: the builder returned a schedule with root {built.root}, "
+                f"expected {given['root']}",
+                hint="give Schedule its root=",
+            )
 
         def exchange(k: int, ranks: IntArray) -> list[IntArray]:
             try:
-                return list(built.exchange(k, ranks))
+                if (rows := built.exchange(k, ranks)) is None:
+                    raise InvalidArgumentError(
+                        f"register {self.name!r}: round {k + 1} (k={k}) returned None, expected a "
+                        "list of rows"
+                    )
+                return list(rows)
             except UnisonoError:
                 raise
             except Exception as error:

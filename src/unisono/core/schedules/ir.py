@@ -97,7 +97,7 @@ class Schedule:
         algorithm: The family's name, "ring", ...; see `registry`.
         world_size: Number of ranks that take part.
         rounds: Communication rounds: the number of message latencies on the critical path.
-        exchange: `exchange(k, ranks)` returns the rows of communication round `k`.
+        exchange: `exchange(k, ranks)` returns the rows of communication round `k`, the sends first.
         root: The root's rank; -1 if the collective has none.
         input_chunks: Chunks of INPUT; 0 if the collective works in place.
         output_chunks: Chunks of OUTPUT.

@@ -162,12 +162,23 @@ class _SymbolicWorld:
         stuck = [r for r, steps in enumerate(self.todo) if self.next[r] < len(steps)]
         if stuck:
             peers = [self.todo[r][self.next[r]][2] for r in stuck]
-            waits = ", ".join(f"{r} for {q}" for r, q in list(zip(stuck, peers, strict=True))[:8])
-            self.fail(stuck[0], f"deadlock: ranks wait for messages that never come: {waits}")
+            pairs = list(zip(stuck, peers, strict=True))
+            waits = ", ".join(f"{r} for {q}" for r, q in pairs[:8])
+            later = [self.sends_later(q, r) for r, q in pairs]
+            when = "are sent after receives that wait" if all(later) else "never come"
+            order = "a rank executes its rows in order: put the sends of a round first"
+            hint = order if any(later) else None
+            self.fail(stuck[0], f"deadlock: ranks wait for messages that {when}: {waits}", hint)
         for (src, dst), queue in self.queues.items():
             if queue:
                 text = f"rank {src} sends {len(queue)} messages more than {dst} takes"
                 raise self.error(text, src)
+
+    def sends_later(self, rank: int, peer: int) -> bool:
+        """Return whether a rank that waits has a send to `peer` left in its round."""
+        at = range(self.next[rank], len(self.todo[rank]))
+        rows = [self.todo[rank][i] for i in at if self.stage_of[rank][i] == self.stage(rank)]
+        return any(row[1] in _PUTS and row[2] in (peer, -1) for row in rows)
 
     def advance(self, rank: int) -> set[int]:
         """Run `rank` until it ends or waits; return the ranks that got messages."""
@@ -250,13 +261,20 @@ class _SymbolicWorld:
     def get(self, rank: int, chunk: Chunk, verb: str) -> _ChunkValue:
         value = self.memory[rank].get(self.place(rank, chunk))
         if value is None:
-            self.fail(rank, f"{verb} {_name(chunk)}, which is undefined")
+            hint = None
+            if _buffer_chunks(self.schedule, rank)[Buf.INPUT] and chunk[0] == Buf.OUTPUT:
+                hint = "the data of the call is in INPUT: send that, or copy it to OUTPUT with before="
+            self.fail(rank, f"{verb} {_name(chunk)}, which is undefined", hint)
         return value
 
     def chunks(self, rank: int, buf: int, first: int, n: int) -> list[Chunk]:
-        limit = _buffer_chunks(self.schedule, rank).get(buf, 0)
+        has = _buffer_chunks(self.schedule, rank)
+        limit = has.get(buf, 0)
         if n < 0 or first < 0 or first + n > limit:
-            self.fail(rank, f"chunks [{first}, {first + n}) of buffer {buf}, which has {limit}")
+            name, hint = Buf(buf).name if buf in has else f"buffer {buf}", None
+            if buf == Buf.INPUT and not self.schedule.input_chunks:
+                hint = "the data of the call is in OUTPUT, if input_chunks= is 0"
+            self.fail(rank, f"chunks [{first}, {first + n}) of {name}, which has {limit}", hint)
         return [(buf, chunk) for chunk in range(first, first + n)]
 
     # --- results --------------------------------------------------------------------------
@@ -300,15 +318,18 @@ class _SymbolicWorld:
     def stage(self, rank: int) -> int:
         return self.stage_of[rank][self.next[rank]]
 
-    def fail(self, rank: int, what: str) -> NoReturn:
+    def fail(self, rank: int, what: str, hint: str | None = None) -> NoReturn:
         """Raise an error for the current step of `rank`."""
         step, k = self.next[rank], self.stage(rank)
-        raise self.error(f"rank {rank}, round {k + 1} (k={k}), step {step}: {what}", rank, step)
+        text = f"rank {rank}, round {k + 1} (k={k}), step {step}: {what}"
+        raise self.error(text, rank, step, hint)
 
-    def error(self, what: str, rank: int | None = None, step: int | None = None) -> ScheduleError:
+    def error(
+        self, what: str, rank: int, step: int | None = None, hint: str | None = None
+    ) -> ScheduleError:
         s = self.schedule
         where = Context(rank=rank, world_size=s.world_size, op=s.collective, step=step)
-        return ScheduleError(f"{s.collective} ({s.algorithm}): {what}", context=where)
+        return ScheduleError(f"{s.collective} ({s.algorithm}): {what}", context=where, hint=hint)
 
 
 class _OutputRecorder(_SymbolicWorld):

@@ -68,17 +68,21 @@ def operation_of(text: str) -> str:
     """
     if text.endswith(".xml"):
         return _program(text).collective
-    builder, problem = _function(text), None
+    from unisono.core.schedules.ir import Schedule
+
+    builder, problem = _function(text), ""
     given = {"local": 2, "root": 0, "pipeline": 1}
     takes = inspect.signature(builder).parameters
     for p in (4, 8, 16, 32, 64):
         try:
-            op: str = builder(p, **{key: given[key] for key in given if key in takes}).collective
+            built = builder(p, **{key: given[key] for key in given if key in takes})
         except Exception as error:
-            problem = problem or error
+            problem = problem or repr(error)
         else:
-            return op
-    raise InvalidArgumentError(f"{text} returns no schedule for 4 ranks: {problem!r}")
+            if isinstance(built, Schedule):
+                return built.collective
+            problem = problem or f"it returned {built!r}, expected a Schedule"
+    raise InvalidArgumentError(f"{text} returns no schedule for 4 ranks: {problem}")
 
 
 def _program(file: str) -> Schedule:
