@@ -31,6 +31,23 @@ def test_svg_of_a_run_has_the_time_of_simulate(tmp_path, capsys):
     assert f"all_reduce, ring: {time} µs on 16 ranks, 480 messages" in file.read_text()
 
 
+def test_lanes_and_the_heat_map_have_one_axis_of_time(tmp_path):
+    file = tmp_path / "a.svg"
+    draw("all_reduce", "-p", 4, "--net", "switch", "--algorithm", "ring", "-o", file)
+    text = file.read_text()
+    boxes = [
+        [tuple(map(float, point.split(","))) for point in points.split()]
+        for points in re.findall("<polygon points='([^']*)'", text)
+    ]
+    lanes = [box for box in boxes if round(box[2][1] - box[0][1], 1) == 1.2]
+    slices = [box for box in boxes if round(box[2][1] - box[0][1], 1) == 12]
+    assert len(lanes) == 4
+    assert len(slices) > 8
+    first, last = ({box[corner][0] for box in lanes} for corner in (0, 2))
+    assert {min(box[0][0] for box in slices)} == first
+    assert max(box[2][0] for box in slices) == pytest.approx(last.pop(), abs=0.3)
+
+
 def test_page(tmp_path):
     file = tmp_path / "a.html"
     draw("all_gather", "-p", 4, "--algorithm", "ring", "-o", file)

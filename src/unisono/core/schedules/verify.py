@@ -263,7 +263,7 @@ class _SymbolicWorld:
         if value is None:
             hint = None
             if _buffer_chunks(self.schedule, rank)[Buf.INPUT] and chunk[0] == Buf.OUTPUT:
-                hint = "the data of the call is in INPUT: send that, or copy it to OUTPUT with before="
+                hint = "the data of the call is in INPUT: send that, or copy it in before="
             self.fail(rank, f"{verb} {_name(chunk)}, which is undefined", hint)
         return value
 

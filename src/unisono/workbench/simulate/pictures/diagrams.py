@@ -23,6 +23,8 @@ CRITICAL = "#D00000"
 _MESSAGE, _WORK = "#7FA8C9", "#9a9a9a"
 
 _LEFT, _TOP = 58.0, 46.0
+# Names of links are longer than those of ranks.
+_LINK_LEFT = 124.0
 # Links of the heat map, and slices of time.
 _LINKS, _SLICES = 16, 64
 # Height of the legend, and how much of an error is shown.
@@ -58,7 +60,7 @@ def _rounds(timeline: Timeline) -> Picture:
         picture.label(_LEFT + wide * (k + 0.5), _TOP - 10, str(k + 1), 10, "middle")
         if k % 2 == 0:
             picture.box(_LEFT + wide * k, _TOP - 4, wide, high * ranks + 2, "#f5f5f5")
-    _lanes(picture, ranks, high, wide * stages)
+    _lanes(picture, ranks, high, (_LEFT, wide * stages))
     if fault is not None:
         _mark(picture, fault, (wide, high, stages))
     for message in timeline.messages:
@@ -100,22 +102,25 @@ def _run(timeline: Timeline) -> Picture:
     """Draw a simulated run: lanes, then the critical path in words, then links."""
     result, schedule = timeline.result, timeline.schedule
     assert result is not None
-    ranks, wide, end = schedule.world_size, 760.0, max(timeline.end, 1)
+    ranks, end = schedule.world_size, max(timeline.end, 1)
     high = _lane(ranks)
     links = result.busiest_links(_LINKS)
+    # One axis of time for both, so that a wait is above the link that it waits for.
+    left, right = _LINK_LEFT if links else _LEFT, _LEFT + 760.0
+    wide = right - left
     bottom = _TOP + high * ranks + _LEGEND
-    picture = Picture(_LEFT + wide + 70, bottom + 66 + (24 + 13 * len(links) if links else 0))
+    picture = Picture(right + 70, bottom + 66 + (24 + 13 * len(links) if links else 0))
     title = f"{schedule.collective}, {schedule.algorithm}: {result.last_us:,.1f} µs"
     picture.label(12, 18, f"{title} on {ranks} ranks, {result.messages:,} messages", 13, bold=True)
     step = _round_step(end / 6e6)
     for k in range(int(end / 1e6 / step) + 1):
-        x = _LEFT + wide * k * step * 1e6 / end
+        x = left + wide * k * step * 1e6 / end
         picture.label(x, _TOP - 10, f"{k * step:,g}" + " µs" * (k == 0), 10, "middle")
         picture.box(x - 0.4, _TOP - 4, 0.8, high * ranks + 2, "#eeeeee")
-    _lanes(picture, ranks, high, wide)
+    _lanes(picture, ranks, high, (left, wide))
 
     def at(time: float, rank: int) -> Point:
-        return _LEFT + wide * time / end, _middle(rank, high)
+        return left + wide * time / end, _middle(rank, high)
 
     thick = min(6.0, 0.5 * high)
     for span in timeline.work:
@@ -177,14 +182,14 @@ def _heat_map(
     for row, (link, shares) in enumerate(zip(links, busy, strict=True)):
         y = top + 8 + 13 * row
         # Names are longer than the margin of the lanes.
-        picture.label(_LEFT + 62, y + 9.5, result.network.link_name(link), 9, "end")
-        step, first = (wide - 66) / _SLICES, 0
+        picture.label(_LINK_LEFT - 4, y + 9.5, result.network.link_name(link), 9, "end")
+        step, first = wide / _SLICES, 0
         # Slices of one colour are one box, because a picture has thousands of slices.
         for colour, same in itertools.groupby(heat(round(share, 1)) for share in shares):
             count = len(list(same))
-            picture.box(_LEFT + 66 + step * first, y, step * count + 0.2, 12, colour)
+            picture.box(_LINK_LEFT + step * first, y, step * count + 0.2, 12, colour)
             first += count
-        picture.label(_LEFT + wide + 6, y + 9.5, f"{100 * shares.mean():.0f} %", 9)
+        picture.label(_LINK_LEFT + wide + 6, y + 9.5, f"{100 * shares.mean():.0f} %", 9)
 
 
 def busy_shares(
@@ -216,12 +221,13 @@ def _middle(rank: int, high: float) -> float:
     return _TOP + high * (rank + 0.5)
 
 
-def _lanes(picture: Picture, ranks: int, high: float, wide: float) -> None:
+def _lanes(picture: Picture, ranks: int, high: float, axis: tuple[float, float]) -> None:
+    left, wide = axis
     for rank in range(ranks):
         y = _middle(rank, high)
         size = min(11.0, high + 1)
-        picture.label(12, y + size / 2.8, f"rank {rank}", size)
-        picture.box(_LEFT, y - 0.6, wide, 1.2, PALE)
+        picture.label(left - 46, y + size / 2.8, f"rank {rank}", size)
+        picture.box(left, y - 0.6, wide, 1.2, PALE)
 
 
 def _path_text(path: Sequence[int]) -> str:
