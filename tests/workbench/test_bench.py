@@ -383,7 +383,8 @@ def test_a_wrong_result_of_a_further_algorithm_fails_the_command(monkeypatch, ca
     monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter([message]))
     assert main(["bench", "all_reduce", "--algorithm", "ring,tree"]) == 1
     capsys.readouterr()
-    assert main(["bench", "all_reduce", "--algorithm", "ring,tre"]) == 1
+    # A flag that is repeated adds.
+    assert main(["bench", "all_reduce", "--algorithm", "ring", "--algorithm", "tre"]) == 1
     assert "is 'tree' meant?" in capsys.readouterr().err
 
 
@@ -448,6 +449,8 @@ def test_bfloat16_needs_a_package(monkeypatch, capsys):
     [
         ("", 2, []),
         ("-t 1 -g 1 -p 0 -z 0", 2, []),
+        ("-n 4", 2, ["-n 4: calls per round, as in nccl-tests, on 2 ranks; --ranks sets"]),
+        ("-n 4 --ranks 3", 3, []),
         ("-g 8", 8, ["-t 1 -g 8: 8 ranks, each a process of its own"]),
         ("--nthreads 2 --ngpus 3 --nproc-per-node 2", 12, ["-t 2 -g 3: 12 ranks, each a process"]),
         ("-g 2 --hosts 3", 6, ["-t 1 -g 2: 6 ranks"]),
@@ -713,6 +716,21 @@ def test_plot_draws_every_library_and_operation(bench, monkeypatch, tmp_path):
     assert picture.startswith(b"\x89PNG")
     width, height = struct.unpack_from(">II", picture, 16)
     assert (width, height) == (1000, 650), "two operations have several sizes"
+
+
+@needs_matplotlib
+def test_the_legend_of_a_plot_names_the_algorithm(bench, monkeypatch, tmp_path):
+    rows = [row(nbytes=nbytes, unisono=1.0, gloo=2.0) for nbytes in (8, 64)]
+    monkeypatch.setattr(
+        bench_launch, "run_ranks", lambda plan: iter([{"kind": "row", **each} for each in rows])
+    )
+    file = tmp_path / "out.svg"
+    for words, expected in (((), "unisono"), (("--algorithm", "two-shot"), "two_shot")):
+        code, _, err = bench("all_reduce", *words, "--plot", file)
+        assert (code, err) == (0, "")
+        # matplotlib writes each text as a comment before its shapes.
+        legend = re.findall("<!-- (unisono|two_shot|gloo) -->", file.read_text())
+        assert legend == [expected, "gloo"]
 
 
 @needs_matplotlib

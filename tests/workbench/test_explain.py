@@ -290,7 +290,8 @@ def test_a_size_for_which_an_algorithm_of_a_file_is_wrong(
         (["ringg"], "argument OP: invalid choice: 'ringg' (choose from all_reduce, "),
         (["all_reduce"], "the following arguments are required: SIZE"),
         (["ring", "1M"], "ring is an algorithm, which has no SIZE"),
-        (["ring", "-p", "16"], "ring is an algorithm, which has no --ranks"),
+        (["ring", "--hosts", "2"], "ring is an algorithm, which has no --hosts"),
+        (["all_reduce", "1M", "ring"], "unrecognized arguments: ring"),
         (["ring", "--net", "no"], "ring is an algorithm, which has no --net"),
     ],
 )
@@ -299,6 +300,29 @@ def test_words_that_are_no_operation_or_algorithm(capsys, words, expected):
         main(["explain", *words])
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_flags_stand_anywhere(capsys):
+    outputs = []
+    for words in ("all_reduce 1M -n 3", "all_reduce -n 3 1M", "-n 3 all_reduce 1M"):
+        assert main(["explain", *words.split()]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0].startswith("all_reduce of 1 MiB on 3 ranks")
+    assert len(set(outputs)) == 1
+
+
+def test_an_algorithm_is_shown_on_the_ranks_asked_for(capsys):
+    assert main(["explain", "ring", "-n", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("3 ranks, 4 rounds")
+    assert [line.split() for line in lines[at + 2 : at + 5]] == [
+        ["rank", str(r), *f">{(r + 1) % 3} +{(r - 1) % 3}".split() * 2,
+         *f">{(r + 1) % 3} <{(r - 1) % 3}".split() * 2]
+        for r in range(3)
+    ]  # fmt: skip
+    assert any(line.startswith("draw it     unisono draw all_reduce -n 3 ") for line in lines)
+    assert main(["explain", "cube_mesh", "-n", "4"]) == 1
+    assert "needs world size 8, got 4" in capsys.readouterr().err
 
 
 def test_many_ranks_leave_out_what_takes_minutes(capsys, monkeypatch):

@@ -84,6 +84,11 @@ def test_alpha_beta_and_a_file(capsys, tmp_path):
     assert simulate(capsys, "all_reduce", *words, "--model", "alpha-beta")[0][3] == time
 
 
+def test_algorithms_with_spaces_and_in_several_flags(capsys):
+    words = ("all_reduce", "-n", "4", "--algorithm", "ring, tree", "--algorithm", "swing")
+    assert {row[2] for row in simulate(capsys, *words)} == {"ring", "tree", "swing"}
+
+
 def test_alpha_beta_has_no_bound(capsys, tmp_path):
     """What a tree sends to its children at once takes less than a link needs for the bytes."""
     file = tmp_path / "out.json"

@@ -60,8 +60,8 @@ def plot(result: dict[str, Any], path: str) -> None:
         len(by_op), 2, figsize=(10, height), squeeze=False, layout="constrained"
     )
     for pair, (op, rows) in zip(axes, by_op.items(), strict=True):
-        _draw(pair[0], rows, "time", op)
-        _draw(pair[1], rows, "busbw", op)
+        for panel, what in zip(pair, ("time", "busbw"), strict=True):
+            _draw(panel, rows, what, (op, result["plan"].get("algorithm")))
         sizes = sorted({row["size_bytes"] for row in rows})
         for panel in pair:
             _dress(panel, sizes)
@@ -74,8 +74,11 @@ def plot(result: dict[str, Any], path: str) -> None:
     pyplot.close(figure)
 
 
-def _draw(panel: Any, rows: Sequence[dict[str, Any]], what: str, op: str) -> None:
-    """Draw one quantity of all libraries."""
+def _draw(
+    panel: Any, rows: Sequence[dict[str, Any]], what: str, of: tuple[str, str | None]
+) -> None:
+    """Draw one quantity of all libraries; `of` is the operation and unisono's algorithm."""
+    op, algorithm = of
     for library in rows[0]["results"]:
         there = [row for row in rows if row["results"][library]]
         if what == "time":
@@ -83,9 +86,9 @@ def _draw(panel: Any, rows: Sequence[dict[str, Any]], what: str, op: str) -> Non
         else:
             values = [bandwidths(row, library)[1] for row in there]
         sizes = [row["size_bytes"] for row in there]
-        panel.plot(
-            sizes, values, label=label(library), markersize=3.5, **_STYLES.get(library, _OTHER)
-        )
+        is_chosen = library == "unisono" and op != "sendrecv"
+        name = label((algorithm if is_chosen else None) or library)
+        panel.plot(sizes, values, label=name, markersize=3.5, **_STYLES.get(library, _OTHER))
     unit = "µs, lower is better" if what == "time" else "GB/s, higher is better"
     name = "time per call" if what == "time" else "bus bandwidth"
     panel.set_title(f"{op}: {name} ({unit})", fontsize=9, loc="left")

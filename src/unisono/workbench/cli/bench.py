@@ -21,6 +21,7 @@ from unisono.workbench.bench.plan import (
     SizeRange,
 )
 from unisono.workbench.cli.flags import (
+    add_algorithms,
     add_json,
     add_parser,
     add_picture,
@@ -69,7 +70,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_loop(parser)
     _add_nccl_tests(parser)
     add("--engine", choices=("native", "reference"), help="unisono's engine")
-    add("--algorithm", metavar="A,B", help=f"one, or several that take turns, each a {HELP}")
+    add_algorithms(parser, f"one, or several that take turns, each a {HELP}", metavar="A,B")
     peers = (
         "gloo or nccl (torch.distributed), nccl4py, deepspeed (its sum in shared memory), mpi "
         "(that of mpi4py, such as MPICH), intel-mpi or open-mpi; may be repeated"
@@ -156,6 +157,11 @@ def _add_nccl_tests(parser: argparse.ArgumentParser) -> None:
 def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
     """Return what the flags of nccl-tests mean here, if that is not what they mean there."""
     found = [note] if (note := plan.sizes.note()) else []
+    if options.iters and not options.ranks and options.nthreads * options.ngpus == 1:
+        found.append(
+            f"-n {options.iters}: calls per round, as in nccl-tests, on {plan.nprocs} ranks; "
+            f"--ranks sets the ranks"
+        )
     if options.nthreads * options.ngpus > 1:
         found.append(
             f"-t {options.nthreads} -g {options.ngpus}: {plan.nprocs} ranks, each a process of its "

@@ -14,6 +14,7 @@ from unisono.workbench.bench.algorithms import HELP, named
 from unisono.workbench.bench.plan import parse_nbytes
 from unisono.workbench.cli.explain import OP_NAMES
 from unisono.workbench.cli.flags import (
+    add_algorithms,
     add_parser,
     add_picture,
     add_ranks,
@@ -58,7 +59,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("op", type=operation(OP_NAMES), choices=OP_NAMES, metavar="OP", help=names)
     add_ranks(parser, "ranks (8)", "-n", "-p", default=8)
     add("--hosts", type=positive, default=0, metavar="H", help="hosts (what the network has)")
-    add("--algorithm", required=True, metavar="NAME", help=HELP)
+    add_algorithms(parser, HELP, required=True, metavar="NAME")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
     add("-b", "--size", type=nbytes, metavar="SIZE", help="with --net (1M)")

@@ -18,6 +18,7 @@ from unisono.workbench.cli.compress import (
     phases_text,
 )
 from unisono.workbench.cli.flags import (
+    add_algorithms,
     add_json,
     add_parser,
     add_ranks,
@@ -66,17 +67,19 @@ OP_NAMES = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `explain`."""
     summary = "show which algorithm a group takes, and why"
-    parser = add_parser(commands, "explain", summary, _DESCRIPTION, _explain, algorithms=True)
+    parser = add_parser(
+        commands, "explain", summary, _DESCRIPTION, _explain, algorithms=True, mixes=True
+    )
     add = parser.add_argument
     names = f"{', '.join(OP_NAMES)}; or an algorithm: ring, ..."
     add("op", type=operation(OP_NAMES), metavar="OP", help=names)
     add("size", type=checked(_nbytes), nargs="?", metavar="SIZE", help=_SIZE)
-    add_ranks(parser, "ranks (2)", "-n", "-p", default=2)
+    add_ranks(parser, "ranks (2; of an algorithm, few)", "-n", "-p")
     add("--hosts", type=positive, default=1, metavar="H", help="hosts (1)")
     add("--round-trip", type=positive, metavar="US", help="between hosts (250, or of --net)")
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
-    add("--algorithm", metavar="NAME", help=f"what the call asks for: {HELP}")
+    add_algorithms(parser, f"what the call asks for: {HELP}", metavar="NAME")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
     add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
     add_compress(parser)
@@ -100,6 +103,7 @@ def _explain(options: argparse.Namespace) -> int:
         return _one_algorithm(options)
     if options.size is None:
         options.parser.error(f"the following arguments are required: SIZE ({_SIZE})")
+    options.ranks = options.ranks or 2
     check_compress(options)
     if options.algorithm:
         options.algorithm = named(options.op, options.algorithm)
@@ -195,12 +199,12 @@ def _one_algorithm(options: argparse.Namespace) -> int:
         )
     if options.size is not None:
         options.parser.error(f"{options.op} is an algorithm, which has no SIZE")
-    where = ("ranks", "hosts", "round_trip", "root", "device", "net", "model")
+    where = ("hosts", "round_trip", "root", "device", "net", "model")
     for flag in (*where, "algorithm", "compress"):
         if getattr(options, flag) != options.parser.get_default(flag):
             given = flag.replace("_", "-")
             options.parser.error(f"{options.op} is an algorithm, which has no --{given}")
-    explain_algorithm(options.op, text)
+    explain_algorithm(options.op, text, options.ranks)
     return 0
 
 

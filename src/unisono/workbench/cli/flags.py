@@ -51,12 +51,24 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         algorithms: Whether the help lists the algorithms.
+        mixes: Whether flags may stand before an optional positional argument.
         options: As for ArgumentParser.
     """
 
-    def __init__(self, *, algorithms: bool = False, **options: Any) -> None:
+    def __init__(self, *, algorithms: bool = False, mixes: bool = False, **options: Any) -> None:
         super().__init__(**options, formatter_class=_HelpFormatter)
-        self._algorithms = algorithms
+        self._algorithms, self._mixes = algorithms, mixes
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, as ArgumentParser does."""
+        if not self._mixes:
+            return super().parse_known_args(args, namespace)
+        # Its two passes call this method.
+        self._mixes = False
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixes = True
 
     def format_help(self) -> str:
         """Return the help; the algorithms are imported for it only."""
@@ -160,6 +172,11 @@ def add_ranks(target: Any, meaning: str, *short: str, **options: Any) -> None:
     target.add_argument("-np", "--nproc-per-node", **hidden)
 
 
+def add_algorithms(target: Any, meaning: str, **options: Any) -> None:
+    """Add the flag for one or several algorithms."""
+    target.add_argument("--algorithm", action=_AlgorithmsAction, help=meaning, **options)
+
+
 def add_json(target: Any, *, text_too: bool = False) -> None:
     """Add the flag for results as JSON; `write_json` writes them.
 
@@ -181,6 +198,21 @@ def add_picture(
     if not options.get("required"):
         hidden = how | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         target.add_argument("--plot", **hidden)
+
+
+class _AlgorithmsAction(argparse.Action):
+    """Join the algorithms of a flag that is repeated, and take "a, b" as "a,b"."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        names = ",".join(part.strip() for part in values.split(","))
+        setattr(namespace, self.dest, names if before == self.default else f"{before},{names}")
 
 
 def operation(names: Sequence[str]) -> Callable[[str], str]:

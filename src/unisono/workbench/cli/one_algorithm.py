@@ -26,12 +26,13 @@ def sections(text: str) -> dict[str, str]:
     return found
 
 
-def explain_algorithm(name: str, text: str) -> None:
+def explain_algorithm(name: str, text: str, ranks: int | None = None) -> None:
     """Print an algorithm, from the docstrings of its builders.
 
     Args:
         name: Its name.
         text: What --algorithm takes: the name, or a file.
+        ranks: Whose rounds to show; None: few.
     """
     from unisono.core.schedules import available
     from unisono.core.schedules.registry import operations_of
@@ -40,7 +41,7 @@ def explain_algorithm(name: str, text: str) -> None:
     texts = {op: sections(inspect.getdoc(builder) or "") for op, builder in builders.items()}
     (op, first), *others = texts.items()
     # A user's function may be wrong: then there is no output.
-    drawn = list(picture(op, name))
+    drawn = list(picture(op, name, ranks))
     print(f"{name}, {op}: {first['does'] or 'no docstring'}\n")
     print(f"cost    {first.get('cost', 'not given')}")
     print("        n: bytes of the whole data, p: ranks, L: ranks per host, H: hosts, m: pieces")
@@ -49,8 +50,8 @@ def explain_algorithm(name: str, text: str) -> None:
     print("\n".join(drawn))
     for other, parts in others:
         print(f"\n{other}: {parts['does']}\n    cost  {parts.get('cost', 'not given')}")
-    small = _world(op, name)[:2]
-    larger = text == name and name in available(op, 64, local=8)
+    small = _world(op, name, ranks)[:2]
+    larger = not ranks and text == name and name in available(op, 64, local=8)
     p, hosts = (64, 8) if larger else small
     words = f"unisono draw {op} -n {small[0]} --hosts {small[1]}"
     print(f"\ndraw it     {words} --algorithm {text} -o {name}.html")
@@ -58,12 +59,12 @@ def explain_algorithm(name: str, text: str) -> None:
     print(f"compare it  {words}" + f" --algorithm {text},linear" * (text != name))
 
 
-def picture(op: str, name: str) -> Iterator[str]:
+def picture(op: str, name: str, wanted: int | None = None) -> Iterator[str]:
     """Yield lines that show the first rounds on few ranks."""
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
 
-    ranks, hosts, fault = _world(op, name)
+    ranks, hosts, fault = _world(op, name, wanted)
     schedule = build(op, name, ranks, 0 if op in ROOTED else -1, 1, ranks // hosts)
     of_hosts = f", {hosts} hosts" if "local" in _parameters(op, name) else ""
     yield f"\n{ranks} ranks{of_hosts}, {schedule.rounds} round{'s' * (schedule.rounds != 1)}"
@@ -73,14 +74,14 @@ def picture(op: str, name: str) -> Iterator[str]:
     yield ">2 sends to rank 2   <1 stores what rank 1 sent   +1 reduces it into its own"
 
 
-def _world(op: str, name: str) -> tuple[int, int, str]:
+def _world(op: str, name: str, wanted: int | None) -> tuple[int, int, str]:
     """Return few ranks that an algorithm serves, their hosts, and a size for which it is wrong."""
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
 
     fault = ""
     # Functions and programs of users may serve few sizes, and raise ValueError for others.
-    for ranks in (4, 8, 16, 32, 64, *range(2, 128)):
+    for ranks in () if wanted else (4, 8, 16, 32, 64, *range(2, 128)):
         hosts = max(1, ranks // 2)
         try:
             build(op, name, ranks, 0 if op in ROOTED else -1, 1, ranks // hosts)
@@ -91,8 +92,10 @@ def _world(op: str, name: str) -> tuple[int, int, str]:
         else:
             return ranks, hosts, fault
     # The error of the smallest usual size.
-    build(op, name, 4, 0 if op in ROOTED else -1, 1, 2)
-    return 4, 2, fault
+    ranks = wanted or 4
+    hosts = max(1, ranks // 2)
+    build(op, name, ranks, 0 if op in ROOTED else -1, 1, ranks // hosts)
+    return ranks, hosts, fault
 
 
 def _parameters(op: str, name: str) -> set[str]:

@@ -19,6 +19,7 @@ from unisono.workbench.cli.compress import (
     phases_text,
 )
 from unisono.workbench.cli.flags import (
+    add_algorithms,
     add_json,
     add_parser,
     add_picture,
@@ -99,7 +100,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_sizes(parser, "8", "", 8)
     add("-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
     add("--itemsize", type=positive, default=4, metavar="N", help="bytes per element (4)")
-    add("--algorithm", default="all", metavar="A,B", help=f"all (the default), or each a {HELP}")
+    add_algorithms(parser, f"all (the default), or each a {HELP}", default="all", metavar="A,B")
     add("--pipeline", type=depth, default=0, metavar="N", help="pieces; auto: as a group (auto)")
     add(
         "--net",
