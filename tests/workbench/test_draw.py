@@ -81,6 +81,28 @@ def test_keys_step_through_a_page(tmp_path):
     assert "<title>1!,2!,1!,6!,0!,0,0!p,0!;1;1</title>" in run.stdout
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_message_that_has_arrived_is_seen_at_its_target(tmp_path):
+    file = tmp_path / "a.html"
+    draw("all_reduce", "-p", 4, "--algorithm", "ring", "-o", file)
+    ends = """<script>
+    show(1);
+    const at = (each) => [Number(each.getAttribute("cx")), Number(each.getAttribute("cy"))];
+    const ranks = [...ring.querySelectorAll("circle.rank")].map(at);
+    const near = [...ring.querySelectorAll("circle:not(.rank)")].map(at).map(([x, y]) => {
+      const away = ranks.map(([a, b]) => Math.hypot(a - x, b - y));
+      return away.indexOf(Math.min(...away)) + (Math.min(...away) >= 18 ? "seen" : "hidden");
+    });
+    document.title = near.sort().join();
+    </script></body>"""
+    file.write_text(file.read_text().replace("</body>", ends))
+    words = ("--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri())
+    folder = f"--user-data-dir={tmp_path / 'profile'}"
+    command = ["chromium", folder, "--force-prefers-reduced-motion", *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "<title>0seen,1seen,2seen,3seen</title>" in run.stdout
+
+
 def test_a_page_fits_phones_and_dark_rooms(tmp_path):
     file = tmp_path / "a.html"
     draw("all_reduce", "-p", 4, "--algorithm", "ring", "-o", file)

@@ -127,6 +127,21 @@ def test_a_time_with_a_tilde_is_approximate(capsys):
     assert busy != "0.0"
 
 
+def test_equal_lines_of_a_plot_are_seen(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plot.svg"
+    words = ("-n", "4", "-b", "1M", "-e", "16M", "--algorithm", "swing,halving_doubling")
+    rows = simulate(capsys, "all_reduce", *words, "-o", str(file))
+    assert len({row[3] for row in rows}) == len(rows) / 2, "all times are equal"
+    text = file.read_text()
+    widths = []
+    for colour in ("#1f77b4", "#ff7f0e"):
+        [style, *_] = re.findall(f'style="(fill: none; stroke: {colour}[^"]*)"', text)
+        widths.append(float((re.findall(r"stroke-width: ([\d.]+)", style) or ["1"])[0]))
+    # The second is drawn over the first.
+    assert widths[0] > widths[1] + 1
+
+
 def test_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plot.png"
