@@ -333,13 +333,11 @@ def test_many_ranks_leave_out_what_takes_minutes(capsys, monkeypatch):
     words = ("all_reduce", "1K", "-p", "16", "--net", "switch", "--model", "alpha-beta")
     assert main(["explain", *words]) == 0
     out = capsys.readouterr().out
-    assert re.search(
-        r"# one_shot: \d+ steps in a round take minutes; `unisono simulate` runs it", out
-    )
+    assert re.search(r"# one_shot: \d+ steps in a round are left out: they take minutes", out)
     assert re.search(r"^one_shot +1 +1 +-", out, re.MULTILINE)
     assert re.search(r"^ring +30 +1 +[\d.]+", out, re.MULTILINE)
     # Of messages that share no link the predictions order nothing.
-    assert re.search(r"^# model alpha-beta: messages share no link, .* it \(minutes\)$", out, re.M)
+    assert re.search(r"^# model alpha-beta: messages share no link, .* counts it$", out, re.M)
     assert out.splitlines()[-1] == "# fastest: not known, because messages share no link here"
     words = (*words[:-1], "links")
     assert main(["explain", *words]) == 0
@@ -351,6 +349,25 @@ def test_many_ranks_leave_out_what_takes_minutes(capsys, monkeypatch):
     }
     assert out.splitlines()[-1] == f"# fastest: {min(times, key=times.get)}"
     assert "share no link" not in out
+
+
+def test_predictions_for_many_ranks_count_the_links_of_all_messages(capsys, monkeypatch):
+    """What two_shot sends to all others at once shares the sender's link: 2 (p-1)/p n/B."""
+    from unisono.workbench.cli import explain as module
+    from unisono.workbench.simulate.evaluators import evaluate
+
+    monkeypatch.setattr(module, "MANY", 8)
+    monkeypatch.setattr(evaluate, "_EVENT_ROWS", 0)
+    words = ("all_reduce", "16M", "-n", "25", "--hosts", "25", "--net", "switch")
+    assert main(["explain", *words]) == 0
+    out = capsys.readouterr().out
+    assert "# predicted: net switch, 1 per host, model links\n" in out
+    times = dict(re.findall(r"^(\w+) +[\d,]+ +\d+ +(~?[\d,.]+)", out, re.MULTILINE))
+    us = {name: float(time.strip("~").replace(",", "")) for name, time in times.items()}
+    assert min(us.values()) >= 2 * 24 / 25 * (16 << 20) / 12_500
+    assert us[out.splitlines()[-1].removeprefix("# fastest: ")] == min(us.values())
+    assert times["two_shot"].startswith("~")
+    assert times["ring"][0] != "~"
 
 
 SLOW = """

@@ -54,6 +54,7 @@ UNISONO_SHARED_MEMORY, UNISONO_RANKS_PER_HOST and UNISONO_DETERMINISTIC count as
 predicted is the time in virtual time on the network of --net. Ranks of one host share memory, which
 is measured and not modelled: without --net they have no prediction. measured is the mean of the
 table's passes at the nearest size; simulated, if `unisono tune --net` wrote the table.
+"~" marks approximate times, as in `unisono simulate`.
 
 With the name of an algorithm instead of OP and SIZE, show what it does, its cost, and its use."""
 
@@ -81,7 +82,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
     add_algorithms(parser, f"what the call asks for: {HELP}", metavar="NAME")
     add("--net", metavar="FILE", help="network of the predictions (switch; fat-tree with --hosts)")
-    add("--model", choices=("links", "alpha-beta"), help="(alpha-beta above 1,024 ranks)")
+    add("--model", choices=("links", "alpha-beta"), help="(what the network has)")
     add_compress(parser)
     add_json(parser)
     parser.set_defaults(itemsize=4, goal=None, orders=0)
@@ -257,9 +258,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
         return None
     from unisono.core.schedules.choice.far import far_apart
 
-    # Where links are shared, thousands of ranks take minutes for all algorithms.
-    model = options.model or ("alpha-beta" if options.ranks > MANY else None)
-    net = machine_of(options.net or default_net(options.per_host), model)
+    net = machine_of(options.net or default_net(options.per_host), options.model)
     if options.hosts > 1:
         net.values["ranks_per_host"] = options.per_host
     if options.net is None and far_apart(options.ranks, topology.round_trip_us):
@@ -269,7 +268,7 @@ def _net(options: argparse.Namespace, topology: Topology) -> Machine | None:
     per_host = net.values["ranks_per_host"]
     print(f"# predicted: net {net.name}, {per_host} per host, model {net.values['model']}")
     if net.values["model"] == "alpha-beta":
-        print(f"# {SHARE_NO_LINK}{' (minutes)' * (options.ranks > MANY)}")
+        print(f"# {SHARE_NO_LINK}")
     return net
 
 
@@ -294,24 +293,20 @@ def _print(
     for name in sorted(available(op, p, local=local), key=lambda name: name != chosen):
         options.pipeline = select(op, options.size, topology, name).pipeline
         schedule = build(op, name, p, root, options.pipeline, local)
-        rounds = schedule.rounds
         times: dict[str, float | None] = dict.fromkeys(shown)
-        if net is not None and many and (steps := _steps(schedule)) > _MOST_STEPS:
-            print(f"# {name}: {steps:,} steps in a round take minutes; `unisono simulate` runs it")
-        elif net is not None:
-            try:
-                row = row_of(options, net, name, (p, local, options.size))
-                times["predicted"] = row["time_us"]
-                if "unproved" in row:
-                    print(f"# {row['unproved']}", flush=True)
-            except InvalidArgumentError as error:
-                print(f"# {error.what}", flush=True)
+        about = ""
+        if net is not None:
+            times["predicted"], about = _predicted(options, net, name, schedule, local)
         if name in measured:
             times[_how(table)] = mean_us(measured[name])
-        cells = "".join(f"{'-' if us is None else us_text(us):>16}" for us in times.values())
+        texts = [
+            "-" if us is None else about * (what == "predicted") + us_text(us)
+            for what, us in times.items()
+        ]
+        cells = "".join(f"{text:>16}" for text in texts)
         mark = "  <- taken" if name == chosen else ""
-        line = f"{name:<22}{rounds:>8,}{options.pipeline:>8}{cells}{mark}"
-        row = {"algorithm": name, "rounds": rounds, "pipeline": options.pipeline}
+        line = f"{name:<22}{schedule.rounds:>8,}{options.pipeline:>8}{cells}{mark}"
+        row = {"algorithm": name, "rounds": schedule.rounds, "pipeline": options.pipeline}
         row |= {f"{what}_us": us for what, us in times.items()}
         # Measured times decide, if there are any.
         lines.append(((times[shown[-1]] if shown else 0.0) or math.inf, line, row))
@@ -332,6 +327,23 @@ def _print(
     else:
         print("\n".join([head, *(line for _, line, _ in lines)]))
     return [row for *_, row in lines]
+
+
+def _predicted(
+    options: argparse.Namespace, net: Machine, name: str, schedule: Schedule, local: int
+) -> tuple[float | None, str]:
+    """Return the time of an algorithm, and "~" if it is approximate; print why there is none."""
+    if options.ranks > MANY and (steps := _steps(schedule)) > _MOST_STEPS:
+        print(f"# {name}: {steps:,} steps in a round are left out: they take minutes")
+        return None, ""
+    try:
+        row = row_of(options, net, name, (options.ranks, local, options.size))
+    except InvalidArgumentError as error:
+        print(f"# {error.what}", flush=True)
+        return None, ""
+    if "unproved" in row:
+        print(f"# {row['unproved']}", flush=True)
+    return row["time_us"], "" if row["exact"] else "~"
 
 
 def _steps(schedule: Schedule) -> int:

@@ -60,8 +60,7 @@ ties are the times in 8 other orders of messages that arrive at the same time, i
 published is a measured time. A time with "~" is approximate: the order of messages on shared links
 was approximated, or chunks were padded to one size."""
 
-# Above this number of ranks all algorithms take minutes where links are shared. So `explain` and
-# `tune` leave contention out.
+# Above this number of ranks all algorithms take up to a minute, so `explain` prints each at once.
 MANY = 1024
 # Of predictions without contention.
 SHARE_NO_LINK = (

@@ -127,12 +127,12 @@ def _tune_in_virtual_time(
     from unisono.core.schedules import available, select
     from unisono.core.schedules.choice.tables import VIRTUAL, ChoiceTable, GroupShape
     from unisono.core.schedules.choice.tuning import LEAST_PASSES, rules_of
-    from unisono.workbench.cli.simulate import MANY, machine_of, row_of, topology_on
+    from unisono.workbench.cli.simulate import machine_of, row_of, topology_on
 
     if not options.ranks:
         raise InvalidArgumentError("tune: --net needs -n, the number of ranks")
     p, begun_s = options.ranks, time.perf_counter()
-    net = machine_of(options.net, "alpha-beta" if p > MANY else None)
+    net = machine_of(options.net)
     topology, local = topology_on(net, p), net.values["ranks_per_host"]
     if p % local or p <= local:
         raise InvalidArgumentError(
