@@ -101,7 +101,7 @@ bool Calls::wait_well(QueuedCall& call) const {
     }
     run_here(*queue_, call);
     if (!queue_->is_over(seq)) {
-      nb::gil_scoped_release unlocked;
+      InterpreterUnlock unlocked;
       queue_->wait(seq, kSliceNs);
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();

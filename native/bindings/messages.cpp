@@ -116,14 +116,14 @@ int cancel(Messages& messages, uint64_t number, Outcomes outcomes) {
 
 uint64_t number_of(Messages& messages, nb::handle into, uint64_t after) {
   const Bytes bytes(into, PyBUF_SIMPLE);
-  nb::gil_scoped_release unlocked;
+  unisono::InterpreterUnlock unlocked;
   return messages.number_of(bytes.data(), after);
 }
 
 std::vector<OutcomeTuple> serve(Messages& messages) {
   std::vector<Outcome> outcomes;
   {
-    nb::gil_scoped_release unlocked;
+    unisono::InterpreterUnlock unlocked;
     outcomes = messages.serve();
   }
   std::vector<OutcomeTuple> all;
@@ -144,7 +144,7 @@ std::vector<int> end_all(Messages& messages, double timeout_s) {
 template <class... Given>
 std::function<void(Given...)> in_python(std::function<void(Given...)> function, const char* where) {
   return [function = std::move(function), where](const Given&... given) {
-    nb::gil_scoped_acquire locked;
+    unisono::InterpreterLock locked;
     try {
       function(given...);
     } catch (nb::python_error& error) {
@@ -250,7 +250,7 @@ class Port final : public unisono::Messenger {
     receive.record = begin_record(plain, plain.kinds.second);
     Outcome outcome;
     {
-      std::optional<nb::gil_scoped_release> unlocked;
+      std::optional<unisono::InterpreterUnlock> unlocked;
       if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
       outcome = messages_->start_recv(plain.peer, plain.envelope, plain.data(), ranks_);
     }
@@ -273,7 +273,7 @@ class Port final : public unisono::Messenger {
   }
 
   bool sends_at_once(const Plain& plain) {
-    std::optional<nb::gil_scoped_release> unlocked;
+    std::optional<unisono::InterpreterUnlock> unlocked;
     if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
     return messages_->try_send(plain.peer, plain.envelope, plain.data());
   }
@@ -338,9 +338,9 @@ void bind_p2p(nb::module_& m) {
          "Set a function of (rank, channel, 0: make; 1: ended; 2: was changed).")
     .def("add_wire", &add_wire, nb::arg("peer"), nb::arg("channel"), nb::arg("fd"),
          nb::arg("tls").none() = nb::none(), "Take over a connected socket.",
-         nb::call_guard<nb::gil_scoped_release>())
-    .def("attend", &Messages::attend, nb::call_guard<nb::gil_scoped_release>())
-    .def("hold", &Messages::hold, nb::call_guard<nb::gil_scoped_release>())
+         nb::call_guard<unisono::InterpreterUnlock>())
+    .def("attend", &Messages::attend, nb::call_guard<unisono::InterpreterUnlock>())
+    .def("hold", &Messages::hold, nb::call_guard<unisono::InterpreterUnlock>())
     .def("release", &Messages::release)
     .def("close_in_child", &Messages::close_in_child)
     .def("start_send", &start_send, nb::arg("to"), nb::arg("context"), nb::arg("tag"),
@@ -349,7 +349,7 @@ void bind_p2p(nb::module_& m) {
     .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("into"), nb::arg("among"), nb::arg("takes") = 0)
     .def("watch", nb::overload_cast<uint64_t>(&Messages::watch), nb::arg("number"),
-         nb::call_guard<nb::gil_scoped_release>(), "Have serve() complete a receive.")
+         nb::call_guard<unisono::InterpreterUnlock>(), "Have serve() complete a receive.")
     .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"), nb::arg("outcomes"),
          "Return a code; append the outcome of what has ended.")
     .def("cancel", &cancel, nb::arg("number"), nb::arg("outcomes"), "As wait().")
@@ -360,13 +360,13 @@ void bind_p2p(nb::module_& m) {
     .def("last_number", &Messages::last_number, "Number of the last started operation.")
     .def("serve", &serve, "Return outcomes; nothing after close().")
     .def("peer_down", &peer_down, nb::arg("peer"), nb::arg("left"),
-         nb::call_guard<nb::gil_scoped_release>())
+         nb::call_guard<unisono::InterpreterUnlock>())
     .def("fail_context", &Messages::fail_context, nb::arg("context"), nb::arg("after") = 0,
-         nb::call_guard<nb::gil_scoped_release>())
+         nb::call_guard<unisono::InterpreterUnlock>())
     .def("forget_context", &Messages::forget_context, nb::arg("context"),
-         nb::call_guard<nb::gil_scoped_release>())
+         nb::call_guard<unisono::InterpreterUnlock>())
     .def("close", &end_all, nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
-         nb::call_guard<nb::gil_scoped_release>());
+         nb::call_guard<unisono::InterpreterUnlock>());
 
   nb::class_<unisono::Messenger>(m, "Messenger");
   nb::class_<Port, unisono::Messenger>(m, "Port")

@@ -34,7 +34,7 @@ void reduce(std::uintptr_t into, std::uintptr_t other, std::size_t count, int dt
       ("reduce op " + std::to_string(op) + " is not defined on dtype " + std::to_string(dtype))
         .c_str());
   }
-  nb::gil_scoped_release unlocked;
+  unisono::InterpreterUnlock unlocked;
   auto* result = reinterpret_cast<void*>(into);
   fn(result, result, reinterpret_cast<const void*>(other), count);
 }
@@ -111,7 +111,7 @@ std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> seg
 void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& late,
               int64_t before_ns) {
   auto call = [late] {
-    nb::gil_scoped_acquire locked;
+    unisono::InterpreterLock locked;
     try {
       late();
     } catch (nb::python_error& error) {

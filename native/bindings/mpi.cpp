@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/interpreter_lock.hpp"
 #include "mpi/group.hpp"
 #include "mpi/own_ops.hpp"
 
@@ -36,7 +37,7 @@ void make_call(MPICall* call, std::uintptr_t function, const std::vector<std::in
 
 // (status code, MPI's error)
 std::pair<int, int> go_on(MPIGroup& group) {
-  nb::gil_scoped_release unlocked;
+  InterpreterUnlock unlocked;
   const Status status = group.go_on();
   return {static_cast<int>(status.code), status.peer};
 }

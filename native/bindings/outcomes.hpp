@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "bindings/interpreter_lock.hpp"
 #include "messages/messages.hpp"
 
 namespace unisono {
@@ -35,7 +36,7 @@ inline OutcomeTuple to_tuple(Outcome outcome) {
 // Call a function without the interpreter lock.
 template <class Function>
 Outcome unlocked(Function function) {
-  nanobind::gil_scoped_release unlocked;
+  InterpreterUnlock unlocked;
   return function();
 }
 

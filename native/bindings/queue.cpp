@@ -23,7 +23,7 @@ namespace {
 std::tuple<int, uint64_t, int, int> serve(CallQueue& queue) {
   CallQueue::Served served;
   {
-    nb::gil_scoped_release unlocked;
+    InterpreterUnlock unlocked;
     const Serving serving;
     served = queue.serve();
   }
@@ -39,7 +39,7 @@ bool wait(CallQueue& queue, uint64_t seq, double timeout_s) {
     const int64_t left_ns = deadline_ns - now_ns();
     if (left_ns <= 0) return false;
     {
-      nb::gil_scoped_release unlocked;
+      InterpreterUnlock unlocked;
       queue.wait(seq, left_ns < kSliceNs ? left_ns : kSliceNs);
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -48,7 +48,7 @@ bool wait(CallQueue& queue, uint64_t seq, double timeout_s) {
 }
 
 bool wait_until_still(CallQueue& queue, double timeout_s) {
-  nb::gil_scoped_release unlocked;
+  InterpreterUnlock unlocked;
   return queue.wait_until_still(nanoseconds(timeout_s));
 }
 

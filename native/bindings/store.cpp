@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/interpreter_lock.hpp"
 #include "bindings/tls.hpp"
 #include "store/server.hpp"
 
@@ -34,7 +35,7 @@ class StoreServer {
            unisono::secrets_of(std::get<2>(tls))})) {}
 
   void stop() {
-    nb::gil_scoped_release unlocked;
+    unisono::InterpreterUnlock unlocked;
     server_->stop();
   }
   std::size_t clients() const { return server_->clients(); }

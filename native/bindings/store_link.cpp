@@ -137,7 +137,7 @@ std::unique_ptr<Link> make_link(int fd, double silence_s, const unisono::TlsHand
 void run(Link& link, double timeout_s, std::size_t most_bytes = Link::kMostReadBytes) {
   Link::Result end;
   {
-    nb::gil_scoped_release unlocked;
+    unisono::InterpreterUnlock unlocked;
     end = link.exchange(unisono::nanoseconds(timeout_s), most_bytes);
   }
   switch (end) {

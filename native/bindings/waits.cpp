@@ -30,7 +30,7 @@ int64_t nanoseconds(double seconds) {
 
 bool signal_raised() {
   if (is_server) return false;
-  nanobind::gil_scoped_acquire locked;
+  InterpreterLock locked;
   return raise_kept() || PyErr_CheckSignals() != 0;
 }
 

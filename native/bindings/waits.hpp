@@ -4,7 +4,9 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <optional>
 
+#include "bindings/interpreter_lock.hpp"
 #include "core/program.hpp"
 
 namespace unisono {
@@ -33,21 +35,16 @@ class Unlocker final : public Idler {
  public:
   explicit Unlocker(Recorder* recorder, bool postpones = false)
       : Idler(postpones), recorder_(recorder) {}
-  ~Unlocker() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  Unlocker(const Unlocker&) = delete;
-  Unlocker& operator=(const Unlocker&) = delete;
   void idle() override {
-    if (state_ != nullptr) return;
+    if (unlock_) return;
     // The site of the call is found with the lock. The record is written when the run waits.
     if (recorder_ != nullptr) recorder_->find_site();
-    state_ = PyEval_SaveThread();
+    unlock_.emplace();
   }
 
  private:
   Recorder* recorder_;
-  PyThreadState* state_ = nullptr;
+  std::optional<InterpreterUnlock> unlock_;
 };
 
 // Whether the calling thread is one of unisono's own, which may serve what it would wait for.

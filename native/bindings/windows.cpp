@@ -32,16 +32,12 @@ size_t count_of(nb::handle array) { return static_cast<size_t>(PyArray_SIZE(nump
 // Releases the interpreter lock for long copies.
 class Unlocked {
  public:
-  explicit Unlocked(nb::handle array)
-      : state_(PyArray_NBYTES(numpy(array)) > kHoldBytes ? PyEval_SaveThread() : nullptr) {}
-  ~Unlocked() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  explicit Unlocked(nb::handle array) {
+    if (PyArray_NBYTES(numpy(array)) > kHoldBytes) unlock_.emplace();
   }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
 
  private:
-  PyThreadState* state_;
+  std::optional<InterpreterUnlock> unlock_;
 };
 
 // A part, and the type that its arrays must have.
@@ -160,7 +156,7 @@ bool compare_and_swap(Part& part, nb::handle expected, nb::handle desired, int64
 uint64_t wait_signal(Part& part, int from, uint64_t taken, double timeout_s, bool is_crowded) {
   const uint64_t seen = part.signals(from);
   if (seen > taken || timeout_s <= 0) return seen;
-  nb::gil_scoped_release unlocked;
+  InterpreterUnlock unlocked;
   return part.wait_signal(from, taken, nanoseconds(timeout_s), is_crowded);
 }
 

@@ -15,7 +15,7 @@ import pytest
 
 import unisono
 import unisono as dist
-from unisono.beyond.pool import display, memory
+from unisono.beyond.pool import display, main_names, memory
 from unisono.beyond.pool import rank as rank_module
 from unisono.beyond.pool.rank import run_cell
 from unisono.errors import (
@@ -735,6 +735,80 @@ def test_a_wait_for_a_rank_that_was_not_called_ends(ranks):
     with pytest.raises(PeerFailedError, match=r"rank [02] was not called and makes no all_red"):
         ranks[1].run(sum_of_ranks, 0)
     assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def barrier_with(x):
+    dist.barrier()
+    return x
+
+
+def unloadable_on_0():
+    if dist.get_rank() == 0:
+        return unloadable()
+    return dist.barrier()
+
+
+def raise_on_0_and_leave_2_alone():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        raise KeyError("mine")
+    if dist.get_rank() == 2:
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [
+        (lambda ranks: ranks.run_each(barrier_with, [1, 2, threading.Lock()]), "cannot be sent"),
+        (lambda ranks: ranks.run(unloadable_on_0), "the result of rank 0 cannot be loaded"),
+        (lambda ranks: ranks.run(raise_on_0_and_leave_2_alone), "mine"),
+    ],
+    ids=["not sent", "not loaded", "raised elsewhere"],
+)
+def test_a_failure_of_one_rank_leaves_no_other_waiting(ranks, run, error):
+    with pytest.raises((InvalidArgumentError, KeyError), match=error):
+        run(ranks)
+    assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def test_an_interrupt_before_the_call_reaches_the_rank(ranks, monkeypatch):
+    def interrupted_post(rank, payload):
+        if rank == SIZE - 1:  # The signal comes while this rank still waits for the call.
+            os.kill(os.getpid(), signal.SIGINT)
+        post(rank, payload)
+
+    pids, post = ranks.pids(), ranks._processes.post
+    monkeypatch.setattr(ranks._processes, "post", interrupted_post)
+    with pytest.raises(KeyboardInterrupt):
+        ranks[SIZE - 1].run(time.sleep, 60)
+    monkeypatch.undo()
+    assert ranks.run(os.getpid) == pids  # The rank was not killed.
+
+
+def test_a_group_that_a_call_destroyed_is_made_anew(ranks):
+    ranks.run(dist.destroy_process_group)
+    assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def test_threads_may_submit_functions_of_a_notebook(monkeypatch):
+    """Another thread forgets a name between two steps of this one."""
+    value, space = object(), {}
+
+    def held():
+        sent.clear()
+        return value
+
+    class Space(dict):
+        def get(self, *args):
+            sent.clear()
+            return super().get(*args)
+
+    sent = {"x": (space, held, 7)}
+    monkeypatch.setattr(main_names, "_sent", sent)
+    assert main_names._version("x", space, value) == 7
+    sent["x"] = Space(), held, 7
+    main_names.forget_replaced()
+    assert not sent
 
 
 def in_sub_group(path):

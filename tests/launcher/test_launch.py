@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.launcher import launch_targets as targets
+from tests.support.programs import python
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, WorkerFailedError
 from unisono.launcher import launch, spawn
 
@@ -215,3 +216,23 @@ def test_the_hint_of_a_function_that_no_child_finds_names_the_pool(launches):
     program = "from unisono import spawn\ndef cell(rank): pass\nspawn(cell, nprocs=1)"
     _, _, err = launches.run(program=[sys.executable, "-c", program])
     assert "use `unisono.pool`" in err
+
+
+SCRIPT = """
+import unisono
+def work(rank):
+    raise ValueError("mine")  # of work
+if __name__ == "__main__":
+    unisono.launch(work, 1)
+"""
+
+
+def test_a_traceback_of_a_function_sent_by_value_has_its_lines(tmp_path):
+    """cloudpickle names another file, whose lines nobody can show."""
+    pytest.importorskip("cloudpickle")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = python(path)
+    assert done.returncode == 1
+    assert f'File "{path}", line 4, in work\n    raise ValueError("mine")' in done.stderr
+    assert "dynamic-code" not in done.stderr

@@ -342,6 +342,46 @@ def test_what_is_missing_is_named_before_anything_runs(
     assert f"pip install 'unisono[{extra}]'" in error
 
 
+MINE = """
+from unisono.lowlevel import build
+def mine(p):
+    if p == 3:
+        raise ValueError("not for 3")
+    return build("all_reduce", "ring", p)
+"""
+
+
+def test_several_algorithms_take_turns(bench, tmp_path):
+    """The first has the columns of unisono; one that does not serve the ranks is left out."""
+    (tmp_path / "own.py").write_text(MINE)
+    own, path = f"{tmp_path / 'own.py'}:mine", tmp_path / "out.json"
+    words = ("-b", 64, "-e", 64, *QUICK, "--json", path, "--algorithm", f"tree,{own},two-shot")
+    for ranks in (2, 3):
+        code, out, err = bench("all_reduce", "sendrecv", "--ranks", ranks, *words)
+        assert (code, err) == (0, "")
+        assert "# time, algbw, busbw: tree\n" in out
+        head = next(line for line in out.splitlines() if " size " in line).split()
+        assert head[-4:] == ["mine", "/mine", "two_shot", "/two_shot"]
+        assert ("not for 3" in out) == (ranks == 3)
+        document = json.loads(path.read_text())
+        reduced, sent = (r["results"] for r in document["rows"])
+        there = {name for name, each in reduced.items() if each and each["wrong"] == 0}
+        assert there == {"unisono", own, "two-shot"} - ({own} if ranks == 3 else set())
+        assert {name for name, each in sent.items() if each} == {"unisono"}
+        assert ("tree / mine" in out) == (ranks == 2)
+        assert "tree / two_shot" in out
+
+
+def test_a_wrong_result_of_a_further_algorithm_fails_the_command(monkeypatch, capsys):
+    message = {"kind": "row", **row(unisono=1.0, tree=1.0)}
+    message["results"]["tree"]["wrong"] = 1
+    monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter([message]))
+    assert main(["bench", "all_reduce", "--algorithm", "ring,tree"]) == 1
+    capsys.readouterr()
+    assert main(["bench", "all_reduce", "--algorithm", "ring,tre"]) == 1
+    assert "is 'tree' meant?" in capsys.readouterr().err
+
+
 def test_every_operation_runs_and_is_right(bench, tmp_path):
     path = tmp_path / "out.json"
     code, out, err = bench(

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from unisono.core.schedules import build
+from unisono.core.schedules import build, registry
 from unisono.workbench.cli.main import main
 from unisono.workbench.simulate.pictures.diagrams import diagram
 from unisono.workbench.simulate.pictures.timeline import in_rounds
@@ -95,6 +95,86 @@ def test_pictures_have_a_legend_of_what_they_show(tmp_path, words, expected, abs
     text = file.read_text()
     assert [each in text for each in expected] == [True] * len(expected)
     assert [each in text for each in absent] == [False] * len(absent)
+
+
+@pytest.fixture
+def own_table(monkeypatch):
+    table = {op: dict(names) for op, names in registry._TABLE.items()}
+    monkeypatch.setattr(registry, "_TABLE", table)
+    yield
+    build.cache_clear()
+
+
+WRONG = """
+import numpy as np
+from unisono.lowlevel import Buf, Schedule, recv, recv_reduce, send
+
+def own_ring(p, fault=""):
+    def exchange(k, r):
+        first = (r - k if k < p - 1 else r - k + p) % p
+        to = np.where(r == 2, p, (r + 1) % p) if fault == "to" and k == 3 else (r + 1) % p
+        take = recv_reduce if k < p - 1 else recv
+        rows = [send(r, to, Buf.OUTPUT, first), take(r, (r - 1) % p, Buf.OUTPUT, (first - 1) % p)]
+        return rows[1:] if fault == "waits" and k == 1 else rows
+    rounds = 2 * (p - 1) - (fault == "short")
+    return Schedule("all_reduce", "x", p, rounds, exchange, output_chunks=p)
+
+def to(p): return own_ring(p, "to")
+def waits(p): return own_ring(p, "waits")
+def short(p): return own_ring(p, "short")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "messages", "column", "rank"),
+    [
+        ("to", "rank 2, round 3, step 6: SEND to rank 4, expected 0..3 without 2", 23, 3, 2),
+        ("waits", "deadlock: ranks wait for messages that never come", 20, 1, 0),
+        ("short", "at the end OUTPUT[2] of rank 0 has contributions of 0,2,3", 20, 5, 0),
+    ],
+)
+@pytest.mark.usefixtures("own_table")
+def test_a_wrong_algorithm_is_drawn_with_the_step_that_fails(
+    tmp_path, capsys, fault, text, messages, column, rank
+):
+    (tmp_path / "own.py").write_text(WRONG)
+    what = ("all_reduce", "-n", "4", "--algorithm", f"{tmp_path}/own.py:{fault}")
+    file = tmp_path / "a.svg"
+    assert main(["draw", *what, "-o", str(file)]) == 1
+    assert not file.exists()
+    draw(*what, "--unproved", "-o", file)
+    assert "own.py:" + fault + " is WRONG: " in (err := capsys.readouterr().err)
+    assert text in err
+    drawn = file.read_text()
+    assert f"WRONG: all_reduce ({fault}): " in drawn
+    assert text in drawn.replace("&gt;", ">")
+    [mark] = re.findall("points='([^']*)' fill='#ffd9d9'", drawn)
+    left, top = map(float, mark.split()[0].split(","))
+    heads = drawn.count("<polygon ") - drawn.count("#f5f5f5") - drawn.count("#ffd9d9")
+    assert heads - 2 - 4 == messages  # two are in the legend, four are the lanes
+    rounds = 5 if fault == "short" else 6
+    wide = max(64, min(110, 420 // rounds))
+    assert (left - 58) // wide == column - (fault == "short")
+    assert (top - 46) // 24 == rank
+    assert f">{rounds - 1}</text>" in drawn
+    assert f">{rounds}</text>" not in drawn
+
+
+@pytest.mark.usefixtures("own_table")
+def test_a_right_algorithm_has_no_mark_and_a_shipped_one_is_proved(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(WRONG)
+    own, file = f"{tmp_path}/own.py:own_ring", tmp_path / "a.svg"
+    draw("all_reduce", "-n", 4, "--algorithm", own, "-o", file)
+    right = file.read_text()
+    draw("all_reduce", "-n", 4, "--algorithm", own, "--unproved", "-o", file)
+    assert file.read_text() == right
+    for words, error in (
+        (["--algorithm", "ring", "-o", str(file)], "all_reduce (ring) is proved"),
+        (["--algorithm", own, "-o", str(tmp_path / "a.html")], "--unproved draws rounds as .svg"),
+        (["--algorithm", own, "-o", str(file), "--net", "switch"], "--unproved draws rounds as"),
+    ):
+        assert main(["draw", "all_reduce", "--unproved", *words]) == 1
+        assert error in capsys.readouterr().err
 
 
 def test_png(tmp_path):

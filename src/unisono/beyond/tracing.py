@@ -29,8 +29,8 @@ def trace_records(group: Any = None) -> list[TraceRecord]:
 def stats(group: Any = None) -> GroupStats:
     """Return calls, bytes and times of this rank's calls in a group, and its waits.
 
-    `print(dist.stats())` shows a table: calls, bytes, median and worst time of each operation, and
-    the ranks for which this rank has waited. The call does not communicate.
+    `print(dist.stats())` and a notebook show a table: calls, bytes, median and worst time of each
+    operation, and the ranks for which this rank has waited. The call does not communicate.
 
     Args:
         group: The default group if None.

@@ -7,12 +7,11 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.core.base.deadline import Timeout
 from unisono.errors import InvalidArgumentError, WorkerFailedError
-from unisono.launcher.payload import CallArguments, Payload
+from unisono.launcher.payload import CallArguments, Payload, dumps_of
 from unisono.launcher.spawn import SpawnContext, Untyped, check_arguments, check_start
 
 R = TypeVar("R")
@@ -123,7 +122,7 @@ def _call(rank: int, payload: CallArguments | Payload) -> bytes:
 
 @contextlib.contextmanager
 def pickling(
-    value: object, what: str, dumps_of: Callable[[Any], Callable[..., Any]] = attrgetter("dumps")
+    value: object, what: str, dumps_of: Callable[[Any], Callable[..., Any]] = dumps_of
 ) -> Iterator[Callable[..., Any]]:
     """Yield a function like `pickle.dumps` for a value; an error of it names the value.
 
@@ -131,6 +130,7 @@ def pickling(
         value: The value.
         what: Its name in the error.
         dumps_of: Gives the function for cloudpickle, or for pickle if that is not installed.
+            Functions keep the lines of their source by default.
     """
     pickler = _cloudpickle()
     if pickler is None and _is_not_importable(value):

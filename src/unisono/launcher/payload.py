@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import linecache
 import mmap
 import os
 import pickle
@@ -10,6 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from multiprocessing import reduction
+from types import CodeType
 from typing import Any
 
 from unisono.core.platform.memory import new_memory_file
@@ -131,6 +133,60 @@ class CallArguments:
         """Return the Payload; it stays open here until the next child starts."""
         self._payload = Payload(self._value, _forking_dumps)
         return {"_value": self._payload}
+
+
+def pickler_of(module: Any) -> Any:
+    """Return the Pickler of a module; with cloudpickle functions keep the lines of their source.
+
+    Args:
+        module: pickle or cloudpickle.
+    """
+    if module is pickle:
+        return pickle.Pickler
+
+    class Pickler(module.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if type(value) is CodeType:
+                return _with_source(value, module.cloudpickle._code_reduce(value))
+            return super().reducer_override(value)
+
+    return Pickler
+
+
+def dumps_by(pickler: Any) -> Callable[..., memoryview[int]]:
+    """Return a function like `pickle.dumps`."""
+
+    def dumps(value: object, protocol: int = 5, buffer_callback: Any = None) -> memoryview[int]:
+        file = io.BytesIO()
+        pickler(file, protocol=protocol, buffer_callback=buffer_callback).dump(value)
+        return file.getbuffer()
+
+    return dumps
+
+
+def dumps_of(module: Any) -> Callable[..., memoryview[int]]:
+    """Return the function `dumps` of `pickler_of`."""
+    return dumps_by(pickler_of(module))
+
+
+def _with_source(code: CodeType, reduced: Any) -> Any:
+    """Keep the file of a code object, for tracebacks; also the text of a cell, which has none."""
+    make, args = reduced[:2]
+    file = code.co_filename
+    text = "" if os.path.exists(file) else "".join(linecache.getlines(file))
+    args = tuple(file if each == "<dynamic-code>" else each for each in args)
+    return _code_with_source, (make, args, file, text)
+
+
+def _code_with_source(make: Callable[..., CodeType], args: Any, file: str, text: str) -> CodeType:
+    if text:
+        remember_source(file, text)
+    return make(*args)
+
+
+def remember_source(file: str, text: str) -> None:
+    """Let tracebacks show lines of a text that is in no file."""
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
 
 
 def _forking_dumps(value: object, *, protocol: int, buffer_callback: Any) -> memoryview:

@@ -262,7 +262,7 @@ def _sendable(call: _RankedCall) -> _RankedCall:
     if "<" not in getattr(call.fn, "__qualname__", ""):
         return call
     with pickling(call.fn, "the function") as dumps:
-        return call._replace(fn=_ByValue(dumps(call.fn)))
+        return call._replace(fn=_ByValue(bytes(dumps(call.fn))))
 
 
 def _process_rank(

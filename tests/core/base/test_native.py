@@ -95,3 +95,33 @@ def test_stale_module_leaves_the_reference_engine_and_says_so(wish):
             "unisono: collectives run on the reference engine, in Python, which is slow: "
             f"{native._STALE}\n"
         )
+
+
+# An object of `sys.modules` is deleted while the interpreter ends. Meanwhile a thread that waits in
+# C++ asks for the interpreter lock every 20 ms. Python ends such a thread.
+ENDING = """
+import socket, sys, threading, time
+from unisono import _engine
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+        print("over", flush=True)
+ours, theirs = socket.socketpair()
+begun = threading.Event()
+def queue():
+    begun.set()
+    _engine.CallQueue().wait(1, 100.0)
+def link():
+    begun.set()
+    _engine.StoreLink(ours.fileno(), 100.0).exchange(100.0, ((3, "key"),))
+threading.Thread(target=locals()[sys.argv[1]], daemon=True).start()
+begun.wait()
+sys.modules["late"] = Late()
+"""
+
+
+@pytest.mark.skipif(native.extension is None, reason="the C++ engine is not built")
+@pytest.mark.parametrize("wait", ["queue", "link"])
+def test_thread_that_waits_when_the_interpreter_ends_aborts_nothing(wait):
+    done = python("-c", ENDING, wait)
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr

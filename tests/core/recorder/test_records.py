@@ -1,10 +1,12 @@
 """The records of a group's calls."""
 
 import asyncio
+import re
 import sys
 import threading
 import time
 from threading import Thread
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -255,3 +257,9 @@ def test_statistics_are_the_sums_of_the_records(rank):
     waited_s = sum(r.waited_ns for r in records if r.waited_for == 1 - rank) / 1e9
     assert stats.waited_s == {1 - rank: pytest.approx(waited_s, rel=0.01, abs=1e-6)}
     assert {line.split()[0] for line in str(stats).splitlines()[2:4]} == {"all_reduce", "barrier"}
+    # The table of a notebook has the words of the text.
+    title, *table, waits = str(stats).splitlines()
+    root = ElementTree.fromstring(f"<page>{stats._repr_html_()}</page>")
+    cells = [[cell.text for cell in row] for row in root.iter("tr")]
+    assert cells == [re.split(r" {2,}", line) for line in table]
+    assert [root.find("table/caption").text, root.find("p").text] == [title, waits]

@@ -173,14 +173,15 @@ def ring_with_a_fault(p):
 
 
 def test_a_world_that_is_too_large_for_a_proof_is_proved_at_like_sizes():
-    """Of 1,000 ranks 24 and 56, of 513 3 and 7, of 1,024 8 and 16; with 4 per host 32 and 64."""
+    """Of 1,000 ranks 24, 56 and 120, of 513 3, 7 and 15, of 1,024 8, 16 and 64."""
     register_algorithm("all_reduce", "fault", ring_with_a_fault)
     with pytest.raises(ScheduleError, match="last written in round 56") as caught:
         build("all_reduce", "fault", 1000)
     assert caught.value.context.world_size == 56
     assert "if 56 ranks are none of 'fault'" in caught.value.hint
-    assert registry.proved_sizes("all_reduce", "fault", 513) == (3, 7)
-    assert registry.proved_sizes("all_reduce", "fault", 1024) == (8, 16)
+    assert registry.proved_sizes("all_reduce", "fault", 513) == (3, 7, 15)
+    with pytest.raises(ScheduleError, match="last written in round 64"):
+        registry.proved_sizes("all_reduce", "fault", 1024)
     assert registry.proved_sizes("all_reduce", "fault", 16) == (16,)
     assert registry.proved_sizes("all_reduce", "ring", 1024) == (1024,)
 
@@ -191,7 +192,36 @@ def test_a_world_that_is_too_large_for_a_proof_is_proved_at_like_sizes():
     assert registry.proved_sizes("all_reduce", "hosts", 1024, local=4) == (32, 64)
     register_algorithm("broadcast", "chain", chain)
     assert build("broadcast", "chain", 514, 513).root == 513
-    assert registry.proved_sizes("broadcast", "chain", 514, 513) == (6, 14)
+    assert registry.proved_sizes("broadcast", "chain", 514, 513) == (6, 14, 30)
+
+
+def rounds_of_16_ranks(p):
+    def exchange(k, r):
+        peer = r ^ 1 << k
+        return [send(r, peer, Buf.OUTPUT, 0), recv_reduce(r, peer, Buf.OUTPUT, 0)]
+
+    return Schedule("all_reduce", "x", p, min(p, 16).bit_length() - 1, exchange)
+
+
+def raises_at_8(p):
+    one = ring_with_a_fault(16)
+
+    def exchange(k, r):
+        return one.exchange(k, r) if p > 8 else [][k]
+
+    return Schedule("all_reduce", "x", p, 2, exchange, output_chunks=p)
+
+
+def test_the_stand_ins_of_a_large_world_find_rounds_that_do_not_grow():
+    register_algorithm("all_reduce", "sixteen", rounds_of_16_ranks)
+    assert build("all_reduce", "sixteen", 16).rounds == 4
+    with pytest.raises(ScheduleError, match="contributions of 0-15, expected 0-63") as caught:
+        build("all_reduce", "sixteen", 1024)
+    assert "if 64 ranks are none of 'sixteen'" in caught.value.hint
+    register_algorithm("all_reduce", "not8", raises_at_8)
+    with pytest.raises(InvalidArgumentError, match=r"raised IndexError.* for 8 ranks") as caught:
+        build("all_reduce", "not8", 1024)
+    assert "if 8 ranks are none of 'not8'" in caught.value.hint
 
 
 def test_a_function_that_is_defined_again_replaces_the_first():

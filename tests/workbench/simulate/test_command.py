@@ -476,7 +476,7 @@ def test_a_world_too_large_for_a_proof_says_so(capsys):
     assert "at the end OUTPUT[0] of rank 0 has contributions of" in err
     assert main([*words, "own.py:right,ring"]) == 0
     out = capsys.readouterr().out
-    assert "# right is NOT PROVED on 600 ranks, but on 24 and 56\n" in out
+    assert "# right is NOT PROVED on 600 ranks, but on 24, 56 and 120\n" in out
     rows = {line.split()[2]: line for line in out.splitlines() if line.startswith("  ")}
     assert "right (not proved)" in rows["right"]
     assert "not proved" not in rows["ring"]

@@ -122,6 +122,8 @@ class Flight:
                 self._signal(signal.SIGINT)
             if not self._busy:
                 return
+            if self.interrupted:  # A rank has ignored a signal that came before its call.
+                self._signal(signal.SIGINT)
             limits = [each.remaining() for each in (self._settled, self._kill_at) if each]
             for rank, answer in pool.answers(self._busy, min([POLL_S, *limits])):
                 self._take(rank, answer)
@@ -193,7 +195,7 @@ class Flight:
     def _end_endless(self) -> None:
         """End calls in which ranks wait for one that has returned, or was not called."""
         watch = self._pool.watch
-        if self.failures or self.interrupted or _REPORT in self._busy.values():
+        if self._settled or self.interrupted or _REPORT in self._busy.values():
             return
         for rank, call in watch.missing(self._busy):
             if rank not in self._busy:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import io
 import itertools
-import linecache
-import os
 import pickle
 import sys
 import weakref
@@ -26,15 +24,15 @@ _VERSIONS = "_unisono_versions"
 _GONE = object()
 _numbers = itertools.count(1)
 _sent: dict[str, tuple[dict[str, Any], Callable[[], Any], int]] = {}
-"""By name: the namespace, the value that was last sent, and its version."""
+"""By name: the namespace, the value that was last sent, and its version. Several threads submit."""
 
 
 def _version(name: str, space: dict[str, Any], value: Any) -> int:
     """Return a number that is new if the name has another object than at the last call."""
-    if name in _sent and _sent[name][1]() is value:
-        return _sent[name][2]
-    _sent[name] = space, _reference(value), next(_numbers)
-    return _sent[name][2]
+    sent = _sent.get(name)
+    if sent is None or sent[1]() is not value:
+        sent = _sent[name] = space, _reference(value), next(_numbers)
+    return sent[2]
 
 
 def _reference(value: Any) -> Callable[[], Any]:
@@ -50,7 +48,7 @@ def forget_replaced() -> None:
     """Let values go that the notebook no longer has."""
     for name, (space, held, _) in list(_sent.items()):
         if space.get(name, _GONE) is _GONE or space[name] is not held():
-            del _sent[name]
+            _sent.pop(name, None)
 
 
 def with_versions(function: FunctionType, reduced: Any) -> Any:
@@ -62,26 +60,6 @@ def with_versions(function: FunctionType, reduced: Any) -> Any:
         versions = {name: _version(name, space, value) for name, value in names.items()}
         slots[_VERSIONS] = versions
     return reduced
-
-
-def with_source(code: CodeType, reduced: Any) -> Any:
-    """Keep the file of a code object, for tracebacks; also the text of a cell, which has none."""
-    make, args = reduced[:2]
-    file = code.co_filename
-    text = "" if os.path.exists(file) else "".join(linecache.getlines(file))
-    args = tuple(file if each == "<dynamic-code>" else each for each in args)
-    return _code_with_source, (make, args, file, text)
-
-
-def _code_with_source(make: Callable[..., CodeType], args: Any, file: str, text: str) -> CodeType:
-    if text:
-        remember_source(file, text)
-    return make(*args)
-
-
-def remember_source(file: str, text: str) -> None:
-    """Let tracebacks show lines of a text that is in no file."""
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
 
 
 # ---- the rank ----------------------------------------------------------------------------------

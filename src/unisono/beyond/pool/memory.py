@@ -6,21 +6,21 @@ reference to an array, or a part of one, that lies in such memory.
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from unisono.beyond.pool.main_names import forget_replaced, with_source, with_versions
+from unisono.beyond.pool.main_names import forget_replaced, with_versions
 from unisono.core.platform.memory import new_memory_file
 from unisono.errors import InvalidArgumentError
+from unisono.launcher.payload import dumps_by, pickler_of
 
 
 @dataclass
@@ -122,15 +122,14 @@ def _reference(array: np.ndarray[Any, Any], regions: dict[str, Region]) -> Any:
 def dumps_with(regions: dict[str, Region], module: Any) -> Callable[..., Any]:
     """Return a function like `pickle.dumps` that refers to shared memory.
 
-    With cloudpickle, functions of a notebook keep their source, and versions of the names that
-    they use.
+    With cloudpickle, functions of a notebook have versions of the names that they use.
 
     Args:
         regions: The memory that the process that loads the pickle has, too.
         module: pickle or cloudpickle.
     """
 
-    class Pickler(module.Pickler):  # type: ignore[misc]
+    class Pickler(pickler_of(module)):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
             if type(value) is np.ndarray:
                 how = _reference(value, regions)
@@ -139,17 +138,15 @@ def dumps_with(regions: dict[str, Region], module: Any) -> Callable[..., Any]:
             above = getattr(super(), "reducer_override", None)
             if above is None:
                 return NotImplemented
-            if type(value) is CodeType:
-                return with_source(value, module.cloudpickle._code_reduce(value))
             how = above(value)
             return with_versions(value, how) if type(value) is FunctionType else how
 
-    def dumps(
+    dumps = dumps_by(Pickler)
+
+    def dumps_anew(
         value: object, protocol: int = 5, buffer_callback: Any = None
     ) -> memoryview[int] | bytes:
         forget_replaced()
-        file = io.BytesIO()
-        Pickler(file, protocol=protocol, buffer_callback=buffer_callback).dump(value)
-        return file.getbuffer()
+        return dumps(value, protocol=protocol, buffer_callback=buffer_callback)
 
-    return dumps
+    return dumps_anew

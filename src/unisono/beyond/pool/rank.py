@@ -22,7 +22,6 @@ from unisono.beyond.pool.main_names import (
     note_assigned,
     note_changes,
     note_start,
-    remember_source,
 )
 from unisono.beyond.pool.memory import attach, attached, drop, dumps_with
 from unisono.beyond.pool.watch import answer_on_thread, open_backends
@@ -31,7 +30,7 @@ from unisono.core.c10d.lifecycle import destroy_process_group, init_process_grou
 from unisono.core.groups.world import current, process_world
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.launcher.launch import pickling
-from unisono.launcher.payload import Payload
+from unisono.launcher.payload import Payload, remember_source
 from unisono.launcher.spawn import pickled_error
 
 
@@ -53,8 +52,9 @@ class CallAnswer(NamedTuple):
     Attributes:
         number: Number of the message that it answers.
         raised: What the call raised, or None if a result follows.
-        groups: "broken" if a group of the rank makes no calls any more. "used" if the call may have
-            made a call of a group, or a group. Otherwise "".
+        groups: "broken" if a group of the rank makes no calls any more, or the call has destroyed
+            the default group. "used" if the call may have made a call of a group, or a group.
+            Otherwise "".
         result: The result, which the parent adds.
     """
 
@@ -185,7 +185,8 @@ class _Rank:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         groups = "used" if _calls_made() != before else ""
-        if any(each.broken() is not None for _, each in open_backends()):
+        has_lost = self._store is not None and current().default is None
+        if has_lost or any(each.broken() is not None for _, each in open_backends()):
             groups = "broken"
         self._link.send(CallAnswer(number, raised, groups))
         if result is not None:

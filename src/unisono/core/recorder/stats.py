@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from statistics import median
 from typing import Any
 
@@ -48,16 +50,35 @@ class GroupStats:
     waited_s: dict[int, float]
 
     def __str__(self) -> str:
-        lines = [f"group '{self.group}' on rank {self.rank}"]
-        lines.append(f"{'operation':28}{'calls':>9}{'MB':>11}{'median us':>12}{'worst ms':>11}")
+        lines = [self._title()]
+        for op, calls, mb, median_us, worst_ms in self._rows():
+            lines.append(f"{op:28}{calls:>9}{mb:>11}{median_us:>12}{worst_ms:>11}")
+        return "\n".join([*lines, self._waits()])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        head, *rows = (
+            "".join(f"<td>{escape(cell)}</td>" for cell in cells) for cells in self._rows()
+        )
+        head = head.replace("td>", "th>")
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return (
+            f"<table><caption>{escape(self._title())}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table><p>{escape(self._waits())}</p>"
+        )
+
+    def _title(self) -> str:
+        return f"group '{self.group}' on rank {self.rank}"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        yield "operation", "calls", "MB", "median us", "worst ms"
         for op, row in self.operations.items():
-            lines.append(
-                f"{op:28}{row.calls:9}{row.nbytes / 1e6:11.3f}{row.median_s * 1e6:12.1f}"
-                f"{row.worst_s * 1e3:11.3f}"
-            )
+            mb, median_us = f"{row.nbytes / 1e6:.3f}", f"{row.median_s * 1e6:.1f}"
+            yield op, str(row.calls), mb, median_us, f"{row.worst_s * 1e3:.3f}"
+
+    def _waits(self) -> str:
         waits = [f"rank {rank} {s:.3f} s" for rank, s in self.waited_s.items() if s > 0]
-        lines.append(f"waited for {', '.join(waits[:8]) or 'no rank'}")
-        return "\n".join(lines)
+        return f"waited for {', '.join(waits[:8]) or 'no rank'}"
 
 
 def stats_of(trace: GroupTrace) -> GroupStats:

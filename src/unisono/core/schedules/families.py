@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.core.schedules.ir import IntArray, Schedule, is_power_of_two
-from unisono.errors import InvalidArgumentError, ScheduleError, UnisonoError
+from unisono.errors import InvalidArgumentError, UnisonoError
 
 # A proof takes seconds for hundreds of ranks. Simulated worlds have thousands.
-_PROVED_RANKS = 512
+PROVED_RANKS = 512
+
+# The largest of the smaller worlds detects rounds that do not grow with the ranks. Its proof takes
+# a tenth of a second.
+_QUICK_RANKS = 128
 
 # The sign of a function that asks an array of ranks a question with one answer.
 _AMBIGUOUS = "truth value of an array"
@@ -84,7 +88,7 @@ class ScheduleFamily:
             raise self.raised(error, built.world_size) from error
 
     def prove_size(self, size: int, given: Mapping[str, int]) -> tuple[int, ...]:
-        """Prove a world, or two smaller ones in place of a large one, and return their sizes.
+        """Prove a world, or smaller ones in place of a large one, and return their sizes.
 
         The smaller ones are as divisible by 2, and have as many ranks per host. Sizes for which
         the builder raises are left out.
@@ -93,7 +97,7 @@ class ScheduleFamily:
             ScheduleError: A schedule is wrong.
             InvalidArgumentError: One of its functions raises.
         """
-        if size <= _PROVED_RANKS:
+        if size <= PROVED_RANKS:
             self.prove(self.built(size, given))
             return (size,)
         proved = []
@@ -107,8 +111,8 @@ class ScheduleFamily:
                 continue
             try:
                 self.prove(built)
-            except ScheduleError as error:
-                error.hint = (
+            except UnisonoError as error:
+                error.hint = error.hint or (
                     f"of {size} ranks the proof is that of fewer; if {less} ranks are none of "
                     f"{self.name!r}, it should raise ValueError for them"
                 )
@@ -133,8 +137,9 @@ class ScheduleFamily:
 
 
 def _smaller(size: int, local: int) -> list[int]:
-    """Return two small worlds like a large one; fewer if hosts are large."""
+    """Return three small worlds like a large one; fewer if hosts are large."""
     hosts = size // local
     even = min(8, hosts & -hosts)
-    counts = (8, 16) if is_power_of_two(hosts) else (3 * even, 7 * even)
-    return [local * count for count in counts if local * count <= _PROVED_RANKS]
+    few, more, most = (8, 16, 64) if is_power_of_two(hosts) else (3 * even, 7 * even, 15 * even)
+    found = [local * count for count in (few, more) if local * count <= PROVED_RANKS]
+    return found + [local * most] * (local * most <= _QUICK_RANKS)

@@ -33,9 +33,9 @@ from unisono.core.schedules.algorithms.shared_memory import (
     rank_order,
     two_shot,
 )
-from unisono.core.schedules.families import ScheduleFamily
+from unisono.core.schedules.families import PROVED_RANKS, ScheduleFamily
 from unisono.core.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, ScheduleError
 
 _log = logging.getLogger("unisono.schedules")
 
@@ -266,9 +266,9 @@ def register_algorithm(
 
     The builder takes the world size, and by their names what it needs of `local` (ranks per host;
     it then serves several hosts with equally many), `root` and `pipeline`. Every rank must
-    register the family. The schedule of a call is proved when it is built. Above 512 ranks two
-    smaller worlds are proved in its place, unless the builder raises for them. A function that is
-    defined again may be registered again. What groups have prepared stays.
+    register the family. The schedule of a call is proved when it is built. Above 512 ranks up to
+    three smaller worlds are proved in its place, unless the builder raises for them. A function
+    that is defined again may be registered again. What groups have prepared stays.
 
     Args:
         collective: "all_reduce", "broadcast", ...
@@ -304,6 +304,7 @@ def register_algorithm(
                 f"register {name!r}: {collective} has another such algorithm"
             )
         build.cache_clear()
+        proved_sizes.cache_clear()
     proved.__wrapped__ = builder  # type: ignore[attr-defined]
     proved.family = family  # type: ignore[attr-defined]
     _TABLE[collective][name] = AlgorithmEntry(
@@ -312,24 +313,47 @@ def register_algorithm(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def proved_sizes(
     collective: str, algorithm: str, world_size: int, root: int = -1, local: int = 1
 ) -> tuple[int, ...]:
     """Return the world sizes whose proof stands for that of `world_size`.
 
-    It is `world_size` itself, except for a user's function above 512 ranks.
+    It is `world_size` itself, which `build` proves, except for a user's function above 512 ranks.
 
     Raises:
         ScheduleError: A smaller schedule is wrong.
     """
     family = getattr(entry(collective, algorithm).builder, "family", None)
-    if family is None:
+    if family is None or world_size <= PROVED_RANKS:
         return (world_size,)
     values = {"local": local, "root": root, "pipeline": 1}
     found: tuple[int, ...] = family.prove_size(
         world_size, {key: values[key] for key in family.takes}
     )
     return found
+
+
+def unproved(
+    collective: str, algorithm: str, world_size: int, root: int, pipeline: int, local: int
+) -> tuple[Schedule, ScheduleError | None]:
+    """Return a schedule of a user's function, and how its proof fails, or None.
+
+    Raises:
+        InvalidArgumentError: The algorithm is shipped, hence proved. Or the function raises.
+    """
+    family = getattr(entry(collective, algorithm).builder, "family", None)
+    if family is None:
+        raise InvalidArgumentError(
+            f"{collective} ({algorithm}) is proved: it is no user's function"
+        )
+    values = {"local": local, "root": root, "pipeline": pipeline}
+    built: Schedule = family.built(world_size, {key: values[key] for key in family.takes})
+    try:
+        family.prove(built)
+    except ScheduleError as error:
+        return built, error
+    return built, None
 
 
 def _never_raising(name: str, applies: Callable[[int], bool]) -> Callable[[int], bool]:

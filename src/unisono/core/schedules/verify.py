@@ -166,7 +166,8 @@ class _SymbolicWorld:
             self.fail(stuck[0], f"deadlock: ranks wait for messages that never come: {waits}")
         for (src, dst), queue in self.queues.items():
             if queue:
-                raise self.error(f"rank {src} sends {len(queue)} messages more than {dst} takes")
+                text = f"rank {src} sends {len(queue)} messages more than {dst} takes"
+                raise self.error(text, src)
 
     def advance(self, rank: int) -> set[int]:
         """Run `rank` until it ends or waits; return the ranks that got messages."""
@@ -412,4 +413,12 @@ def _name(chunk: Chunk) -> str:
 
 
 def _ranks(bits: int) -> str:
-    return ",".join(str(i) for i in range(bits.bit_length()) if bits >> i & 1) or "none"
+    """Return "0,1,3", or "0-63" for more than eight in a row."""
+    parts: list[str] = []
+    i = 0
+    while bits >> i:
+        length = (~(bits >> i) & (bits >> i) + 1).bit_length() - 1
+        run = range(i, i + length)
+        parts += [f"{run[0]}-{run[-1]}"] if length > 8 else map(str, run)
+        i += length + 1
+    return ",".join(parts) or "none"

@@ -49,6 +49,16 @@ def named(op: str, text: str) -> str:
     return name
 
 
+def label(text: str) -> str:
+    """Return the name of an algorithm in a table: of a file its function, or the name of the file.
+
+    It reads no file.
+    """
+    if text.endswith(".xml"):
+        return Path(text).stem
+    return text.rpartition(":")[2] if is_file(text) else text.replace("-", "_")
+
+
 def operation_of(text: str) -> str:
     """Return the operation of an algorithm in a file.
 
@@ -116,7 +126,7 @@ def proof_note(op: str, name: str, p: int, root: int, local: int) -> str:
     sizes = proved_sizes(op, name, p, root, local)
     if sizes == (p,):
         return ""
-    on = " and ".join(map(str, sizes))
+    on = " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), *map(str, sizes[-1:])]))
     return f"{name} is NOT PROVED on {p:,} ranks" + (f", but on {on}" if on else "")
 
 

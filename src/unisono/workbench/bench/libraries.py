@@ -22,10 +22,10 @@ from unisono.core.backends import CPUOptions
 from unisono.core.base.types import ReduceOp
 from unisono.core.operations.methods import OPS
 from unisono.core.stores import PrefixStore, Store, TCPStore
-from unisono.errors import LaunchError, UnsupportedError
+from unisono.errors import InvalidArgumentError, LaunchError, UnsupportedError
 from unisono.workbench.bench.algorithms import named
 from unisono.workbench.bench.data import Data, to_tensor
-from unisono.workbench.bench.plan import REDOPS, BenchPlan
+from unisono.workbench.bench.plan import PEERS, REDOPS, BenchPlan
 
 TimedCall = Callable[[], object]
 
@@ -224,7 +224,7 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Benc
     """Connect one library.
 
     Args:
-        name: "unisono" or one of `PEERS`.
+        name: "unisono", one of `PEERS`, or an algorithm of unisono, whose group exists already.
         rank: This rank.
         plan: The settings of the benchmark.
         store: Store of all ranks, which also serves torch's client.
@@ -235,6 +235,8 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Benc
         return _MPI()
     if name == "nccl4py":
         return _NCCL4Py(rank, plan, store)
+    if name not in PEERS:
+        return _AlgorithmLibrary(plan, name)
     return _open_torch(name, rank, plan, store)
 
 
@@ -247,12 +249,13 @@ def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:
         timeout=plan.loop.timeout_s,
         pg_options=CPUOptions(engine=plan.engine),
     )
-    algorithm = plan.algorithm
-    for op in plan.ops if algorithm else ():
-        if op != "sendrecv":
-            # Each rank registers what is in a file.
-            algorithm = named(op, str(plan.algorithm))
-    return unisono_library(algorithm)
+    return unisono_library(_registered(plan, plan.algorithm) if plan.algorithm else None)
+
+
+def _registered(plan: BenchPlan, text: str) -> str:
+    """Return the name of an algorithm; each rank registers what is in a file."""
+    names = [named(op, text) for op in plan.ops if op != "sendrecv"]
+    return names[0] if names else text
 
 
 def unisono_library(algorithm: str | None) -> BenchLibrary:
@@ -260,6 +263,22 @@ def unisono_library(algorithm: str | None) -> BenchLibrary:
     extra = {"algorithm": algorithm} if algorithm else {}
     versions = {"unisono": unisono.__version__, "numpy": np.__version__}
     return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, extra)
+
+
+class _AlgorithmLibrary(_C10d):
+    """A further algorithm, on the group of the library `unisono`, which closes it."""
+
+    def __init__(self, plan: BenchPlan, text: str) -> None:
+        extra = {"algorithm": _registered(plan, text)}
+        super().__init__(text, unisono, lambda array: array, ReduceOp, {}, extra)
+
+    def call(self, data: Data) -> TimedCall:
+        if data.case.op == "sendrecv":
+            raise InvalidArgumentError("messages have no algorithm")
+        return super().call(data)
+
+    def close(self) -> None:
+        """Leave the group."""
 
 
 def _open_torch(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:

@@ -156,7 +156,7 @@ class BenchPlan:
         root: Root of the rooted operations.
         engine: Engine of unisono; None: that of UNISONO_ENGINE.
         algorithm: Algorithm of unisono; None: unisono selects it.
-        peers: Libraries to compare with, of `PEERS`.
+        peers: What to compare with: libraries, of `PEERS`, and further algorithms of unisono.
         device: "cpu" or "cuda": where the arrays are.
     """
 
@@ -186,7 +186,8 @@ class BenchPlan:
         if self.hosts and "mpi" in self.peers:
             raise InvalidArgumentError("--hosts goes with --peer gloo only; mpiexec knows one host")
         on_gpu = self.device == "cuda"
-        if wrong := [peer for peer in self.peers if (peer in GPU_PEERS) != on_gpu]:
+        libraries = [peer for peer in self.peers if peer in PEERS]
+        if wrong := [peer for peer in libraries if (peer in GPU_PEERS) != on_gpu]:
             raise InvalidArgumentError(
                 f"--device {self.device} does not go with --peer {wrong[0]}; "
                 "nccl and nccl4py need --device cuda, the other peers --device cpu"

@@ -11,6 +11,7 @@ from typing import Any
 
 from unisono.core.base.grouping import grouped
 from unisono.errors import InvalidArgumentError
+from unisono.workbench.bench.algorithms import label
 from unisono.workbench.bench.report import bandwidths
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; the marks differ, too.
@@ -19,6 +20,7 @@ _STYLES = {
     "gloo": {"color": "#D55E00", "marker": "s", "linewidth": 1.4},
     "mpi": {"color": "#009E73", "marker": "^", "linewidth": 1.4},
 }
+_OTHER = {"marker": "^", "linewidth": 1.4}
 _ROW_INCHES = 2.6
 _TICKS = 6
 
@@ -81,7 +83,9 @@ def _draw(panel: Any, rows: Sequence[dict[str, Any]], what: str, op: str) -> Non
         else:
             values = [bandwidths(row, library)[1] for row in there]
         sizes = [row["size_bytes"] for row in there]
-        panel.plot(sizes, values, label=library, markersize=3.5, **_STYLES[library])
+        panel.plot(
+            sizes, values, label=label(library), markersize=3.5, **_STYLES.get(library, _OTHER)
+        )
     unit = "µs, lower is better" if what == "time" else "GB/s, higher is better"
     name = "time per call" if what == "time" else "bus bandwidth"
     panel.set_title(f"{op}: {name} ({unit})", fontsize=9, loc="left")

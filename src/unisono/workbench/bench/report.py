@@ -15,6 +15,7 @@ from unisono.core.base.config import environ
 from unisono.core.platform.machine import busy_text, cpu_model, load_average, usable_cores
 from unisono.core.platform.posix import require_posix
 from unisono.launcher.output.colours import has_colours
+from unisono.workbench.bench.algorithms import label
 from unisono.workbench.bench.plan import OPS, BenchPlan
 
 ReportRow = dict[str, Any]
@@ -106,6 +107,8 @@ def fixed(number: float, width: int = 7) -> str:
 class ReportTable:
     """nccl-tests' table with two further columns per peer; rich colours it on a terminal.
 
+    Peers are libraries and further algorithms.
+
     Args:
         plan: The settings of the benchmark.
     """
@@ -113,6 +116,9 @@ class ReportTable:
     def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
         self._console = _console()
+        self._widths = list(_WIDTHS)
+        for peer in plan.peers:
+            self._widths += [max(8, len(label(peer))), max(6, len(label(peer)) + 1)]
         self.machine = machine()
         self.group = ""
         self.rows: list[ReportRow] = []
@@ -155,14 +161,16 @@ class ReportTable:
         self._comment(f"python {host['python']}, {versions}")
         self._comment(
             f"time: median of {rounds} rounds of {loop}, mean per call on the slowest rank"
-            + ("; the libraries take turns" if plan.peers else "")
+            + ("; the columns take turns" if plan.peers else "")
         )
+        if plan.algorithm:
+            self._comment(f"time, algbw, busbw: {label(plan.algorithm)}")
 
     def _header(self, op: str) -> None:
         names = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
         units = ["(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", ""]
         for peer in self._plan.peers:
-            names += [peer, f"/{peer}"]
+            names += [label(peer), f"/{label(peer)}"]
             units += ["(us)", "ratio"]
         self._comment("")
         self._comment(f"Collective test starting: {op}")
@@ -170,8 +178,8 @@ class ReportTable:
             self._comment("ping-pong; time is half of the round trip")
             pairs = " ".join(f"{low}-{high}" for low, high in self._plan.pairs())
             self._comment(f"pairs of ranks: {pairs}")
-        self._print("#" + _aligned(names)[1:], "bold")
-        self._print("#" + _aligned(units)[1:], "bold")
+        self._print("#" + self._aligned(names)[1:], "bold")
+        self._print("#" + self._aligned(units)[1:], "bold")
 
     def _row(self, row: ReportRow) -> None:
         own = row["results"]["unisono"]
@@ -184,7 +192,7 @@ class ReportTable:
             value, other = ratio(row, peer), row["results"][peer]
             cells += [fixed(other["time_us"]) if other else "-", _ratio_text(value)]
             styles += ["", "" if value is None else "red" if value > 1 else "green"]
-        self._print(_aligned(cells), *styles)
+        self._print(self._aligned(cells), *styles)
 
     def _footer(self) -> None:
         """Print the summary of the last operation."""
@@ -199,7 +207,8 @@ class ReportTable:
             self._comment(f"Avg bus bandwidth    : {figures['avg_busbw']:.4g}")
         for peer in self._plan.peers:
             if peer in figures:
-                self._comment(_peer_line(peer, figures[peer]))
+                name = label(self._plan.algorithm or "unisono")
+                self._comment(_peer_line(name, label(peer), figures[peer]))
         self._comment(f"Collective test concluded: {op}")
 
     def _comment(self, text: str) -> None:
@@ -214,9 +223,20 @@ class ReportTable:
 
         line = Text(text, style=styles[0] if len(styles) == 1 else "")
         if len(styles) > 1:
-            for (start, end), style in zip(_spans(len(styles)), styles, strict=True):
+            for (start, end), style in zip(self._spans(), styles, strict=True):
                 line.stylize(style, start, end)
         self._console.print(line, soft_wrap=True)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Yield the begin and the end of each column in a line."""
+        start = 0
+        for width in self._widths:
+            yield start, start + 2 + width
+            start += 2 + width
+
+    def _aligned(self, cells: Sequence[str]) -> str:
+        pairs = zip(cells, self._spans(), strict=True)
+        return "".join(cell.rjust(end - start) for cell, (start, end) in pairs)
 
 
 def _console() -> Any:
@@ -231,31 +251,16 @@ def _console() -> Any:
 
 
 _WIDTHS = (12, 12, 8, 6, 4, 7, 7, 7, 6)
-_PEER_WIDTHS = (8, 6)
-
-
-def _spans(columns: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of each column in a line."""
-    start = 0
-    peers = (columns - len(_WIDTHS)) // len(_PEER_WIDTHS)
-    for width in _WIDTHS + _PEER_WIDTHS * peers:
-        yield start, start + 2 + width
-        start += 2 + width
-
-
-def _aligned(cells: Sequence[str]) -> str:
-    spans = _spans(len(cells))
-    return "".join(cell.rjust(end - start) for cell, (start, end) in zip(cells, spans, strict=True))
 
 
 def _ratio_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
-def _peer_line(peer: str, figures: dict[str, Any]) -> str:
+def _peer_line(own: str, peer: str, figures: dict[str, Any]) -> str:
     above = len(figures["above_1"])
     return (
-        f"unisono / {peer:<10} : geometric mean {_ratio_text(figures['geometric_mean'])} "
+        f"{own} / {peer:<10} : geometric mean {_ratio_text(figures['geometric_mean'])} "
         f"(best rounds {_ratio_text(figures['geometric_mean_best'])}), "
         f"worst {_ratio_text(figures['worst'])} at {figures['worst_bytes']} B, "
         f"{above} of {figures['cells']} above 1"

@@ -164,6 +164,8 @@ class _BenchRank:
             self._note(problem or f"{library.name} fails on another rank in {data.case.op}")
             return None
         wrong = self._total(data.count_wrong()) if self._plan.loop.check else None
+        if wrong and not own:
+            self._note(f"{library.name}: {wrong} WRONG elements, first in {data.case.op}")
         return _Ready(library.name, call, wrong)
 
     def _note(self, text: str) -> None:

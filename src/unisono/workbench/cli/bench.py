@@ -67,7 +67,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_loop(parser)
     _add_nccl_tests(parser)
     add("--engine", choices=("native", "reference"), help="unisono's engine")
-    add("--algorithm", metavar="NAME", help=HELP)
+    add("--algorithm", metavar="A,B", help=f"one, or several that take turns, each a {HELP}")
     peers = "gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be repeated"
     add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
@@ -175,10 +175,11 @@ def _bench(options: argparse.Namespace) -> int:
     if options.output and ALL in (options.datatype, options.op):
         raise InvalidArgumentError("--plot draws one type and one reduce op, not -d all or -o all")
     wanted = {
+        **dict.fromkeys(options.peer, True),
         "cuda": plan.device == "cuda",
         "bfloat16": "bfloat16" in plan.dtype,
     }
-    for feature in (*plan.peers, *(name for name, is_wanted in wanted.items() if is_wanted)):
+    for feature in (name for name, is_wanted in wanted.items() if is_wanted):
         check_installed(feature)
     if options.output:
         check_output("bench", options.output)
@@ -196,7 +197,9 @@ def _bench(options: argparse.Namespace) -> int:
         from unisono.workbench.bench.plot import plot
 
         plot(result, options.output)
-    return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
+    own = [name for name in ("unisono", *plan.peers) if name not in PEERS]
+    found = [row["results"][name] for row in table.rows for name in own]
+    return 1 if any(result and result["wrong"] for result in found) else 0
 
 
 def _as_text(result: dict[str, Any]) -> str:
@@ -217,12 +220,13 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
         dtypes = ",".join(name for name in DTYPES if has_bfloat16 or name != "bfloat16")
     if options.ops == ["all"] and nprocs == 1:
         ops = tuple(op for op in ops if op != "sendrecv")
+    algorithms = list(dict.fromkeys((options.algorithm or "").split(",")))
     if options.algorithm:
         from unisono.core.schedules.registry import entry
 
         for op in ops:
-            if op != "sendrecv":
-                entry(op, named(op, options.algorithm))
+            for text in algorithms if op != "sendrecv" else ():
+                entry(op, named(op, text))
     return BenchPlan(
         ops=ops,
         nprocs=nprocs,
@@ -239,7 +243,7 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
         redop=",".join(REDOPS) if options.op == ALL else options.op,
         root=options.root,
         engine=options.engine,
-        algorithm=options.algorithm,
-        peers=tuple(dict.fromkeys(options.peer)),
+        algorithm=algorithms[0] or None,
+        peers=(*algorithms[1:], *dict.fromkeys(options.peer)),
         device=options.device,
     )

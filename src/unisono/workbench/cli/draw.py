@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--pipeline", type=positive, default=1, metavar="N", help="pipeline depth (1)")
     add("-b", "--size", type=nbytes, metavar="SIZE", help="with --net (1M)")
     add("--net", metavar="FILE", help="a shipped network or a TOML file, see `unisono simulate`")
+    add(
+        "--unproved",
+        action="store_true",
+        help="draw an algorithm of your own also if it is wrong, and mark the step that fails",
+    )
     add_picture(parser, "FILE.svg, .png, .pdf, or the page FILE.html", required=True)
 
 
@@ -83,9 +89,15 @@ def _draw(options: argparse.Namespace) -> int:
             f"--algorithm {options.algorithm}: a picture has one algorithm",
             hint="`unisono simulate` takes a list, and `-o` draws their times",
         )
+    if options.unproved and (options.net or suffix == ".html"):
+        raise InvalidArgumentError(
+            "--unproved draws rounds as .svg, .png or .pdf: what is wrong cannot run"
+        )
     from unisono.workbench.simulate.pictures.diagrams import diagram
 
     timeline = _timeline(options)
+    if timeline.fault is not None:
+        print(f"draw: {options.algorithm} is WRONG: {timeline.fault.text}", file=sys.stderr)
     if suffix == ".html":
         from importlib import resources
 
@@ -104,6 +116,7 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     """Return the schedule over time that the flags describe."""
     from unisono.core.schedules import build
     from unisono.core.schedules.ir import ROOTED
+    from unisono.core.schedules.registry import unproved
     from unisono.workbench.simulate.pictures.timeline import (
         MOST_MESSAGES,
         count_messages,
@@ -123,12 +136,16 @@ def _timeline(options: argparse.Namespace) -> Timeline:
         per_host = net.values["ranks_per_host"]
     check_hosts(options.op, name, p, per_host)
     root = options.root if options.op in ROOTED else -1
-    schedule = build(options.op, name, p, root, options.pipeline, local)
+    how, error = (options.op, name, p, root, options.pipeline, local), None
+    if options.unproved:
+        schedule, error = unproved(*how)
+    else:
+        schedule = build(*how)
     # Messages grow with the ranks. Only the limit of messages makes the largest number useful.
     if count_messages(schedule) > MOST_MESSAGES:
         raise InvalidArgumentError(_too_many(options, name, local))
     if net is None:
-        return in_rounds(schedule)
+        return in_rounds(schedule, error)
     if net.values["model"] == "loggops":
         raise InvalidArgumentError(f"--net {net.name} is for the model loggops, which is not drawn")
     return in_time(

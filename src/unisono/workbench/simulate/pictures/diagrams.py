@@ -15,7 +15,7 @@ import numpy as np
 
 from unisono.core.schedules.cost import cost
 from unisono.workbench.simulate.pictures.drawing import PALE, Picture, Point, heat
-from unisono.workbench.simulate.pictures.timeline import Span, Timeline
+from unisono.workbench.simulate.pictures.timeline import FaultMark, Span, Timeline
 
 # One colour per chunk, from Okabe and Ito's palette for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A6A00", "#444444")
@@ -25,8 +25,8 @@ _MESSAGE, _WORK = "#7FA8C9", "#9a9a9a"
 _LEFT, _TOP = 58.0, 46.0
 # Links of the heat map, and slices of time.
 _LINKS, _SLICES = 16, 64
-# Height of the legend.
-_LEGEND = 22.0
+# Height of the legend, and how much of an error is shown.
+_LEGEND, _LETTERS = 22.0, 160
 
 
 def diagram(timeline: Timeline) -> Picture:
@@ -45,15 +45,23 @@ def _rounds(timeline: Timeline) -> Picture:
         f"{schedule.collective}, {schedule.algorithm}: {rounds}, {sent} sent by the busiest rank"
     )
     # A title takes up to 9 units for each letter, in the widest fonts.
+    fault = timeline.fault
     width = max(_LEFT + wide * stages + 16, 24 + 9 * len(title))
     picture = Picture(width, _TOP + high * ranks + _LEGEND + 6)
+    if fault is not None:
+        picture.width = max(width, 24 + 7.5 * len(_fault_text(fault)))
+        picture.height += 20
+        picture.label(12, picture.height - 8, _fault_text(fault), 11, bold=True, colour=CRITICAL)
     picture.label(12, 18, title, 13, bold=True)
-    # A single rank has a stage, but no round.
+    # A single rank has a stage, but no round. The text of an error counts from 0, as the function.
+    first = 1 if fault is None else 0
     for k in range(schedule.rounds):
-        picture.label(_LEFT + wide * (k + 0.5), _TOP - 10, str(k + 1), 10, "middle")
+        picture.label(_LEFT + wide * (k + 0.5), _TOP - 10, str(k + first), 10, "middle")
         if k % 2 == 0:
             picture.box(_LEFT + wide * k, _TOP - 4, wide, high * ranks + 2, "#f5f5f5")
     _lanes(picture, ranks, high, wide * stages)
+    if fault is not None:
+        _mark(picture, fault, (wide, high, stages))
     for message in timeline.messages:
         begin = _LEFT + wide * message.begin + 5, _middle(message.source, high)
         end = _LEFT + wide * message.end - 5, _middle(message.target, high)
@@ -61,6 +69,21 @@ def _rounds(timeline: Timeline) -> Picture:
     x = _legend(picture, timeline, _TOP + high * ranks + 16, COLOURS[0])
     picture.label(x, _TOP + high * ranks + 16, "colour: first chunk", 10)
     return picture
+
+
+def _fault_text(fault: FaultMark) -> str:
+    text = f"WRONG: {fault.text}"
+    return text if len(text) <= _LETTERS else text[: _LETTERS - 3] + "..."
+
+
+def _mark(picture: Picture, fault: FaultMark, shape: tuple[float, float, int]) -> None:
+    """Mark the round of a rank in which the proof fails, or the end of its lane."""
+    wide, high, stages = shape
+    if fault.rank is None:
+        return
+    at_end = fault.stage == stages
+    x, width = _LEFT + wide * fault.stage - (10 if at_end else 0), 16 if at_end else wide
+    picture.box(x, _TOP + high * fault.rank + 1, width, high - 2, "#ffd9d9", CRITICAL)
 
 
 def _legend(picture: Picture, timeline: Timeline, y: float, colour: str) -> float:

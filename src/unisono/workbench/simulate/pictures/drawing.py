@@ -55,10 +55,12 @@ class Picture:
         self.width, self.height = width, height
         self.shapes: list[DrawnShape] = []
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, edge: str = ""
+    ) -> None:
         """Add a rectangle."""
         corners = ((x, y), (x + width, y), (x + width, y + height), (x, y + height))
-        self.shapes.append(Polygon(corners, fill))
+        self.shapes.append(Polygon(corners, fill, edge))
 
     def label(
         self, x: float, y: float, text: str, size: float = 11, anchor: str = "start",

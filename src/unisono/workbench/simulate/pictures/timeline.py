@@ -14,7 +14,7 @@ import numpy as np
 
 from unisono.core.schedules.ir import Op, Schedule
 from unisono.core.schedules.registry import build
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, ScheduleError
 from unisono.workbench.simulate.evaluators.costs import Costs
 from unisono.workbench.simulate.evaluators.links import traced
 from unisono.workbench.simulate.evaluators.result import Result
@@ -59,6 +59,20 @@ class Span(NamedTuple):
     end: float
 
 
+class FaultMark(NamedTuple):
+    """Where the proof of a schedule fails.
+
+    Attributes:
+        rank: The rank, or None.
+        stage: The stage; the number of stages for the result.
+        text: What is wrong.
+    """
+
+    rank: int | None
+    stage: int
+    text: str
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A schedule over time.
@@ -70,6 +84,7 @@ class Timeline:
         work: Work of ranks besides waiting for messages; empty without a network.
         service: When links carry messages; empty without a network.
         result: The simulated run; None without a network.
+        fault: Where the proof fails; None for a schedule that is right.
     """
 
     schedule: Schedule
@@ -78,6 +93,7 @@ class Timeline:
     work: tuple[Span, ...] = ()
     service: tuple[Span, ...] = ()
     result: Result | None = None
+    fault: FaultMark | None = None
 
 
 def count_messages(schedule: Schedule) -> int:
@@ -92,9 +108,25 @@ def count_messages(schedule: Schedule) -> int:
     )
 
 
-def in_rounds(schedule: Schedule) -> Timeline:
-    """Return a schedule with a round as the unit of time."""
-    return Timeline(schedule, tuple(_messages(schedule)), float(schedule.stages))
+def in_rounds(schedule: Schedule, error: ScheduleError | None = None) -> Timeline:
+    """Return a schedule with a round as the unit of time.
+
+    Args:
+        schedule: The schedule.
+        error: What its proof raised. Messages that are only sent, or only taken, are left out.
+    """
+    fault = None if error is None else _fault(schedule, error)
+    messages = tuple(_messages(schedule))
+    return Timeline(schedule, messages, float(schedule.stages), fault=fault)
+
+
+def _fault(schedule: Schedule, error: ScheduleError) -> FaultMark:
+    rank, step = error.context.rank, error.context.step
+    stage = schedule.stages
+    if rank is not None and step is not None:
+        rows = [len(schedule.steps(k, np.array([rank]))) for k in range(schedule.stages)]
+        stage = int(np.searchsorted(np.cumsum(rows), step, side="right"))
+    return FaultMark(rank, stage, error.what)
 
 
 def _messages(schedule: Schedule) -> Iterator[TimedMessage]:
@@ -111,7 +143,9 @@ def _messages(schedule: Schedule) -> Iterator[TimedMessage]:
                     sent.setdefault((rank, target), []).append(chunk)
         for rank, op, peer, *_ in rows:
             if op in receiving:
-                chunk = sent[peer, rank].pop(0)
+                if not (chunks := sent.get((peer, rank))):
+                    continue  # of a wrong schedule
+                chunk = chunks.pop(0)
                 _check(schedule, count := count + 1)
                 yield TimedMessage(peer, rank, k, k + 1, k, chunk, reduces=receiving[Op(op)])
 
