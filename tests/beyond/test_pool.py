@@ -15,7 +15,7 @@ import pytest
 
 import unisono
 import unisono as dist
-from unisono.beyond.pool import display, main_names, memory
+from unisono.beyond.pool import display, memory
 from unisono.beyond.pool import rank as rank_module
 from unisono.beyond.pool.rank import run_cell
 from unisono.errors import (
@@ -139,6 +139,10 @@ def check_replacement(ranks):
     assert ranks.pids()[:2] == pids[:2]
     assert ranks.pids()[2] != pids[2]
     assert (ranks[0].run(recall), ranks[1].run(recall)) == (0, 7)
+    with pytest.raises(NameError) as lost:
+        ranks.cell("import unisono as dist\nif dist.get_rank() == 2: of_before")
+    new = f"a new process, with an empty memory, has replaced rank 2 (pid {pids[2]}"
+    assert lost.value.__notes__[-1].startswith(new)
     assert ranks.run(sum_of_ranks, 1)[2][0] == sum(rank + 1 for rank in range(SIZE))
 
 
@@ -515,7 +519,6 @@ def count():
         counted += 1
     add()
     return counted
-counted = 0
 """
 
 
@@ -523,6 +526,7 @@ def test_a_global_of_an_inner_function_stays(ranks):
     pytest.importorskip("cloudpickle")
     space = {"__name__": "__main__"}
     exec(NOTEBOOK, space)
+    ranks.cell("counted = 0")
     assert [ranks[0].run(space["count"]) for _ in range(3)] == [1, 2, 3]
 
 
@@ -629,6 +633,10 @@ def first():
 def share():
     take()
     return size()
+
+def hold():
+    global held
+    held = first
 """
 
 
@@ -655,11 +663,12 @@ def forked_pair():
 def test_a_name_that_a_rank_has_assigned_is_never_replaced(forked_pair):
     notebook = Notebook(CELLS, "rows = list(range(10))")
     forked_pair.cell("rows = [rank] * (rank + 3)")
-    with pytest.raises(
-        UsageError, match="uses rows of the notebook, and this rank has assigned another rows"
-    ):
-        forked_pair.run(notebook["size"])
-    # The two ways out, and what the notebook assigns is used until a rank does.
+    for name in ("size", "take"):
+        with pytest.raises(
+            UsageError, match="uses rows of the notebook, and this rank has another rows of its own"
+        ):
+            forked_pair.run(notebook[name])
+    # The two ways out.
     del notebook["rows"]
     assert forked_pair.run(notebook["size"]) == [3, 4]
     notebook.run("rows = list(range(10))")
@@ -669,25 +678,85 @@ def test_a_name_that_a_rank_has_assigned_is_never_replaced(forked_pair):
     assert forked_pair.run(notebook["size"]) == [1, 1]
 
 
-def test_what_a_function_assigns_stays_until_the_notebook_assigns_it_anew(forked_pair):
+def test_what_a_call_sends_is_taken_away_after_it(forked_pair, monkeypatch):
+    """The notebook may change a list in place, or assign a number anew, and nothing tells it."""
+    notebook = Notebook(CELLS, "rows = [1, 2]")
+    assert forked_pair.run(notebook["first"]) == [1, 1]
+    for cell in ("rows", "rows = rows[1:]"):
+        with pytest.raises(NameError, match="rows"):
+            forked_pair.cell(cell)
+    # An object that stays has a name that the notebook has for no other call.
+    monkeypatch.setattr(sys.modules["__main__"], "rows", [], raising=False)
+    forked_pair.run(notebook["hold"])
+    with pytest.raises(NameError) as caught:
+        forked_pair.run(eval("lambda: held()", notebook))
+    assert "the notebook has rows: run(f, rows)" in caught.value.__notes__[-1]
+    notebook["rows"][0] = 9
+    assert forked_pair.run(notebook["first"]) == [9, 9]
+    with pytest.raises(IndexError):
+        forked_pair.run(notebook.run("def fail(): return rows[7]") or notebook["fail"])
+    with pytest.raises(NameError, match="rows"):
+        forked_pair.cell("rows")
+
+
+def test_a_shared_array_that_a_rank_has_replaced_is_refused(forked_pair):
+    notebook = Notebook("def fill(): img[:] = 7\ndef total(): return img.sum()")
+    img = notebook["img"] = forked_pair.shared_array(4)
+    assert forked_pair.run(notebook["total"]) == [0, 0]
+    forked_pair.run_each(keep_image, [img, img])
+    forked_pair.cell("img = img + 1")
+    with pytest.raises(UsageError, match="this rank has another img of its own"):
+        forked_pair.run(notebook["fill"])
+    del notebook["img"]
+    forked_pair.run(notebook["fill"])
+    assert forked_pair.run(notebook["total"]) == [28, 28]
+    assert not img.any()
+
+
+def keep_image(value):
+    sys.modules["__main__"].img = value
+
+
+def test_what_a_function_assigns_stays_and_is_the_ranks(forked_pair):
     notebook = Notebook("import numpy as np", CELLS, "rows = np.arange(9)")
     forked_pair.run(notebook["take"])
-    assert forked_pair.run(notebook["size"]) == [5, 4]
-    assert forked_pair.run(notebook["first"]) == [0, 1]
-    notebook.run("rows = np.arange(20)")
     for name in ("size", "take"):
         with pytest.raises(UsageError, match="uses rows of the notebook"):
             forked_pair.run(notebook[name])
-    forked_pair.cell("del rows")
-    assert forked_pair.run(notebook["share"]) == [10, 10]
+    del notebook["rows"]
+    assert forked_pair.run(notebook["size"]) == [5, 4]
+    assert forked_pair.run(notebook["first"]) == [0, 1]
+    assert forked_pair.run(notebook["share"]) == [3, 2]
 
 
 def test_an_assignment_in_place_counts(forked_pair):
     notebook = Notebook("import numpy as np", CELLS, "rows = np.ones(2)")
     forked_pair.run(notebook["double"])
+    del notebook["rows"]
     assert forked_pair.run(notebook["first"]) == [2, 2]
     forked_pair.cell("rows += rank")
     assert forked_pair.run(notebook["first"]) == [2, 3]
+
+
+def test_a_name_that_a_function_only_assigns_is_not_sent(forked_pair):
+    notebook = Notebook("rows = None\ndef keep(value):\n    global rows\n    rows = value", CELLS)
+    for value in ("ab", "cd"):
+        forked_pair.run(notebook["keep"], value)
+    del notebook["rows"]
+    assert forked_pair.run(notebook["first"]) == ["c", "c"]
+
+
+def test_modules_that_a_call_sends_stay_and_a_result_has_what_it_reads(forked_pair):
+    notebook = Notebook(
+        "import math",
+        "def root(x): return math.sqrt(x)",
+        "def keep():\n    global kept\n    kept = root\n    return lambda: root(16)",
+    )
+    assert forked_pair.run(notebook["keep"])[0]() == 4
+    assert forked_pair.run(eval("lambda: kept(9)", notebook)) == [3, 3]
+    notebook.run("import cmath as math")
+    with pytest.raises(UsageError, match="this rank has another math of its own"):
+        forked_pair.run(notebook["root"], 4)
 
 
 def test_equal_constants_and_modules_are_no_conflict(forked_pair):
@@ -788,27 +857,6 @@ def test_an_interrupt_before_the_call_reaches_the_rank(ranks, monkeypatch):
 def test_a_group_that_a_call_destroyed_is_made_anew(ranks):
     ranks.run(dist.destroy_process_group)
     assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
-
-
-def test_threads_may_submit_functions_of_a_notebook(monkeypatch):
-    """Another thread forgets a name between two steps of this one."""
-    value, space = object(), {}
-
-    def held():
-        sent.clear()
-        return value
-
-    class Space(dict):
-        def get(self, *args):
-            sent.clear()
-            return super().get(*args)
-
-    sent = {"x": (space, held, 7)}
-    monkeypatch.setattr(main_names, "_sent", sent)
-    assert main_names._version("x", space, value) == 7
-    sent["x"] = Space(), held, 7
-    main_names.forget_replaced()
-    assert not sent
 
 
 def in_sub_group(path):

@@ -86,6 +86,7 @@ class Pool:
         nprocs = self._size = _checked_size(nprocs, start_method)
         self._replaces = replace
         self._lost = ""
+        self._replaced: dict[int, str] = {}  # how the processes before ended, by rank
         self._generations = itertools.count()
         # Arrays that a result may refer to; None if no call is made.
         self._held: list[Any] | None = None
@@ -141,10 +142,10 @@ class Pool:
                 ranks.run(load, "data")            # sets a `global` name, which stays
                 means = ranks.run(mean_of_all)
 
-        A function of the notebook runs in the main module of the rank. The names that it uses get
-        copies of the notebook's values at each call. What the rank has assigned, with `global` or
-        in a cell of `%%ranks`, stays. If the notebook has assigned that name since, or no call has
-        sent it before, the call is refused.
+        A function of the notebook runs in the main module of the rank. A call sends copies of the
+        notebook's names that its functions read, and takes them away at its end; only modules stay.
+        Names that the ranks assign, with `global` or in `%%ranks`, are theirs and stay. A call that
+        would send a name of theirs is refused.
 
         If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
         used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
@@ -154,8 +155,8 @@ class Pool:
             WorkerFailedError: A rank died; names it. The pool then makes no further calls, or with
                 `replace=True` a new process has the rank already.
             ClosedError: The pool is closed, or has lost a rank.
-            UsageError: A name has a value of the notebook and another of the rank. Or an iterable
-                of `map` calls the pool that reads it.
+            UsageError: The call would send a name that is a rank's. Or an iterable of `map` calls the
+                pool that reads it.
             PeerFailedError: A rank waits in a collective for one that has returned, or that was not
                 called.
             InvalidArgumentError: The function, an argument or a result cannot be pickled.
@@ -260,16 +261,7 @@ class Pool:
             WorkerFailedError, Exception: See `run`.
         """
         task: RankCall = run_cell, (source, next(self._processes.numbers)), {}
-        try:
-            results = self._run(dict.fromkeys(range(self._size), task))
-        except NameError as error:
-            found = re.search(r"name '(\w+)' is not defined", str(error))
-            if found is not None and found[1] in vars(sys.modules["__main__"]):
-                error.add_note(
-                    f"the notebook has {found[1]}: run(f, {found[1]}) gives it to all ranks, and "
-                    "run_each(f, parts) gives each rank a part"
-                )
-            raise
+        results = self._run(dict.fromkeys(range(self._size), task))
         for rank, objects in sorted(results.items()):
             display(rank, objects)
 
@@ -334,7 +326,7 @@ class Pool:
                     self._fly(flight, next_task)
             finally:
                 self._held = None
-            flight.raise_first(self._note_losses)
+            flight.raise_first(self._note_reasons)
 
     def _fly(self, flight: Flight, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
         try:
@@ -360,6 +352,7 @@ class Pool:
                 self._lost = next(iter(ended.values()))
                 return
             self._processes.restart(list(ended))
+            self._replaced |= ended
             if last is flight and not (ended or flight.needs_groups):
                 return
             last = self._renewed()
@@ -369,8 +362,10 @@ class Pool:
             why = next(each.end or exception_line(each.text) for each in last.failures.values())
         self._lost = f"its group could not be made: {why}"
 
-    def _note_losses(self, error: BaseException, ended: dict[int, str]) -> None:
-        """Note in an error the ranks that ended, and whether the pool makes calls."""
+    def _note_reasons(self, error: BaseException, ended: dict[int, str]) -> None:
+        """Note in an error why a name is missing, the ranks that ended, and the pool's state."""
+        if isinstance(error, NameError):
+            self._note_name(error)
         for end in ended.values():
             if end not in str(error):
                 error.add_note(f"a rank of the pool ended: {end}")
@@ -378,6 +373,18 @@ class Pool:
             error.add_note(f"the pool makes no calls any more: {self._lost}")
         if isinstance(error, WorkerFailedError) and not self._replaces:
             error.add_note("unisono.pool(..., replace=True) starts another process for such a rank")
+
+    def _note_name(self, error: NameError) -> None:
+        found = re.search(r"name '(\w+)' is not defined", str(error))
+        if found is not None and found[1] in vars(sys.modules["__main__"]):
+            error.add_note(
+                f"the notebook has {found[1]}: run(f, {found[1]}) gives it to all ranks, and "
+                "run_each(f, parts) gives each rank a part; a call sends the names that its "
+                "functions read, for that call alone"
+            )
+        if isinstance(cause := error.__cause__, WorkerFailedError) and cause.context is not None:
+            if (end := self._replaced.get(cause.context.rank or 0)) is not None:
+                error.add_note(f"a new process, with an empty memory, has replaced {end}")
 
 
 def _checked_size(nprocs: int | None, start_method: str) -> int:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from unisono.beyond.pool.display import Shown, open_figures, shown
 from unisono.beyond.pool.main_names import (
+    end_call,
     loads_in_main,
     names_of_cell,
     note_assigned,
-    note_changes,
     note_start,
 )
 from unisono.beyond.pool.memory import attach, attached, drop, dumps_with
@@ -157,12 +157,10 @@ class _Rank:
 
         def made() -> Any:
             fn, args, keywords = payload.load_once(loads_in_main)
-            try:
-                return fn(*args, **keywords)
-            finally:
-                note_changes()
+            return fn(*args, **keywords)
 
         self._answer(number, made)
+        end_call()  # the pickle of the result may need the names
 
     def _answer(self, number: int, fn: Callable[[], Any]) -> None:
         before = _calls_made()
