@@ -15,7 +15,7 @@ import pytest
 
 import unisono
 import unisono as dist
-from unisono.beyond.pool import display, memory
+from unisono.beyond.pool import display, memory, watch
 from unisono.beyond.pool import rank as rank_module
 from unisono.beyond.pool.rank import run_cell
 from unisono.errors import (
@@ -790,6 +790,38 @@ def test_a_wait_for_a_rank_that_has_returned_ends(ranks, name):
     assert caught.value.__notes__ == [f"raised on rank 0 of {SIZE}"]
     assert ranks.run(recall) == [0, 6, 12]
     assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def start_threads(is_of_library):
+    global woken
+    woken = threading.Event()
+    target = woken.wait if is_of_library else wait_for_event
+    threading.Thread(target=target, daemon=True).start()
+
+
+def wait_for_event():
+    woken.wait()
+
+
+def wake():
+    woken.set()
+
+
+@pytest.mark.parametrize("is_of_library", [True, False])
+def test_a_daemon_thread_of_a_library_makes_no_call(ranks, is_of_library):
+    """tqdm leaves such a thread behind."""
+    ranks.run(start_threads, is_of_library)
+    try:
+        assert ranks.run(watches_alone) == [is_of_library] * SIZE
+        if is_of_library:
+            with pytest.raises(PeerFailedError, match=r"rank [12] returned from only_rank_0\(\)"):
+                ranks.run(only_rank_0, wait_at_barrier)
+    finally:
+        ranks.run(wake)
+
+
+def watches_alone():
+    return watch._activity(0).is_alone
 
 
 def wait_at_barrier(x):

@@ -155,7 +155,7 @@ class Pool:
             WorkerFailedError: A rank died; names it. The pool then makes no further calls, or with
                 `replace=True` a new process has the rank already.
             ClosedError: The pool is closed, or has lost a rank.
-            UsageError: The call would send a name that is a rank's. Or an iterable of `map` calls the
+            UsageError: The call would send a name of the ranks. Or an iterable of `map` calls the
                 pool that reads it.
             PeerFailedError: A rank waits in a collective for one that has returned, or that was not
                 called.
@@ -382,9 +382,9 @@ class Pool:
                 "run_each(f, parts) gives each rank a part; a call sends the names that its "
                 "functions read, for that call alone"
             )
-        if isinstance(cause := error.__cause__, WorkerFailedError) and cause.context is not None:
-            if (end := self._replaced.get(cause.context.rank or 0)) is not None:
-                error.add_note(f"a new process, with an empty memory, has replaced {end}")
+        context = getattr(error.__cause__, "context", None)
+        if context is not None and (end := self._replaced.get(context.rank)) is not None:
+            error.add_note(f"a new process, with an empty memory, has replaced {end}")
 
 
 def _checked_size(nprocs: int | None, start_method: str) -> int:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from multiprocessing import Pipe
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline
@@ -44,7 +45,7 @@ class RankActivity(NamedTuple):
         waits: Collective calls in which it waits.
         calls: The number of its last call, by the key of the group.
         place: Line of the program; "" if unknown.
-        is_alone: Whether the program has no thread of its own, which could make calls.
+        is_alone: Whether no other thread may make calls.
     """
 
     number: int
@@ -86,9 +87,27 @@ def _activity(number: int) -> RankActivity:
             if not record.is_message and record.wait_begun_ns is not None:
                 waits.append(WaitingCall(group.key, record.seq, record.op, tuple(group.ranks)))
     main = threading.main_thread()
-    names = [each.name for each in threading.enumerate() if each is not main]
-    is_alone = all(name.startswith("unisono") for name in names)
-    return RankActivity(number, waits, calls, _place_of(main), is_alone)
+    others = [each for each in threading.enumerate() if each is not main]
+    return RankActivity(
+        number, waits, calls, _place_of(main), not any(_may_call(each) for each in others)
+    )
+
+
+def _may_call(thread: threading.Thread) -> bool:
+    """Return whether a thread may make calls: not, if it is a daemon of a library like tqdm."""
+    if thread.name.startswith("unisono"):
+        return False
+    frame = sys._current_frames().get(thread.ident or 0)
+    while thread.daemon and frame is not None:
+        space = (
+            {} if frame.f_globals is vars(threading) else frame.f_globals
+        )  # it has a hook of ours
+        for each in list(space.values()):
+            name = each.__name__ if isinstance(each, ModuleType) else getattr(each, "__module__", 0)
+            if isinstance(name, str) and name.startswith(("unisono", "torch.distributed")):
+                return True
+        frame = frame.f_back
+    return not thread.daemon
 
 
 def _place_of(thread: threading.Thread) -> str:
