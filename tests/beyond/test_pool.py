@@ -807,6 +807,55 @@ def wake():
     woken.set()
 
 
+def receive(src, asynchronous):
+    """Receive on rank 0; an asynchronous receive gets its message in a later call."""
+    global works
+    if dist.get_rank() == 0:
+        x = np.zeros(2)
+        if asynchronous:
+            works = x, dist.irecv(x, src)
+            time.sleep(3.2)
+        else:
+            dist.recv(x, src)
+
+
+@pytest.mark.parametrize(("src", "left"), [(1, "1"), (None, "[12]")])
+def test_a_receive_from_a_rank_that_has_returned_ends(ranks, src, left):
+    with pytest.raises(
+        PeerFailedError, match=rf"rank {left} returned from receive\(\) without send"
+    ):
+        ranks.run(receive, src, False)
+    with pytest.raises(PeerFailedError, match=r"rank [12] was not called and makes no send"):
+        ranks[0].run(receive, src, False)
+    assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def end_receive():
+    if dist.get_rank() == 1:
+        dist.send(np.full(2, 5.0), 0)
+    elif dist.get_rank() == 0:
+        works[1].wait()
+        return works[0][1]
+    return None
+
+
+def test_a_receive_that_is_finished_later_is_no_fault(ranks):
+    ranks.run(receive, 1, True)
+    assert ranks.run(end_receive)[0] == 5
+
+
+def slow_send():
+    if dist.get_rank() == 1:
+        time.sleep(3.2)
+        dist.send(np.ones(2), 0)
+    elif dist.get_rank() == 0:
+        dist.recv(np.zeros(2))
+
+
+def test_a_receive_from_any_rank_waits_for_the_last_that_may_send(ranks):
+    ranks.run(slow_send)
+
+
 @pytest.mark.parametrize("is_of_library", [True, False])
 def test_a_daemon_thread_of_a_library_makes_no_call(ranks, is_of_library):
     """tqdm leaves such a thread behind."""

@@ -203,7 +203,7 @@ class Flight:
                 left = (
                     f"returned from {called} without" if called else "was not called and makes no"
                 )
-                self._tell_others(rank, f"rank {rank} {left} {call.op} #{call.seq}")
+                self._tell_others(rank, f"rank {rank} {left} {call}")
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:

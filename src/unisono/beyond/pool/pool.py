@@ -157,8 +157,8 @@ class Pool:
             ClosedError: The pool is closed, or has lost a rank.
             UsageError: The call would send a name of the ranks. Or an iterable of `map` calls the
                 pool that reads it.
-            PeerFailedError: A rank waits in a collective for one that has returned, or that was not
-                called.
+            PeerFailedError: A rank waits in a collective or a receive for one that has returned, or
+                that was not called.
             InvalidArgumentError: The function, an argument or a result cannot be pickled.
             Exception: That of the rank that failed first. Its cause is a WorkerFailedError that
                 ends with the traceback.
