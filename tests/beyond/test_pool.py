@@ -193,6 +193,12 @@ def test_a_shared_array_of_objects_is_refused_and_that_of_another_pool_is_copied
         InvalidArgumentError, match="a shared array cannot have the dtype object: it holds objects"
     ):
         ranks.shared_array(3, object)
+    with pytest.raises(
+        TypeError, match=r"a shape is an int .*, got an array of shape \(5,\)"
+    ) as wrong:
+        ranks.shared_array(np.arange(5))
+    assert "x = ranks.shared_array(a.shape, a.dtype); x[:] = a" in str(wrong.value)
+    assert ranks.shared_array(np.int64(2)).shape == (2,)
     with unisono.pool(1, start_method="fork") as other:
         x = other.shared_array(3)
         x += 2
@@ -605,14 +611,51 @@ def test_an_interrupt_that_kills_tells_of_it(forked):
     assert forked.run(same, 1) == [1] * SIZE
 
 
-def test_a_cell_without_a_pool_is_refused():
+def test_a_cell_without_a_pool_is_refused(monkeypatch):
     module = sys.modules[unisono.pool.__module__]
-    newest, module._newest = module._newest, None
-    try:
-        with pytest.raises(unisono.errors.UsageError, match="there is no pool"):
-            module.run_magic("", "1")
-    finally:
-        module._newest = newest
+    monkeypatch.setattr(module, "_open_pools", {})
+    with pytest.raises(UsageError, match="there is no open pool"):
+        module.run_magic("", "1")
+
+
+def test_the_line_of_the_magic_names_ranks_and_a_pool(ranks, capsys, monkeypatch):
+    run_magic = sys.modules[unisono.pool.__module__].run_magic
+    cell = "import unisono as dist\ndist.get_rank()"
+    shown = {"0": [0], "2, 0": [0, 2], "-1": [2], "": [0, 1, 2]}
+    for line, numbers in shown.items():
+        run_magic(line, cell)
+        assert capsys.readouterr().out == "".join(f"[rank {n}] {n}\n" for n in numbers)
+    for line in ("--rank=1", "-h", "nobody", "0 x"):
+        with pytest.raises(UsageError, match=rf"takes the name of a pool .*, got '{line}'"):
+            run_magic(line, cell)
+    with pytest.raises(IndexError, match="there is no rank 3"):
+        run_magic("3", cell)
+    with unisono.pool(1, start_method="fork") as single:
+        run_magic("", "'single'")
+        monkeypatch.setattr(sys.modules["__main__"], "workers", ranks, raising=False)
+        run_magic("workers 1", cell)
+    run_magic("0", "'all'")  # the newest is closed
+    assert capsys.readouterr().out == "[rank 0] 'single'\n[rank 1] 1\n[rank 0] 'all'\n"
+    assert repr(single) == "<unisono.pool of 1 ranks: closed>"
+
+
+def test_last_values_come_by_rank_and_a_semicolon_hides_them(ranks, capsys, tmp_path):
+    """Rank 0 waits for the others, so that its value comes last."""
+    cell = f"""
+import os, time
+import unisono as dist
+while not dist.get_rank() and len(os.listdir({str(tmp_path)!r})) < {SIZE - 1}:
+    time.sleep(0.01)
+if dist.get_rank():
+    open(f"{tmp_path}/{{dist.get_rank()}}", "w").close()
+"""
+    table = "type('Table', (), {'__repr__': lambda self: 'a\\nb'})()"
+    ranks.cell(cell + table)
+    lines = [f"[rank {rank}] {line}\n" for rank in range(SIZE) for line in "ab"]
+    assert capsys.readouterr().out == "".join(lines)
+    ranks.cell("1;  # hidden")
+    ranks.cell("'; shown'")
+    assert capsys.readouterr().out == "".join(f"[rank {n}] '; shown'\n" for n in range(SIZE))
 
 
 CELLS = """

@@ -51,8 +51,9 @@ def display(rank: int, objects: list[Shown]) -> None:
     """Show what the cell of a rank has shown; outside of IPython, its text."""
     shell = sys.modules.get("IPython")
     for each in objects:
-        if shell is None or shell.get_ipython() is None:
-            print(f"[rank {rank}] {each['text/plain']}")
+        if shell is None or shell.get_ipython() is None or len(each) == 1:
+            for line in each["text/plain"].splitlines():
+                print(f"[rank {rank}] {line}")
             continue
         print(f"[rank {rank}]", flush=True)
         shell.display.display(each, raw=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from unisono.core.platform.memory import new_memory_file
-from unisono.errors import InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.launcher.payload import dumps_by, pickler_of
 
 
@@ -55,6 +55,11 @@ def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 def new_array(shape: Any, dtype: Any) -> tuple[Region, np.ndarray[Any, Any]]:
     """Return new memory, and an array of zeros in it; the last array in it frees the memory."""
+    if getattr(shape, "shape", ()):
+        raise ArgumentTypeError(
+            f"a shape is an int or a sequence of ints, got an array of shape {shape.shape}",
+            hint="to share its values: x = ranks.shared_array(a.shape, a.dtype); x[:] = a",
+        )
     kind = np.dtype(dtype)
     if kind.hasobject:
         raise InvalidArgumentError(f"a shared array cannot have the dtype {kind}: it holds objects")

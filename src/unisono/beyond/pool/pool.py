@@ -35,8 +35,8 @@ from unisono.launcher.traceback_text import exception_line
 _ATTEMPTS = 3
 """How often the group is made anew, if ranks end or fail meanwhile."""
 
-_newest: weakref.ref[Pool] | None = None
-_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_pool_numbers = itertools.count()
+_open_pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 
 
 class _Results(dict[int, list[Any]]):
@@ -82,7 +82,6 @@ class Pool:
     def __init__(
         self, nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False
     ) -> None:
-        global _newest
         nprocs = self._size = _checked_size(nprocs, start_method)
         self._replaces = replace
         self._lost = ""
@@ -97,8 +96,8 @@ class Pool:
         except BaseException:
             self._processes.kill()
             raise
-        _newest = weakref.ref(self)
-        _open_pools.add(self)
+        self._number = next(_pool_numbers)
+        _open_pools[self._number] = self
         process_world.hint = "only ranks have a group: call it inside ranks.run or %%ranks"
         if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
             shell.register_magic_function(run_magic, "cell", "ranks")
@@ -240,6 +239,7 @@ class Pool:
             ranks.run(fill_own_row, x)             # x has the rows now
 
         Raises:
+            ArgumentTypeError: The shape is an array.
             InvalidArgumentError: The dtype holds objects.
         """
         self._check()
@@ -255,20 +255,24 @@ class Pool:
 
         A notebook also shows figures of pyplot, and a last value that has a picture or HTML.
 
-        In IPython `%%ranks` runs the rest of the cell so, on the pool that was made last.
+        In IPython `%%ranks` runs the rest of the cell so, on the open pool that was made last;
+        `%%ranks 0 2` on these ranks, and `%%ranks workers 0` on a rank of the pool `workers`.
 
         Raises:
             WorkerFailedError, Exception: See `run`.
         """
+        self._cell(source, range(self._size))
+
+    def _cell(self, source: str, ranks: Iterable[int]) -> None:
         task: RankCall = run_cell, (source, next(self._processes.numbers)), {}
-        results = self._run(dict.fromkeys(range(self._size), task))
+        results = self._run(dict.fromkeys(ranks, task))
         for rank, objects in sorted(results.items()):
             display(rank, objects)
 
     def close(self) -> None:
         """End the ranks; a second call does nothing, nor does that of a fork of this process."""
         self._processes.close()
-        _open_pools.discard(self)
+        _open_pools.pop(self._number, None)
         if not _open_pools:
             process_world.hint = None
 
@@ -434,13 +438,28 @@ def pool(nprocs: int | None = None, *, start_method: str = "spawn", replace: boo
 
 
 def run_magic(line: str, cell: str) -> None:
-    """Run the cell below `%%ranks` on the pool that was made last.
+    """Run the cell below `%%ranks` on the open pool that was made last.
+
+    Args:
+        line: The name of another pool and numbers of ranks, or none of them.
+        cell: The source.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no open pool, or the line has something else.
     """
     hide_own_frames()
-    newest = None if _newest is None else _newest()
-    if newest is None:
-        raise UsageError("there is no pool", hint="make one: ranks = unisono.pool(4)")
-    newest.cell(cell)
+    words = line.replace(",", " ").split()
+    named = vars(sys.modules["__main__"]).get(words[0]) if words else None
+    if isinstance(named, Pool):
+        del words[0]
+    elif not _open_pools:
+        raise UsageError("there is no open pool", hint="make one: ranks = unisono.pool(4)")
+    chosen = named if isinstance(named, Pool) else _open_pools[max(_open_pools.keys())]
+    try:
+        numbers = [int(each) for each in words]
+    except ValueError:
+        raise UsageError(
+            f"%%ranks takes the name of a pool and numbers of ranks, got {line.strip()!r}",
+            hint="%%ranks for all ranks, or %%ranks 0 2",
+        ) from None
+    chosen._cell(cell, sorted({chosen[each].rank for each in numbers} or range(len(chosen))))

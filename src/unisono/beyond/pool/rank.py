@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import os
 import pickle
 import signal
 import sys
+import tokenize
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -222,10 +224,10 @@ def run_each(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def run_cell(source: str, number: int) -> list[Shown]:
-    """Run the source of a cell in the main module; print the value of its last expression.
+    """Run the source of a cell in the main module.
 
     Returns:
-        The pictures and tables that a notebook shows.
+        The value of its last expression, unless a semicolon follows, and figures.
     """
     name = f"<ranks {number}>"
     remember_source(name, source)
@@ -243,11 +245,15 @@ def run_cell(source: str, number: int) -> list[Shown]:
     if isinstance(last, ast.Expr):
         code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
         value = eval(code, space)
-        if rich := shown(value):
-            found.append(rich)
-        elif value is not None:
-            print(repr(value))
+        if value is not None and not _is_quiet(source):
+            found.append(shown(value) or {"text/plain": repr(value)})
     return found + open_figures()
+
+
+def _is_quiet(source: str) -> bool:
+    kinds = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [each.string for each in tokens if each.type not in kinds][-1:] == [";"]
 
 
 def raised_by(error: BaseException, above: str) -> RaisedError:
