@@ -19,7 +19,7 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 # all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all servers frameworks test-reference test-gpu test-torch test-portable test-arm test-pythons check setup native test-native planted fuzz chaos-mpi chaos-windows fuzz-membership fuzz-cuts fuzz-stores fuzz-signals docs site wheels clean
+.PHONY: help demo test test-all servers frameworks peers test-reference test-gpu test-torch test-portable test-arm test-pythons check setup native test-native planted fuzz chaos-mpi chaos-windows fuzz-membership fuzz-cuts fuzz-stores fuzz-signals docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test-pythons  a wheel and a sample of tests for each Python (PYTHONS='...')"
 	@echo "make servers install redis, etcd, Slurm, Open MPI and sshd for tests (Debian, root)"
 	@echo "make frameworks  install accelerate, lightning, Ray, Dask and Spark, which some tests use"
+	@echo "make peers   install Intel MPI, Open MPI and DeepSpeed's sum for 'unisono bench' (PEERS='...')"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
@@ -87,6 +88,12 @@ frameworks: $(STAMP)
 		|| echo "java is not there: tests that need Spark will be skipped"
 	@$(BIN)/python -c "import torch" 2>/dev/null && $(PIP) '$(TORCH)' accelerate lightning \
 		|| echo "accelerate and lightning are not there: tests that need them will be skipped"
+
+# Each in a folder of its own, because wheels of MPI libraries own the same files. DeepSpeed's sum is
+# compiled, which takes a minute.
+PEERS ?= intel-mpi open-mpi deepspeed
+peers: $(STAMP)
+	@$(BIN)/python tools/peers.py $(PEERS)
 
 # The tests that run on the native engine by default, on the reference engine.
 test-reference: $(STAMP)

@@ -8,6 +8,7 @@ Run one measurement from the repository root:
     python benchmarks/limits.py wait
     python benchmarks/limits.py large
     python benchmarks/limits.py sizes [--ranks 2]
+    python benchmarks/limits.py many [--ranks 2]
 """
 
 from __future__ import annotations
@@ -244,10 +245,52 @@ def sizes(rank: int, count: int, folder: str) -> dict[str, float]:
     return {name: statistics.median(took_us) for name, took_us in found.items()}
 
 
+def many(rank: int) -> dict[str, float]:
+    """Hold many calls and groups at once, and set many keys; check every value.
+
+    Returns:
+        Seconds for 10,000 calls in flight, 1,000 groups at once, a call on each, and 1,000 keys.
+        Also the descriptors and the MiB of memory that the groups hold.
+    """
+    size, found = dist.get_world_size(), {}
+    expected = size * (size + 1) / 2
+    rows = np.full((10_000, 2), rank + 1.0)
+    begin = time.monotonic()
+    works = [dist.all_reduce(row, async_op=True) for row in rows]
+    for work in works:
+        work.wait()
+    found["10,000 calls in flight, s"] = time.monotonic() - begin
+    assert (rows == expected).all(), "all_reduce"
+    before, begin = held(), time.monotonic()
+    groups = [dist.new_group() for _ in range(1000)]
+    found["1,000 groups made, s"] = time.monotonic() - begin
+    begin = time.monotonic()
+    for number, group in enumerate(groups):
+        x = np.full(2, rank + 1.0 + number)
+        dist.all_reduce(x, group=group)
+        assert (x == expected + size * number).all(), f"group {number}"
+    found["a call on each group, s"] = time.monotonic() - begin
+    after = held()
+    found["descriptors of 1,000 groups"] = after["descriptors"] - before["descriptors"]
+    found["memory of 1,000 groups, MiB"] = (after["resident KiB"] - before["resident KiB"]) / 1024
+    for group in groups:
+        dist.destroy_process_group(group)
+    store = dist.PrefixStore(f"many/{rank}", dist.group.WORLD.store)
+    begin = time.monotonic()
+    for number in range(1000):
+        store.set(str(number), str(rank + number))
+    found["1,000 keys set, s"] = time.monotonic() - begin
+    assert all(store.get(str(number)) == str(rank + number).encode() for number in range(1000))
+    dist.barrier()
+    return found
+
+
 def main() -> None:
     """Run one measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["start", "memory", "groups", "wait", "large", "sizes"])
+    parser.add_argument(
+        "what", choices=["start", "memory", "groups", "wait", "large", "sizes", "many"]
+    )
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--on", choices=["threads", "processes"], default="processes")
     asked = parser.parse_args()
@@ -271,6 +314,9 @@ def main() -> None:
         for call, (share, woken_us) in found.items():
             woken = f"{statistics.median(woken_us):.0f} us ({min(woken_us):.0f} at best)"
             print(f"{call}: {100 * share:.2f} % of a core, woken after {woken}")
+    elif asked.what == "many":
+        for rank, limits in enumerate(run(many, asked.ranks or 2, ranks="processes", timeout=300)):
+            print(f"rank {rank}:", ", ".join(f"{what} {n:.3g}" for what, n in limits.items()))
     elif asked.what == "sizes":
         count = asked.ranks or 2
         with tempfile.TemporaryDirectory() as folder:

@@ -27,14 +27,14 @@ ATTRIBUTES = 12
 # Lines of code of each shelf, that is, without docstrings, comments and blank lines: the tree must
 # stay readable, and documentation must not be punished. The limits are the lines at the move to
 # shelves and a tenth. A limit changes only together with a named concept and a decision record. See
-# docs/decisions/0007, 0040, 0042, 0063 and 0069.
+# docs/decisions/0007, 0040, 0042, 0063, 0068 and 0069.
 SHELVES = {
-    "core": 26_150,
+    "core": 26_260,
     "launcher": 3_900,  # 3,200, and hosts through ssh
-    "beyond": 6_920,  # 2,120, windows, ranks that stay and their names, reshards, executors
+    "beyond": 6_940,  # 2,120, windows, ranks that stay and their names, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
     "testing": 1_850,
-    "workbench": 11_660,  # 8,290, replay, synthesize, one hand for the flags, wrong schedules
+    "workbench": 11_860,  # 8,290, replay, synthesize, one hand for the flags, peers that take turns
     "": 1_120,  # the public modules, and the module paths of torch.distributed
 }
 # A longer module holds more than one concept, as a rule.

@@ -17,6 +17,8 @@
 #include "bindings/bindings.hpp"
 #include "bindings/owned_program.hpp"
 #include "bindings/waits.hpp"
+#include "core/cores.hpp"
+#include "kernels/codes.hpp"
 #include "kernels/kernels.hpp"
 #include "shared/group.hpp"
 #include "shared/segment.hpp"
@@ -37,6 +39,31 @@ void reduce(std::uintptr_t into, std::uintptr_t other, std::size_t count, int dt
   unisono::InterpreterUnlock unlocked;
   auto* result = reinterpret_cast<void*>(into);
   fn(result, result, reinterpret_cast<const void*>(other), count);
+}
+
+unisono::CodecFns codec_fns(int codec) {
+  const unisono::CodecFns found = unisono::codec_fns(static_cast<unisono::Codec>(codec));
+  if (found.encode == nullptr) {
+    throw nb::value_error(("no codec " + std::to_string(codec)).c_str());
+  }
+  return found;
+}
+
+void encode(int codec, std::uintptr_t values, std::uintptr_t scales, std::uintptr_t codes,
+            std::size_t count) {
+  const unisono::EncodeFn fn = codec_fns(codec).encode;
+  nb::gil_scoped_release unlocked;
+  fn(reinterpret_cast<const void*>(values), reinterpret_cast<void*>(scales),
+     reinterpret_cast<void*>(codes), count);
+}
+
+void decode(int codec, std::uintptr_t scales, std::uintptr_t codes, std::uintptr_t values,
+            std::size_t count, bool adds) {
+  const unisono::CodecFns fns = codec_fns(codec);
+  nb::gil_scoped_release unlocked;
+  (adds ? fns.add : fns.decode)(reinterpret_cast<const void*>(scales),
+                                reinterpret_cast<const void*>(codes),
+                                reinterpret_cast<void*>(values), count);
 }
 
 void set_isa(const char* name) {
@@ -130,9 +157,17 @@ NB_MODULE(_engine, m) {
   m.def("dtype_codes", &dtype_codes, "Return every element type's code, by Python's name of it.");
   m.def("reduce", &reduce, nb::arg("into"), nb::arg("other"), nb::arg("count"), nb::arg("dtype"),
         nb::arg("op"), "Set into = into (op) other, element by element; pointers and codes.");
+  m.def("encode", &encode, nb::arg("codec"), nb::arg("values"), nb::arg("scales"), nb::arg("codes"),
+        nb::arg("count"), "Set scales and codes of float32; pointers.");
+  m.def("decode", &decode, nb::arg("codec"), nb::arg("scales"), nb::arg("codes"), nb::arg("values"),
+        nb::arg("count"), nb::arg("adds"),
+        "Set float32 values to those of codes, or add those to them; pointers.");
   m.def("isa", &unisono::isa, "Return the name of the chosen instruction set.");
   m.def("isas", &isas, "Return the instruction sets that this machine has, from slowest.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Choose an instruction set.");
+
+  m.def("let_threads_move", &unisono::let_threads_move, nb::arg("is_allowed"),
+        "Choose whether a waiting thread may leave its core to a rank.");
 
   using unisono::Code;
   m.attr("ABI") = kAbi;

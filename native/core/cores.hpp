@@ -19,8 +19,15 @@ inline uint32_t record_core(std::atomic<uint32_t>& recorded) {
 }
 
 // Move this thread to one of its cores that is not in `taken`; the mask of its cores stays as it
-// was. `recorded`: where this rank records its core. False: there is no such core, or the thread
-// has moved a moment ago.
+// was. `recorded`: where this rank records its core. False: there is no such core, the thread has
+// moved a moment ago, or threads may not move.
+//
+// The kernel moves a thread only by a mask. So the mask now counts as chosen: from Linux 6.2 on the
+// thread gets no cores that its cgroup gets later. And another process that binds the thread in the
+// microsecond between two of the system calls here is overruled.
 bool leave_core(const cpu_set_t& taken, std::atomic<uint32_t>& recorded);
+
+// Whether leave_core() may move threads of this process.
+void let_threads_move(bool is_allowed);
 
 }  // namespace unisono

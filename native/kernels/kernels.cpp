@@ -1,6 +1,8 @@
 // Chooses an instruction set at run time.
 #include "kernels/kernels.hpp"
 
+#include "kernels/codes.hpp"
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -20,14 +22,17 @@ namespace plain {
 ReduceFn reduce_fn(DType dtype, RedOp op);
 DivideFn divide_fn(DType dtype);
 ScaleFn scale_fn(DType dtype);
+CodecFns codec_fns(Codec codec);
 }  // namespace plain
 #if defined(UNISONO_X86_LEVELS)
 namespace v3 {
 ReduceFn reduce_fn(DType dtype, RedOp op);
-}
+CodecFns codec_fns(Codec codec);
+}  // namespace v3
 namespace v4 {
 ReduceFn reduce_fn(DType dtype, RedOp op);
-}
+CodecFns codec_fns(Codec codec);
+}  // namespace v4
 #endif
 
 namespace {
@@ -35,6 +40,7 @@ namespace {
 struct Isa {
   const char* name;
   ReduceFn (*reduce_fn)(DType dtype, RedOp op);
+  CodecFns (*codec_fns)(Codec codec);
   bool (*is_available)();
 };
 
@@ -61,10 +67,10 @@ bool has_v4() {
 #endif
 
 constexpr Isa kIsas[] = {
-  {"plain", plain::reduce_fn, always},
+  {"plain", plain::reduce_fn, plain::codec_fns, always},
 #if defined(UNISONO_X86_LEVELS)
-  {"v3", v3::reduce_fn, has_v3},
-  {"v4", v4::reduce_fn, has_v4},
+  {"v3", v3::reduce_fn, v3::codec_fns, has_v3},
+  {"v4", v4::reduce_fn, v4::codec_fns, has_v4},
 #endif
 };
 
@@ -85,6 +91,10 @@ std::atomic<const Isa*>& chosen() {
 
 ReduceFn reduce_fn(DType dtype, RedOp op) {
   return chosen().load(std::memory_order_relaxed)->reduce_fn(dtype, op);
+}
+
+CodecFns codec_fns(Codec codec) {
+  return chosen().load(std::memory_order_relaxed)->codec_fns(codec);
 }
 
 // In one instruction set: a division takes as long per element in all of them.

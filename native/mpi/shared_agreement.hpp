@@ -26,8 +26,8 @@ class SharedAgreement {
   void enter(const AgreementWords& words) {
     ++epoch_;
     arrived_ = 0;
-    RankWords& mine = segment_->words(rank_);
-    mine.agreements[epoch_ & 1] = words;
+    EpochLine& mine = segment_->words(rank_).line(epoch_);
+    mine.agreement = words;
     mine.flag.store(epoch_, std::memory_order_release);  // pairs with is_complete()
   }
 
@@ -35,7 +35,8 @@ class SharedAgreement {
   bool is_complete() {
     for (; arrived_ < segment_->ranks(); ++arrived_) {
       // acquire: pairs with the store in enter()
-      if (segment_->words(arrived_).flag.load(std::memory_order_acquire) < epoch_) return false;
+      const EpochLine& theirs = segment_->words(arrived_).line(epoch_);
+      if (theirs.flag.load(std::memory_order_acquire) < epoch_) return false;
     }
     return true;
   }
@@ -63,7 +64,7 @@ class SharedAgreement {
 
  private:
   const AgreementWords& words_of(int rank) const {
-    return segment_->words(rank).agreements[epoch_ & 1];
+    return segment_->words(rank).line(epoch_).agreement;
   }
 
   std::shared_ptr<Segment> segment_;

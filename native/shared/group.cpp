@@ -16,7 +16,7 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
       rank_(rank),
       ranks_(segment_->ranks()),
       is_crowded_(is_crowded),
-      epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1) {
+      epoch_(flag_of(rank, 0).load(std::memory_order_relaxed) / kStages + 1) {
   for (int peer = 0; peer < ranks_; ++peer) {
     processes_.push_back(ProcessHandle::of(pids[static_cast<size_t>(peer)]));
   }
@@ -165,7 +165,7 @@ Status Group::begin_epoch() {
 // Enter the epoch and publish a stage of it. Nothing may stand between the two stores. Other ranks
 // poll this cache line, and to take it back from them costs 0.1 us each time.
 void Group::enter_epoch(const AgreementWords& words, uint64_t stage) {
-  segment_->words(rank_).agreements[epoch() & 1] = words;
+  segment_->words(rank_).line(epoch()).agreement = words;
   publish(stage);
 }
 
@@ -182,10 +182,10 @@ Status Group::compare(AgreementWords* common) {
     const int peer = other(ranks_ - i);
     Status status = wait_for(peer, entered, -1);
     if (!status.is_ok()) return status;
-    const RankWords& theirs = segment_->words(peer);
+    RankWords& theirs = segment_->words(peer);
     // The rank entered this epoch and then aborted: report the errors of a broken group.
     if (has_ended(peer)) return {Code::aborted, peer, -1};
-    const AgreementWords& words = theirs.agreements[epoch() & 1];
+    const AgreementWords& words = theirs.line(epoch()).agreement;
     if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
     }
@@ -220,6 +220,7 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
   if (status.is_ok() && words.fingerprint != 0) {
     status = compare(&words);
     if (status.is_ok() && words.even == 0) status = {Code::uneven, rank_, -1};
+    if (status.is_ok() && (!posts_first || is_in_line(*first, rank_))) prefetch_next_line();
     // All waits come before the first write.
     for (const Step* each = step; postpones_ && status.is_ok() && each != end; ++each) {
       if (reads(*each)) status = wait_for_post(*each, -1);
@@ -238,11 +239,12 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
 }
 
 void Group::post(const Step& step) {
-  direct_ ? post_address(step, slot_of(step)) : apply(step, slot_of(step));
+  char* place = place_of(step, rank_);
+  direct_ ? post_address(step, place) : apply(step, place);
 }
 
 Status Group::run_step(const Step& step, int index) {
-  char* slot = nullptr;
+  char* place = nullptr;
   if (sends(step.op)) {
     post(step);
     return {};
@@ -250,27 +252,27 @@ Status Group::run_step(const Step& step, int index) {
   if (reads(step)) {
     Status status = wait_for_post(step, index);
     if (!status.is_ok()) return status;
-    slot = slot_of(step);
+    place = place_of(step, step.peer);
     if (direct_) {
-      read_posted(step, slot);
+      read_posted(step, place);
       return {};
     }
   }
-  apply(step, slot);
+  apply(step, place);
   return {};
 }
 
-// Copy or reduce a step's elements: into `slot`, out of `slot`, or between buffers if `slot` is
+// Copy or reduce a step's elements: into `place`, out of `place`, or between buffers if `place` is
 // nullptr.
-void Group::apply(const Step& step, char* slot) {
+void Group::apply(const Step& step, char* place) {
   const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
   const int64_t whole = direct_ ? step.count * repeats_ : step.count;
   for (int64_t done = 0, count = 0; done < whole; done += count) {
     count = whole - done;
-    char* at = slot == nullptr ? nullptr : slot + done * itemsize_;
+    char* at = place == nullptr ? nullptr : place + done * itemsize_;
     const char* from = at;
     char* into = at;
-    if (slot == nullptr || sends(step.op)) {
+    if (place == nullptr || sends(step.op)) {
       from = address_of(step.src_buf, step.src_off + done, &count);
     }
     if (!sends(step.op)) into = address_of(step.dst_buf, step.dst_off + done, &count);
@@ -306,16 +308,18 @@ char* Group::address_of(int64_t buf, int64_t off, int64_t* together) const {
 // flag.
 void Group::publish(uint64_t stage) {
   RankWords& mine = segment_->words(rank_);
+  std::atomic<uint64_t>& flag = mine.line(epoch()).flag;
   // seq_cst: pairs with wait_slowly(). Either this load sees the sleeper, or the sleeper sees the
   // flag. As a release store the flag pairs with has_reached().
-  mine.flag.store(epoch() * kStages + stage, std::memory_order_seq_cst);
-  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(mine.flag);
+  flag.store(epoch() * kStages + stage, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(flag);
 }
 
 // Not if ranks share cores: a woken thread could get the core that this rank needs.
 void Group::wake_waiters() {
   RankWords& mine = segment_->words(rank_);
-  if (mine.sleepers.load(std::memory_order_relaxed) != 0 && !is_crowded_) futex_wake_all(mine.flag);
+  if (mine.sleepers.load(std::memory_order_relaxed) == 0 || is_crowded_) return;
+  futex_wake_all(mine.line(epoch()).flag);
 }
 
 Status Group::wait_for(int peer, uint64_t value, int step) {
@@ -351,15 +355,16 @@ bool Group::spin(int peer, uint64_t value) {
 
 Status Group::wait_slowly(int peer, uint64_t value, int step) {
   RankWords& theirs = segment_->words(peer);
+  std::atomic<uint64_t>& awaited = flag_of(peer, value);
   // Not earlier, because reading the clock takes a tenth of the time of a small call.
   if (deadline_ns_ == 0) deadline_ns_ = now_ns() + timeout_ns_;
   while (true) {
     theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);  // pairs with publish(), as the load
-    const uint64_t seen = theirs.flag.load(std::memory_order_seq_cst);
+    const uint64_t seen = awaited.load(std::memory_order_seq_cst);
     const int64_t left_ns = deadline_ns_ - now_ns();
     bool woken_early = false;
     if (seen < value && left_ns > 0) {
-      woken_early = futex_wait(theirs.flag, seen, left_ns < kSliceNs ? left_ns : kSliceNs);
+      woken_early = futex_wait(awaited, seen, left_ns < kSliceNs ? left_ns : kSliceNs);
     }
     theirs.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (woken_early ? spin(peer, value) : has_reached(peer, value)) return {};
@@ -373,7 +378,7 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     for (int other = 0; other < ranks_; ++other) {
       // A rank that ended inside this epoch may be the cause of the peer's delay.
       const uint64_t needed = other == peer ? value : epoch() * kStages;
-      const std::atomic<uint64_t>& flag = segment_->words(other).flag;
+      const std::atomic<uint64_t>& flag = flag_of(other, needed);
       if (other == rank_) continue;
       if (has_ended(other)) return {Code::aborted, other, step};
       if (flag.load(std::memory_order_acquire) >= needed) continue;  // pairs with publish()

@@ -84,11 +84,23 @@ class Group final : public Runner {
     const uint64_t posted = epoch() * kStages + static_cast<uint64_t>(step.stage);
     return has_reached(peer, posted) ? Status{} : wait_for(peer, posted, index);
   }
-  char* slot_of(const Step& step) const {
-    return segment_->slot(static_cast<int>(step.slot), epoch()) + step.slot_off * itemsize_;
+  // Whether a post lies beside the flag of its poster: if it fits, and is no result that goes to
+  // the place of its operand. Both sides decide alike, because a read has the size of its post.
+  bool is_in_line(const Step& step, int64_t poster) const {
+    return (step.slot_off + step.count) * itemsize_ <= kLinePostBytes && step.slot == poster;
   }
+  char* place_of(const Step& step, int64_t poster) const {
+    const auto rank = static_cast<int>(step.slot);
+    char* first = is_in_line(step, poster) ? segment_->words(rank).line(epoch()).post
+                                           : segment_->slot(rank, epoch());
+    return first + step.slot_off * itemsize_;
+  }
+  // After all ranks have entered this epoch, so that none reads the line of the epoch before. The
+  // next call then need not wait for the line. Not before a post in the slot: the next call would
+  // wait for the slot with the line in hand, and lose it to a rank that polls it.
+  void prefetch_next_line() { segment_->words(rank_).line(epoch() + 1).prefetch(); }
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
-  void apply(const Step& step, char* slot);
+  void apply(const Step& step, char* place);
 
   // group_direct.cpp: direct reading
   //
@@ -100,14 +112,18 @@ class Group final : public Runner {
   bool is_worth_reading(const Program& program, bool* posts);
   bool fits_direct(const Program& program) const;
   bool pays_off(const Range& post, bool has_more_to_do);
-  void post_address(const Step& step, char* slot) const;
-  void read_posted(const Step& step, const char* slot);
+  void post_address(const Step& step, char* place) const;
+  void read_posted(const Step& step, const char* place);
   Status finish_direct();
 
   void publish(uint64_t stage);
+  // The flag that a rank raises to `value`.
+  std::atomic<uint64_t>& flag_of(int rank, uint64_t value) const {
+    return segment_->words(rank).line(value / kStages).flag;
+  }
   bool has_reached(int peer, uint64_t value) const {
-    // acquire: pairs with publish()
-    return segment_->words(peer).flag.load(std::memory_order_acquire) >= value;
+    const std::atomic<uint64_t>& flag = flag_of(peer, value);
+    return flag.load(std::memory_order_acquire) >= value;  // acquire: pairs with publish()
   }
   bool is_on_this_core(int peer);
   bool step_aside();
@@ -136,7 +152,7 @@ class Group final : public Runner {
   int rank_;
   int ranks_;
   bool is_crowded_;
-  // The first epoch that is not finished: 1 at first, unless a test has raised this rank's flag
+  // The first epoch that is not finished: 1 at first, unless a test has raised this rank's flag 0
   // before. The thread that has the turn writes it, and abort() reads it in any thread.
   std::atomic<uint64_t> epoch_;
   std::atomic<bool> has_stopped_{false};  // after a failure or abort() no call runs here

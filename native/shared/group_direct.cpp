@@ -125,17 +125,17 @@ bool Group::fits_direct(const Program& program) const {
 }
 
 // Post the address of a step's elements.
-void Group::post_address(const Step& step, char* slot) const {
+void Group::post_address(const Step& step, char* place) const {
   int64_t together = step.count;
   const auto at = reinterpret_cast<uintptr_t>(address_of(step.src_buf, step.src_off, &together));
   const auto address = static_cast<uint64_t>(at);
-  std::memcpy(slot, &address, sizeof(address));
+  std::memcpy(place, &address, sizeof(address));
 }
 
 // Read a step's elements from the address that their rank has posted.
-void Group::read_posted(const Step& step, const char* slot) {
+void Group::read_posted(const Step& step, const char* place) {
   uint64_t from = 0;
-  std::memcpy(&from, slot, sizeof(from));
+  std::memcpy(&from, place, sizeof(from));
   int64_t count = step.count * repeats_;
   char* into = address_of(step.dst_buf, step.dst_off, &count);
   const auto nbytes = static_cast<size_t>(count * itemsize_);
@@ -166,12 +166,12 @@ Status Group::finish_direct() {
   full_fence();
   bool has_failed = has_failed_;
   for (int i = 1; i < ranks_; ++i) {
-    const RankWords& theirs = segment_->words(other(i));
+    RankWords& theirs = segment_->words(other(i));
     const uint64_t abandoned_in = theirs.abandoned_in.load(std::memory_order_relaxed);
     if (abandoned_in != 0 && abandoned_in <= epoch()) {
       return {Code::aborted, other(i), -1};
     }
-    has_failed |= (theirs.agreements[epoch() & 1].direct & kFailed) != 0;
+    has_failed |= (theirs.line(epoch()).agreement.direct & kFailed) != 0;
   }
   if (!has_failed) return {};
   remote_reader_.disable();

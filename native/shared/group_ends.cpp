@@ -11,7 +11,7 @@ void Group::leave() {
   uint32_t member = kMember;
   // release: pairs with exit_of()
   mine.membership.compare_exchange_strong(member, kLeft, std::memory_order_release);
-  futex_wake_all(mine.flag);
+  for (EpochLine& line : mine.lines) futex_wake_all(line.flag);
 }
 
 void Group::abort() {

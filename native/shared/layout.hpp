@@ -5,15 +5,16 @@
 //     Header | RankWords of rank 0 | ... | of rank p-1 | slots of rank 0 | ... | slots of rank p-1
 //
 // Every rank executes the same sequence of epochs: one per piece of a call. With direct reading
-// there is one per loop and one more. In epoch e a rank may write its slot e % 2. It then raises
-// its flag to e * kStages + stage, and reads the slots of other ranks. A rank may overwrite a post
-// that only it reads with its own next post. A rank that enters epoch e+1 no longer needs the slots
-// of epoch e.
+// there is one per loop and one more. In epoch e a rank may write its slot e % 2 and line e % 2. It
+// then raises the flag in this line to e * kStages + stage, and reads the slots and lines of other
+// ranks. A rank may overwrite a post that only it reads with its own next post. A rank that enters
+// epoch e+1 no longer needs the slots and lines of epoch e.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/agreement.hpp"
 #include "core/cores.hpp"
@@ -39,22 +40,41 @@ enum DirectReading : uint64_t {
 
 enum Membership : uint32_t { kMember = 0, kLeft = 1, kAborted = 2 };
 
-struct alignas(kInterferenceBytes) RankWords {
+// Largest post that lies beside the flag. Another rank gets its first 32 bytes with the cache line
+// in which it sees the flag, and the rest with the line that the prefetcher adds.
+constexpr int64_t kLinePostBytes = 96;
+
+// What a rank publishes in the epochs of one parity. The owner writes it in epoch e after all ranks
+// have entered epoch e-1 and so have left epoch e-2, in which they read it.
+struct alignas(kInterferenceBytes) EpochLine {
   // Written by the owner only (release); read by every rank (acquire).
   std::atomic<uint64_t> flag;
-  // Written by the owner before it raises its flag to the epoch, and after all ranks have left the
-  // epoch before the last. Read after that flag was seen. Valid for two epochs, hence one per
-  // parity.
-  AgreementWords agreements[2];
-  // A Membership: whether and how the owner has left. In the cache line of the flag, so that a look
-  // at it costs nothing.
+  // Written before the flag is raised to the epoch, and read after that flag was seen.
+  AgreementWords agreement;
+  // A post, written before the flag is raised to its stage, and read after that flag was seen.
+  char post[kLinePostBytes];
+
+  // Take the line from the caches of other ranks, for writes that come later.
+  void prefetch() {
+    for (char* at : {reinterpret_cast<char*>(this), post + kLinePostBytes - 1}) {
+#if defined(__x86_64__)
+      asm volatile("prefetchw %0" : : "m"(*at));  // of __builtin_prefetch gcc makes one for reads
+#else
+      __builtin_prefetch(at, 1);
+#endif
+    }
+  }
+};
+
+struct alignas(kInterferenceBytes) RankWords {
+  EpochLine lines[2];
+  EpochLine& line(uint64_t epoch) { return lines[epoch & 1]; }
+
+  // A Membership: whether and how the owner has left. Every call looks at it, so it lies among
+  // words that seldom change.
   std::atomic<uint32_t> membership;
   // The number of the core on which the owner last ran for a longer time, plus 1. 0: unknown.
   std::atomic<uint32_t> core;
-
-  // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after it has raised
-  // the flag.
-  alignas(kInterferenceBytes) std::atomic<uint32_t> sleepers;
 
   // A random number in the owner's memory and its address there, for RemoteReader. Written before
   // the first epoch.
@@ -68,6 +88,10 @@ struct alignas(kInterferenceBytes) RankWords {
   // The first epoch that the owner does not finish, because it has aborted; 0: there is none.
   // Written before `membership` becomes kAborted.
   std::atomic<uint64_t> ended_in;
+
+  // How many ranks sleep on the flags. Written by the sleepers, read by the owner after it has
+  // raised a flag.
+  alignas(kInterferenceBytes) std::atomic<uint32_t> sleepers;
 };
 
 struct alignas(kInterferenceBytes) Header {
@@ -79,7 +103,8 @@ struct alignas(kInterferenceBytes) Header {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared words must not need a lock");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared words must not need a lock");
-static_assert(sizeof(RankWords) == 2 * kInterferenceBytes && sizeof(Header) == kInterferenceBytes,
+static_assert(sizeof(EpochLine) == kInterferenceBytes, "layout");
+static_assert(sizeof(RankWords) == 4 * kInterferenceBytes && sizeof(Header) == kInterferenceBytes,
               "layout");
 
 }  // namespace unisono

@@ -49,6 +49,13 @@ void test_leave_core(int core, const cpu_set_t& cores) {
   on_core(core, only(core), [&] { assert(!leave_core(only(core), recorded) && recorded == 7); });
 }
 
+void test_threads_may_not_move(int core, const cpu_set_t& cores) {
+  std::atomic<uint32_t> recorded{7};
+  let_threads_move(false);
+  on_core(core, cores, [&] { assert(!leave_core(only(core), recorded) && recorded == 7); });
+  let_threads_move(true);
+}
+
 // Rank 1 has recorded the core on which rank 0 waits. It arrives when rank 0 has left that core.
 void test_a_collective(int core, const cpu_set_t& cores) {
   const unsigned char nonce[16] = {1};
@@ -78,6 +85,7 @@ int main() {
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (!CPU_ISSET(core, &cores)) continue;
     test_leave_core(core, cores);
+    test_threads_may_not_move(core, cores);
     test_a_collective(core, cores);
   }
   std::puts("ok");

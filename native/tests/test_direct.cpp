@@ -221,8 +221,8 @@ void test_a_call_that_begins_again_is_postponed() {
   assert(segment->create(2, 4096, kNonce) == 0);
   Group group(segment, 1, {getpid(), getpid()}, true);
   const auto rank_0_enters = [&](uint64_t epoch, AgreementWords words) {
-    segment->words(0).agreements[epoch & 1] = words;
-    segment->words(0).flag.store(epoch * kStages + 1);
+    segment->words(0).line(epoch).agreement = words;
+    segment->words(0).line(epoch).flag.store(epoch * kStages + 1);
   };
   int64_t value = -1;
   Postponer idler;
@@ -233,7 +233,7 @@ void test_a_call_that_begins_again_is_postponed() {
   rank_0_enters(1, {7, 1, kWilling | kPostsAddresses});
   assert(again(&idler).code == Code::postponed && value == -1);
   const int64_t sent = 5;
-  std::memcpy(segment->slot(0, 2), &sent, sizeof(sent));
+  std::memcpy(segment->words(0).line(2).post, &sent, sizeof(sent));
   rank_0_enters(2, {0, 1});
   assert(again(nullptr).is_ok() && value == sent);
   // The next call agrees again.

@@ -59,9 +59,9 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
                    timeout_ns, idler);
 }
 
-void test_all_reduce_in_pieces(int ranks, bool is_crowded) {
+void test_all_reduce_in_pieces(int ranks, bool is_crowded, int64_t piece) {
   on_ranks(ranks, is_crowded, [&](Group& group, int rank) {
-    const int64_t piece = 100, pieces = 7;
+    const int64_t pieces = 7;
     for (int round = 0; round < 200; ++round) {
       std::vector<int64_t> values(piece * pieces);
       std::iota(values.begin(), values.end(), rank + round);
@@ -144,9 +144,9 @@ void test_lists(int ranks, int64_t piece) {
 
 // Two ranks reduce a half each. A result goes into the peer's slot, to the place of the peer's
 // operand.
-void test_results_are_handed_back(bool is_crowded) {
+void test_results_are_handed_back(bool is_crowded, int64_t half) {
   on_ranks(2, is_crowded, [&](Group& group, int rank) {
-    const int64_t half = 50, pieces = 7;
+    const int64_t pieces = 7;
     const int64_t mine = rank * half, other = (1 - rank) * half;
     const std::vector<Step> steps{
       {kPost, 1 - rank, kOutput, other, -1, -1, half, rank, 0, 1},
@@ -164,14 +164,15 @@ void test_results_are_handed_back(bool is_crowded) {
   });
 }
 
-// The root never waits for data. Only the flow control keeps it from overwriting its slots.
-void test_broadcast_does_not_overrun(int ranks) {
+// The root never waits for data. Only the flow control keeps it from overwriting its slots and
+// lines.
+void test_broadcast_does_not_overrun(int ranks, int64_t piece) {
   on_ranks(ranks, true, [&](Group& group, int rank) {
-    std::vector<Step> steps{rank == 0 ? Step{kSend, -1, kOutput, 0, -1, -1, 8, rank, 0, 1}
-                                      : Step{kRead, 0, -1, -1, kOutput, 0, 8, 0, 0, 1}};
+    std::vector<Step> steps{rank == 0 ? Step{kSend, -1, kOutput, 0, -1, -1, piece, rank, 0, 1}
+                                      : Step{kRead, 0, -1, -1, kOutput, 0, piece, 0, 0, 1}};
     for (int64_t round = 0; round < 500; ++round) {
-      std::vector<int64_t> values(8 * 3, rank == 0 ? round : -1);
-      assert(run(group, steps, {{0, 1, 3, 0, 8}}, values, 7).is_ok());
+      std::vector<int64_t> values(static_cast<size_t>(piece) * 3, rank == 0 ? round : -1);
+      assert(run(group, steps, {{0, 1, 3, 0, piece}}, values, 7).is_ok());
       for (int64_t value : values) assert(value == round);
     }
   });
@@ -267,18 +268,19 @@ void test_no_call_runs_after_a_failure() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
   Group mine(segment, 0, {getpid(), getpid()}, true);
-  segment->words(1).flag.store(kStages);  // the other rank has entered the first epoch
+  segment->words(1).line(1).flag.store(kStages);  // the other rank has entered the first epoch
   std::vector<int64_t> values(10, 1);
   const std::vector<Step> waits{{kRead, 1, -1, -1, kOutput, 0, 10, 1, 0, 1}};
   assert(run(mine, waits, {{0, 1, 1, 0, 0}}, values, 0, 1'000'000).code == Code::timeout);
-  const uint64_t flag = segment->words(0).flag.load();
+  const uint64_t flag = segment->words(0).line(1).flag.load();
   for (const bool is_aborted : {false, true}) {
     if (is_aborted) mine.abort();
     const Status status = run(mine, one_shot(2, 0, 10), {{0, 1, 1, 0, 0}}, values, 0);
     assert(status.code == Code::aborted && status.peer == 0);
     uint64_t even = 1;
     assert(mine.agree(9, &even, kMinute).code == Code::aborted);
-    assert(segment->words(0).flag.load() == flag);
+    assert(segment->words(0).line(1).flag.load() == flag);
+    assert(segment->words(0).line(2).flag.load() == 0);
   }
   assert(segment->words(0).ended_in.load() == 1);
 }
@@ -290,15 +292,15 @@ void test_a_rank_that_aborts_during_a_wait() {
     assert(segment->create(3, 4096, kNonce) == 0);
     Group last(segment, 2, {getpid(), getpid(), getpid()}, false);
     uint64_t even = 1;
-    for (int rank : {0, 1}) segment->words(rank).agreements[1] = {9, even};
-    segment->words(1).flag.store(kStages);
+    for (int rank : {0, 1}) segment->words(rank).line(1).agreement = {9, even};
+    segment->words(1).line(1).flag.store(kStages);
     Status status;
     std::thread waiting([&] { status = last.agree(9, &even, kMinute); });
     while (segment->words(0).sleepers.load() == 0) std::this_thread::yield();
     segment->words(1).ended_in.store(1);
     segment->words(1).membership.store(kAborted);
-    segment->words(0).flag.store(kStages);
-    futex_wake_all(segment->words(0).flag);
+    segment->words(0).line(1).flag.store(kStages);
+    futex_wake_all(segment->words(0).line(1).flag);
     waiting.join();
     assert(status.code == Code::aborted && status.peer == 1);
   }
@@ -364,17 +366,22 @@ void test_attach_proves_the_memory() {
 
 int main() {
   for (int ranks : {1, 2, 3, 5}) {
-    for (bool is_crowded : {true, false}) test_all_reduce_in_pieces(ranks, is_crowded);
+    for (bool is_crowded : {true, false}) {
+      // The largest post beside a flag, the smallest in a slot, and a long one.
+      for (int64_t piece : {12, 13, 100}) test_all_reduce_in_pieces(ranks, is_crowded, piece);
+    }
     for (bool is_crowded : {true, false}) test_a_run_that_is_postponed(ranks, is_crowded);
     test_agree_reports_uneven(ranks);
     for (int64_t piece : {4, 12, 30, 60}) test_lists(ranks, piece);
     if (ranks > 1) {
-      test_broadcast_does_not_overrun(ranks);
+      for (int64_t piece : {8, 40}) test_broadcast_does_not_overrun(ranks, piece);
       test_mismatch_is_seen_by_all_and_harmless(ranks);
       test_agreements_in_a_row(ranks);
     }
   }
-  for (bool is_crowded : {true, false}) test_results_are_handed_back(is_crowded);
+  for (bool is_crowded : {true, false}) {
+    for (int64_t half : {3, 50}) test_results_are_handed_back(is_crowded, half);
+  }
   test_absent_rank_times_out();
   test_a_woken_rank_sleeps_again();
   test_abort_and_leave_end_a_wait();

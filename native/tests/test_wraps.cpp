@@ -48,7 +48,7 @@ void test_group() {
   const unsigned char nonce[kNonceBytes] = {1};
   assert(segment->create(2, 4096, nonce) == 0);
   const uint64_t before = kWrap / kStages - 20;
-  for (int rank : {0, 1}) segment->words(rank).flag.store(before * kStages);
+  for (int rank : {0, 1}) segment->words(rank).line(before).flag.store(before * kStages);
   std::vector<std::unique_ptr<Group>> groups;
   for (int rank : {0, 1}) {
     groups.push_back(std::make_unique<Group>(segment, rank, std::vector<int>(2, getpid()), true));
@@ -66,7 +66,7 @@ void test_group() {
     });
   }
   for (auto& each : threads) each.join();
-  assert(segment->words(0).flag.load() == (before + 40) * kStages);
+  assert(segment->words(0).line(before).flag.load() == (before + 40) * kStages);
 }
 
 // The bells of both ranks pass the end of their halves while the ranks sleep.

@@ -9,6 +9,12 @@ def dtype_codes() -> dict[str, int]:
 def reduce(into: int, other: int, count: int, dtype: int, op: int) -> None:
     """Set into = into (op) other, element by element; pointers and codes."""
 
+def encode(codec: int, values: int, scales: int, codes: int, count: int) -> None:
+    """Set scales and codes of float32; pointers."""
+
+def decode(codec: int, scales: int, codes: int, values: int, count: int, adds: bool) -> None:
+    """Set float32 values to those of codes, or add those to them; pointers."""
+
 def isa() -> str:
     """Return the name of the chosen instruction set."""
 
@@ -17,6 +23,9 @@ def isas() -> list[str]:
 
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
+
+def let_threads_move(is_allowed: bool) -> None:
+    """Choose whether a waiting thread may leave its core to a rank."""
 
 ABI: int = 9
 

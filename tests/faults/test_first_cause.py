@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from tests.faults import first_cause
 from tests.faults.fault_calls import attempt, store, wait_for_count
 from tests.support import selection
 from tests.support.transport_worlds import connected, works
+from unisono.core.engines.errors import broken_group_error
 from unisono.core.transports import control
 from unisono.core.transports.control import FirstCause
 from unisono.core.transports.messages import Failure, Purpose
@@ -253,6 +255,17 @@ def test_the_others_are_asked_only_once_why_a_rank_has_left(monkeypatch):
     for _ in range(2):
         assert caller.explain(caller.down(1), 0.0, range(3)).peers == (1,)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("by", "end"), [(0, "it left"), (1, "it left"), (2, "it left (found by rank 2)")]
+)
+def test_a_rank_that_says_that_it_leaves_has_not_found_it(by, end):
+    here = SimpleNamespace(rank=0)
+    comm = SimpleNamespace(transport=here, name="g", here="rank 0 of 3", where=lambda **_: None)
+    failure = Failure("lost", "rank 1 was lost: it left", [1], by)
+    what = broken_group_error(failure, comm, "recv").what
+    assert what == f"recv in group 'g' failed on rank 0 of 3: rank 1 was lost: {end}"
 
 
 def test_an_interrupted_report_breaks_the_group_here():

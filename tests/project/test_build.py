@@ -91,8 +91,9 @@ ABSENT = "the extension module was not built: "
 def test_failed_build_leaves_its_first_error_in_the_package(tmp_path, checkout, compiler, reason):
     if shutil.which(compiler) is None and compiler == "c++":
         pytest.skip("there is no C++ compiler")
-    for name in ("kernels/kernels_isa.cpp", "core/a.cpp", "bindings/interface.cpp"):
-        (checkout / "native" / name).parent.mkdir()
+    loops = ("kernels/kernels_isa.cpp", "kernels/codes_isa.cpp")
+    for name in (*loops, "core/a.cpp", "bindings/interface.cpp"):
+        (checkout / "native" / name).parent.mkdir(exist_ok=True)
         (checkout / "native" / name).write_text(BROKEN)
     shutil.copy(ROOT / "src/unisono/_engine.pyi", checkout / "src/unisono")
     target = tmp_path / "target"

@@ -52,6 +52,7 @@ from unisono.launcher.workers.cpu_binding import Binding, HostCPUs
 from unisono.testing import run
 from unisono.workbench.bench import launch as bench_launch
 from unisono.workbench.bench import libraries
+from unisono.workbench.bench import peers as bench_peers
 from unisono.workbench.cli import flags, nodes
 
 MAX, SUM, PREMUL_SUM = dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.PREMUL_SUM
@@ -565,8 +566,11 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "the function cannot be sent to other processes: {}":
         pickled_lock,
     "--peer mpi needs {}the program mpiexec, not found beside {}":
-        lambda: patched(bench_launch, "_mpiexec", lambda: None,
+        lambda: patched(bench_launch, "mpiexec", lambda: None,
                         lambda: bench_launch.check_installed("mpi")),
+    "--peer open-mpi needs /nowhere/open-mpi/lib/libmpi.so.40, which is not there":
+        lambda: patched(bench_peers, "FOLDER", "/nowhere",
+                        lambda: bench_launch.check_installed("open-mpi")),
     # ---- data-parallel modules
     "bucket_cap_mb=0, expected more than 0":
         parallel(lambda torch: torch.nn.Linear(1, 1), bucket_cap_mb=0),
@@ -600,10 +604,10 @@ WITHOUT_A_WORLD["Unsupported"] = {
     "tensor is a buffer of format 'P', which NumPy does not know":
         lambda: buffers.view(memoryview(bytearray(8)).cast("B").cast("P"), write=False),
     "mpi has no reduce op avg": lambda: mpi(
-        lambda: libraries._MPI().call(SimpleNamespace(
+        lambda: libraries._MPI("mpi").call(SimpleNamespace(
             case=None, plan=SimpleNamespace(redop="avg", dtype="int32"))), COMM_WORLD=None),
     "mpi has no type float16": lambda: mpi(
-        lambda: libraries._MPI().call(SimpleNamespace(
+        lambda: libraries._MPI("mpi").call(SimpleNamespace(
             case=None, plan=SimpleNamespace(redop="sum", dtype="float16"))), COMM_WORLD=None),
     "all_reduce of sparse tensors has SUM only, not MAX":
         with_torch(lambda torch, group, sparse: sparse(NO_GROUP, None, MAX)),

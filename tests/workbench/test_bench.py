@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import math
+import os
 import re
+import signal
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,13 @@ from tests.support.oracle import outcome
 from tests.support.programs import python
 from unisono.core.base import document
 from unisono.core.engines import is_native_built
+from unisono.core.platform.machine import CAN_BIND, allowed_cpus
+from unisono.core.platform.processes import children
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.testing.hosts import why_no_hosts
 from unisono.workbench.bench import launch as bench_launch
 from unisono.workbench.bench import libraries
+from unisono.workbench.bench import peers as bench_peers
 from unisono.workbench.bench.data import Data
 from unisono.workbench.bench.launch import run_ranks
 from unisono.workbench.bench.plan import (
@@ -31,7 +36,7 @@ from unisono.workbench.bench.plan import (
     cases,
     parse_nbytes,
 )
-from unisono.workbench.bench.report import ReportTable, bandwidths, fixed, summary
+from unisono.workbench.bench.report import ReportTable, bandwidths, fixed, ratio, summary
 from unisono.workbench.bench.worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.workbench.cli.main import main
 
@@ -44,7 +49,7 @@ def installed(*modules):
 
 needs_gloo = pytest.mark.skipif(not installed("torch"), reason="needs torch")
 needs_mpi = pytest.mark.skipif(
-    not installed("mpi4py") or bench_launch._mpiexec() is None, reason="needs mpi4py and mpiexec"
+    not installed("mpi4py") or bench_peers.mpiexec() is None, reason="needs mpi4py and mpiexec"
 )
 MPI_WHOLE = [needs_mpi, pytest.mark.whole("starts mpiexec")]
 needs_matplotlib = pytest.mark.skipif(not installed("matplotlib"), reason="needs matplotlib")
@@ -487,6 +492,130 @@ def test_peers_run_in_the_same_processes_and_are_right(bench, tmp_path, peers):
             assert found["results"][library]["wrong"] == 0, (found["op"], library)
     assert {"torch", *(["mpi4py", "mpi"] if "mpi" in peers else [])} <= set(document["machine"])
     assert [out.count(f"# unisono / {peer}") for peer in peers] == [len(OPS)] * len(peers)
+
+
+def peer(name, *modules):
+    """A peer with a folder of its own; the test is left out without it."""
+    there = installed(*modules) and Path(bench_peers.peer_file(name)).exists()
+    reason = f"{name} is not installed; `make peers PEERS={name}`"
+    return pytest.param(name, marks=pytest.mark.skipif(not there, reason=reason))
+
+
+@pytest.mark.whole("starts mpiexec twice")
+@needs_mpi
+@pytest.mark.parametrize("other", [peer("intel-mpi", "mpi4py"), peer("open-mpi", "mpi4py")])
+def test_mpi_libraries_take_turns_in_one_table(bench, tmp_path, other):
+    path = tmp_path / "out.json"
+    words = ("-b", 64, "-e", 64, *QUICK, "--peer", "mpi", "--peer", other, "--json", path)
+    code, out, err = bench("all", *words)
+    assert (code, err) == (0, "")
+    document = json.loads(path.read_text())
+    assert [row["op"] for row in document["rows"]] == list(OPS)
+    for found in document["rows"]:
+        results = found["results"]
+        assert {name: each["wrong"] for name, each in results.items()} == dict.fromkeys(
+            ("unisono", "mpi", other), 0
+        )
+        assert [len(each["rounds_us"]) for each in results.values()] == [4, 2, 2]
+        rounds_us = results["unisono"]["rounds_us"]
+        assert results["unisono"]["time_us"] == np.median(rounds_us)
+        for name, own in (("mpi", rounds_us[:2]), (other, rounds_us[2:])):
+            assert results[name]["unisono_time_us"] == pytest.approx(np.median(own), abs=1e-3)
+    named = {"intel-mpi": "Intel(R) MPI Library", "open-mpi": "Open MPI v"}[other]
+    assert document["machine"][other].startswith(named), "the ranks loaded another library"
+    assert document["machine"]["mpi"] != document["machine"][other]
+    assert [out.count(f"# unisono / {name}") for name in ("mpi", other)] == [len(OPS)] * 2
+
+
+@pytest.mark.whole("loads torch twice")
+@pytest.mark.parametrize("name", [peer("deepspeed", "torch")])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_deepspeeds_sum_is_right_and_what_it_lacks_is_named(
+    bench, monkeypatch, tmp_path, name, dtype
+):
+    stores, store = [], bench_launch.TCPStore
+    monkeypatch.setattr(
+        bench_launch, "TCPStore", lambda *a, **k: stores.append(store(*a, **k)) or stores[0]
+    )
+    path = tmp_path / "out.json"
+    words = ("-b", 64, "-e", "2M", "-f", 32768, "-d", dtype, *QUICK, "--peer", name)
+    code, out, err = bench("all_reduce", "barrier", *words, "--json", path)
+    assert (code, err) == (0, "")
+    results = [row["results"][name] for row in json.loads(path.read_text())["rows"]]
+    right = [0, 0] if dtype == "float32" else [None, None]
+    assert [each and each["wrong"] for each in results] == [*right, None]
+    only = "it has only all_reduce, sum, of float32, float16, bfloat16"
+    assert f"# note: deepspeed cannot do barrier: {only}" in out
+    assert (f"# note: deepspeed cannot do all_reduce: {only}" in out) == (dtype == "float64")
+    left = Path("/dev/shm").glob(f"deepspeed_*_{stores[0].port}_*")
+    assert not list(left), "a gigabyte after ten runs"
+
+
+def test_a_process_has_one_mpi_library_and_the_first_has_the_other_peers():
+    plan = BenchPlan(("barrier",), 2, peers=("mpi", "gloo", "intel-mpi", "open-mpi", "deepspeed"))
+    worlds = plan.worlds()
+    assert [each.peers for each in worlds] == [
+        ("mpi", "gloo", "deepspeed"),
+        ("intel-mpi",),
+        ("open-mpi",),
+    ]
+    assert [each.loop.turn for each in worlds] == [(0, 3), (1, 3), (2, 3)]
+    assert document.loads(BenchPlan, document.dumps(worlds[1])) == worlds[1]
+    assert BenchPlan(("barrier",), 2, peers=("gloo",)).worlds()[0].peers == ("gloo",)
+
+
+def test_rows_of_sets_of_ranks_become_one():
+    def message(wrong, *rounds_us, **others):
+        own = {"time_us": sum(rounds_us) / 2, "best_us": min(rounds_us), "rounds_us": rounds_us}
+        own |= {"iters": 7, "wrong": wrong}
+        return {"kind": "row", "op": "reduce", "results": {"unisono": own, **others}}
+
+    gloo, mpi = {"time_us": 7.0, "best_us": 6.0}, {"time_us": 10.0, "best_us": 10.0}
+    merged = bench_launch._merged([message(1, 3.0, 4.0, gloo=gloo), message(2, 1.0, 9.0, mpi=mpi)])
+    own = {"time_us": 3.5, "best_us": 1.0, "rounds_us": [3.0, 4.0, 1.0, 9.0], "iters": 7}
+    assert merged["results"] == {"unisono": {**own, "wrong": 3}, "gloo": gloo, "mpi": mpi}
+    assert [ratio(merged, name) for name in ("gloo", "mpi")] == [3.5 / 7.0, 5.0 / 10.0]
+    assert [ratio(merged, name, "best_us") for name in ("gloo", "mpi")] == [3.0 / 6.0, 1.0 / 10.0]
+    unchecked = bench_launch._merged([message(None, 1.0), message(None, 2.0)])
+    assert unchecked["results"]["unisono"]["wrong"] is None
+
+
+def test_busy_processes_run_until_the_measurement_ends(bench, monkeypatch, tmp_path):
+    started, begin = [], bench_launch._busy
+    monkeypatch.setattr(bench_launch, "_busy", lambda n: started.extend(begin(n)) or started)
+    path = tmp_path / "out.json"
+    code, out, err = bench("barrier", "--load", 3, *QUICK, "--json", path)
+    assert (code, err) == (0, "")
+    assert "# 3 busy processes beside the ranks\n" in out
+    assert json.loads(path.read_text())["plan"]["load"] == 3
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 3
+
+
+@pytest.mark.skipif(not CAN_BIND, reason="processes cannot be bound here")
+def test_ranks_are_bound_to_cores_if_asked():
+    found = set()
+    for bind in (False, True):
+        plan = BenchPlan(("barrier",), 2, loop=LoopPlan(rounds=1, iters=1, bind=bind))
+        before = children()
+        for message in run_ranks(plan):
+            if message["kind"] == "start":
+                ranks = children() - before
+                found |= {(bind, tuple(os.sched_getaffinity(pid))) for pid in ranks}
+    every = tuple(allowed_cpus())
+    assert {cpus for bind, cpus in found if not bind} == {every}
+    assert {(True, (cpu,)) for cpu in every[:2]} <= found
+
+
+@pytest.mark.parametrize("name", ["intel-mpi", "open-mpi", "deepspeed"])
+def test_a_peer_that_is_not_installed_is_named_with_how_to_install_it(name, monkeypatch, capsys):
+    monkeypatch.setattr(bench_peers, "FOLDER", "/nowhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert main(["bench", "all_reduce", "--peer", name]) == 1
+    error = capsys.readouterr().err
+    file = bench_peers.peer_file(name)
+    assert f"--peer {name} needs {file}, which is not there" in error
+    assert f"make peers PEERS={name}" in error
+    assert ("pip install --prefix /nowhere/" in error) == (name != "deepspeed")
 
 
 @pytest.mark.whole("loads torch four times")

@@ -1,5 +1,7 @@
 """Gradients as codes with error feedback, in DDP of unisono and of torch."""
 
+import pickle
+
 import pytest
 
 import unisono as dist
@@ -90,6 +92,16 @@ def test_other_parameters_get_no_old_error_and_errors_arrive(rank):
         model(torch.full((1, n), 1.0 + rank)).sum().backward()
         torch.testing.assert_close(model.module.weight.grad, torch.full((1, n), 1.5))
     assert state.lost[0][1].numel() == 200
+    # A new parameter often gets the id of the one before, which is freed.
+    found = []
+    for _ in range(20):
+        bucket = Bucket(0, [torch.nn.Parameter(torch.zeros(300))], True)
+        bucket.set_buffer(torch.linspace(0, 1 + rank, 300))
+        found.append(compress_hook(state, bucket).wait())
+        assert state.lost[0][1].abs().max() > 1e-4
+        del bucket
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert pickle.loads(pickle.dumps(state)).lost == {}
     with pytest.raises(InvalidArgumentError, match="compress='int4', expected one of int8"):
         CompressState(compress="int4")
     module = torch.nn.Module()

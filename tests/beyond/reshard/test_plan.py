@@ -15,6 +15,7 @@ from tests.support.shardings import (
 )
 from unisono.beyond.boxes import IndexBox, flat_boxes, placed_boxes, whole
 from unisono.beyond.reshard.plan import (
+    BoxPacket,
     BoxTransfer,
     Gap,
     check,
@@ -24,6 +25,7 @@ from unisono.beyond.reshard.plan import (
     packets,
     schedule,
 )
+from unisono.beyond.reshard.run import _slots_of
 from unisono.core.schedules.cost import cost
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, ScheduleError
 from unisono.workbench.simulate import FullyConnected, LinkSpec, simulate
@@ -297,3 +299,11 @@ def test_boxes(seed):
             assert first_overlap([tile, whole(shape)]) == (
                 (tile, tile) if tile == whole(shape) else (tile, whole(shape))
             )
+
+
+def test_slots_of_one_source_and_of_several():
+    """Of several sources on its host a target takes one packet each at a time."""
+    pairs = [(0, 3), (1, 3), (2, 3), (0, 4), (2, 4), (1, 3)]
+    order = [BoxPacket(source, target, False, [], 1) for source, target in pairs]
+    hosts = ["a", "a", "b", "a", "a"]
+    assert _slots_of(order, hosts) == {3: {0: 1, 1: 1, 2: 2}, 4: {0: 2, 2: 2}}

@@ -1,5 +1,6 @@
 """The choice of an algorithm with `algorithm=` and UNISONO_ALGO, for every function."""
 
+import numpy as np
 import pytest
 
 import unisono as dist
@@ -30,6 +31,26 @@ def test_every_algorithm_by_name(rank):
     known = [len({*available(c, p)} & {*ALGORITHMS}) for c in COLLECTIVES.values()]
     assert made == sum(known) * len({0, p - 1})
     assert min(known) >= (1 if p == 1 else 2)
+
+
+# The C++ engine puts up to 96 bytes beside a flag, and more into a slot.
+@pytest.mark.ranks(2, 3, 4)
+def test_posts_of_a_few_bytes(rank):
+    p = dist.get_world_size()
+    for count in (1, 7, 8, 32, 33, 95, 96, 97, 104, 130):
+        each = [(np.arange(count) * (r + 3)).astype(np.uint8) for r in range(p)]
+        for name in available("all_reduce", p):
+            total = each[rank].copy()
+            dist.all_reduce(total, algorithm=name)
+            assert total.tolist() == sum(each, np.uint8(0)).tolist(), (name, count)
+        for name in available("all_gather", p):
+            gathered = np.zeros((p, count), np.uint8)
+            dist.all_gather_into_tensor(gathered, each[rank], algorithm=name)
+            assert gathered.tolist() == [values.tolist() for values in each], (name, count)
+        for name in available("broadcast", p):
+            got = each[rank].copy()
+            dist.broadcast(got, src=p - 1, algorithm=name)
+            assert got.tolist() == each[-1].tolist(), (name, count)
 
 
 @pytest.mark.parametrize("text", ["ring", "linear", "^ring", "tree,ring;broadcast:binomial"])

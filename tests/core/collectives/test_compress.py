@@ -7,7 +7,12 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable, fails, finish
-from unisono.core.engines.block_codes import BLOCK, coded_nbytes
+from unisono.core.engines.block_codes import (
+    BLOCK,
+    BLOCK_CODES,
+    codec_in_numpy,
+    coded_nbytes,
+)
 from unisono.core.engines.kernels import narrow, widen
 from unisono.core.operations.sums import compressed
 from unisono.core.schedules import build
@@ -73,6 +78,52 @@ def test_sums_are_within_the_bound_and_equal_on_all_ranks(rank, kind, dtype, mon
             assert (abs(y * float(p) - exact) <= parts + last + rest).all()
             if n == 5000:
                 assert abs(y * float(p) - exact).max() > parts.max() / 50
+
+
+def through(kind: str, x: np.ndarray) -> np.ndarray:
+    """Return what arrives of float32 numbers."""
+    codec, y = codec_in_numpy(kind), np.empty_like(x)
+    scales = np.empty(-(-len(x) // BLOCK) * (kind in BLOCK_CODES), "f4")
+    codes = np.empty(len(x), codec.storage)
+    codec.encode(x, scales, codes)
+    codec.decode(scales, codes, y)
+    return y
+
+
+def summed(kind: str, x: np.ndarray) -> np.ndarray:
+    """Return the sum of the contributions [p, n] in NumPy: parts have whole blocks."""
+    (p, n), y = x.shape, np.empty_like(x[0])
+    starts = [min(n, -(-n // BLOCK) * r // p * BLOCK) for r in range(p + 1)]
+    for owner in range(p):
+        part = slice(starts[owner], starts[owner + 1])
+        total = np.zeros_like(y[part])
+        for r in range(p):
+            total = total + (x[r, part] if r == owner else through(kind, x[r, part]))
+        y[part] = through(kind, total)
+    return y
+
+
+@pytest.mark.ranks(3, kind="both")
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_bits_give_what_numpy_gives(rank, kind, monkeypatch):
+    monkeypatch.setattr(compressed, "_PIECE", 6 * BLOCK)
+    monkeypatch.setattr(compressed, "_CHUNK", BLOCK)
+    random = np.random.default_rng(3)
+    for n in (1, 129, 3001):
+        bits = random.integers(0, 1 << 32, (3, n), np.uint64).astype(np.uint32)
+        small = random.integers(0, 1 << 23, (3, n)).astype(np.uint32)
+        # Some blocks are denormal or 0, and some without NaN.
+        bits[:, 5 * BLOCK : 7 * BLOCK] = small[:, 5 * BLOCK : 7 * BLOCK]
+        bits[:, 7 * BLOCK : 9 * BLOCK] = 0
+        bits[:, 9 * BLOCK :] &= 0xBFFFFFFF
+        x = bits.view("f4")
+        y, whole = x[rank].copy(), np.zeros((3, n), "f4")
+        dist.all_reduce(y, compress=kind)
+        same_everywhere(y)
+        dist.all_gather_into_tensor(whole, x[rank], compress=kind)
+        with np.errstate(all="ignore"):
+            np.testing.assert_array_equal(y, summed(kind, x))
+            np.testing.assert_array_equal(whole, [through(kind, each) for each in x])
 
 
 @pytest.mark.ranks(3, kind="both")
@@ -197,6 +248,12 @@ def test_layouts_tensors_and_groups_of_one(rank):
     turned = np.array(x[rank].reshape(60, 100), order="F")
     dist.all_reduce(turned, compress="fp8")
     assert np.array(turned, order="C").tobytes() == expected.tobytes()
+    odd = np.zeros(4 * 6000 + 1, np.uint8)[1:].view("f4")
+    swapped = x[rank].astype(">f4")
+    odd[:] = x[rank]
+    for given in (odd, swapped):
+        dist.all_reduce(given, compress="fp8")
+        assert given.astype("f4").tobytes() == expected.tobytes()
     alone = dist.new_group([rank], use_local_synchronization=True)
     for kind in KINDS:
         y, z = x[rank].copy(), np.zeros(6000, "f4")

@@ -56,6 +56,19 @@ def test_ranks_that_do_not_want_it_use_the_reference_engine(choose):
         choose(("", ""), "native")
 
 
+@needs_native
+def test_waiting_threads_move_unless_the_environment_forbids_it(monkeypatch, choose):
+    word, seen = host_id(), []
+    monkeypatch.setattr(seam.cpp, "let_threads_move", seen.append)
+    choose((word, word))
+    monkeypatch.setenv("UNISONO_MOVE", "0")
+    choose((word, word))
+    assert seen == [True, False]
+    monkeypatch.setenv("UNISONO_MOVE", "no")
+    with pytest.raises(InvalidArgumentError, match="UNISONO_MOVE='no' is neither 0 nor 1"):
+        choose((word, word))
+
+
 def test_one_rank_that_wants_the_reference_engine_decides_for_all(monkeypatch):
     monkeypatch.setenv("UNISONO_ENGINE", "reference")
     assert host_id() == ""

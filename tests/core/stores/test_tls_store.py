@@ -6,12 +6,15 @@ import threading
 
 import pytest
 
+from tests.support.calls import wait_until
 from tests.support.relay import Relay
+from tests.support.silent import dripping, tls_greeting
 from unisono.core.base.net import tls
 from unisono.core.base.net.sockets import listen
 from unisono.core.stores import TCPStore, start_server
 from unisono.core.stores.tcp.link import open_link
 from unisono.core.stores.tcp.server import ServerOptions
+from unisono.core.stores.tcp.token import HELLO, NONCE_BYTES
 from unisono.core.stores.tcp.wire import RequestOp
 from unisono.errors import HandshakeError, InvalidArgumentError, StoreConnectionError
 
@@ -155,6 +158,29 @@ def test_silent_strangers_hold_up_nobody(server_kind, monkeypatch):
         with TCPStore("127.0.0.1", server.port, token=TOKEN, timeout=20) as store:
             store.set("k", b"v")
             assert store.get("k") == b"v"
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_strangers_who_drip_hold_up_nobody(server_kind, monkeypatch, mode):
+    """Hundreds send a whole greeting but its last byte, one byte at a time, again and again."""
+    greeting = (
+        tls_greeting([tls.secret_of(TOKEN.encode(), "store")])
+        if mode == "on"
+        else HELLO + bytes(NONCE_BYTES)
+    )
+    with (
+        serving(monkeypatch, mode, max_greetings=150) as server,
+        dripping(("127.0.0.1", server.port), greeting, 200) as turns,
+    ):
+        assert wait_until(lambda: server.clients > 100)
+        for _ in range(3):
+            with TCPStore("127.0.0.1", server.port, token=TOKEN, timeout=40) as store:
+                before = len(turns)
+                while len(turns) < before + 3:
+                    store.set("k", str(len(turns)))
+                    assert int(store.get("k")) <= len(turns)
+        # Bytes win no time: the oldest make room.
+        assert server.clients <= 150 + 1
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.silent import unacceptable
+from tests.support.calls import wait_until
+from tests.support.silent import dripping, tls_greeting, unacceptable
 from tests.support.together import on_threads
 from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.core.base.deadline import Deadline
@@ -483,6 +484,24 @@ def test_clients_without_a_hello_are_limited_in_number(monkeypatch):
         assert received.wait_until(Deadline(SOON))
         assert into == b"x"
         assert len(a._greetings._open) <= 4
+
+
+@pytest.mark.parametrize("tls", ["off", pytest.param("on", marks=needs_tls)])
+def test_callers_who_drip_hold_up_no_rank(monkeypatch, tls):
+    monkeypatch.setenv("UNISONO_TLS", tls)
+    monkeypatch.setenv("UNISONO_TOKEN", "of the job")
+    with tcp_world(2) as world:
+        address = TCPAddress.unpack(world[0].address)
+        greeting = hello_of(world, 1, 0)
+        if tls == "on":
+            greeting = tls_greeting([secret_by(address.token)])
+        with dripping(("127.0.0.1", address.port), greeting, 300) as turns:
+            assert wait_until(lambda: len(world[0]._greetings._open) > 200)
+            for _ in range(3):
+                before = len(turns)
+                works(*world)
+                assert wait_until(lambda: len(turns) > before)  # noqa: B023
+            assert len(world[0]._greetings._open) <= handshake._MOST_GREETINGS
 
 
 def test_loopback_address_of_another_host_is_not_called():

@@ -9,6 +9,7 @@ parallel stochastic gradient descent with double-pass error-compensated compress
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class CompressState:
 
     Attributes:
         lost: For each bucket its parameters, and [n] float32 that this rank has not yet sent.
+            A pickled state has none.
 
     Raises:
         InvalidArgumentError: `compress` is no kind of code.
@@ -46,7 +48,10 @@ class CompressState:
         self.group = getattr(group, "unisono", group)
         self.compress = compress
         self.error_feedback = error_feedback
-        self.lost: dict[int, tuple[list[int], torch.Tensor]] = {}
+        self.lost: dict[int, tuple[list[Any], torch.Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lost": {}}
 
 
 def compress_hook(state: CompressState, bucket: Any) -> Any:
@@ -63,14 +68,18 @@ def compress_hook(state: CompressState, bucket: Any) -> Any:
         raise NotInGroupError("compress_hook on a rank outside its process group")
     kept: Any = None
     if state.error_feedback:
-        # torch may give parameters other buckets after the first iteration.
-        key = [id(each) for each in bucket.parameters()]
-        known, left = state.lost.get(bucket.index(), (None, None))
-        if known == key and left is not None:
+        # torch may give parameters other buckets after the first iteration. Weak references,
+        # because a new model's parameters may have the ids of those of a freed model.
+        index, parameters = bucket.index(), bucket.parameters()
+        known, left = state.lost.get(index, ([], flat))
+        if [id(ref()) for ref in known] == [id(each) for each in parameters]:
             flat.add_(left)
         else:
-            state.lost[bucket.index()] = key, torch.zeros(flat.numel())
-        kept = state.lost[bucket.index()][1].numpy()
+            state.lost[index] = (
+                [weakref.ref(each) for each in parameters],
+                torch.zeros(flat.numel()),
+            )
+        kept = state.lost[index][1].numpy()
     how = {"compress": state.compress, "_lost": kept, "async_op": True}
     work = group.all_reduce(flat, ReduceOp.AVG, **how)
     if not isinstance(bucket, torch.distributed.GradBucket):

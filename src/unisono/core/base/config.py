@@ -25,6 +25,7 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_DETERMINISTIC": Variable("0", "1: reduce in the order of ranks in every call"),
     "UNISONO_ENGINE": Variable("auto", "auto, native, reference or mpi"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
+    "UNISONO_MOVE": Variable("1", "0: waiting ranks do not move to other cores"),
     "UNISONO_TRANSPORT": Variable(
         "auto", "auto, inproc, tcp, or a name that the program or a package registers"
     ),

@@ -9,8 +9,11 @@ A block is up to 128 neighbouring elements. In float32, or in float64 as far as 
     int8   -126..126, M = 126; 127 and -127 are the infinities, -128 is NaN
     fp8    float8_e4m3: 4 bits of exponent, 3 of fraction, M = 240; infinities and NaN as IEEE 754
 
-So an error of int8 is at most 1/252 of the block's largest magnitude. That of fp8 is at most 1/16
-of the element, or 2^-10 / 240 of the largest if that is more. NaN and infinities are kept.
+C++ has the same loops (native/kernels/codes_isa.cpp), with the same bits.
+
+So an error of int8 is at most 1/252 of the block's largest magnitude, or 2^-127. That of fp8 is at
+most 1/16 of the element, or 2^-10 / 240 of the largest or 2^-136 if that is more. NaN and
+infinities are kept.
 
 Source: block scales as in "OCP Microscaling Formats (MX) Specification" (2023); the format of
 float8_e4m3 as in ml_dtypes.
@@ -21,12 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from unisono.core.base.buffers import Array
-from unisono.core.engines.kernels import widen
+from unisono.core.base.seam import cpp, is_wanted
+from unisono.core.engines.kernels import narrow, widen
 
 BLOCK = 128
 # The smallest normal number: below it a scale is rounded too much.
@@ -144,6 +148,71 @@ BLOCK_CODES = {
 
 COMPRESSIONS = (*BLOCK_CODES, "bf16")
 """The values of `compress` in calls."""
+
+
+class Codec(NamedTuple):
+    """The loops of one value of `compress`, over contiguous arrays.
+
+    Attributes:
+        storage: Type of a code in memory.
+        encode: Called as encode(values, scales, codes): codes float32 values [n].
+        decode: Called as decode(scales, codes, values): sets float32 values [n].
+        add: Called likewise: adds to them.
+    """
+
+    storage: Any
+    encode: Callable[[Array, Array, Array], None]
+    decode: Callable[[Array, Array, Array], None]
+    add: Callable[[Array, Array, Array], None]
+
+
+def codec_of(compress: str) -> Codec:
+    """Return the loops in C++, or in NumPy where the C++ engine is not wanted."""
+    return (_codec_in_cpp if is_wanted() else codec_in_numpy)(compress)
+
+
+@cache
+def codec_in_numpy(compress: str) -> Codec:
+    """Return the loops in NumPy, which define those in C++."""
+    if code := BLOCK_CODES.get(compress):
+        storage, encode, decode = code.storage, code.encode_blocks, code.decode_blocks
+    else:
+        storage, encode, decode = np.uint16, _encode_bf16, _decode_bf16
+
+    def add(scales: Array, codes: Array, values: Array) -> None:
+        more = np.empty_like(values)
+        decode(scales, codes, more)
+        values += more
+
+    return Codec(storage, encode, decode, add)
+
+
+def _encode_bf16(values: Array, scales: Array, codes: Array) -> None:
+    codes[...] = narrow(values)
+
+
+def _decode_bf16(scales: Array, codes: Array, values: Array) -> None:
+    values[...] = widen(codes)
+
+
+@cache
+def _codec_in_cpp(compress: str) -> Codec:
+    number = COMPRESSIONS.index(compress)
+
+    def encode(values: Array, scales: Array, codes: Array) -> None:
+        cpp.encode(number, _at(values), _at(scales), _at(codes), values.size)
+
+    def decode(scales: Array, codes: Array, values: Array) -> None:
+        cpp.decode(number, _at(scales), _at(codes), _at(values), values.size, False)
+
+    def add(scales: Array, codes: Array, values: Array) -> None:
+        cpp.decode(number, _at(scales), _at(codes), _at(values), values.size, True)
+
+    return Codec(codec_in_numpy(compress).storage, encode, decode, add)
+
+
+def _at(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def coded_nbytes(compress: str, n: int) -> int:

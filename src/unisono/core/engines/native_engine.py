@@ -151,6 +151,7 @@ class NativeEngine(QueueEngine):
         super().__init__(comm)
         if isa := config.get("UNISONO_CPU"):
             _choose_isa(isa)
+        _engine.let_threads_move(config.get_flag("UNISONO_MOVE"))
         self._crowded = crowded
         self._hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
         self.shares_memory = len(set(self._hosts)) == 1

@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from statistics import median
 from typing import Any
 
 from unisono.core.base.config import environ
@@ -30,17 +30,20 @@ from unisono.errors import (
 from unisono.launcher.environment import LOOPBACK
 from unisono.launcher.spawn import SpawnContext
 from unisono.testing.hosts import Host, Network, why_no_hosts
-from unisono.workbench.bench.plan import BenchPlan
-from unisono.workbench.bench.worker import QUEUE, work, worker_command
+from unisono.workbench.bench.peers import how_to_install, mpiexec, peer_file, variables
+from unisono.workbench.bench.plan import MPI_PEERS, BenchPlan
+from unisono.workbench.bench.worker import QUEUE, TURN, work, worker_command
 
 _MODULES = {
     **{"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)},
     **{"nccl": ("torch",), "nccl4py": ("torch", "nccl"), "cuda": ("torch", "nccl")},
     "bfloat16": ("ml_dtypes",),
+    **{"intel-mpi": ("mpi4py",), "open-mpi": ("mpi4py",), "deepspeed": ("torch",)},
 }
 _EXTRAS = {
     **{"gloo": "torch", "mpi": "bench", "plot": "plot"},
     **{"nccl": "torch", "nccl4py": "nccl", "cuda": "nccl"},
+    **{"intel-mpi": "bench", "open-mpi": "bench", "deepspeed": "torch"},
 }
 _FLAGS = {"cuda": "--device cuda", "bfloat16": "-d bfloat16"}
 _POLL_S = 0.5
@@ -51,14 +54,14 @@ def check_installed(feature: str, flag: str = "") -> None:
     """Check that the packages and programs that a flag needs are installed.
 
     Args:
-        feature: "gloo", "mpi", "nccl", "nccl4py", "cuda", "plot" or "bfloat16".
+        feature: A peer, "cuda", "plot" or "bfloat16".
         flag: What needs it; "" if that follows from the feature.
 
     Raises:
         InvalidArgumentError: Names the missing package or program and how to install it.
     """
     missing = [name for name in _MODULES[feature] if importlib.util.find_spec(name) is None]
-    if feature == "mpi" and _mpiexec() is None:
+    if feature == "mpi" and mpiexec() is None:
         missing.append("the program mpiexec")
     if missing:
         flag = flag or _FLAGS.get(feature, f"--peer {feature}")
@@ -67,18 +70,19 @@ def check_installed(feature: str, flag: str = "") -> None:
             f"{flag} needs {' and '.join(missing)}, not found beside {sys.executable}",
             hint=f"pip install {package}",
         )
+    file = peer_file(feature)
+    if file and not os.path.exists(file):
+        raise InvalidArgumentError(
+            f"--peer {feature} needs {file}, which is not there", hint=how_to_install(feature)
+        )
     if feature == "cuda" and not importlib.import_module("torch").cuda.is_available():
         raise InvalidArgumentError("--device cuda: torch finds no GPU here")
 
 
-def _mpiexec() -> str | None:
-    """Return the mpiexec of the wheel beside this Python, or that on the path."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")
-
-
 def run_ranks(plan: BenchPlan) -> Iterator[dict[str, Any]]:
     """Start the ranks and yield their messages until all have ended.
+
+    Each MPI library has a set of ranks. The rows of the sets become one.
 
     Raises:
         WorkerFailedError: A rank failed; the text ends with its traceback.
@@ -91,29 +95,86 @@ def run_ranks(plan: BenchPlan) -> Iterator[dict[str, Any]]:
         hosts = _hosts(plan, stack)
         address = hosts[0].v4 if hosts else LOOPBACK
         store = stack.enter_context(TCPStore(address, 0, is_master=True, wait_for_workers=False))
-        ranks: _Spawned | _Processes
-        if hosts:
-            ranks = _on_hosts(plan, hosts, store.port)
-        else:
-            ranks = (_under_mpiexec if "mpi" in plan.peers else _Spawned)(plan, store.port)
-        stack.callback(ranks.stop)
-        ended = False
-        while not ended:
-            ended = ranks.wait(_POLL_S)
+        ranks = []
+        for each in plan.worlds():
+            ranks.append(_started(each, hosts, store.port))
+            stack.callback(ranks[-1].stop)
+        waiting: list[list[dict[str, Any]]] = [[] for _ in ranks]
+        ended = [False]
+        while not all(ended):
+            ended = [each.wait(_POLL_S / len(ranks)) for each in ranks]
             for message in _messages(store):
                 limit = Deadline(2 * plan.loop.timeout_s)
                 if message["kind"] == "failure":
                     raise _worker_failed(plan, message)
-                if message["kind"] == "row":
+                if message["kind"] != "note":
+                    waiting[message["world"]].append(message)
+                    if not all(waiting):
+                        continue
+                    message = _merged([each.pop(0) for each in waiting])
+                if message["kind"] == "start":
+                    for process in _busy(plan.loop.load):
+                        stack.callback(process.wait)
+                        stack.callback(process.kill)
+                    store.queue_push(f"{TURN}/0", "")
+                elif message["kind"] == "row":
                     last = f"{message['op']} of {message['size_bytes']} bytes"
                 yield message
-            if not ended and limit.expired():
+            for one_set, has_ended in zip(ranks, ended, strict=True):
+                if has_ended:
+                    one_set.check()
+            if not all(ended) and limit.expired():
                 raise LaunchError(
                     f"no rank of {plan.nprocs} sent a message for {2 * plan.loop.timeout_s:g} s; "
                     f"the last was: {last}",
                     hint="fewer calls (-n) or rounds (--rounds), or more time (--timeout)",
                 )
-        ranks.check()
+
+
+def _started(plan: BenchPlan, hosts: list[Host], port: int) -> _Spawned | _Processes:
+    """Start one set of ranks."""
+    if hosts:
+        return _on_hosts(plan, hosts, port)
+    mpi = next((peer for peer in plan.peers if peer in MPI_PEERS), None)
+    return _under_mpiexec(plan, port, mpi) if mpi else _Spawned(plan, port)
+
+
+def _busy(count: int) -> list[subprocess.Popen[bytes]]:
+    """Start processes that compute until they are killed."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    hook = parent_death_hook()
+    return [subprocess.Popen(command, preexec_fn=hook) for _ in range(count)]
+
+
+def _add_own_times(results: dict[str, Any]) -> None:
+    """Add unisono's times to each peer's: the ranks of another set lie on other cores."""
+    own = results["unisono"]
+    for name, each in results.items():
+        if each and name != "unisono":
+            each |= {"unisono_time_us": own["time_us"], "unisono_best_us": own["best_us"]}
+
+
+def _merged(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one message in place of those that the sets of ranks sent at the same point."""
+    first, *others = messages
+    if others and first["kind"] == "row":
+        for message in messages:
+            _add_own_times(message["results"])
+    for message in others:
+        for name in {"versions", "results"} & message.keys():
+            first[name] = {**message[name], **first[name]}
+    if others and first["kind"] == "row":
+        own = [message["results"]["unisono"] for message in messages]
+        rounds_us = [us for each in own for us in each["rounds_us"]]
+        wrong = [each["wrong"] for each in own]
+        first["results"]["unisono"] = {
+            "time_us": median(rounds_us),
+            "best_us": min(rounds_us),
+            "rounds_us": rounds_us,
+            "iters": own[0]["iters"],
+            "wrong": None if None in wrong else sum(wrong),
+        }
+    return first
 
 
 def _hosts(plan: BenchPlan, stack: contextlib.ExitStack) -> list[Host]:
@@ -173,11 +234,11 @@ class _Processes:
 
     Args:
         commands: Command lines by the program's name in errors.
-        variables: Variables of the environment, unless the user has set them.
+        defaults: Variables of the environment, unless the user has set them.
     """
 
-    def __init__(self, commands: dict[str, list[str]], **variables: str) -> None:
-        env = {"OMP_NUM_THREADS": "1", **variables, **environ()}
+    def __init__(self, commands: dict[str, list[str]], **defaults: str) -> None:
+        env = {"OMP_NUM_THREADS": "1", **defaults, **environ()}
         self._processes = {
             name: subprocess.Popen(
                 command,
@@ -227,9 +288,9 @@ def _on_hosts(plan: BenchPlan, hosts: list[Host], port: int) -> _Processes:
     return _Processes(commands, GLOO_SOCKET_IFNAME="eth0")
 
 
-def _under_mpiexec(plan: BenchPlan, port: int) -> _Processes:
-    """Start the ranks by mpiexec."""
-    program = _mpiexec()
+def _under_mpiexec(plan: BenchPlan, port: int, peer: str) -> _Processes:
+    """Start the ranks by the mpiexec of a peer."""
+    program = mpiexec(peer)
     assert program is not None
-    words = worker_command(plan, port, LOOPBACK)
-    return _Processes({"mpiexec": [program, "-n", str(plan.nprocs), *words]})
+    command = [program, "-n", str(plan.nprocs), *worker_command(plan, port, LOOPBACK)]
+    return _Processes({f"mpiexec of --peer {peer}": command}, **variables(peer))

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +28,8 @@ from unisono.core.stores import PrefixStore, Store, TCPStore
 from unisono.errors import InvalidArgumentError, LaunchError, UnsupportedError
 from unisono.workbench.bench.algorithms import named
 from unisono.workbench.bench.data import Data, to_tensor
-from unisono.workbench.bench.plan import PEERS, REDOPS, BenchPlan
+from unisono.workbench.bench.peers import peer_file
+from unisono.workbench.bench.plan import MPI_PEERS, PEERS, REDOPS, BenchPlan
 
 TimedCall = Callable[[], object]
 
@@ -121,9 +125,8 @@ class _C10d:
 class _MPI:
     """An MPI library, through mpi4py's functions for buffers."""
 
-    name = "mpi"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._mpi = _mpi()
         self._comm = self._mpi.COMM_WORLD
 
@@ -153,13 +156,58 @@ class _MPI:
 
     def versions(self) -> dict[str, str]:
         library = self._mpi.Get_library_version().splitlines()[0].rstrip("\0")
+        library = library.partition(", package")[0]
         return {
             "mpi4py": str(importlib.import_module("mpi4py").__version__),
-            "mpi": " ".join(library.replace("Version:", "").split()),
+            self.name: " ".join(library.replace("Version:", "").split()),
         }
 
     def close(self) -> None:
         """Do nothing: mpi4py finalizes MPI when the interpreter ends."""
+
+
+class _DeepSpeed:
+    """DeepSpeed's sum in shared memory, which its inference on CPUs calls in place."""
+
+    name = "deepspeed"
+
+    def __init__(self, rank: int, plan: BenchPlan, store: TCPStore) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._torch.set_num_threads(1)
+        # It reads from these how to name its memory, and that all ranks are on this host.
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)
+        os.environ["LOCAL_SIZE"] = str(plan.nprocs)
+        path = peer_file(self.name)
+        spec = importlib.util.spec_from_file_location("deepspeed_shm_comm", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.initialize(plan.nprocs, rank)
+        # It would leave its file: all ranks have opened all files, so this rank removes its own.
+        unisono.barrier()
+        for file in glob.glob(f"/dev/shm/deepspeed_*_{store.host}_{store.port}_{rank}"):
+            os.unlink(file)
+        self._level = module.vector_kernel_level()
+
+    def call(self, data: Data) -> TimedCall:
+        plan = data.plan
+        # Its instructions: AVX2 for float32, AVX-512 for the short types. Others end the process.
+        levels = {"float32": 1, "float16": 2, "bfloat16": 2}
+        if data.case.op != "all_reduce" or plan.redop != "sum" or plan.dtype not in levels:
+            raise UnsupportedError(f"it has only all_reduce, sum, of {', '.join(levels)}")
+        if self._level < levels[plan.dtype]:
+            raise UnsupportedError(f"this processor lacks its instructions for {plan.dtype}")
+        tensor = to_tensor(self._torch, data.output)
+        return partial(self._torch.ops.deepspeed.inference_all_reduce_, tensor)
+
+    def versions(self) -> dict[str, str]:
+        with open(os.path.join(os.path.dirname(peer_file(self.name)), "version")) as file:
+            version = file.read().strip()
+        return {"torch": str(self._torch.__version__), self.name: version}
+
+    def close(self) -> None:
+        """Do nothing: it has no end."""
 
 
 class _NCCL4Py:
@@ -231,8 +279,10 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Benc
     """
     if name == "unisono":
         return _open_unisono(rank, plan, store)
-    if name == "mpi":
-        return _MPI()
+    if name in MPI_PEERS:
+        return _MPI(name)
+    if name == "deepspeed":
+        return _DeepSpeed(rank, plan, store)
     if name == "nccl4py":
         return _NCCL4Py(rank, plan, store)
     if name not in PEERS:
@@ -243,7 +293,7 @@ def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Benc
 def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> BenchLibrary:
     unisono.init_process_group(
         "cpu:unisono,cuda:nccl" if plan.device == "cuda" else None,
-        store=PrefixStore("unisono", store),
+        store=PrefixStore(f"unisono/{plan.loop.turn[0]}", store),
         rank=rank,
         world_size=plan.nprocs,
         timeout=plan.loop.timeout_s,

@@ -17,7 +17,10 @@ from unisono.errors import InvalidArgumentError
 
 GPU_PEERS = ("nccl", "nccl4py")
 
-PEERS = ("gloo", "mpi", *GPU_PEERS)
+MPI_PEERS = ("mpi", "intel-mpi", "open-mpi")
+"""MPI libraries: that of this Python's environment, and those of folders of their own."""
+
+PEERS = ("gloo", *MPI_PEERS, "deepspeed", *GPU_PEERS)
 
 REDOPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 """nccl-tests' name of a reduce op -> torch's."""
@@ -132,6 +135,9 @@ class LoopPlan:
         rounds: Number of rounds; in each round every library is measured once.
         check: Whether to compare results with the formula.
         timeout_s: Time-out of each size, and of the start.
+        load: Number of busy processes beside the ranks.
+        bind: Whether each rank is bound to a core.
+        turn: Number of this set of ranks, and how many sets take turns; see `BenchPlan.worlds`.
     """
 
     iters: int = 0
@@ -139,6 +145,9 @@ class LoopPlan:
     rounds: int = 15
     check: bool = True
     timeout_s: float = 120.0
+    load: int = 0
+    bind: bool = False
+    turn: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -183,8 +192,10 @@ class BenchPlan:
             raise InvalidArgumentError(
                 f"-r {self.root} is not one of the {self.nprocs} ranks (0..{self.nprocs - 1})"
             )
-        if self.hosts and "mpi" in self.peers:
-            raise InvalidArgumentError("--hosts goes with --peer gloo only; mpiexec knows one host")
+        if self.hosts and set(self.peers) & set(PEERS) - {"gloo"}:
+            raise InvalidArgumentError(
+                "--hosts goes with --peer gloo only; mpiexec and DeepSpeed know one host"
+            )
         on_gpu = self.device == "cuda"
         libraries = [peer for peer in self.peers if peer in PEERS]
         if wrong := [peer for peer in libraries if (peer in GPU_PEERS) != on_gpu]:
@@ -198,6 +209,16 @@ class BenchPlan:
             )
         if "sendrecv" in self.ops and self.nprocs < 2:
             raise InvalidArgumentError("sendrecv needs at least 2 ranks, got --nproc-per-node 1")
+
+    def worlds(self) -> list[BenchPlan]:
+        """Return the plan of each set of ranks: a process can load only one MPI library."""
+        mpis = [peer for peer in self.peers if peer in MPI_PEERS]
+        first = tuple(peer for peer in self.peers if peer not in mpis[1:])
+        peers = [first, *((peer,) for peer in mpis[1:])]
+        return [
+            replace(self, peers=each, loop=replace(self.loop, turn=(number, len(peers))))
+            for number, each in enumerate(peers)
+        ]
 
     def variants(self, op: str) -> Iterator[BenchPlan]:
         """Yield the plan with one type and one reduce op, for each that makes a difference."""
@@ -226,7 +247,9 @@ class BenchPlan:
     def fields(self) -> dict[str, Any]:
         """Return all settings in one flat dict, for the file of `--json`."""
         fields = asdict(self)
-        return {**fields.pop("sizes"), **fields.pop("loop"), **fields}
+        flat = {**fields.pop("sizes"), **fields.pop("loop"), **fields}
+        del flat["turn"]
+        return flat
 
 
 @dataclass(frozen=True)

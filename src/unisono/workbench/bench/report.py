@@ -34,13 +34,15 @@ def bandwidths(row: ReportRow, library: str) -> tuple[float, float]:
 def ratio(row: ReportRow, peer: str, of: str = "time_us") -> float | None:
     """Return unisono's time divided by a peer's; None if the peer was not measured.
 
+    With several sets of ranks it is unisono's time in the peer's processes.
+
     Args:
         row: One line of the table.
         peer: The other library.
         of: "time_us", the median over rounds, or "best_us", the fastest round.
     """
     own, other = row["results"]["unisono"], row["results"][peer]
-    return float(own[of] / other[of]) if other else None
+    return float(other.get(f"unisono_{of}", own[of]) / other[of]) if other else None
 
 
 def summary(rows: Sequence[ReportRow], peers: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -165,6 +167,10 @@ class ReportTable:
         )
         if plan.algorithm:
             self._comment(f"time, algbw, busbw: {label(plan.algorithm)}")
+        if plan.loop.load:
+            self._comment(f"{plan.loop.load} busy processes beside the ranks")
+        if plan.loop.bind:
+            self._comment("each rank is bound to a core")
 
     def _header(self, op: str) -> None:
         names = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
@@ -178,8 +184,8 @@ class ReportTable:
             self._comment("ping-pong; time is half of the round trip")
             pairs = " ".join(f"{low}-{high}" for low, high in self._plan.pairs())
             self._comment(f"pairs of ranks: {pairs}")
-        self._print("#" + self._aligned(names)[1:], "bold")
-        self._print("#" + self._aligned(units)[1:], "bold")
+        for cells in (names, units):
+            self._print("#" + self._aligned(cells)[1:], "bold")
 
     def _row(self, row: ReportRow) -> None:
         own = row["results"]["unisono"]

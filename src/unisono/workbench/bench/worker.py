@@ -5,12 +5,16 @@ warm-up calls, then a barrier, then `iters` calls in a loop. The next round begi
 library. A round's time is the mean of the loop on the slowest rank. The reported time is the median
 over rounds.
 
+A process can load only one MPI library. With several there is a set of ranks for each, and the sets
+take turns: while one measures a round, the ranks of the others sleep.
+
 Other load of the machine thus affects all libraries, but not equally: a library that waits by
 spinning loses more than a library that sleeps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -18,7 +22,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +30,7 @@ import numpy as np
 
 import unisono
 from unisono.core.base import document
+from unisono.core.platform.machine import allowed_cpus, bind, by_core
 from unisono.core.platform.processes import parent_death_hook
 from unisono.core.stores import TCPStore
 from unisono.launcher.environment import LOOPBACK
@@ -42,6 +47,9 @@ from unisono.workbench.bench.plan import OPS, BenchPlan, Case, cases
 
 QUEUE = "bench/messages"
 """Key of the queue in the store into which the ranks push JSON for the command."""
+
+TURN = "bench/turn"
+"""Prefix of the queues of the sets of ranks; a value in a queue is that set's turn to measure."""
 
 ROUND_S = 0.005
 """Duration of one library's loop in one round, if `iters` is 0.
@@ -63,16 +71,23 @@ def work(rank: int, plan: BenchPlan, port: int, host: str = LOOPBACK) -> None:
     os.dup2(null, 1)
     os.close(null)
     store = TCPStore(host, port, wait_for_workers=False, timeout=plan.loop.timeout_s)
+    if plan.loop.bind:
+        cores = by_core(sorted(allowed_cpus()))
+        bind(cores[rank % len(cores)])
     if plan.device == "cuda":
         torch = _torch()
         torch.cuda.set_device(rank % torch.cuda.device_count())
     libraries = [open_library(name, rank, plan, store) for name in ("unisono", *plan.peers)]
     ranks = _BenchRank(rank, plan, store, libraries)
     ranks.send("start", versions=ranks.versions(), group=repr(unisono.group.WORLD))
+    with ranks.turn():
+        pass  # All sets have loaded their libraries.
     for op in plan.ops:
         for variant in plan.variants(op):
             for case in cases(op, variant):
                 ranks.send("row", **ranks.measure(case, variant))
+    with ranks.turn():
+        pass  # All sets have measured their last round.
     for library in libraries:
         library.close()
     store.close()
@@ -101,7 +116,21 @@ class _BenchRank:
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message to the command, from rank 0."""
         if self._rank == 0:
-            self._store.queue_push(QUEUE, json.dumps({"kind": kind, **fields}))
+            self._store.queue_push(
+                QUEUE, json.dumps({"kind": kind, "world": self._plan.loop.turn[0], **fields})
+            )
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other set of ranks measures; the others wait until the block has ended."""
+        mine, count = self._plan.loop.turn
+        if self._rank == 0:
+            self._store.queue_pop(f"{TURN}/{mine}")
+        unisono.barrier()
+        yield
+        unisono.barrier()
+        if self._rank == 0:
+            self._store.queue_push(f"{TURN}/{(mine + 1) % count}", "")
 
     def versions(self) -> dict[str, str]:
         """Return the names and versions of all libraries."""
@@ -116,11 +145,13 @@ class _BenchRank:
         """
         op = OPS[case.op]
         on_gpu = plan.device == "cuda"
-        data = GPUData(case, plan, self._rank, _torch()) if on_gpu else Data(case, plan, self._rank)
-        ready = [r for library in self._libraries if (r := self._prepare(library, data))]
-        data.fill_for_timing()
-        for library in ready:
-            library.iters = plan.loop.iters or self._calibrate(library.call, data)
+        mine = case, plan, self._rank
+        with self.turn():
+            data = GPUData(*mine, _torch()) if on_gpu else Data(*mine)
+            ready = [r for library in self._libraries if (r := self._prepare(library, data))]
+            data.fill_for_timing()
+            for library in ready:
+                library.iters = plan.loop.iters or self._calibrate(library.call, data)
         times_us = self._times_us(ready, data) / op.messages
         results: dict[str, Any] = {library.name: None for library in self._libraries}
         for i, library in enumerate(ready):
@@ -191,14 +222,14 @@ class _BenchRank:
         """Return [rounds, libraries]: the time of one call on the slowest rank."""
         rounds, count = self._plan.loop.rounds, len(ready)
         own = np.zeros((rounds, count))
-        with no_garbage_collection():
-            for turn in range(rounds):
-                for i in (i % count for i in range(turn, turn + count)):
+        for number in range(rounds):
+            with self.turn(), no_garbage_collection():
+                for i in (i % count for i in range(number, number + count)):
                     library = ready[i]
                     unisono.barrier()
                     _timed_s(library.call, self._plan.loop.warmup, data)
                     unisono.barrier()
-                    own[turn, i] = _timed_s(library.call, library.iters, data) / library.iters
+                    own[number, i] = _timed_s(library.call, library.iters, data) / library.iters
         return slowest(own) * 1e6
 
 

@@ -45,7 +45,9 @@ a ping-pong, and its time half a round trip. Results are checked (#wrong).
 
 With --peer another library is called in the same processes, on the same arrays, alternating with
 unisono, so that both run under the same conditions. The column after its time is unisono's time
-divided by that time (below 1: unisono is faster)."""
+divided by that time (below 1: unisono is faster). With several MPI libraries there is a set of
+processes for each, and the sets take turns. The column time is then that of all sets, and a ratio
+that of the peer's set."""
 
 _REDOPS = (*REDOPS, ALL)
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
@@ -68,8 +70,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_nccl_tests(parser)
     add("--engine", choices=("native", "reference"), help="unisono's engine")
     add("--algorithm", metavar="A,B", help=f"one, or several that take turns, each a {HELP}")
-    peers = "gloo or nccl (torch.distributed), nccl4py, or mpi (mpi4py); may be repeated"
-    add("--peer", action="append", choices=PEERS, default=[], help=f"also measure {peers}")
+    peers = (
+        "gloo or nccl (torch.distributed), nccl4py, deepspeed (its sum in shared memory), mpi "
+        "(that of mpi4py, such as MPICH), intel-mpi or open-mpi; may be repeated"
+    )
+    how: dict[str, Any] = {"action": "append", "choices": PEERS, "default": [], "metavar": "NAME"}
+    add("--peer", help=f"also measure {peers}", **how)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays are (cpu)")
     add_json(parser, text_too=True)
     add_picture(parser, "draw time and busbw over size (also -o FILE)", short=())
@@ -127,6 +133,9 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
     calls = "calls before each round (1)"
     add("-w", "--warmup_iters", type=non_negative, default=1, metavar="WARMUP", help=calls)
     add("--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)")
+    load = "busy processes beside the ranks, to measure on a machine with other work (0)"
+    add("--load", type=non_negative, default=0, metavar="N", help=load)
+    add("--bind", action="store_true", help="bind each rank, of all libraries, to a core")
     add("-c", "--check", choices=("0", "1"), default="1", help="check results (1)")
 
 
@@ -238,6 +247,8 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
             rounds=options.rounds,
             check=options.check == "1",
             timeout_s=options.timeout,
+            load=options.load,
+            bind=options.bind,
         ),
         dtype=dtypes,
         redop=",".join(REDOPS) if options.op == ALL else options.op,

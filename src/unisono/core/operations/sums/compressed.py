@@ -24,18 +24,25 @@ import numpy as np
 from unisono.core.backends import CallOptions, Pending
 from unisono.core.base.buffers import Array, BufferView, device_of, view
 from unisono.core.base.types import ReduceOp, as_reduce_op
-from unisono.core.engines.block_codes import BLOCK, BLOCK_CODES, COMPRESSIONS, coded_nbytes
+from unisono.core.engines.block_codes import (
+    BLOCK,
+    BLOCK_CODES,
+    COMPRESSIONS,
+    codec_of,
+    coded_nbytes,
+)
 from unisono.core.engines.kernels import narrow, widen
 from unisono.core.operations.dispatch import dispatcher
 from unisono.core.operations.work import Work
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Elements of all ranks together in a piece; fewer take longer for the agreement than on the way.
-_PIECE = 1 << 20
+# Elements of all ranks together in a piece; fewer take longer for the agreement than on the way. On
+# all ranks the same, whether their codes are made in C++ or in NumPy.
+_PIECE = 1 << 22
 _MOST_PIECES = 8
 # Elements at once, so that all that is between stays in the cache.
-_CHUNK = 1 << 14
+_CHUNK = 1 << 16
 
 
 class _Codes:
@@ -48,28 +55,27 @@ class _Codes:
     """
 
     def __init__(self, compress: str, memory: Array, n: int) -> None:
-        self._code = BLOCK_CODES.get(compress)
-        blocks = -(-n // BLOCK) if self._code else 0
+        self._codec = codec_of(compress)
+        blocks = -(-n // BLOCK) if compress in BLOCK_CODES else 0
         self._scales = memory[: 4 * blocks].view(np.float32)
-        storage = np.dtype(self._code.storage if self._code else np.uint16)
+        storage = np.dtype(self._codec.storage)
         self._codes = memory[4 * blocks : 4 * blocks + n * storage.itemsize].view(storage)
 
     def encode(self, at: int, values: Array) -> None:
         """Write the codes of float32 values from element `at` on, a multiple of a block."""
-        codes = self._codes[at : at + len(values)]
-        if self._code is None:
-            codes[:] = narrow(values)
-        else:
-            self._code.encode_blocks(values, self._scales[at // BLOCK :], codes)
+        self._codec.encode(values, *self._from(at, values))
 
     def decode(self, at: int, values: Array) -> Array:
         """Fill float32 values with those of the codes from element `at` on, and return them."""
-        codes = self._codes[at : at + len(values)]
-        if self._code is None:
-            values[:] = widen(codes)
-        else:
-            self._code.decode_blocks(self._scales[at // BLOCK :], codes, values)
+        self._codec.decode(*self._from(at, values), values)
         return values
+
+    def add(self, at: int, values: Array) -> None:
+        """Add the values of the codes from element `at` on."""
+        self._codec.add(*self._from(at, values), values)
+
+    def _from(self, at: int, values: Array) -> tuple[Array, Array]:
+        return self._scales[at // BLOCK :], self._codes[at : at + len(values)]
 
 
 class _CodedCall(NamedTuple):
@@ -377,11 +383,16 @@ class _CodedExchanges:
 
     def _sum(self, own: Array, at: int, arrived: list[_Codes]) -> Array:
         """Return the sum of a chunk in the order of ranks, divided."""
-        others, total = iter(arrived), own
+        others, total = iter(arrived), np.empty_like(own)
         for r in range(self.size):
-            values = own if r == self.rank else next(others).decode(at, np.empty_like(own))
-            total = values if r == 0 else total + values
-        return total if self.call.divisor == 1 else total / np.float32(self.call.divisor)
+            if r == self.rank:
+                np.copyto(total, own) if r == 0 else np.add(total, own, out=total)
+            else:
+                code = next(others)
+                code.decode(at, total) if r == 0 else code.add(at, total)
+        if self.call.divisor != 1:
+            total /= np.float32(self.call.divisor)
+        return total
 
     def _decode(self, code: _Codes, part: Array) -> None:
         """Set a piece of a part of the result."""
