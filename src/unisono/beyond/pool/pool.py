@@ -255,8 +255,8 @@ class Pool:
 
         A notebook also shows figures of pyplot, and a last value that has a picture or HTML.
 
-        In IPython `%%ranks` runs the rest of the cell so, on the open pool that was made last;
-        `%%ranks 0 2` on these ranks, and `%%ranks workers 0` on a rank of the pool `workers`.
+        In IPython `%%ranks` runs the rest of the cell so, on the open pool that was made last.
+        `%%ranks 0 2` names ranks, and `%%ranks workers 0` a rank of the pool `workers`.
 
         Raises:
             WorkerFailedError, Exception: See `run`.

@@ -28,7 +28,7 @@ class WaitingCall(NamedTuple):
 
     Attributes:
         key: Of the group.
-        seq: Number of the call in the group; 0 for a receive.
+        seq: Number among the collectives of the group, or among the messages of the rank.
         op: Its name.
         members: Ranks of the group; for a receive, those that may send.
     """
@@ -38,8 +38,13 @@ class WaitingCall(NamedTuple):
     op: str
     members: tuple[int, ...]
 
+    @property
+    def is_receive(self) -> bool:
+        """Whether it waits for a message."""
+        return self.op in _RECEIVES
+
     def __str__(self) -> str:
-        return f"{self.op} #{self.seq}" if self.seq else f"send for this {self.op}"
+        return f"send for this {self.op}" if self.is_receive else f"{self.op} #{self.seq}"
 
 
 class RankActivity(NamedTuple):
@@ -98,20 +103,16 @@ def _activity(number: int) -> RankActivity:
             if record.op in _RECEIVES:
                 # An asynchronous receive is no wait: then this thread has left its line, as a rule.
                 if (record.file, record.line) == here:
-                    others = tuple(
-                        each for each in group.ranks if each != group.ranks[group.rank()]
-                    )
-                    peers = others if record.peer is None else (record.peer,)
-                    waits.append(WaitingCall(group.key, 0, record.op, peers))
+                    me = group.ranks[group.rank()]
+                    others = (each for each in group.ranks if each != me)
+                    peers = tuple(others) if record.peer is None else (record.peer,)
+                    waits.append(WaitingCall(group.key, record.seq, record.op, peers))
             elif record.is_message:
                 sends.append(group.key)
             elif record.wait_begun_ns is not None:
                 waits.append(WaitingCall(group.key, record.seq, record.op, tuple(group.ranks)))
-    others = [each for each in threading.enumerate() if each is not main]
-    return RankActivity(
-        *(number, waits, calls, sends, _place_of(frame)),
-        not any(_may_call(each) for each in others),
-    )
+    is_alone = not any(_may_call(each) for each in threading.enumerate() if each is not main)
+    return RankActivity(number, waits, calls, sends, _place_of(frame), is_alone)
 
 
 def _may_call(thread: threading.Thread) -> bool:
@@ -120,10 +121,9 @@ def _may_call(thread: threading.Thread) -> bool:
         return False
     frame = sys._current_frames().get(thread.ident or 0)
     while thread.daemon and frame is not None:
-        space = (
-            {} if frame.f_globals is vars(threading) else frame.f_globals
-        )  # it has a hook of ours
-        for each in list(space.values()):
+        # This module has a hook of ours.
+        is_plain = frame.f_globals is vars(threading)
+        for each in () if is_plain else list(frame.f_globals.values()):
             name = each.__name__ if isinstance(each, ModuleType) else getattr(each, "__module__", 0)
             if isinstance(name, str) and name.startswith(("unisono", "torch.distributed")):
                 return True
@@ -210,7 +210,7 @@ class RankWatch:
         """Return ranks that make no call, and the calls of others that wait for them for ever.
 
         A rank that has no thread and makes no call makes no collective, so a call that it has not
-        begun cannot end; nor can a receive if no rank sends. The ranks are asked again before that
+        begun cannot end. Nor can a receive if no rank sends. The ranks are asked again before that
         counts.
         """
         suspects = {}
@@ -219,7 +219,7 @@ class RankWatch:
                 left = [
                     each for each in call.members if each not in busy and self._left(each, call)
                 ]
-                if not left or (not call.seq and len(left) < len(call.members)):
+                if call.is_receive and len(left) < len(call.members):
                     continue
                 for member in left:
                     numbers = self._of(rank).number, self._of(member).number
@@ -232,10 +232,11 @@ class RankWatch:
         ]
 
     def _left(self, rank: int, call: WaitingCall) -> bool:
-        """Return whether a rank that makes no call has not begun a call, and is not sending."""
+        """Return whether a rank that makes no call takes no part in a call of another."""
         activity = self._of(rank)
-        has_begun = activity.calls.get(call.key, 0) >= call.seq if call.seq else False
-        return activity.is_alone and not has_begun and call.key not in activity.sends
+        if call.is_receive:
+            return activity.is_alone and call.key not in activity.sends
+        return activity.is_alone and activity.calls.get(call.key, 0) < call.seq
 
     def _of(self, rank: int) -> RankActivity:
         return self.activities.get(rank, RankActivity(-1, [], {}, [], "", False))
