@@ -1066,6 +1066,27 @@ def test_run_each_gives_each_rank_its_part(ranks):
         ranks.run_each(whoami, "ab")
 
 
+def test_hints_for_those_who_know_other_pools(ranks):
+    with pytest.raises(TypeError, match="missing 1 required positional") as caught:
+        ranks.map(whoami_of, [(1, 2)])
+    assert "starmap takes tuples of arguments" in caught.value.__notes__[-1]
+    with pytest.raises(TypeError, match="missing 2 required positional") as caught:
+        ranks.run(whoami_of)
+    assert "get_rank() is its rank, and run_each(f, parts)" in caught.value.__notes__[-1]
+    with pytest.raises(AttributeError, match="no imap; use map"):
+        ranks.imap(abs, [1])
+    with pytest.raises(AttributeError, match=r"no apply_async; use unisono\.Executor"):
+        ranks.apply_async(abs)
+    with pytest.raises(AttributeError, match=r"a pool has no other$"):
+        _ = ranks.other
+    with pytest.raises(dist.errors.AlreadyInitializedError, match="leave this call out"):
+        ranks.run(dist.init_process_group)
+
+
+def whoami_of(a, b):
+    return a, b
+
+
 def test_starmap_takes_tuples(ranks):
     assert ranks.starmap(divmod, [(7, 2), (9, 4)]) == [(3, 1), (2, 1)]
 

@@ -8,7 +8,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any, Self
+from functools import partial
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -34,6 +35,19 @@ from unisono.launcher.traceback_text import exception_line
 
 _ATTEMPTS = 3
 """How often the group is made anew, if ranks end or fail meanwhile."""
+
+_ARGUMENTS_OF_MAP = "map gives each task as one argument; starmap takes tuples of arguments"
+_ARGUMENTS_OF_RUN = (
+    "run(f, x) calls f(x) on each rank: get_rank() is its rank, and run_each(f, parts) gives each "
+    "rank a part"
+)
+
+_EXECUTOR = "unisono.Executor, which has futures"
+_OTHER_NAMES = {
+    **{"imap": "map", "imap_unordered": "map", "apply": "run", "terminate": "close"},
+    **{"apply_async": _EXECUTOR, "map_async": _EXECUTOR, "submit": _EXECUTOR},
+}
+"""What the methods of other pools are called here."""
 
 _pool_numbers = itertools.count()
 _open_pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
@@ -116,6 +130,11 @@ class Pool:
         if not -self._size <= rank < self._size:
             raise IndexError(f"there is no rank {rank}: the pool has ranks 0 to {self._size - 1}")
         return PoolRank(self, range(self._size)[rank])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        found = _OTHER_NAMES.get(name)
+        hint = "" if found is None else f"; use {found}"
+        raise AttributeError(f"a pool has no {name}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         state = "closed" if self._processes.is_closed else self._lost or "ready"
@@ -330,7 +349,7 @@ class Pool:
                     self._fly(flight, next_task)
             finally:
                 self._held = None
-            flight.raise_first(self._note_reasons)
+            flight.raise_first(partial(self._note_reasons, name))
 
     def _fly(self, flight: Flight, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
         try:
@@ -366,10 +385,12 @@ class Pool:
             why = next(each.end or exception_line(each.text) for each in last.failures.values())
         self._lost = f"its group could not be made: {why}"
 
-    def _note_reasons(self, error: BaseException, ended: dict[int, str]) -> None:
-        """Note in an error why a name is missing, the ranks that ended, and the pool's state."""
+    def _note_reasons(self, name: str, error: BaseException, ended: dict[int, str]) -> None:
+        """Note in an error what a call lacks, the ranks that ended, and the pool's state."""
         if isinstance(error, NameError):
             self._note_name(error)
+        if isinstance(error, TypeError) and re.search(r"missing \d+ required pos", str(error)):
+            error.add_note(_ARGUMENTS_OF_MAP if name else _ARGUMENTS_OF_RUN)
         for end in ended.values():
             if end not in str(error):
                 error.add_note(f"a rank of the pool ended: {end}")
@@ -422,7 +443,7 @@ def pool(nprocs: int | None = None, *, start_method: str = "spawn", replace: boo
 
     What the ranks print is shown with the rank, while a call runs. Functions as for `launch`: with
     cloudpickle also lambdas and functions of a notebook. The ranks end with the pool, and with this
-    process.
+    process. `Out` of IPython keeps a pool that a cell has shown: `close` it before another.
 
     Args:
         nprocs: Number of ranks; by default one for each CPU that this process may use.
