@@ -110,6 +110,12 @@ Table()""",
     "lambda: of_notebook\nranks.run(lambda: of_notebook)",
     "of_notebook = 4",
     "%%ranks\nof_notebook",
+    """import matplotlib.pyplot as plt
+def draw():
+    plt.plot([1])
+    plt.show()
+    display(dist.get_rank())
+ranks.run(draw)""",
     "ranks.close()",
 ]
 
@@ -158,3 +164,10 @@ def test_the_line_of_the_magic_and_a_semicolon(cells):
 def test_a_cell_never_has_an_old_copy_of_a_name(cells):
     assert result(cells[11]) == ["[3, 3]"]
     assert "the notebook has of_notebook: run(f, of_notebook)" in error(cells[13])
+
+
+def test_figures_and_what_display_gets_are_shown_after_run(cells):
+    pytest.importorskip("matplotlib")
+    shown = [part["data"] for part in cells[14] if part["output_type"] == "display_data"]
+    assert ["image/png" in each for each in shown] == [True, True]
+    assert printed(cells[14]) == "[rank 0] 0\n[rank 0]\n[rank 1] 1\n[rank 1]\n"

@@ -36,15 +36,26 @@ def shown(value: Any) -> Shown:
     return found
 
 
-def open_figures() -> list[Shown]:
-    """Return the open figures of pyplot, and close them, as a notebook does after a cell."""
-    plt = sys.modules.get("matplotlib.pyplot")
-    if plt is None:
-        return []
-    figures = [plt.figure(number) for number in plt.get_fignums()]
-    found = [shown(figure) for figure in figures]
-    plt.close("all")
+_displayed: list[Shown] = []
+
+
+def show(*objects: Any) -> None:
+    """Show objects in the notebook when the call ends, as `display` of IPython does."""
+    _displayed.extend(shown(each) or {"text/plain": repr(each)} for each in objects)
+
+
+def take_displayed() -> list[Shown]:
+    """Return what the call has shown, and forget it."""
+    found = [*_displayed]
+    _displayed.clear()
     return found
+
+
+def show_figures() -> None:
+    """Show the open figures of pyplot, and close them, as a notebook does after a cell."""
+    if (plt := sys.modules.get("matplotlib.pyplot")) is not None:
+        show(*(plt.figure(number) for number in plt.get_fignums()))
+        plt.close("all")
 
 
 def display(rank: int, objects: list[Shown]) -> None:

@@ -166,6 +166,7 @@ class Flight:
             self.failures.setdefault(rank, FailedCall(number, None, "", answer))
             return
         self._groups.add(answer.groups)
+        self._pool.shown.setdefault(rank, []).extend(answer.shown)
         if answer.raised is not None:
             failed = FailedCall(number, error_of(answer.raised), answer.raised.text)
             self.failures.setdefault(rank, failed)

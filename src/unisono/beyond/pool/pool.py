@@ -165,6 +165,8 @@ class Pool:
         Names that the ranks assign, with `global` or in `%%ranks`, are theirs and stay. A call that
         would send a name of theirs is refused.
 
+        A notebook shows open figures of pyplot, and what the ranks give to `display`, after the call.
+
         If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
         used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
         the same.
@@ -284,9 +286,7 @@ class Pool:
 
     def _cell(self, source: str, ranks: Iterable[int]) -> None:
         task: RankCall = run_cell, (source, next(self._processes.numbers)), {}
-        results = self._run(dict.fromkeys(ranks, task))
-        for rank, objects in sorted(results.items()):
-            display(rank, objects)
+        self._run(dict.fromkeys(ranks, task))
 
     def close(self) -> None:
         """End the ranks; a second call does nothing, nor does that of a fork of this process."""
@@ -349,6 +349,9 @@ class Pool:
                     self._fly(flight, next_task)
             finally:
                 self._held = None
+                found, self._processes.shown = self._processes.shown, {}
+            for rank, objects in sorted(found.items()):
+                display(rank, objects)
             flight.raise_first(partial(self._note_reasons, name))
 
     def _fly(self, flight: Flight, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
