@@ -165,7 +165,7 @@ class Pool:
         Names that the ranks assign, with `global` or in `%%ranks`, are theirs and stay. A call that
         would send a name of theirs is refused.
 
-        A notebook shows open figures of pyplot, and what the ranks give to `display`, after the call.
+        A notebook shows open figures of pyplot, and what ranks give to `display`, after the call.
 
         If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
         used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
