@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 
+import unisono
 from unisono import errors
 from unisono.lowlevel import CPUOptions
 
@@ -134,6 +135,31 @@ def test_an_overlap_names_the_users_calls_and_is_logged_in_another_thread(rank, 
             assert "process_group=dist.new_group()" in str(error)
         assert x.tolist() == [2, 2, 2]
         dist.barrier()
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_unisonos_functions_take_torchs_groups(rank, tmp_path):
+    with torch_world("unisono", tmp_path):
+        every, alone = dist.group.WORLD, dist.new_group([1])
+        for _ in range(3):  # C++ learns the call
+            unisono.all_reduce(x := torch.ones(3), group=every)
+            assert x.tolist() == [2, 2, 2]
+        assert unisono.get_rank(every) == rank
+        unisono.barrier(group=every)
+        unisono.assert_equal({"x": x}, group=every)
+        assert unisono.stats(every).operations["all_reduce"].calls == 3
+        assert unisono.get_rank(alone) == rank - 1
+        hook = unisono.NanCheckHook.attach(every)
+        x[1] = float("nan") if rank else 1
+        with pytest.raises(RuntimeError, match="rank 1 gives NaN to all_reduce") as caught:
+            dist.all_reduce(x)
+        if rank == 0:
+            assert caught.value.hint.startswith("the call is wrong on the rank that refused it;")
+        hook.remove()
+        assert unisono.FlightRecorderHook.attach(every).records() == []
+        plain = dist.new_group(backend="gloo")
+        with pytest.raises(errors.ArgumentTypeError, match="which is not over a group of unisono"):
+            unisono.stats(plain)
 
 
 def unequal_ddp(rank):

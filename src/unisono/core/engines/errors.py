@@ -351,11 +351,14 @@ def mismatch_error(
         f"{call.op} #{call.seq} in group '{comm.name}' does not match on {comm.here}: "
         f"{'; '.join(calls)}"
     )
+    hint = "all ranks must make the same calls in the same order"
+    if any(text.startswith(f"{call.op}, but refused it: ") for text in variants):
+        hint = "the call is wrong on the rank that refused it"
     others = tuple(sorted(rank for ranks in list(variants.values())[1:] for rank in ranks))
     return CollectiveMismatchError(
         text,
         context=comm.where(op=call.op, seq=call.seq, peers=others, nbytes=call.nbytes, usable=True),
-        hint="all ranks must make the same calls in the same order; nothing was sent or changed",
+        hint=f"{hint}; nothing was sent or changed",
     )
 
 
