@@ -280,7 +280,8 @@ def broken_group_error(
 ) -> UnisonoError:
     """Return the error of a call that broke its group, or during which the group broke."""
     me = comm.transport.rank
-    found = "" if failure.by == me else f" (found by rank {failure.by})"
+    # A rank that reports its own failure has not found it.
+    found = "" if failure.by in (me, *failure.peers) else f" (found by rank {failure.by})"
     number = "" if seq is None else f" #{seq}"
     what_where = f"{what}{number} in group '{comm.name}'"
     on = f"on {comm.here}"
