@@ -123,7 +123,10 @@ def test_the_other_hooks_in_torchs_class(tmp_path):
             far = [(got - mean).norm() / mean.norm() for got in (later[0], sum(later) / 38)]
             assert far[0] > 0.5
             assert far[1] < 0.4 * far[0]
-            with pytest.raises(ArgumentTypeError, match="a CompressState, got NoneType") as caught:
+            with pytest.raises(
+                ArgumentTypeError,
+                match="the state of compress_hook must be a CompressState, got NoneType",
+            ) as caught:
                 next(gradients(None, compress_hook, 1))
             assert 'CompressState(compress="int8")' in caught.value.hint
             state = CompressState(world, "bf16" if rank else "int8")
