@@ -15,7 +15,7 @@ import pytest
 
 import unisono
 import unisono as dist
-from unisono.beyond.pool import display, main_names, memory
+from unisono.beyond.pool import display, memory, watch
 from unisono.beyond.pool import rank as rank_module
 from unisono.beyond.pool.rank import run_cell
 from unisono.errors import (
@@ -139,6 +139,10 @@ def check_replacement(ranks):
     assert ranks.pids()[:2] == pids[:2]
     assert ranks.pids()[2] != pids[2]
     assert (ranks[0].run(recall), ranks[1].run(recall)) == (0, 7)
+    with pytest.raises(NameError) as lost:
+        ranks.cell("import unisono as dist\nif dist.get_rank() == 2: of_before")
+    new = f"a new process, with an empty memory, has replaced rank 2 (pid {pids[2]}"
+    assert lost.value.__notes__[-1].startswith(new)
     assert ranks.run(sum_of_ranks, 1)[2][0] == sum(rank + 1 for rank in range(SIZE))
 
 
@@ -189,6 +193,12 @@ def test_a_shared_array_of_objects_is_refused_and_that_of_another_pool_is_copied
         InvalidArgumentError, match="a shared array cannot have the dtype object: it holds objects"
     ):
         ranks.shared_array(3, object)
+    with pytest.raises(
+        TypeError, match=r"a shape is an int or a sequence of ints, got an array of shape \(5,\)"
+    ) as wrong:
+        ranks.shared_array(np.arange(5))
+    assert "x = ranks.shared_array(a.shape, a.dtype); x[:] = a" in str(wrong.value)
+    assert ranks.shared_array(np.int64(2)).shape == (2,)
     with unisono.pool(1, start_method="fork") as other:
         x = other.shared_array(3)
         x += 2
@@ -515,7 +525,6 @@ def count():
         counted += 1
     add()
     return counted
-counted = 0
 """
 
 
@@ -523,6 +532,7 @@ def test_a_global_of_an_inner_function_stays(ranks):
     pytest.importorskip("cloudpickle")
     space = {"__name__": "__main__"}
     exec(NOTEBOOK, space)
+    ranks.cell("counted = 0")
     assert [ranks[0].run(space["count"]) for _ in range(3)] == [1, 2, 3]
 
 
@@ -601,14 +611,52 @@ def test_an_interrupt_that_kills_tells_of_it(forked):
     assert forked.run(same, 1) == [1] * SIZE
 
 
-def test_a_cell_without_a_pool_is_refused():
+def test_a_cell_without_a_pool_is_refused(monkeypatch):
     module = sys.modules[unisono.pool.__module__]
-    newest, module._newest = module._newest, None
-    try:
-        with pytest.raises(unisono.errors.UsageError, match="there is no pool"):
-            module.run_magic("", "1")
-    finally:
-        module._newest = newest
+    monkeypatch.setattr(module, "_open_pools", {})
+    with pytest.raises(UsageError, match="there is no open pool"):
+        module.run_magic("", "1")
+
+
+def test_the_line_of_the_magic_names_ranks_and_a_pool(ranks, capsys, monkeypatch):
+    run_magic = sys.modules[unisono.pool.__module__].run_magic
+    cell = "import unisono as dist\ndist.get_rank()"
+    shown = {"0": [0], "2, 0": [0, 2], "-1": [2], "": [0, 1, 2]}
+    for line, numbers in shown.items():
+        run_magic(line, cell)
+        assert capsys.readouterr().out == "".join(f"[rank {n}] {n}\n" for n in numbers)
+    for line in ("--rank=1", "-h", "nobody", "0 x"):
+        taken = "%%ranks takes the name of a pool and numbers of ranks"
+        with pytest.raises(UsageError, match=f"{taken}, got '{line}'"):
+            run_magic(line, cell)
+    with pytest.raises(IndexError, match="there is no rank 3"):
+        run_magic("3", cell)
+    with unisono.pool(1, start_method="fork") as single:
+        run_magic("", "'single'")
+        monkeypatch.setattr(sys.modules["__main__"], "workers", ranks, raising=False)
+        run_magic("workers 1", cell)
+    run_magic("0", "'all'")  # the newest is closed
+    assert capsys.readouterr().out == "[rank 0] 'single'\n[rank 1] 1\n[rank 0] 'all'\n"
+    assert repr(single) == "<unisono.pool of 1 ranks: closed>"
+
+
+def test_last_values_come_by_rank_and_a_semicolon_hides_them(ranks, capsys, tmp_path):
+    """Rank 0 waits for the others, so that its value comes last."""
+    cell = f"""
+import os, time
+import unisono as dist
+while not dist.get_rank() and len(os.listdir({str(tmp_path)!r})) < {SIZE - 1}:
+    time.sleep(0.01)
+if dist.get_rank():
+    open(f"{tmp_path}/{{dist.get_rank()}}", "w").close()
+"""
+    table = "type('Table', (), {'__repr__': lambda self: 'a\\nb'})()"
+    ranks.cell(cell + table)
+    lines = [f"[rank {rank}] {line}\n" for rank in range(SIZE) for line in "ab"]
+    assert capsys.readouterr().out == "".join(lines)
+    ranks.cell("1;  # hidden")
+    ranks.cell("'; shown'")
+    assert capsys.readouterr().out == "".join(f"[rank {n}] '; shown'\n" for n in range(SIZE))
 
 
 CELLS = """
@@ -629,6 +677,10 @@ def first():
 def share():
     take()
     return size()
+
+def hold():
+    global held
+    held = first
 """
 
 
@@ -655,11 +707,12 @@ def forked_pair():
 def test_a_name_that_a_rank_has_assigned_is_never_replaced(forked_pair):
     notebook = Notebook(CELLS, "rows = list(range(10))")
     forked_pair.cell("rows = [rank] * (rank + 3)")
-    with pytest.raises(
-        UsageError, match="uses rows of the notebook, and this rank has assigned another rows"
-    ):
-        forked_pair.run(notebook["size"])
-    # The two ways out, and what the notebook assigns is used until a rank does.
+    for name in ("size", "take"):
+        with pytest.raises(
+            UsageError, match="uses rows of the notebook, and this rank has another rows of its own"
+        ):
+            forked_pair.run(notebook[name])
+    # The two ways out.
     del notebook["rows"]
     assert forked_pair.run(notebook["size"]) == [3, 4]
     notebook.run("rows = list(range(10))")
@@ -669,25 +722,85 @@ def test_a_name_that_a_rank_has_assigned_is_never_replaced(forked_pair):
     assert forked_pair.run(notebook["size"]) == [1, 1]
 
 
-def test_what_a_function_assigns_stays_until_the_notebook_assigns_it_anew(forked_pair):
+def test_what_a_call_sends_is_taken_away_after_it(forked_pair, monkeypatch):
+    """The notebook may change a list in place, or assign a number anew, and nothing tells it."""
+    notebook = Notebook(CELLS, "rows = [1, 2]")
+    assert forked_pair.run(notebook["first"]) == [1, 1]
+    for cell in ("rows", "rows = rows[1:]"):
+        with pytest.raises(NameError, match="rows"):
+            forked_pair.cell(cell)
+    # An object that stays has a name that the notebook has for no other call.
+    monkeypatch.setattr(sys.modules["__main__"], "rows", [], raising=False)
+    forked_pair.run(notebook["hold"])
+    with pytest.raises(NameError) as caught:
+        forked_pair.run(eval("lambda: held()", notebook))
+    assert "the notebook has rows: run(f, rows)" in caught.value.__notes__[-1]
+    notebook["rows"][0] = 9
+    assert forked_pair.run(notebook["first"]) == [9, 9]
+    with pytest.raises(IndexError):
+        forked_pair.run(notebook.run("def fail(): return rows[7]") or notebook["fail"])
+    with pytest.raises(NameError, match="rows"):
+        forked_pair.cell("rows")
+
+
+def test_a_shared_array_that_a_rank_has_replaced_is_refused(forked_pair):
+    notebook = Notebook("def fill(): img[:] = 7\ndef total(): return img.sum()")
+    img = notebook["img"] = forked_pair.shared_array(4)
+    assert forked_pair.run(notebook["total"]) == [0, 0]
+    forked_pair.run_each(keep_image, [img, img])
+    forked_pair.cell("img = img + 1")
+    with pytest.raises(UsageError, match="this rank has another img of its own"):
+        forked_pair.run(notebook["fill"])
+    del notebook["img"]
+    forked_pair.run(notebook["fill"])
+    assert forked_pair.run(notebook["total"]) == [28, 28]
+    assert not img.any()
+
+
+def keep_image(value):
+    sys.modules["__main__"].img = value
+
+
+def test_what_a_function_assigns_stays_and_is_the_ranks(forked_pair):
     notebook = Notebook("import numpy as np", CELLS, "rows = np.arange(9)")
     forked_pair.run(notebook["take"])
-    assert forked_pair.run(notebook["size"]) == [5, 4]
-    assert forked_pair.run(notebook["first"]) == [0, 1]
-    notebook.run("rows = np.arange(20)")
     for name in ("size", "take"):
         with pytest.raises(UsageError, match="uses rows of the notebook"):
             forked_pair.run(notebook[name])
-    forked_pair.cell("del rows")
-    assert forked_pair.run(notebook["share"]) == [10, 10]
+    del notebook["rows"]
+    assert forked_pair.run(notebook["size"]) == [5, 4]
+    assert forked_pair.run(notebook["first"]) == [0, 1]
+    assert forked_pair.run(notebook["share"]) == [3, 2]
 
 
 def test_an_assignment_in_place_counts(forked_pair):
     notebook = Notebook("import numpy as np", CELLS, "rows = np.ones(2)")
     forked_pair.run(notebook["double"])
+    del notebook["rows"]
     assert forked_pair.run(notebook["first"]) == [2, 2]
     forked_pair.cell("rows += rank")
     assert forked_pair.run(notebook["first"]) == [2, 3]
+
+
+def test_a_name_that_a_function_only_assigns_is_not_sent(forked_pair):
+    notebook = Notebook("rows = None\ndef keep(value):\n    global rows\n    rows = value", CELLS)
+    for value in ("ab", "cd"):
+        forked_pair.run(notebook["keep"], value)
+    del notebook["rows"]
+    assert forked_pair.run(notebook["first"]) == ["c", "c"]
+
+
+def test_modules_that_a_call_sends_stay_and_a_result_has_what_it_reads(forked_pair):
+    notebook = Notebook(
+        "import math",
+        "def root(x): return math.sqrt(x)",
+        "def keep():\n    global kept\n    kept = root\n    return lambda: root(16)",
+    )
+    assert forked_pair.run(notebook["keep"])[0]() == 4
+    assert forked_pair.run(eval("lambda: kept(9)", notebook)) == [3, 3]
+    notebook.run("import cmath as math")
+    with pytest.raises(UsageError, match="this rank has another math of its own"):
+        forked_pair.run(notebook["root"], 4)
 
 
 def test_equal_constants_and_modules_are_no_conflict(forked_pair):
@@ -721,6 +834,87 @@ def test_a_wait_for_a_rank_that_has_returned_ends(ranks, name):
     assert caught.value.__notes__ == [f"raised on rank 0 of {SIZE}"]
     assert ranks.run(recall) == [0, 6, 12]
     assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def start_threads(is_of_library):
+    global woken
+    woken = threading.Event()
+    target = woken.wait if is_of_library else wait_for_event
+    threading.Thread(target=target, daemon=True).start()
+
+
+def wait_for_event():
+    woken.wait()
+
+
+def wake():
+    woken.set()
+
+
+def receive(src, asynchronous):
+    """Receive on rank 0; an asynchronous receive gets its message in a later call."""
+    global works
+    if dist.get_rank() == 0:
+        x = np.zeros(2)
+        if asynchronous:
+            works = x, dist.irecv(x, src)
+            time.sleep(3.2)
+        else:
+            dist.recv(x, src)
+
+
+@pytest.mark.parametrize(("src", "left"), [(1, "1"), (None, "[12]")])
+def test_a_receive_from_a_rank_that_has_returned_ends(ranks, src, left):
+    with pytest.raises(
+        PeerFailedError, match=rf"rank {left} returned from receive\(\) without send"
+    ):
+        ranks.run(receive, src, False)
+    with pytest.raises(PeerFailedError, match=r"rank [12] was not called and makes no send"):
+        ranks[0].run(receive, src, False)
+    assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
+
+
+def end_receive():
+    if dist.get_rank() == 1:
+        dist.send(np.full(2, 5.0), 0)
+    elif dist.get_rank() == 0:
+        works[1].wait()
+        return works[0][1]
+    return None
+
+
+def test_a_receive_that_is_finished_later_is_no_fault(ranks):
+    ranks.run(receive, 1, True)
+    assert ranks.run(end_receive)[0] == 5
+
+
+def slow_send():
+    if dist.get_rank() == 1:
+        time.sleep(3.2)
+        dist.send(np.ones(2), 0)
+    elif dist.get_rank() == 0:
+        dist.recv(np.zeros(2))
+
+
+def test_a_receive_from_any_rank_waits_for_the_last_that_may_send(ranks):
+    ranks.run(slow_send)
+
+
+@pytest.mark.parametrize("is_of_library", [True, False])
+def test_a_daemon_thread_of_a_library_makes_no_call(ranks, is_of_library):
+    """tqdm leaves such a thread behind."""
+    ranks.run(start_threads, is_of_library)
+    try:
+        assert ranks.run(watches_alone) == [is_of_library] * SIZE
+        if is_of_library:
+            with pytest.raises(PeerFailedError, match=r"rank [12] returned from only_rank_0\(\)"):
+                ranks.run(only_rank_0, wait_at_barrier)
+    finally:
+        ranks.run(wake)
+
+
+def watches_alone():
+    return watch._activity(0).is_alone
 
 
 def wait_at_barrier(x):
@@ -788,27 +982,6 @@ def test_an_interrupt_before_the_call_reaches_the_rank(ranks, monkeypatch):
 def test_a_group_that_a_call_destroyed_is_made_anew(ranks):
     ranks.run(dist.destroy_process_group)
     assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
-
-
-def test_threads_may_submit_functions_of_a_notebook(monkeypatch):
-    """Another thread forgets a name between two steps of this one."""
-    value, space = object(), {}
-
-    def held():
-        sent.clear()
-        return value
-
-    class Space(dict):
-        def get(self, *args):
-            sent.clear()
-            return super().get(*args)
-
-    sent = {"x": (space, held, 7)}
-    monkeypatch.setattr(main_names, "_sent", sent)
-    assert main_names._version("x", space, value) == 7
-    sent["x"] = Space(), held, 7
-    main_names.forget_replaced()
-    assert not sent
 
 
 def in_sub_group(path):
@@ -892,6 +1065,27 @@ def test_run_each_gives_each_rank_its_part(ranks):
     assert ranks.run_each(whoami, iter("abc")) == [(0, "a"), (1, "b"), (2, "c")]
     with pytest.raises(InvalidArgumentError, match="3 ranks need as many parts, got 2"):
         ranks.run_each(whoami, "ab")
+
+
+def test_hints_for_those_who_know_other_pools(ranks):
+    with pytest.raises(TypeError, match="missing 1 required positional") as caught:
+        ranks.map(whoami_of, [(1, 2)])
+    assert "starmap takes tuples of arguments" in caught.value.__notes__[-1]
+    with pytest.raises(TypeError, match="missing 2 required positional") as caught:
+        ranks.run(whoami_of)
+    assert "get_rank() is its rank, and run_each(f, parts)" in caught.value.__notes__[-1]
+    with pytest.raises(AttributeError, match="no imap; use map"):
+        ranks.imap(abs, [1])
+    with pytest.raises(AttributeError, match=r"no apply_async; use unisono\.Executor"):
+        ranks.apply_async(abs)
+    with pytest.raises(AttributeError, match=r"a pool has no other$"):
+        _ = ranks.other
+    with pytest.raises(dist.errors.AlreadyInitializedError, match="leave this call out"):
+        ranks.run(dist.init_process_group)
+
+
+def whoami_of(a, b):
+    return a, b
 
 
 def test_starmap_takes_tuples(ranks):

@@ -104,6 +104,18 @@ class Table:
         return "<b>1</b>"
 Table()""",
     "dist.get_rank()",
+    "%%ranks 1\nnumber = 3\nnumber",
+    "%%ranks\n1;",
+    "%%ranks --rank=1\n1",
+    "lambda: of_notebook\nranks.run(lambda: of_notebook)",
+    "of_notebook = 4",
+    "%%ranks\nof_notebook",
+    """import matplotlib.pyplot as plt
+def draw():
+    plt.plot([1])
+    plt.show()
+    display(dist.get_rank())
+ranks.run(draw)""",
     "ranks.close()",
 ]
 
@@ -119,7 +131,7 @@ def error(cell):
 
 
 def test_the_magic_is_there_with_the_import(cells):
-    assert "UsageError: there is no pool" in error(cells[1])
+    assert "UsageError: there is no open pool" in error(cells[1])
 
 
 def test_a_traceback_has_the_line_of_the_cell_and_no_frames_of_the_library(cells):
@@ -141,3 +153,21 @@ def test_tables_are_displayed_below_their_rank(cells):
 
 def test_a_call_in_the_notebook_names_the_place_for_it(cells):
     assert "call it inside ranks.run or %%ranks" in error(cells[7])
+
+
+def test_the_line_of_the_magic_and_a_semicolon(cells):
+    assert printed(cells[8]) == "[rank 1] 3\n"
+    assert cells[9] == []
+    assert "takes the name of a pool and numbers of ranks, got '--rank=1'" in error(cells[10])
+
+
+def test_a_cell_never_has_an_old_copy_of_a_name(cells):
+    assert result(cells[11]) == ["[3, 3]"]
+    assert "the notebook has of_notebook: run(f, of_notebook)" in error(cells[13])
+
+
+def test_figures_and_what_display_gets_are_shown_after_run(cells):
+    pytest.importorskip("matplotlib")
+    shown = [part["data"] for part in cells[14] if part["output_type"] == "display_data"]
+    assert ["image/png" in each for each in shown] == [True, True]
+    assert printed(cells[14]) == "[rank 0] 0\n[rank 0]\n[rank 1] 1\n[rank 1]\n"

@@ -170,6 +170,20 @@ def test_signals_to_handle(launches):
     assert err.splitlines()[-1] == "unisono run: stopped by SIGUSR1"
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_signal_that_is_named_ends_the_launch_though_it_was_ignored(tmp_path, is_named):
+    text = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n"
+    (tmp_path / "script.py").write_text(text + "signal.pause()\n" * is_named)
+    flags = ["--signals-to-handle=SIGINT,SIGTERM"] * is_named
+    # As a script of the shell starts `unisono run ... &`.
+    done = subprocess.run(
+        ["bash", "-c", "trap '' INT; exec \"$@\"", "-", sys.executable, "-m", "unisono", "run",
+         *flags, "script.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == (128 + signal.SIGINT) * is_named, done.stderr
+
+
 RECORDED = """
 import os, sys
 os.dup2(os.open("own_stderr", os.O_WRONLY | os.O_CREAT), 2)

@@ -19,7 +19,7 @@ from unisono.core.base import document
 from unisono.core.engines import is_native_built
 from unisono.core.platform.machine import CAN_BIND, allowed_cpus
 from unisono.core.platform.processes import children
-from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.errors import InvalidArgumentError, LaunchError, UnsupportedError
 from unisono.testing.hosts import why_no_hosts
 from unisono.workbench.bench import launch as bench_launch
 from unisono.workbench.bench import libraries
@@ -375,6 +375,22 @@ def test_several_algorithms_take_turns(bench, tmp_path):
         assert {name for name, each in sent.items() if each} == {"unisono"}
         assert ("tree / mine" in out) == (ranks == 2)
         assert "tree / two_shot" in out
+
+
+def test_messages_have_no_algorithm(bench):
+    code, out, err = bench("sendrecv", "-b", 8, "-e", 8, *QUICK, "--algorithm", "ring,tree")
+    assert (code, err) == (0, "")
+    assert "# note: tree cannot do sendrecv: messages have no algorithm" in out
+
+
+def test_types_of_deepspeed_that_a_processor_lacks():
+    library = object.__new__(libraries._DeepSpeed)
+    library._level = 1
+    plan = SimpleNamespace(redop="sum", dtype="float16")
+    data = SimpleNamespace(plan=plan, case=SimpleNamespace(op="all_reduce"))
+    with pytest.raises(UnsupportedError) as caught:
+        library.call(data)
+    assert caught.value.what == "this processor lacks its instructions for float16"
 
 
 def test_a_wrong_result_of_a_further_algorithm_fails_the_command(monkeypatch, capsys):

@@ -209,7 +209,10 @@ def test_a_right_algorithm_has_no_mark_and_a_shipped_one_is_proved(tmp_path, cap
     draw("all_reduce", "-n", 4, "--algorithm", own, "--unproved", "-o", file)
     assert file.read_text() == right
     for words, error in (
-        (["--algorithm", "ring", "-o", str(file)], "all_reduce (ring) is proved"),
+        (
+            ["--algorithm", "ring", "-o", str(file)],
+            "all_reduce (ring) is proved: it is no user's function",
+        ),
         (["--algorithm", own, "-o", str(tmp_path / "a.html")], "--unproved draws rounds as .svg"),
         (["--algorithm", own, "-o", str(file), "--net", "switch"], "--unproved draws rounds as"),
     ):

@@ -171,6 +171,22 @@ def test_picture(tmp_path, capsys):
     assert {"under way", "has not made the call", "last rank, waited for"} <= set(shown)
 
 
+def test_the_wait_of_a_failed_call_is_pale_and_its_end_is_marked(tmp_path):
+    pytest.importorskip("matplotlib")
+    from unisono.workbench.cli.trace.picture import _bars, draw
+
+    there = [record(1), record(2, at_s=1, took_s=5, outcome="timed out")]
+    ranks = world(there, there, [record(1)])
+    groups = join(ranks)
+    bars = [bar for bar in _bars(groups[0], ranks) if bar.record.seq == 2]
+    assert [(bar.has_failed, bar.ready_ns - bar.begin_ns) for bar in bars] == [(True, 5e9)] * 2
+    draw(ranks, groups, "", str(path := tmp_path / "a.svg"))
+    text = path.read_text()
+    assert "<!-- failed -->" in text
+    # matplotlib writes crosses as uses of a path with this colour: two, and the legend's.
+    assert len(re.findall(r"<use [^>]*stroke: #c00000", text)) == 3
+
+
 def test_output_with_another_ending(tmp_path, capsys):
     assert main(["trace", str(tmp_path), "-o", str(tmp_path / "x.txt")]) == 1
     assert ": expected one of .json, .svg, .png, .pdf, .html at its end" in capsys.readouterr().err

@@ -18,8 +18,7 @@ from unisono.core.base.buffers import BufferView, as_bytes, device_of, view
 from unisono.core.base.deadline import Timeout
 from unisono.core.base.threads.streams import explicit_stream
 from unisono.core.c10d.arguments import reporting_bad_arguments
-from unisono.core.groups.process_group import ProcessGroup
-from unisono.core.groups.world import Group, member_group
+from unisono.core.groups.world import Group, member_group, require_group
 from unisono.core.operations.hooks import PreHookArgs
 from unisono.core.recorder import TraceRecord
 from unisono.errors import CollectiveError, Context, InvalidArgumentError
@@ -51,13 +50,13 @@ class NanCheckHook:
     records, complex32, float8_e8m0fnu, dates, arrays on GPUs, and arrays that only receive.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._id = group, next(_ids)
-        rank = group.ranks[group.rank()]
-        group.register_pre_hook(self._id, lambda call: _find_nan(rank, call))
+    def __init__(self, group: Group) -> None:
+        self._group, self._id = require_group(group), next(_ids)
+        rank = self._group.ranks[self._group.rank()]
+        self._group.register_pre_hook(self._id, lambda call: _find_nan(rank, call))
 
     @classmethod
-    def attach(cls, group: ProcessGroup) -> Self:
+    def attach(cls, group: Group) -> Self:
         """Begin to check the calls of a group."""
         return cls(group)
 
@@ -69,12 +68,12 @@ class NanCheckHook:
 class FlightRecorderHook:
     """Gives the records of a group's calls since `attach(group)`; calls stay as fast as before."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._since = max((each.number for each in trace_records(group)), default=0)
+    def __init__(self, group: Group) -> None:
+        self._group = require_group(group)
+        self._since = max((each.number for each in trace_records(self._group)), default=0)
 
     @classmethod
-    def attach(cls, group: ProcessGroup) -> Self:
+    def attach(cls, group: Group) -> Self:
         """Begin; every call is recorded anyway.
 
         Raises:

@@ -5,7 +5,12 @@ import pickle
 import pytest
 
 import unisono as dist
-from unisono.errors import InvalidArgumentError, NotInGroupError, UnsupportedError
+from unisono.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    NotInGroupError,
+    UnsupportedError,
+)
 from unisono.testing import run
 
 torch = pytest.importorskip("torch")
@@ -15,7 +20,11 @@ from unisono.parallel import (  # noqa: E402
     Bucket,
     CompressState,
     DistributedDataParallel,
+    PowerSGDState,
+    all_reduce_hook,
     compress_hook,
+    fp16_compress_hook,
+    power_sgd_hook,
 )
 
 pytestmark = pytest.mark.usefixtures("forked_with_torch")
@@ -79,6 +88,50 @@ def test_feedback_in_torchs_class(tmp_path):
             check(made)
             state = CompressState(group)
             assert state.group is group.unisono
+
+    run(ranks, RANKS, ranks="processes")
+
+
+def test_the_other_hooks_in_torchs_class(tmp_path):
+    def ranks(rank):
+        generator = torch.Generator().manual_seed(5)
+        targets = torch.randn(RANKS, 40, 30, generator=generator)
+        mean = targets.mean(0)
+
+        def gradients(state, hook, steps):
+            weight = torch.nn.Linear(30, 40, bias=False)
+            weight.forward = lambda target: (weight.weight * target).sum()
+            model = torch.nn.parallel.DistributedDataParallel(weight)
+            model.register_comm_hook(state, hook)
+            for _ in range(steps):
+                model.zero_grad()
+                model(targets[rank]).backward()
+                yield weight.weight.grad.clone()
+
+        with torch_world("unisono", tmp_path) as world:
+            for group in (world, None, world.unisono):
+                [got] = gradients(group, all_reduce_hook, 1)
+                torch.testing.assert_close(got, mean)
+                [got] = gradients(group, fp16_compress_hook, 1)
+                assert 0 < (got - mean).abs().max() < 3 * 2.0**-10 * targets.abs().max()
+            state = PowerSGDState(world, 2, start_power_sgd_iter=0, min_compression_rate=1)
+            first, second, *later = gradients(state, power_sgd_hook, 40)
+            torch.testing.assert_close(first, mean)
+            torch.testing.assert_close(second, mean)
+            assert torch.linalg.matrix_rank(later[0]) == 2
+            # What one approximation lacks comes later.
+            far = [(got - mean).norm() / mean.norm() for got in (later[0], sum(later) / 38)]
+            assert far[0] > 0.5
+            assert far[1] < 0.4 * far[0]
+            with pytest.raises(
+                ArgumentTypeError,
+                match="the state of compress_hook must be a CompressState, got NoneType",
+            ) as caught:
+                next(gradients(None, compress_hook, 1))
+            assert 'CompressState(compress="int8")' in caught.value.hint
+            state = CompressState(world, "bf16" if rank else "int8")
+            with pytest.raises(RuntimeError, match=r"all_reduce.* #\d+ .* does not match"):
+                next(gradients(state, compress_hook, 1))
 
     run(ranks, RANKS, ranks="processes")
 

@@ -1,14 +1,18 @@
 """Mistakes, time-outs and lost ranks reach torch's users as torch's errors that name ranks."""
 
+import logging
 import os
 import re
 import signal
+import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
+import unisono
 from unisono import errors
 from unisono.lowlevel import CPUOptions
 
@@ -95,6 +99,67 @@ def test_a_mistake_is_an_error_on_all_ranks_and_the_group_goes_on(rank, tmp_path
         assert isinstance(work.exception(), dist.DistBackendError)
         works()
         assert world.unisono.backends["cpu"].broken() is None
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_an_overlap_names_the_users_calls_and_is_logged_in_another_thread(rank, tmp_path):
+    here, x = r"test_failures\.py:\d+", torch.ones(3)
+    logged = logging.Handler()
+    logged.emit = lambda record: logged.lines.append(record.getMessage())
+    logged.lines = []
+    with torch_world("unisono", tmp_path) as world:
+        if rank == 1:
+            dist.all_reduce(x)
+        else:
+            inside, go_on = threading.Event(), threading.Event()
+            world.unisono.register_pre_hook(1, lambda call: inside.set() or go_on.wait(30))
+            logging.getLogger("unisono").addHandler(logged)
+            with ThreadPoolExecutor(1, "saver") as saver, ThreadPoolExecutor(1, "late") as late:
+                first = saver.submit(lambda: dist.all_reduce(x))
+                assert inside.wait(30)
+                try:
+                    line = line_of(lambda: dist.all_gather_object([None] * 2, 1), errors.UsageError)
+                    assert not logged.lines
+                    # No frame of this thread is the user's.
+                    error = [late.submit(dist.barrier).exception() for _ in range(2)][1]
+                finally:
+                    go_on.set()
+                first.result()
+            world.unisono.unregister_pre_hook(1)
+            of_first = rf"all_reduce at {here} \(thread 'saver_0'\)"
+            of_main = rf"all_gather_object on group 'default' at {here} \(thread 'MainThread'\)"
+            assert re.fullmatch(f"{of_main} overlaps {of_first}", line), line
+            assert logged.lines == [str(error)]
+            called = r"barrier on group 'default' at \w+\.py:\d+ \(thread 'late_0'\)"
+            assert re.match(f"{called} overlaps {of_first}\n", str(error)), error
+            assert "process_group=dist.new_group()" in str(error)
+        assert x.tolist() == [2, 2, 2]
+        dist.barrier()
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_unisonos_functions_take_torchs_groups(rank, tmp_path):
+    with torch_world("unisono", tmp_path):
+        every, alone = dist.group.WORLD, dist.new_group([1])
+        for _ in range(3):  # C++ learns the call
+            unisono.all_reduce(x := torch.ones(3), group=every)
+            assert x.tolist() == [2, 2, 2]
+        assert unisono.get_rank(every) == rank
+        unisono.barrier(group=every)
+        unisono.assert_equal({"x": x}, group=every)
+        assert unisono.stats(every).operations["all_reduce"].calls == 3
+        assert unisono.get_rank(alone) == rank - 1
+        hook = unisono.NanCheckHook.attach(every)
+        x[1] = float("nan") if rank else 1
+        with pytest.raises(RuntimeError, match="rank 1 gives NaN to all_reduce") as caught:
+            dist.all_reduce(x)
+        if rank == 0:
+            assert caught.value.hint.startswith("the call is wrong on the rank that refused it;")
+        hook.remove()
+        assert unisono.FlightRecorderHook.attach(every).records() == []
+        plain = dist.new_group(backend="gloo")
+        with pytest.raises(errors.ArgumentTypeError, match="which is not over a group of unisono"):
+            unisono.stats(plain)
 
 
 def unequal_ddp(rank):

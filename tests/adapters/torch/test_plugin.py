@@ -34,6 +34,13 @@ def alone():
     torch_dist.destroy_process_group()
 
 
+def test_torchs_refusal_of_monitored_barrier_is_on_the_page_on_trouble(alone):
+    page = Path(__file__).parents[3] / "docs/howto/troubleshooting.md"
+    with pytest.raises(ValueError, match="GLOO") as caught:
+        torch_dist.monitored_barrier()
+    assert f"torch's `{str(caught.value).rstrip('.')}`" in page.read_text()
+
+
 def test_registering_twice_is_fine():
     unisono.torch.register()
     assert torch_dist.is_backend_available("unisono")

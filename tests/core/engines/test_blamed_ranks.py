@@ -6,10 +6,10 @@ import pytest
 
 from unisono.core.base.deadline import Deadline
 from unisono.core.engines.api import Call, Communicator
-from unisono.core.engines.errors import DeadlinePassed, to_failure
+from unisono.core.engines.errors import DeadlinePassed, broken_group_error, to_failure
 from unisono.core.engines.places import places_of
 from unisono.core.transports import LinkDown
-from unisono.core.transports.messages import CLOSED, CallStatus, LastCall
+from unisono.core.transports.messages import CLOSED, CallStatus, Failure, LastCall
 
 BEFORE, IN_IT, AFTER = (CallStatus(seq, "barrier()") for seq in (6, 7, 8))
 NOT_YET = "had not entered it 4.0 s ago and did not answer again"
@@ -117,3 +117,11 @@ def test_places_and_last_calls_of_equal_ranks_share_a_line(answers, lines):
     )
     comm = Communicator(transport, (0, 1, 2, 3), "g")
     assert places_of(comm, (1, 2, 3), answers, 7) == lines
+
+
+@pytest.mark.parametrize(("by", "end"), [(0, ""), (1, ""), (2, " (found by rank 2)")])
+def test_a_rank_that_reports_itself_has_not_found_it(by, end):
+    comm = Communicator(SimpleNamespace(rank=0, world_size=3), (0, 1, 2), "g")
+    failure = Failure("failed", "rank 1 raised KeyError: 'x'", (1,), by)
+    line = str(broken_group_error(failure, comm, "barrier")).partition("\n")[0]
+    assert line.endswith(f"rank 1 raised KeyError: 'x'{end}"), line

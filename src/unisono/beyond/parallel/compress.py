@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from unisono.beyond.parallel.hooks import for_reducer
 from unisono.core.base.types import ReduceOp
 from unisono.core.engines.block_codes import COMPRESSIONS
 from unisono.core.groups.world import resolve
-from unisono.errors import InvalidArgumentError, NotInGroupError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, NotInGroupError
 
 __all__ = ["CompressState", "compress_hook"]
 
@@ -63,6 +64,11 @@ def compress_hook(state: CompressState, bucket: Any) -> Any:
 
     Cost: 1 byte sent where float32 has 4, and 4 bytes of each rank's memory for an element.
     """
+    if not isinstance(state, CompressState):
+        raise ArgumentTypeError(
+            f"the state of compress_hook must be a CompressState, got {type(state).__name__}",
+            hint='register_comm_hook(CompressState(compress="int8"), compress_hook)',
+        )
     group, flat = resolve(state.group), bucket.buffer()
     if group is None:
         raise NotInGroupError("compress_hook on a rank outside its process group")
@@ -82,19 +88,7 @@ def compress_hook(state: CompressState, bucket: Any) -> Any:
         kept = state.lost[index][1].numpy()
     how = {"compress": state.compress, "_lost": kept, "async_op": True}
     work = group.all_reduce(flat, ReduceOp.AVG, **how)
-    if not isinstance(bucket, torch.distributed.GradBucket):
-        return work.get_future().then(lambda done: done.value()[0])
-    future: Any = torch.futures.Future()
-
-    def end() -> None:
-        error = work.exception()
-        if error is None:
-            future.set_result(flat)
-        else:
-            future.set_exception(error)
-
-    work.on_end(end)
-    return future
+    return for_reducer(bucket, work.get_future().then(lambda done: done.value()[0]))
 
 
 # torch's class takes no other annotation of a bucket than its own.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unisono.beyond.parallel.buckets import Bucket
-from unisono.beyond.parallel.hooks import all_reduce_hook, sum_flat
-from unisono.core.groups.process_group import ProcessGroup
+from unisono.beyond.parallel.hooks import all_reduce_hook, for_reducer, sum_flat
+from unisono.core.groups.world import Group, require_group
 from unisono.core.operations.work import Future
 from unisono.errors import InvalidArgumentError
 
@@ -26,7 +26,7 @@ class PowerSGDState:
     """The state of `power_sgd_hook` between iterations.
 
     Args:
-        group: The ranks that average.
+        group: The ranks that average, also as torch's group; None: the default group.
         matrix_approximation_rank: r. A larger r approximates better and sends more.
         start_power_sgd_iter: Number of first iterations without compression. Gradients change
             fastest at the beginning.
@@ -41,7 +41,7 @@ class PowerSGDState:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Group,
         matrix_approximation_rank: int = 1,
         start_power_sgd_iter: int = 1_000,
         min_compression_rate: float = 2,
@@ -78,11 +78,14 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
 
     Cost: all_reduce of the vectors, of all P and of all Q: (n+m)*r elements for each matrix.
     """
-    if state.iteration < state.start_power_sgd_iter:
+    # torch's class gives parameters other buckets in the first iterations.
+    first = 2 if isinstance(bucket, torch.distributed.GradBucket) else 0
+    if state.iteration < max(first, state.start_power_sgd_iter):
         done = all_reduce_hook(state.group, bucket)
     else:
-        done = Future()
-        done.set_result(_average(state, bucket))
+        average = Future()
+        average.set_result(_average(state, bucket))
+        done = for_reducer(bucket, average)
     if bucket.is_last():
         state.iteration += 1
     return done
@@ -140,7 +143,12 @@ def _average_all(state: PowerSGDState, tensors: list[Tensor]) -> None:
     """Replace tensors by their averages over the ranks, in one message."""
     if not tensors:
         return
-    flat = torch.cat([t.reshape(-1) for t in tensors]).div_(state.group.size())
-    sum_flat(state.group, flat).wait()
+    group = require_group(state.group)
+    flat = torch.cat([t.reshape(-1) for t in tensors]).div_(group.size())
+    sum_flat(group, flat).wait()
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))
+
+
+# As of the other hooks.
+power_sgd_hook.__annotations__.clear()

@@ -36,23 +36,35 @@ def shown(value: Any) -> Shown:
     return found
 
 
-def open_figures() -> list[Shown]:
-    """Return the open figures of pyplot, and close them, as a notebook does after a cell."""
-    plt = sys.modules.get("matplotlib.pyplot")
-    if plt is None:
-        return []
-    figures = [plt.figure(number) for number in plt.get_fignums()]
-    found = [shown(figure) for figure in figures]
-    plt.close("all")
+_displayed: list[Shown] = []
+
+
+def show(*objects: Any) -> None:
+    """Show objects in the notebook when the call ends, as `display` of IPython does."""
+    _displayed.extend(shown(each) or {"text/plain": repr(each)} for each in objects)
+
+
+def take_displayed() -> list[Shown]:
+    """Return what the call has shown, and forget it."""
+    found = [*_displayed]
+    _displayed.clear()
     return found
+
+
+def show_figures() -> None:
+    """Show the open figures of pyplot, and close them, as a notebook does after a cell."""
+    if (plt := sys.modules.get("matplotlib.pyplot")) is not None:
+        show(*(plt.figure(number) for number in plt.get_fignums()))
+        plt.close("all")
 
 
 def display(rank: int, objects: list[Shown]) -> None:
     """Show what the cell of a rank has shown; outside of IPython, its text."""
     shell = sys.modules.get("IPython")
     for each in objects:
-        if shell is None or shell.get_ipython() is None:
-            print(f"[rank {rank}] {each['text/plain']}")
+        if shell is None or shell.get_ipython() is None or len(each) == 1:
+            for line in each["text/plain"].splitlines():
+                print(f"[rank {rank}] {line}")
             continue
         print(f"[rank {rank}]", flush=True)
         shell.display.display(each, raw=True)

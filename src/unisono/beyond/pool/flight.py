@@ -166,6 +166,7 @@ class Flight:
             self.failures.setdefault(rank, FailedCall(number, None, "", answer))
             return
         self._groups.add(answer.groups)
+        self._pool.shown.setdefault(rank, []).extend(answer.shown)
         if answer.raised is not None:
             failed = FailedCall(number, error_of(answer.raised), answer.raised.text)
             self.failures.setdefault(rank, failed)
@@ -203,7 +204,7 @@ class Flight:
                 left = (
                     f"returned from {called} without" if called else "was not called and makes no"
                 )
-                self._tell_others(rank, f"rank {rank} {left} {call.op} #{call.seq}")
+                self._tell_others(rank, f"rank {rank} {left} {call}")
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:

@@ -1,85 +1,29 @@
 """Functions of a notebook in the main module of a rank, and the names that both may assign.
 
-A rank counts as the owner of a name that its own code has assigned. A call never replaces such a
-value: it keeps it if the notebook has not assigned the name since, and otherwise raises.
+A call sends the names that its functions read, for that call alone: otherwise a rank would have
+an old copy where the notebook has another value by now. What code of the rank has assigned is the
+rank's. A call that would send another value for such a name is refused.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import itertools
 import pickle
 import sys
-import weakref
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from unisono.errors import UsageError
 
-# ---- the notebook ------------------------------------------------------------------------------
-
-_VERSIONS = "_unisono_versions"
 _GONE = object()
-_numbers = itertools.count(1)
-_sent: dict[str, tuple[dict[str, Any], Callable[[], Any], int]] = {}
-"""By name: the namespace, the value that was last sent, and its version. Several threads submit."""
 
+_from_start: dict[str, Any] = {}
+"""Names that were there at the start and that the rank has not assigned, with their values."""
 
-def _version(name: str, space: dict[str, Any], value: Any) -> int:
-    """Return a number that is new if the name has another object than at the last call."""
-    sent = _sent.get(name)
-    if sent is None or sent[1]() is not value:
-        sent = _sent[name] = space, _reference(value), next(_numbers)
-    return sent[2]
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    """Return a function that returns the value, or `_GONE` if it has gone."""
-    try:
-        weak = weakref.ref(value)
-    except TypeError:  # a list, a number; without a reference a new object could have its address
-        return lambda: value
-    return lambda: _GONE if (found := weak()) is None else found
-
-
-def forget_replaced() -> None:
-    """Let values go that the notebook no longer has."""
-    for name, (space, held, _) in list(_sent.items()):
-        if space.get(name, _GONE) is _GONE or space[name] is not held():
-            _sent.pop(name, None)
-
-
-def with_versions(function: FunctionType, reduced: Any) -> Any:
-    """Add the versions of the names that a function uses to its reduction by cloudpickle."""
-    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], tuple):
-        _, slots = reduced[2]
-        names = slots.get("__globals__", {})
-        space = function.__globals__
-        versions = {name: _version(name, space, value) for name, value in names.items()}
-        slots[_VERSIONS] = versions
-    return reduced
-
-
-# ---- the rank ----------------------------------------------------------------------------------
-
-_OWN = object()
-
-
-class _ReceivedName(NamedTuple):
-    """What the notebook sent for a name.
-
-    Attributes:
-        value: The value, or `_OWN` if the rank has assigned the name since.
-        version: See `_version`; None for a value that was there at the start.
-    """
-
-    value: Any
-    version: int | None
-
-
-_received: dict[str, _ReceivedName] = {}
+_sent: dict[str, Any] = {}
+"""Names that the call has sent and that the rank has not assigned, with their values."""
 
 
 def _space() -> dict[str, Any]:
@@ -88,24 +32,30 @@ def _space() -> dict[str, Any]:
 
 def note_start() -> None:
     """Note that no name of the main module is the rank's own yet."""
-    _received.update({name: _ReceivedName(value, None) for name, value in _space().items()})
+    _from_start.update(_space())
 
 
 def note_assigned(names: set[str]) -> None:
     """Note that code of the rank assigns names."""
-    for name in names & _received.keys():
-        _received[name] = _received[name]._replace(value=_OWN)
+    for name in names:
+        _from_start.pop(name, None)
+        _sent.pop(name, None)
 
 
-def note_changes() -> None:
-    """Note names that a call has assigned; drop the values that they had before."""
+def end_call() -> None:
+    """Take away the names that a call has sent; what it has assigned stays."""
     space = _space()
-    note_assigned({name for name, each in _received.items() if space.get(name) is not each.value})
+    note_assigned({name for name, value in _sent.items() if space.get(name, _GONE) is not value})
+    for name in _sent:
+        del space[name]
+    space.update({name: _from_start[name] for name in _sent.keys() & _from_start.keys()})
+    _sent.clear()
 
 
 def names_of_cell(tree: ast.Module) -> set[str]:
     """Return the names that the source of a cell assigns."""
-    return set(_stored(compile(tree, "<cell>", "exec", dont_inherit=True), "STORE_NAME"))
+    code = compile(tree, "<cell>", "exec", dont_inherit=True)
+    return set(_names(code, "STORE_NAME", "STORE_GLOBAL"))
 
 
 def loads_in_main(data: Any, *, buffers: Any = ()) -> Any:
@@ -115,14 +65,14 @@ def loads_in_main(data: Any, *, buffers: Any = ()) -> Any:
     stay.
 
     Raises:
-        UsageError: The notebook and the rank have both assigned a name.
+        UsageError: The rank has assigned a name that the notebook sends, too.
     """
     unpickler = _MainUnpickler(io.BytesIO(data), buffers=buffers)
     value = unpickler.load()
     if unpickler.refused:
         names = ", ".join(sorted(unpickler.refused))
         raise UsageError(
-            f"the call uses {names} of the notebook, and this rank has assigned another {names}",
+            f"the call uses {names} of the notebook, and this rank has another {names} of its own",
             hint="give one of them another name, or `del` it: in the notebook to use the ranks', "
             "or in a cell of %%ranks to use the notebook's",
         )
@@ -141,12 +91,7 @@ class _MainUnpickler(pickle.Unpickler):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.assigned: set[str] = set()
-        self._unknown: set[str] = set()
-        self._changed: set[str] = set()
-
-    @property
-    def refused(self) -> set[str]:
-        return self._changed | self._unknown - self.assigned
+        self.refused: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
@@ -159,23 +104,23 @@ class _MainUnpickler(pickle.Unpickler):
 
     def _state(self, function: FunctionType, state: tuple[Any, dict[str, Any]]) -> Any:
         attributes, slots = state
-        versions, space = slots.pop(_VERSIONS, {}), _space()
+        space = _space()
         if function.__globals__ is not space:
             return state
-        self.assigned.update(_stored(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"))
-        names = {}
-        for name, value in slots["__globals__"].items():
-            version, before = versions.get(name), _received.get(name)
-            is_own = name in space and (before is None or space[name] is not before.value)
-            if not is_own or _same(space[name], value):
-                names[name] = value
-                _received[name] = _ReceivedName(value, version)
-            elif before is None or before.version is None:
-                self._unknown.add(name)
-                if version is not None and name in self.assigned:
-                    _received[name] = _ReceivedName(_OWN, version)
-            elif before.version != version:
-                self._changed.add(name)
+        read = set(_names(function.__code__, "LOAD_GLOBAL"))
+        self.assigned.update(_names(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL"))
+        names = {name: value for name, value in slots["__globals__"].items() if name in read}
+        for name, value in list(names.items()):
+            mine = space.get(name, _GONE)
+            is_own = mine is not _GONE and mine is not _from_start.get(name, _GONE)
+            if is_own and mine is not _sent.get(name, _GONE):
+                del names[name]
+                if not _same(mine, value):
+                    self.refused.add(name)
+            elif isinstance(value, ModuleType):
+                _from_start.pop(name, None)  # an import stays: objects that stay may need it
+            else:
+                _sent[name] = value
         return attributes, slots | {"__globals__": names}
 
 
@@ -188,13 +133,13 @@ def _in_main(names: dict[str, Any]) -> dict[str, Any]:
     return _space() if names.get("__name__") == "__main__" else names
 
 
-def _stored(code: CodeType, *operations: str) -> Iterator[str]:
-    """Yield the names that code, or a function inside of it, assigns; there with `global`."""
+def _names(code: CodeType, *operations: str) -> Iterator[str]:
+    """Yield the names that code, or code inside of it, uses in operations."""
     import dis
 
     for each in dis.get_instructions(code):
         if each.opname in operations:
             yield each.argval
     for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _stored(inner, "STORE_GLOBAL", "DELETE_GLOBAL")
+        if isinstance(inner, CodeType):  # where STORE_NAME is an attribute of a class
+            yield from _names(inner, *(each for each in operations if each != "STORE_NAME"))

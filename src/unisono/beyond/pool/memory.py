@@ -12,14 +12,12 @@ import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from unisono.beyond.pool.main_names import forget_replaced, with_versions
 from unisono.core.platform.memory import new_memory_file
-from unisono.errors import InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.launcher.payload import dumps_by, pickler_of
 
 
@@ -57,6 +55,11 @@ def _map(fd: int, nbytes: int) -> np.ndarray[Any, Any]:
 
 def new_array(shape: Any, dtype: Any) -> tuple[Region, np.ndarray[Any, Any]]:
     """Return new memory, and an array of zeros in it; the last array in it frees the memory."""
+    if getattr(shape, "shape", ()):
+        raise ArgumentTypeError(
+            f"a shape is an int or a sequence of ints, got an array of shape {shape.shape}",
+            hint="to share its values: x = ranks.shared_array(a.shape, a.dtype); x[:] = a",
+        )
     kind = np.dtype(dtype)
     if kind.hasobject:
         raise InvalidArgumentError(f"a shared array cannot have the dtype {kind}: it holds objects")
@@ -122,8 +125,6 @@ def _reference(array: np.ndarray[Any, Any], regions: dict[str, Region]) -> Any:
 def dumps_with(regions: dict[str, Region], module: Any) -> Callable[..., Any]:
     """Return a function like `pickle.dumps` that refers to shared memory.
 
-    With cloudpickle, functions of a notebook have versions of the names that they use.
-
     Args:
         regions: The memory that the process that loads the pickle has, too.
         module: pickle or cloudpickle.
@@ -136,17 +137,6 @@ def dumps_with(regions: dict[str, Region], module: Any) -> Callable[..., Any]:
                 if how is not NotImplemented:
                     return how
             above = getattr(super(), "reducer_override", None)
-            if above is None:
-                return NotImplemented
-            how = above(value)
-            return with_versions(value, how) if type(value) is FunctionType else how
+            return NotImplemented if above is None else above(value)
 
-    dumps = dumps_by(Pickler)
-
-    def dumps_anew(
-        value: object, protocol: int = 5, buffer_callback: Any = None
-    ) -> memoryview[int] | bytes:
-        forget_replaced()
-        return dumps(value, protocol=protocol, buffer_callback=buffer_callback)
-
-    return dumps_anew
+    return dumps_by(Pickler)

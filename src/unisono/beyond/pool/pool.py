@@ -8,7 +8,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any, Self
+from functools import partial
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -35,8 +36,21 @@ from unisono.launcher.traceback_text import exception_line
 _ATTEMPTS = 3
 """How often the group is made anew, if ranks end or fail meanwhile."""
 
-_newest: weakref.ref[Pool] | None = None
-_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_ARGUMENTS_OF_MAP = "map gives each task as one argument; starmap takes tuples of arguments"
+_ARGUMENTS_OF_RUN = (
+    "run(f, x) calls f(x) on each rank: get_rank() is its rank, and run_each(f, parts) gives each "
+    "rank a part"
+)
+
+_EXECUTOR = "unisono.Executor, which has futures"
+_OTHER_NAMES = {
+    **{"imap": "map", "imap_unordered": "map", "apply": "run", "terminate": "close"},
+    **{"apply_async": _EXECUTOR, "map_async": _EXECUTOR, "submit": _EXECUTOR},
+}
+"""What the methods of other pools are called here."""
+
+_pool_numbers = itertools.count()
+_open_pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 
 
 class _Results(dict[int, list[Any]]):
@@ -82,10 +96,10 @@ class Pool:
     def __init__(
         self, nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False
     ) -> None:
-        global _newest
         nprocs = self._size = _checked_size(nprocs, start_method)
         self._replaces = replace
         self._lost = ""
+        self._replaced: dict[int, str] = {}  # how the processes before ended, by rank
         self._generations = itertools.count()
         # Arrays that a result may refer to; None if no call is made.
         self._held: list[Any] | None = None
@@ -96,8 +110,8 @@ class Pool:
         except BaseException:
             self._processes.kill()
             raise
-        _newest = weakref.ref(self)
-        _open_pools.add(self)
+        self._number = next(_pool_numbers)
+        _open_pools[self._number] = self
         process_world.hint = "only ranks have a group: call it inside ranks.run or %%ranks"
         if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
             shell.register_magic_function(run_magic, "cell", "ranks")
@@ -116,6 +130,11 @@ class Pool:
         if not -self._size <= rank < self._size:
             raise IndexError(f"there is no rank {rank}: the pool has ranks 0 to {self._size - 1}")
         return PoolRank(self, range(self._size)[rank])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        found = _OTHER_NAMES.get(name)
+        hint = "" if found is None else f"; use {found}"
+        raise AttributeError(f"a pool has no {name}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         state = "closed" if self._processes.is_closed else self._lost or "ready"
@@ -141,10 +160,12 @@ class Pool:
                 ranks.run(load, "data")            # sets a `global` name, which stays
                 means = ranks.run(mean_of_all)
 
-        A function of the notebook runs in the main module of the rank. The names that it uses get
-        copies of the notebook's values at each call. What the rank has assigned, with `global` or
-        in a cell of `%%ranks`, stays. If the notebook has assigned that name since, or no call has
-        sent it before, the call is refused.
+        A function of the notebook runs in the main module of the rank. A call sends copies of the
+        notebook's names that its functions read, and takes them away at its end; only modules stay.
+        Names that the ranks assign, with `global` or in `%%ranks`, are theirs and stay. A call that
+        would send a name of theirs is refused.
+
+        A notebook shows open figures of pyplot, and what ranks give to `display`, after the call.
 
         If a rank raises an exception, calls of the other ranks that wait for it end. If a rank has
         used a group, all groups are made anew then. What the ranks hold stays. An interrupt does
@@ -154,10 +175,10 @@ class Pool:
             WorkerFailedError: A rank died; names it. The pool then makes no further calls, or with
                 `replace=True` a new process has the rank already.
             ClosedError: The pool is closed, or has lost a rank.
-            UsageError: A name has a value of the notebook and another of the rank. Or an iterable
-                of `map` calls the pool that reads it.
-            PeerFailedError: A rank waits in a collective for one that has returned, or that was not
-                called.
+            UsageError: The call would send a name of the ranks. Or an iterable of `map` calls the
+                pool that reads it.
+            PeerFailedError: A rank waits in a collective or a receive for one that has returned, or
+                that was not called.
             InvalidArgumentError: The function, an argument or a result cannot be pickled.
             Exception: That of the rank that failed first. Its cause is a WorkerFailedError that
                 ends with the traceback.
@@ -239,6 +260,7 @@ class Pool:
             ranks.run(fill_own_row, x)             # x has the rows now
 
         Raises:
+            ArgumentTypeError: The shape is an array.
             InvalidArgumentError: The dtype holds objects.
         """
         self._check()
@@ -254,29 +276,22 @@ class Pool:
 
         A notebook also shows figures of pyplot, and a last value that has a picture or HTML.
 
-        In IPython `%%ranks` runs the rest of the cell so, on the pool that was made last.
+        In IPython `%%ranks` runs the rest of the cell so, on the open pool that was made last.
+        `%%ranks 0 2` names ranks, and `%%ranks workers 0` a rank of the pool `workers`.
 
         Raises:
             WorkerFailedError, Exception: See `run`.
         """
+        self._cell(source, range(self._size))
+
+    def _cell(self, source: str, ranks: Iterable[int]) -> None:
         task: RankCall = run_cell, (source, next(self._processes.numbers)), {}
-        try:
-            results = self._run(dict.fromkeys(range(self._size), task))
-        except NameError as error:
-            found = re.search(r"name '(\w+)' is not defined", str(error))
-            if found is not None and found[1] in vars(sys.modules["__main__"]):
-                error.add_note(
-                    f"the notebook has {found[1]}: run(f, {found[1]}) gives it to all ranks, and "
-                    "run_each(f, parts) gives each rank a part"
-                )
-            raise
-        for rank, objects in sorted(results.items()):
-            display(rank, objects)
+        self._run(dict.fromkeys(ranks, task))
 
     def close(self) -> None:
         """End the ranks; a second call does nothing, nor does that of a fork of this process."""
         self._processes.close()
-        _open_pools.discard(self)
+        _open_pools.pop(self._number, None)
         if not _open_pools:
             process_world.hint = None
 
@@ -334,7 +349,10 @@ class Pool:
                     self._fly(flight, next_task)
             finally:
                 self._held = None
-            flight.raise_first(self._note_losses)
+                found, self._processes.shown = self._processes.shown, {}
+            for rank, objects in sorted(found.items()):
+                display(rank, objects)
+            flight.raise_first(partial(self._note_reasons, name))
 
     def _fly(self, flight: Flight, next_task: Callable[[int], tuple[int, RankCall] | None]) -> None:
         try:
@@ -360,6 +378,7 @@ class Pool:
                 self._lost = next(iter(ended.values()))
                 return
             self._processes.restart(list(ended))
+            self._replaced |= ended
             if last is flight and not (ended or flight.needs_groups):
                 return
             last = self._renewed()
@@ -369,8 +388,12 @@ class Pool:
             why = next(each.end or exception_line(each.text) for each in last.failures.values())
         self._lost = f"its group could not be made: {why}"
 
-    def _note_losses(self, error: BaseException, ended: dict[int, str]) -> None:
-        """Note in an error the ranks that ended, and whether the pool makes calls."""
+    def _note_reasons(self, name: str, error: BaseException, ended: dict[int, str]) -> None:
+        """Note in an error what a call lacks, the ranks that ended, and the pool's state."""
+        if isinstance(error, NameError):
+            self._note_name(error)
+        if isinstance(error, TypeError) and re.search(r"missing \d+ required pos", str(error)):
+            error.add_note(_ARGUMENTS_OF_MAP if name else _ARGUMENTS_OF_RUN)
         for end in ended.values():
             if end not in str(error):
                 error.add_note(f"a rank of the pool ended: {end}")
@@ -378,6 +401,18 @@ class Pool:
             error.add_note(f"the pool makes no calls any more: {self._lost}")
         if isinstance(error, WorkerFailedError) and not self._replaces:
             error.add_note("unisono.pool(..., replace=True) starts another process for such a rank")
+
+    def _note_name(self, error: NameError) -> None:
+        found = re.search(r"name '(\w+)' is not defined", str(error))
+        if found is not None and found[1] in vars(sys.modules["__main__"]):
+            error.add_note(
+                f"the notebook has {found[1]}: run(f, {found[1]}) gives it to all ranks, and "
+                "run_each(f, parts) gives each rank a part; a call sends the names that its "
+                "functions read, for that call alone"
+            )
+        context = getattr(error.__cause__, "context", None)
+        if context is not None and (end := self._replaced.get(context.rank)) is not None:
+            error.add_note(f"a new process, with an empty memory, has replaced {end}")
 
 
 def _checked_size(nprocs: int | None, start_method: str) -> int:
@@ -411,7 +446,7 @@ def pool(nprocs: int | None = None, *, start_method: str = "spawn", replace: boo
 
     What the ranks print is shown with the rank, while a call runs. Functions as for `launch`: with
     cloudpickle also lambdas and functions of a notebook. The ranks end with the pool, and with this
-    process.
+    process. `Out` of IPython keeps a pool that a cell has shown: `close` it before another.
 
     Args:
         nprocs: Number of ranks; by default one for each CPU that this process may use.
@@ -427,13 +462,28 @@ def pool(nprocs: int | None = None, *, start_method: str = "spawn", replace: boo
 
 
 def run_magic(line: str, cell: str) -> None:
-    """Run the cell below `%%ranks` on the pool that was made last.
+    """Run the cell below `%%ranks` on the open pool that was made last.
+
+    Args:
+        line: The name of another pool and numbers of ranks, or none of them.
+        cell: The source.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no open pool, or the line has something else.
     """
     hide_own_frames()
-    newest = None if _newest is None else _newest()
-    if newest is None:
-        raise UsageError("there is no pool", hint="make one: ranks = unisono.pool(4)")
-    newest.cell(cell)
+    words = line.replace(",", " ").split()
+    named = vars(sys.modules["__main__"]).get(words[0]) if words else None
+    if isinstance(named, Pool):
+        del words[0]
+    elif not _open_pools:
+        raise UsageError("there is no open pool", hint="make one: ranks = unisono.pool(4)")
+    chosen = named if isinstance(named, Pool) else _open_pools[max(_open_pools.keys())]
+    try:
+        numbers = [int(each) for each in words]
+    except ValueError:
+        raise UsageError(
+            f"%%ranks takes the name of a pool and numbers of ranks, got {line.strip()!r}",
+            hint="%%ranks for all ranks, or %%ranks 0 2",
+        ) from None
+    chosen._cell(cell, sorted({chosen[each].rank for each in numbers} or range(len(chosen))))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection, reduction
 from typing import Any, Self
 
+from unisono.beyond.pool.display import Shown
 from unisono.beyond.pool.memory import Region, dumps_with
 from unisono.beyond.pool.output import RankOutput
 from unisono.beyond.pool.rank import CallAnswer, serve
@@ -39,6 +40,7 @@ class RankProcesses:
         regions: Memory that the processes share with this one, by key.
         output: What they print.
         watch: What they do.
+        shown: What their calls want to show, by rank.
     """
 
     def __init__(self, size: int, start_method: str, with_group: bool) -> None:
@@ -49,6 +51,7 @@ class RankProcesses:
         self.regions: dict[str, Region] = {}
         self.output = RankOutput()
         self.watch = RankWatch()
+        self.shown: dict[int, list[Shown]] = {}
         self._context: SpawnContext | None = SpawnContext(
             *(serve, (size, with_group), size),
             start_method=start_method,

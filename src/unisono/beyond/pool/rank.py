@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
+import io
 import os
 import pickle
 import signal
 import sys
+import tokenize
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +18,12 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from unisono.beyond.pool.display import Shown, open_figures, shown
+from unisono.beyond.pool.display import Shown, show, show_figures, take_displayed
 from unisono.beyond.pool.main_names import (
+    end_call,
     loads_in_main,
     names_of_cell,
     note_assigned,
-    note_changes,
     note_start,
 )
 from unisono.beyond.pool.memory import attach, attached, drop, dumps_with
@@ -56,12 +59,14 @@ class CallAnswer(NamedTuple):
             the default group. "used" if the call may have made a call of a group, or a group.
             Otherwise "".
         result: The result, which the parent adds.
+        shown: What the notebook shows.
     """
 
     number: int
     raised: RaisedError | None
     groups: str
     result: Payload | None = None
+    shown: tuple[Shown, ...] = ()
 
 
 def serve(rank: int, link: Any, world_size: int, with_group: bool) -> None:
@@ -80,6 +85,11 @@ class _Rank:
             self._store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
         else:
             process_world.hint = "tasks of an executor have no group: use unisono.pool"
+        # The backend of the kernel has no kernel here. With another one figures stay open.
+        self._has_figures = with_group and "inline" in os.environ.get("MPLBACKEND", "")
+        if self._has_figures:
+            os.environ["MPLBACKEND"] = "agg"
+            vars(builtins).setdefault("display", show)
         signal.signal(signal.SIGINT, self._interrupt)
         note_start()
 
@@ -157,12 +167,13 @@ class _Rank:
 
         def made() -> Any:
             fn, args, keywords = payload.load_once(loads_in_main)
-            try:
-                return fn(*args, **keywords)
-            finally:
-                note_changes()
+            value = fn(*args, **keywords)
+            if self._has_figures:
+                show_figures()
+            return value
 
         self._answer(number, made)
+        end_call()  # the pickle of the result may need the names
 
     def _answer(self, number: int, fn: Callable[[], Any]) -> None:
         before = _calls_made()
@@ -188,7 +199,7 @@ class _Rank:
         has_lost = self._store is not None and current().default is None
         if has_lost or any(each.broken() is not None for _, each in open_backends()):
             groups = "broken"
-        self._link.send(CallAnswer(number, raised, groups))
+        self._link.send(CallAnswer(number, raised, groups, shown=tuple(take_displayed())))
         if result is not None:
             result.send(self._link, os.getppid())
 
@@ -223,11 +234,10 @@ def run_each(fn: Any, tasks: list[tuple[Any, ...]]) -> list[Any]:
     return [fn(*args) for args in tasks]
 
 
-def run_cell(source: str, number: int) -> list[Shown]:
-    """Run the source of a cell in the main module; print the value of its last expression.
+def run_cell(source: str, number: int) -> None:
+    """Run the source of a cell in the main module.
 
-    Returns:
-        The pictures and tables that a notebook shows.
+    Its last value is shown, unless a semicolon follows, and its figures.
     """
     name = f"<ranks {number}>"
     remember_source(name, source)
@@ -241,15 +251,18 @@ def run_cell(source: str, number: int) -> list[Shown]:
     space = vars(sys.modules["__main__"])
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), space)
-    found: list[Shown] = []
     if isinstance(last, ast.Expr):
         code = compile(ast.Expression(last.value), name, "eval", dont_inherit=True)
         value = eval(code, space)
-        if rich := shown(value):
-            found.append(rich)
-        elif value is not None:
-            print(repr(value))
-    return found + open_figures()
+        if value is not None and not _is_quiet(source):
+            show(value)
+    show_figures()
+
+
+def _is_quiet(source: str) -> bool:
+    kinds = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [each.string for each in tokens if each.type not in kinds][-1:] == [";"]
 
 
 def raised_by(error: BaseException, above: str) -> RaisedError:

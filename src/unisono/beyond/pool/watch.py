@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from multiprocessing import Pipe
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from unisono.core.base.deadline import Deadline
@@ -19,15 +20,17 @@ from unisono.core.groups.world import current
 _LOOK_S = 1.0
 """How often to ask what the ranks do."""
 
+_RECEIVES = ("recv", "recv_array", "probe")
+
 
 class WaitingCall(NamedTuple):
-    """A collective call in which a rank waits.
+    """A collective call or a receive in which a rank waits.
 
     Attributes:
         key: Of the group.
-        seq: Number of the call in the group.
+        seq: Number among the collectives of the group, or among the messages of the rank.
         op: Its name.
-        members: Ranks of the group.
+        members: Ranks of the group; for a receive, those that may send.
     """
 
     key: str
@@ -35,21 +38,31 @@ class WaitingCall(NamedTuple):
     op: str
     members: tuple[int, ...]
 
+    @property
+    def is_receive(self) -> bool:
+        """Whether it waits for a message."""
+        return self.op in _RECEIVES
+
+    def __str__(self) -> str:
+        return f"send for this {self.op}" if self.is_receive else f"{self.op} #{self.seq}"
+
 
 class RankActivity(NamedTuple):
     """What a rank does.
 
     Attributes:
         number: Of the question.
-        waits: Collective calls in which it waits.
+        waits: Collective calls and receives in which it waits.
         calls: The number of its last call, by the key of the group.
+        sends: Keys of groups in which it sends.
         place: Line of the program; "" if unknown.
-        is_alone: Whether the program has no thread of its own, which could make calls.
+        is_alone: Whether no other thread may make calls.
     """
 
     number: int
     waits: list[WaitingCall]
     calls: dict[str, int]
+    sends: list[str]
     place: str
     is_alone: bool
 
@@ -67,7 +80,7 @@ def answer_on_thread(link: Any) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number = link.recv()
-                answer = RankActivity(number, [], {}, "", False)
+                answer = RankActivity(number, [], {}, [], "", False)
                 with contextlib.suppress(Exception):  # a group may be closed meanwhile
                     answer = _activity(number)
                 link.send(answer)
@@ -78,23 +91,55 @@ def answer_on_thread(link: Any) -> None:
 def _activity(number: int) -> RankActivity:
     waits: list[WaitingCall] = []
     calls: dict[str, int] = {}
+    sends: list[str] = []
+    main = threading.main_thread()
+    frame = _frame_of(main)
+    here = frame and (frame.f_code.co_filename, frame.f_lineno)
     for group, backend in open_backends():
         calls[group.key] = max(calls.get(group.key, 0), backend.last_number())
         if backend.trace is None:
             continue
         for record in backend.trace.records(only_open=True):
-            if not record.is_message and record.wait_begun_ns is not None:
+            if record.op in _RECEIVES:
+                # An asynchronous receive is no wait: then this thread has left its line, as a rule.
+                if (record.file, record.line) == here:
+                    me = group.ranks[group.rank()]
+                    others = (each for each in group.ranks if each != me)
+                    peers = tuple(others) if record.peer is None else (record.peer,)
+                    waits.append(WaitingCall(group.key, record.seq, record.op, peers))
+            elif record.is_message:
+                sends.append(group.key)
+            elif record.wait_begun_ns is not None:
                 waits.append(WaitingCall(group.key, record.seq, record.op, tuple(group.ranks)))
-    main = threading.main_thread()
-    names = [each.name for each in threading.enumerate() if each is not main]
-    is_alone = all(name.startswith("unisono") for name in names)
-    return RankActivity(number, waits, calls, _place_of(main), is_alone)
+    is_alone = not any(_may_call(each) for each in threading.enumerate() if each is not main)
+    return RankActivity(number, waits, calls, sends, _place_of(frame), is_alone)
 
 
-def _place_of(thread: threading.Thread) -> str:
+def _may_call(thread: threading.Thread) -> bool:
+    """Return whether a thread may make calls: not, if it is a daemon of a library like tqdm."""
+    if thread.name.startswith("unisono"):
+        return False
+    frame = sys._current_frames().get(thread.ident or 0)
+    while thread.daemon and frame is not None:
+        # This module has a hook of ours.
+        is_plain = frame.f_globals is vars(threading)
+        for each in () if is_plain else list(frame.f_globals.values()):
+            name = each.__name__ if isinstance(each, ModuleType) else getattr(each, "__module__", 0)
+            if isinstance(name, str) and name.startswith(("unisono", "torch.distributed")):
+                return True
+        frame = frame.f_back
+    return not thread.daemon
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """Return the frame of the program in which a thread is."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def _place_of(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
@@ -165,19 +210,20 @@ class RankWatch:
         """Return ranks that make no call, and the calls of others that wait for them for ever.
 
         A rank that has no thread and makes no call makes no collective, so a call that it has not
-        begun cannot end. Both ranks are asked again before that counts.
+        begun cannot end. Nor can a receive if no rank sends. The ranks are asked again before that
+        counts.
         """
         suspects = {}
         for rank in busy:
             for call in self._of(rank).waits:
-                for member in call.members:
-                    other = self._of(member)
-                    has_left = member not in busy and other.is_alone
-                    if has_left and other.calls.get(call.key, 0) < call.seq:
-                        numbers = self._of(rank).number, other.number
-                        suspects[rank, member, call] = self._suspects.get(
-                            (rank, member, call), numbers
-                        )
+                left = [
+                    each for each in call.members if each not in busy and self._left(each, call)
+                ]
+                if call.is_receive and len(left) < len(call.members):
+                    continue
+                for member in left:
+                    numbers = self._of(rank).number, self._of(member).number
+                    suspects[rank, member, call] = self._suspects.get((rank, member, call), numbers)
         self._suspects = suspects
         return [
             (member, call)
@@ -185,8 +231,15 @@ class RankWatch:
             if self._of(rank).number > asked and self._of(member).number > asked_other
         ]
 
+    def _left(self, rank: int, call: WaitingCall) -> bool:
+        """Return whether a rank that makes no call takes no part in a call of another."""
+        activity = self._of(rank)
+        if call.is_receive:
+            return activity.is_alone and call.key not in activity.sends
+        return activity.is_alone and activity.calls.get(call.key, 0) < call.seq
+
     def _of(self, rank: int) -> RankActivity:
-        return self.activities.get(rank, RankActivity(-1, [], {}, "", False))
+        return self.activities.get(rank, RankActivity(-1, [], {}, [], "", False))
 
     def described(self) -> str:
         """Return what each rank did before an interrupt, or "" if the call was short."""

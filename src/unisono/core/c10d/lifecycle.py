@@ -95,7 +95,7 @@ def init_process_group(
     if world.default is not None:
         raise AlreadyInitializedError(
             "trying to initialize the default process group twice",
-            hint="call destroy_process_group() first, or make a ProcessGroup of your own",
+            hint="leave this call out, as in a pool; destroy_process_group() ends the one before",
         )
     if store is not None and init_method is not None:
         raise InvalidArgumentError("cannot specify both init_method and store")

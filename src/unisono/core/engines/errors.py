@@ -280,9 +280,8 @@ def broken_group_error(
 ) -> UnisonoError:
     """Return the error of a call that broke its group, or during which the group broke."""
     me = comm.transport.rank
-    # A rank that tells its own failure has not found it.
-    told = failure.by in (me, *failure.peers)
-    found = "" if told else f" (found by rank {failure.by})"
+    # A rank that reports its own failure has not found it.
+    found = "" if failure.by in (me, *failure.peers) else f" (found by rank {failure.by})"
     number = "" if seq is None else f" #{seq}"
     what_where = f"{what}{number} in group '{comm.name}'"
     on = f"on {comm.here}"
@@ -353,11 +352,14 @@ def mismatch_error(
         f"{call.op} #{call.seq} in group '{comm.name}' does not match on {comm.here}: "
         f"{'; '.join(calls)}"
     )
+    hint = "all ranks must make the same calls in the same order"
+    if any(text.startswith(f"{call.op}, but refused it: ") for text in variants):
+        hint = "the call is wrong on the rank that refused it"
     others = tuple(sorted(rank for ranks in list(variants.values())[1:] for rank in ranks))
     return CollectiveMismatchError(
         text,
         context=comm.where(op=call.op, seq=call.seq, peers=others, nbytes=call.nbytes, usable=True),
-        hint="all ranks must make the same calls in the same order; nothing was sent or changed",
+        hint=f"{hint}; nothing was sent or changed",
     )
 
 

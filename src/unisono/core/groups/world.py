@@ -182,7 +182,10 @@ def use(world: World) -> Iterator[World]:
 
 
 Group: TypeAlias = ProcessGroup | int | None
-"""A group; None is the default group, an int `GroupMember.NON_GROUP_MEMBER`."""
+"""A group; None is the default group, an int `GroupMember.NON_GROUP_MEMBER`.
+
+torch's group over a group of ours means that group.
+"""
 
 
 def resolve(group: Group = None) -> ProcessGroup | None:
@@ -203,9 +206,15 @@ def resolve(group: Group = None) -> ProcessGroup | None:
         return default
     if isinstance(group, ProcessGroup):
         return group
+    if isinstance(inner := getattr(group, "unisono", None), ProcessGroup):
+        return inner
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return None
-    raise ArgumentTypeError(f"group must be a ProcessGroup, got {type(group).__name__}")
+    kind = type(group)
+    shown = kind.__name__
+    if shown == ProcessGroup.__name__:
+        shown = f"{kind.__module__}.{shown}, which is not over a group of unisono"
+    raise ArgumentTypeError(f"group must be a ProcessGroup, got {shown}")
 
 
 # Other ranks do not wait for this rank in an agreement.

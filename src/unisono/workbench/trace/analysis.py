@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -244,7 +245,8 @@ def _name(record: TraceRecord) -> str:
 
 
 def _site(record: TraceRecord) -> str:
-    return f" ({record.file}:{record.line})" if record.file else ""
+    # Errors and `unisono top` show no folder either.
+    return f" ({os.path.basename(record.file)}:{record.line})" if record.file else ""
 
 
 def _s(ns: int) -> str:

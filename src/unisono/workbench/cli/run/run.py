@@ -37,7 +37,7 @@ from unisono.workbench.cli.run.hosts import add_hosts_flags, describe_hosts, hos
 from unisono.workbench.cli.run.output import add_output_flags, log_options
 from unisono.workbench.cli.run.programs import add_program_flags, worker_commands
 from unisono.workbench.cli.run.status_line import make_status_line
-from unisono.workbench.cli.run.torchrun import NUMA_BINDINGS, add_torchrun_flags
+from unisono.workbench.cli.run.torchrun import NUMA_BINDINGS, add_torchrun_flags, signals_of
 
 _PREFIX = "unisono run: "
 _LOOK_S = 0.1
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
         grace_s=options.grace,
         logs=replace(logs, screen=status),
         bind=NUMA_BINDINGS.get(options.numa_binding, options.bind),
-        signals=options.signals_to_handle,
+        signals=signals_of(options),
         one_gpu_each=options.virtual_local_rank,
         warm=len(commands) if options.warm is None else options.warm,
         **nodes,

@@ -22,10 +22,10 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--signals-to-handle",
         type=_signals,
-        default=",".join(ENDING),
         metavar="NAMES",
-        help=f"signals that end the launch ({','.join(ENDING)}); SIGUSR1 and SIGUSR2 are "
-        "otherwise passed on to the workers",
+        help=f"signals that end the launch, even if they are ignored at its start (those of "
+        f"{','.join(ENDING)} that are not); SIGUSR1 and SIGUSR2 are otherwise passed on to the "
+        "workers",
     )
     add(
         "--virtual-local-rank",
@@ -57,6 +57,18 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
         help="default (no effect); the name of a plug-in is an error, because unisono has none for "
         "logs",
     )
+
+
+def signals_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the signals that end the launch; if the user names them, none of them is ignored.
+
+    A shell starts jobs in the background of a script with SIGINT ignored.
+    """
+    names: tuple[str, ...] | None = options.signals_to_handle
+    for name in names or ():
+        if signal.getsignal(signum := getattr(signal, name)) is signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+    return ENDING if names is None else names
 
 
 def _signals(text: str) -> tuple[str, ...]:

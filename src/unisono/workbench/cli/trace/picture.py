@@ -29,6 +29,8 @@ _MARKED = 0.02
 _NUMBERED = 0.05
 _MOST_NUMBERED = 16
 
+_NOT_FAILED = ("completed", "ended", "running", "cancelled")
+
 Part = tuple[float, float]
 """Begin and length, in the unit of the time axis."""
 
@@ -41,6 +43,10 @@ class _Bar(NamedTuple):
     begin_ns: int
     ready_ns: int
     end_ns: int
+
+    @property
+    def has_failed(self) -> bool:
+        return self.record.outcome not in _NOT_FAILED
 
 
 def draw(
@@ -78,6 +84,7 @@ def draw(
     entries = {op.lstrip("_"): patch(color=colour) for op, colour in canvas.colours.items()}
     entries["paler: waits"] = patch(color=COLOURS[0], alpha=PALE)
     entries["under way"] = patch(edgecolor="black", **hatch)
+    entries["failed"] = line([], [], marker="x", color=_ABSENT, linewidth=0)
     entries["has not made the call"] = patch(edgecolor=_ABSENT, **hatch)
     entries["last rank, waited for"] = line([], [], marker="v", color="black", linewidth=0)
     legend = {"loc": "outside lower center", "ncols": 6, "frameon": False, "fontsize": 8}
@@ -93,11 +100,12 @@ def _bars(group: JoinedGroup, ranks: Mapping[int, RankRecords]) -> Iterator[_Bar
             if record.outcome == "queued":
                 continue
             begin_ns, end_ns = begin_of(record), end_of(record, ranks[rank])
-            # A call that has not ended may wait for a rank that has not come.
-            ready_ns = end_ns if record.is_open else begin_ns
+            bar = _Bar(rank, record, begin_ns, begin_ns, end_ns)
+            # A call that has not ended, or has failed, may wait for a rank that has not come.
+            ready_ns = end_ns if record.is_open or bar.has_failed else begin_ns
             if (rank, record.number) in late:
                 ready_ns = begin_of(late[rank, record.number][1])
-            yield _Bar(rank, record, begin_ns, min(max(ready_ns, begin_ns), end_ns), end_ns)
+            yield bar._replace(ready_ns=min(max(ready_ns, begin_ns), end_ns))
 
 
 class _Canvas:
@@ -137,6 +145,9 @@ class _Canvas:
                 parts[bar.rank, bar.record.op, alpha, bar.record.is_message].append(part)
             if bar.record.is_open:
                 self._hatch(bar.rank, self._part(bar.begin_ns, bar.end_ns), "black")
+            if bar.has_failed:
+                x, _ = self._part(bar.end_ns, 0)
+                self._panel.plot(x, self._rows[bar.rank], "x", color=_ABSENT, clip_on=False)
             is_long = bar.end_ns - bar.begin_ns > _NUMBERED * self._span_ns
             if is_long and len(self._rows) <= _MOST_NUMBERED:
                 middle, _ = self._part((bar.begin_ns + bar.end_ns) // 2, 0)
