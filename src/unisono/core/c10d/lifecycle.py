@@ -93,9 +93,11 @@ def init_process_group(
     if world is process_world:
         hide_own_frames()
     if world.default is not None:
+        hint = "call destroy_process_group() first, or make a ProcessGroup of your own"
+        if (maker := world.kept.get("maker")) is not None:
+            hint = f"{maker} has made it: leave this call out, or make it before that"
         raise AlreadyInitializedError(
-            "trying to initialize the default process group twice",
-            hint="call destroy_process_group() first, or make a ProcessGroup of your own",
+            "trying to initialize the default process group twice", hint=hint
         )
     if store is not None and init_method is not None:
         raise InvalidArgumentError("cannot specify both init_method and store")

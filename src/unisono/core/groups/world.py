@@ -62,6 +62,8 @@ class World:
         lender: Lends the default group of torch.distributed if a call needs one; see
             `unisono.adapters.torch.membership`.
         hint: Where a call without a default group should be; None: after `init_process_group`.
+        kept: What adapters keep until the default group is closed, by name; "maker" is what has
+            made that group, if it was not the program.
     """
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class World:
         self.lender: Callable[[], None] | None = None
         self.reconfigurable: Reconfigurable | None = None
         self.hint: str | None = None
+        self.kept: dict[str, Any] = {}
 
     @property
     def default(self) -> ProcessGroup | None:
@@ -102,6 +105,7 @@ class World:
             self.made = 0
             self.made_local.clear()
             self.membership = self.reconfigurable = None
+            self.kept = {}
             callbacks, self.on_close = self.on_close, []
             self.has_hooks = False
             for callback in callbacks:
