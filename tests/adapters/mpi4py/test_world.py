@@ -15,7 +15,7 @@ import pytest
 
 import unisono as dist
 from unisono import MPI
-from unisono.errors import AlreadyInitializedError
+from unisono.errors import AlreadyInitializedError, ArgumentTypeError
 from unisono.testing import run
 
 
@@ -127,6 +127,25 @@ def test_threads_may_use_it_first_together() -> None:
     (sizes,) = run(body, 1)
     assert len(sizes) == 4
     assert len({*sizes}) == 1
+
+
+@pytest.mark.ranks(3, kind="both")
+def test_a_communicator_is_a_group(rank: int) -> None:
+    """Functions of unisono, and of libraries that call find_group, take one."""
+    comm: Any = MPI.COMM_WORLD.Split(int(rank == 2), -rank)
+    for _ in range(3):  # later calls run in C++
+        array = np.full(2, 10.0**rank)
+        dist.all_reduce(array, group=comm)
+        assert array.tolist() == [100.0 if rank == 2 else 11.0] * 2
+    group = dist.find_group(comm)
+    assert group is not None
+    assert (group.rank(), group.size()) == (comm.rank, comm.size)
+    assert dist.get_rank(comm) == comm.rank
+    comm = MPI.COMM_WORLD
+    assert dist.find_group(comm) is dist.group.WORLD
+    comm = MPI.COMM_NULL
+    with pytest.raises(ArgumentTypeError, match="got a null communicator"):
+        dist.find_group(comm)
 
 
 SPAWNS = """\

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import sys
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from unisono.core.c10d.objects.functions import all_gather_object
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.operations.methods import in_cpp
 from unisono.core.platform import machine
-from unisono.errors import UnisonoError
+from unisono.errors import ArgumentTypeError, UnisonoError
 
 _ndarray = np.ndarray
 
@@ -134,6 +134,14 @@ class Comm(Attributes, Handle, root=True):
             return ob.find()
         require(ob is not None, self.error, "null handle")
         return ob
+
+    @property
+    def _unisono_group(self) -> ProcessGroup:
+        """The group, for the functions of unisono that take one."""
+        if self.ob is None or self.is_inter:
+            kind = "null " if self.ob is None else "inter-"
+            raise ArgumentTypeError(f"group must have ranks of its own, got a {kind}communicator")
+        return cast("ProcessGroup", self.live.group)
 
     # ---- identity -------------------------------------------------------------------------
 

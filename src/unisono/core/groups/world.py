@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from unisono.core.base import log
 from unisono.core.base.seam import cpp
@@ -209,6 +209,8 @@ def resolve(group: Group = None) -> ProcessGroup | None:
         return group
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return None
+    if (found := getattr(group, "_unisono_group", None)) is not None:
+        return cast("ProcessGroup", found)  # of a communicator of unisono.MPI
     raise ArgumentTypeError(f"group must be a ProcessGroup, got {type(group).__name__}")
 
 
