@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import copyreg
 import functools
 import inspect
 import os
@@ -265,6 +266,13 @@ def _sendable(call: _RankedCall) -> _RankedCall:
         return call._replace(fn=_ByValue(bytes(dumps(call.fn))))
 
 
+def _pytest_outcome(name: str, text: str) -> BaseException:
+    import pytest
+
+    error: BaseException = getattr(pytest, name).Exception(text)
+    return error
+
+
 def _process_rank(
     rank: int, _: None, call: _RankedCall, settings: dict[str, str], files: StackFiles
 ) -> _RankResult:
@@ -274,6 +282,12 @@ def _process_rank(
     os.environ.update(settings)
     with files.offered(rank):
         outcome = _body(rank, call)
+    kind = type(outcome.error)
+    if kind.__module__ == "builtins" and hasattr(pytest := sys.modules.get("pytest"), "skip"):
+        # skip, xfail, fail: pytest calls their classes builtin, so that pickle cannot find them.
+        kinds = {getattr(pytest, name).Exception: name for name in ("skip", "xfail", "fail")}
+        if (name := kinds.get(kind)) is not None:
+            copyreg.pickle(kind, lambda error: (_pytest_outcome, (name, error.msg)))
     try:
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:
