@@ -278,6 +278,19 @@ def test_a_rank_that_does_not_end_hides_no_failure():
     assert str(caught.value.__cause__).startswith("rank 0 of 2 (thread): ValueError: rank 0 is")
 
 
+def test_threads_that_go_on_after_a_failure_are_left(monkeypatch):
+    monkeypatch.setattr("unisono.testing.ranks._GRACE_S", 0.5)
+    released = threading.Event()
+    with pytest.raises(LaunchError) as caught:
+        run(sleeps_or_raises, 2, args=[released], timeout=600.0)
+    released.set()
+    text = "rank 1 of 2 did not end within 0.5 s of the failure of rank 0: in sleeps_or_raises ("
+    assert str(caught.value).startswith(text)
+    assert caught.value.hint is not None
+    assert "a thread cannot be ended" in caught.value.hint
+    assert str(caught.value.__cause__).startswith("rank 0 of 2 (thread): ValueError: rank 0 is")
+
+
 def test_a_function_defined_in_the_test_runs_in_processes(monkeypatch):
     seen = 3
 
