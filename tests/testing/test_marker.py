@@ -102,12 +102,19 @@ def project(tmp_path_factory):
     root = tmp_path_factory.mktemp("project")
     for at, marker in enumerate(WRONG):
         (root / f"test_wrong_{at}.py").write_text(BODY.format(marker))
+    no_argument = BODY.format("ranks(2)").replace("(rank)", "()")
+    (root / "test_no_argument.py").write_text(no_argument)
     files = {"coroutines": COROUTINES, "stuck": STUCK, "outcomes": OUTCOMES, "fixtures": FIXTURES}
     for name, text in files.items():
         (root / f"test_{name}.py").write_text(textwrap.dedent(text))
     words = ["--continue-on-collection-errors", "--rootdir", root, root, "-q", "-rsx"]
     done = python("-m", "pytest", *words, "-p", "no:cacheprovider", cwd=root, limit_s=200.0)
     return done.stdout.replace(str(root), "ROOT")
+
+
+def test_the_marker_names_the_argument(project):
+    text = "test_no_argument.py::test_it: the marker ranks calls the test with its rank: add the "
+    assert f"{text}argument rank\n" in project
 
 
 def text_of(project, test):
@@ -118,7 +125,7 @@ def test_a_wrong_marker_is_an_error_at_collection(project):
     for at, text in enumerate(WRONG.values()):
         error = project.split(f"ERROR collecting test_wrong_{at}.py _")[1].splitlines()[1]
         assert error == f"test_wrong_{at}.py::test_it: {text}"
-    assert re.search(rf"\b{len(WRONG)} errors\b", project)
+    assert re.search(rf"\b{len(WRONG) + 1} errors\b", project)
 
 
 def test_the_options_are_those_of_run():

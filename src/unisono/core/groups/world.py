@@ -249,7 +249,13 @@ def require_group(group: Group) -> ProcessGroup:
     """
     found = resolve(group)
     if found is None:
-        raise InvalidArgumentError("this rank does not belong to the given group")
+        default = current().default
+        me = "this rank" if default is None else f"rank {default.rank()} of {default.size()}"
+        raise InvalidArgumentError(
+            "this rank does not belong to the given group",
+            hint=f"the call that made the group got ranks without {me}, and returned "
+            "GroupMember.NON_GROUP_MEMBER here: leave this call out on such ranks",
+        )
     return found
 
 
