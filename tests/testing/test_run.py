@@ -100,6 +100,19 @@ FAILING = """
     @pytest.mark.ranks(1, kind="both")
     def test_error_of_unisono(rank):
         dist.send(b"", 7)
+
+    @pytest.mark.ranks(1, kind="both")
+    def test_wrapped_error(rank):
+        try:
+            dist.send(b"", 7)
+        except ValueError as error:
+            raise KeyError("mine") from error
+
+    @pytest.mark.ranks(1, kind="both")
+    def test_error_of_mpi(rank):
+        from unisono import MPI
+
+        MPI.COMM_WORLD.Send(b"", 7)
 """
 
 
@@ -133,7 +146,7 @@ def test_processes_load_modules_that_no_import_finds(reports):
     _, summary = reports
     assert "test_plain" not in summary
     assert "test_packaged" not in summary
-    assert re.search(r"^8 failed, 6 passed", summary, re.MULTILINE), summary
+    assert re.search(r"^12 failed, 6 passed", summary, re.MULTILINE), summary
 
 
 def test_each_rank_that_failed_shows_its_own_traceback(reports):
@@ -213,6 +226,10 @@ def test_frames_inside_unisono_are_not_shown_with_its_errors(reports):
     texts, _ = reports
     for kind in ("threads", "processes"):
         files = re.findall(r'File "(.*?)"', texts[f"test_error_of_unisono[1-{kind}]"])
+        assert files == ["ROOT/test_failing.py"]
+        files = re.findall(r'File "(.*?)"', texts[f"test_wrapped_error[1-{kind}]"])
+        assert files == ["ROOT/test_failing.py"] * 2
+        files = re.findall(r'File "(.*?)"', texts[f"test_error_of_mpi[1-{kind}]"])
         assert files == ["ROOT/test_failing.py"]
 
 
