@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copyreg
 import functools
+import importlib
 import inspect
 import os
 import pickle
@@ -276,9 +277,7 @@ def _sendable(call: _RankedCall) -> _RankedCall:
 
 
 def _pytest_outcome(name: str, text: str) -> BaseException:
-    import pytest
-
-    error: BaseException = getattr(pytest, name).Exception(text)
+    error: BaseException = getattr(importlib.import_module("pytest"), name).Exception(text)
     return error
 
 
