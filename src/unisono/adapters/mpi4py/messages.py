@@ -299,12 +299,11 @@ class Predefined:
 
     def find(self) -> CommState:
         """Return the communicator's state in this world."""
-        world = default_group()
-        kept = current().kept
-        found = kept.get(self.name)
-        return cast("CommState", self._make(world, kept) if found is None else found)
+        found: CommState | None = current().kept.get(self.name)  # it ends with the world's groups
+        return self._make() if found is None else found
 
-    def _make(self, world: ProcessGroup, kept: dict[str, Any]) -> CommState:
+    def _make(self) -> CommState:
+        world, kept = default_group(), current().kept
         with kept.setdefault("MPI lock", threading.RLock()):
             if self.name not in kept:
                 alone = self.name == "MPI_COMM_SELF"
