@@ -27,13 +27,13 @@ ATTRIBUTES = 12
 # Lines of code of each shelf, that is, without docstrings, comments and blank lines: the tree must
 # stay readable, and documentation must not be punished. The limits are the lines at the move to
 # shelves and a tenth. A limit changes only together with a named concept and a decision record. See
-# docs/decisions/0007, 0040, 0042, 0063, 0068, 0069 and 0072.
+# docs/decisions/0007, 0040, 0042, 0063, 0068, 0069, 0072 and 0073.
 SHELVES = {
     "core": 26_310,  # 26,150, a codec in C++, peers of cores, and errors for torch's users
     "launcher": 3_900,  # 3,200, and hosts through ssh
     "beyond": 7_010,  # 2,120, windows, ranks that stay and their names, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
-    "testing": 1_850,
+    "testing": 1_900,
     "workbench": 11_960,  # 8,290, replay, synthesize, one hand for the flags, peers that take turns
     "": 1_120,  # the public modules, and the module paths of torch.distributed
 }
@@ -61,6 +61,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         15,
         "the fields of one document",
     ),
+    ("src/unisono/core/groups/world.py", "World attributes"): (13, "all state of the module"),
     ("src/unisono/core/recorder/records.py", "TraceRecord attributes"): (
         21,
         "the columns of one record",

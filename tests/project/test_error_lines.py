@@ -180,7 +180,8 @@ IN_A_WORLD["ArgumentType"] = {
     "irecv: tag must be an integer, got 'a'": lambda: dist.irecv(x(), 0, tag="a"),
     "all_reduce: tensor must be an array (NumPy, torch, DLPack, buffer), got list":
         lambda: dist.all_reduce([1, 2]),
-    "all_reduce: op must be a ReduceOp such as ReduceOp.SUM, got 'sum'":
+    "all_reduce: op must be a ReduceOp such as ReduceOp.SUM, got 'sum'; "
+    "did you mean 'ReduceOp.SUM'?":
         lambda: dist.all_reduce(x(), "sum"),
     f"all_reduce() got an unexpected keyword argument 'tiemout' {KNOWN}":
         lambda: dist.all_reduce(x(), tiemout=3),

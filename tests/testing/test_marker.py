@@ -55,6 +55,29 @@ STUCK = """
             threading.Event().wait(60)
 """
 
+OUTCOMES = """
+    import pytest
+    import unisono as dist
+
+    @pytest.mark.ranks(2, kind="both")
+    def test_is_skipped(rank):
+        if rank:
+            pytest.skip("no luck")
+        dist.barrier()
+
+    @pytest.mark.ranks(2, kind="both")
+    def test_is_skipped_too(rank):
+        pytest.importorskip("module_that_is_absent")
+
+    @pytest.mark.ranks(2, kind="both")
+    def test_is_known(rank):
+        pytest.xfail("known")
+
+    @pytest.mark.ranks(2, kind="both")
+    def test_is_told(rank):
+        pytest.fail("told")
+"""
+
 FIXTURES = """
     import pytest
 
@@ -79,12 +102,19 @@ def project(tmp_path_factory):
     root = tmp_path_factory.mktemp("project")
     for at, marker in enumerate(WRONG):
         (root / f"test_wrong_{at}.py").write_text(BODY.format(marker))
-    files = {"coroutines": COROUTINES, "stuck": STUCK, "fixtures": FIXTURES}
+    no_argument = BODY.format("ranks(2)").replace("(rank)", "()")
+    (root / "test_no_argument.py").write_text(no_argument)
+    files = {"coroutines": COROUTINES, "stuck": STUCK, "outcomes": OUTCOMES, "fixtures": FIXTURES}
     for name, text in files.items():
         (root / f"test_{name}.py").write_text(textwrap.dedent(text))
-    words = ["--continue-on-collection-errors", "--rootdir", root, root, "-q"]
+    words = ["--continue-on-collection-errors", "--rootdir", root, root, "-q", "-rsx"]
     done = python("-m", "pytest", *words, "-p", "no:cacheprovider", cwd=root, limit_s=200.0)
     return done.stdout.replace(str(root), "ROOT")
+
+
+def test_the_marker_names_the_argument(project):
+    text = "test_no_argument.py::test_it: the marker ranks calls the test with its rank: add the "
+    assert f"{text}argument rank\n" in project
 
 
 def text_of(project, test):
@@ -95,7 +125,7 @@ def test_a_wrong_marker_is_an_error_at_collection(project):
     for at, text in enumerate(WRONG.values()):
         error = project.split(f"ERROR collecting test_wrong_{at}.py _")[1].splitlines()[1]
         assert error == f"test_wrong_{at}.py::test_it: {text}"
-    assert re.search(rf"\b{len(WRONG)} errors\b", project)
+    assert re.search(rf"\b{len(WRONG) + 1} errors\b", project)
 
 
 def test_the_options_are_those_of_run():
@@ -111,6 +141,17 @@ def test_a_coroutine_runs_on_every_rank(project):
         assert lines[0].startswith(f"rank 1 of 2 ({one}): AssertionError: rank 1 is here")
         # No frame of asyncio.
         assert re.findall(r'File "(.*?)"', "\n".join(lines[:4])) == ["ROOT/test_coroutines.py"]
+
+
+def test_outcomes_of_pytest_reach_it(project):
+    assert re.search(r"\b4 skipped, 2 xfailed\b", project)
+    for reason in ("no luck", "could not import 'module_that_is_absent'"):
+        skips = re.findall(rf"^SKIPPED \[(.)\] .*: {reason}", project, re.MULTILINE)
+        assert sum(map(int, skips)) == 2
+    for kind in ("threads", "processes"):
+        assert f"XFAIL test_outcomes.py::test_is_known[2-{kind}] - known" in project
+        text = text_of(project, f"test_is_told[2-{kind}]")
+        assert text.startswith(f"ranks 0 and 1 of 2 ({kind}): Failed: told\n")
 
 
 def test_ranks_that_stand_still_are_named_with_their_lines(project):

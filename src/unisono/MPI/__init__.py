@@ -1,7 +1,8 @@
 """mpi4py's module MPI: `from unisono import MPI` in place of `from mpi4py import MPI`.
 
-The import makes the world, as `init_process_group` does: the rank comes from `unisono run`,
-mpiexec or srun; without a launcher there is one rank.
+COMM_WORLD is the default group of the thread's world. The import makes no group: the first use
+does, unless there is one. The rank comes from `unisono run`, mpiexec or srun; without a launcher
+there is one rank.
 """
 
 from __future__ import annotations

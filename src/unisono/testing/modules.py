@@ -6,12 +6,15 @@ import. Pickle stores a function as such a name.
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import importlib.util
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 __all__ = ["Modules"]
 
@@ -28,7 +31,10 @@ class Modules:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, tuple(
-            (module.__name__, getattr(module, "__file__", None), [*getattr(module, "__path__", [])])
+            (
+                *(module.__name__, getattr(module, "__file__", None)),
+                *([*getattr(module, "__path__", [])], "@pytest_ar" in vars(module)),
+            )
             for module in self._modules
         )
 
@@ -43,14 +49,15 @@ def _names(thing: Any) -> Iterator[str]:
         yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def _load(*modules: tuple[str, str | None, list[str]]) -> None:
+def _load(*modules: tuple[str, str | None, list[str], bool]) -> None:
     """Load the modules that an import would not find, or would load from another file.
 
     Args:
-        modules: The name of each module, its file, and its folders if it is a package.
+        modules: The name of each module, its file, its folders if it is a package, and whether
+            pytest has rewritten its asserts, so that they show their values.
     """
-    for name, file, folders in modules:
-        if name in sys.modules or _is_found(name, file):
+    for name, file, folders, is_rewritten in modules:
+        if name in sys.modules or (not is_rewritten and _is_found(name, file)):
             continue
         if file is None:
             sys.modules[name] = types.ModuleType(name)
@@ -61,8 +68,27 @@ def _load(*modules: tuple[str, str | None, list[str]]) -> None:
         )
         assert spec is not None, file
         assert spec.loader is not None, file
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        code = _rewritten(Path(file)) if is_rewritten else None
+        if code is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(code, vars(module))
+
+
+def _rewritten(file: Path) -> types.CodeType | None:
+    """Return the code with asserts that show values, as pytest stores it; None: without pytest."""
+    try:
+        rewrite: Any = importlib.import_module("_pytest.assertion.rewrite")
+        stored = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if (code := rewrite._read_pyc(file, stored)) is None:
+            source = file.read_bytes()
+            tree = ast.parse(source, str(file))
+            rewrite.rewrite_asserts(tree, source, str(file))
+            code = compile(tree, str(file), "exec", dont_inherit=True)
+    except (ImportError, AttributeError, TypeError):  # names of another version of pytest
+        return None
+    return cast("types.CodeType", code)
 
 
 def _is_found(name: str, file: str | None) -> bool:

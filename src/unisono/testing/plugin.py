@@ -63,6 +63,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is not None:
         if (wrong := _wrong(mark)) is not None:
             pytest.fail(f"{metafunc.definition.nodeid}: {wrong}", pytrace=False)
+        if "rank" not in metafunc.fixturenames:
+            text = "the marker ranks calls the test with its rank: add the argument rank"
+            pytest.fail(f"{metafunc.definition.nodeid}: {text}", pytrace=False)
         metafunc.parametrize("rank", list(_worlds(mark)), ids=str)
 
 

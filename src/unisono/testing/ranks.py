@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import copyreg
 import functools
+import importlib
 import inspect
 import os
 import pickle
@@ -36,6 +38,10 @@ __all__ = ["run"]
 
 Body = Callable[..., Any]
 
+_LEFT_HINT = "a thread cannot be ended: it may still run in later tests; a process can be"
+_GRACE_S = 10.0
+"""After the first failure, for threads that do something else than wait for another rank."""
+_POLL_S = 0.1
 _STUCK_HINT = "a test that needs more time sets timeout="
 
 
@@ -174,16 +180,21 @@ def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
     ]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 2 * call.timeout
+    end, limit = time.monotonic() + 2 * call.timeout, ""
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        while thread.is_alive() and (left := end - time.monotonic()) > 0:
+            thread.join(min(left, _POLL_S))
+            failed = [(o.time_s, r) for r, o in enumerate(outcomes) if o and o.failure]
+            # A rank that waits for another has ended by now; what else it does no one can end.
+            if failed and (soon := min(failed)[0] + _GRACE_S) < end:
+                end, limit = soon, f"within {_GRACE_S:g} s of the failure of rank {min(failed)[1]}"
     if stuck := {
         rank: thread.ident or 0 for rank, thread in enumerate(threads) if thread.is_alive()
     }:
         frames = sys._current_frames()
         stacks = {rank: stack_of(frames.get(ident)) for rank, ident in stuck.items()}
-        text = stuck_report(stacks, world_size, call.timeout)
-        return outcomes.copy(), LaunchError(text, hint=_STUCK_HINT)
+        text = stuck_report(stacks, world_size, call.timeout, limit)
+        return outcomes.copy(), LaunchError(text, hint=_LEFT_HINT if limit else _STUCK_HINT)
     return outcomes, None
 
 
@@ -265,6 +276,11 @@ def _sendable(call: _RankedCall) -> _RankedCall:
         return call._replace(fn=_ByValue(bytes(dumps(call.fn))))
 
 
+def _pytest_outcome(name: str, text: str) -> BaseException:
+    error: BaseException = getattr(importlib.import_module("pytest"), name).Exception(text)
+    return error
+
+
 def _process_rank(
     rank: int, _: None, call: _RankedCall, settings: dict[str, str], files: StackFiles
 ) -> _RankResult:
@@ -274,6 +290,12 @@ def _process_rank(
     os.environ.update(settings)
     with files.offered(rank):
         outcome = _body(rank, call)
+    kind: Any = type(outcome.error)
+    if kind.__module__ == "builtins" and hasattr(pytest := sys.modules.get("pytest"), "skip"):
+        # skip, xfail, fail: pytest calls their classes builtin, so that pickle cannot find them.
+        kinds = {getattr(pytest, name).Exception: name for name in ("skip", "xfail", "fail")}
+        if kind in kinds:
+            copyreg.pickle(kind, lambda error: (_pytest_outcome, (kinds[kind], error.msg)))
     try:
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:

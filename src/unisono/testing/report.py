@@ -13,7 +13,7 @@ from typing import NamedTuple
 import unisono
 from unisono.core.base.grouping import grouped
 from unisono.core.base.text import name_ranks
-from unisono.errors import InternalError, UnisonoError
+from unisono.errors import InternalError
 from unisono.launcher.traceback_text import is_consequence
 
 __all__ = ["RankFailure", "frames_of", "report"]
@@ -63,11 +63,7 @@ class RankFailure(NamedTuple):
         first = str(error).partition("\n")[0]
         line = f"{type(error).__name__}: {first}" if first else type(error).__name__
         trace = traceback.TracebackException.from_exception(error)
-        _hide_wrappers(trace)
-        if isinstance(error, UnisonoError) and not isinstance(error, InternalError):
-            # The error's text explains it; the last frame is the call in the test.
-            own = [f for f in trace.stack if not f.filename.startswith(_PACKAGE)]
-            trace.stack[:] = own or trace.stack
+        _hide_wrappers(trace, error)
         text = "".join(trace.format()).rstrip()
         return cls(line, text, _variables(error), is_consequence(text))
 
@@ -99,11 +95,19 @@ def report(failures: dict[int, RankFailure], world_size: int, kind: str) -> str:
     return "\n\n".join(parts)
 
 
-def _hide_wrappers(trace: traceback.TracebackException) -> None:
+def _hide_wrappers(trace: traceback.TracebackException, error: BaseException) -> None:
     trace.stack[:] = frames_of(trace.stack) or trace.stack
-    for other in (trace.__cause__, trace.__context__, *(getattr(trace, "exceptions", None) or ())):
-        if other is not None:
-            _hide_wrappers(other)
+    if type(error).__module__.startswith("unisono.") and not isinstance(error, InternalError):
+        # The error's text explains it; the last frame is the call in the test.
+        own = [f for f in trace.stack if not f.filename.startswith(_PACKAGE)]
+        trace.stack[:] = own or trace.stack[-1:]
+    for name in ("__cause__", "__context__"):
+        if (other := getattr(trace, name)) is not None:
+            _hide_wrappers(other, getattr(error, name))
+    for each, part in zip(
+        getattr(trace, "exceptions", None) or (), getattr(error, "exceptions", ()), strict=False
+    ):
+        _hide_wrappers(each, part)
 
 
 def _variables(error: BaseException) -> str:

@@ -72,7 +72,9 @@ class StackFiles(NamedTuple):
         return {rank: rows_of_dump(texts.get(rank, "")) for rank in pids}
 
 
-def stuck_report(stacks: Mapping[int, list[FrameRow]], world_size: int, timeout: float) -> str:
+def stuck_report(
+    stacks: Mapping[int, list[FrameRow]], world_size: int, timeout: float, limit: str = ""
+) -> str:
     """Return the text about the ranks that did not end, with the stack of each.
 
     Ranks with equal stacks are shown once.
@@ -81,8 +83,10 @@ def stuck_report(stacks: Mapping[int, list[FrameRow]], world_size: int, timeout:
         stacks: By rank, innermost frame first.
         world_size: Number of ranks.
         timeout: That of `run`, which waits twice as long.
+        limit: Within what they did not end, if it is something else.
     """
-    limit = f"of {world_size} did not end within {2 * timeout:g} s, twice timeout={timeout:g}"
+    limit = limit or f"within {2 * timeout:g} s, twice timeout={timeout:g}"
+    limit = f"of {world_size} did not end {limit}"
     alike = grouped((tuple(_inside(rows)), rank) for rank, rows in stacks.items())
     if len(alike) == 1:
         return f"{name_ranks([*stacks])} {limit}: {_place_and_stack(*alike)}"

@@ -124,8 +124,10 @@ def test_subgroups_from_lists(rank):
 def test_split_group(rank):
     parent = dist.new_group([3, 1, 0], sort_ranks=False)
     if parent == NOT_MINE:
-        with pytest.raises(InvalidArgumentError, match="does not belong to the given group"):
+        with pytest.raises(InvalidArgumentError, match="does not belong to the given") as caught:
             dist.split_group(parent, [[0]])
+        assert caught.value.hint is not None
+        assert "the call that made the group got ranks without rank 2 of 4" in caught.value.hint
         return
     me = dist.get_rank(parent)
     for name in ("a", None):

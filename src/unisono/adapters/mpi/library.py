@@ -17,7 +17,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -70,7 +70,20 @@ class MPILibrary(NamedTuple):
     has_pmix: bool
 
 
+@contextlib.contextmanager
+def _without_stand_in() -> Iterator[None]:
+    """Let an import find mpi4py itself, also where unisono.MPI is in its place."""
+    taken = {}
+    if getattr(sys.modules.get("mpi4py.MPI"), "__name__", "") == "unisono.MPI":
+        taken = {name: sys.modules.pop(name) for name in ("mpi4py", "mpi4py.MPI")}
+    try:
+        yield
+    finally:
+        sys.modules.update(taken)
+
+
 @functools.cache
+@_without_stand_in()
 def library() -> MPILibrary:
     """Load mpi4py and the MPI library, and initialise nothing.
 

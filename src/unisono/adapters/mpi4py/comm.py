@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import sys
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, cast
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from unisono.adapters.mpi4py.errors import (
     translated,
 )
 from unisono.adapters.mpi4py.handles import Attributes, Group, Handle, Info, Status, WorldRanks
-from unisono.adapters.mpi4py.messages import CommState
+from unisono.adapters.mpi4py.messages import CommState, Predefined
 from unisono.adapters.mpi4py.ops import SUM, Combiner, Op
 from unisono.adapters.mpi4py.packing import simple
 from unisono.adapters.mpi4py.requests import Ongoing, Request, add_calls
@@ -33,7 +33,7 @@ from unisono.core.c10d.objects.functions import all_gather_object
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.operations.methods import in_cpp
 from unisono.core.platform import machine
-from unisono.errors import UnisonoError
+from unisono.errors import ArgumentTypeError, UnisonoError
 
 _ndarray = np.ndarray
 
@@ -126,6 +126,23 @@ class Comm(Attributes, Handle, root=True):
 
     error = "ERR_COMM"
 
+    @property
+    def live(self) -> Any:
+        """The object in the calling thread's world."""
+        ob = self.ob
+        if type(ob) is Predefined:
+            return ob.find()
+        require(ob is not None, self.error, "null handle")
+        return ob
+
+    @property
+    def _unisono_group(self) -> ProcessGroup:
+        """The group, for the functions of unisono that take one."""
+        if self.ob is None or self.is_inter:
+            kind = "null " if self.ob is None else "inter-"
+            raise ArgumentTypeError(f"group must have ranks of its own, got a {kind}communicator")
+        return cast("ProcessGroup", self.live.group)
+
     # ---- identity -------------------------------------------------------------------------
 
     def Get_size(self) -> int:
@@ -155,7 +172,7 @@ class Comm(Attributes, Handle, root=True):
 
     def Get_name(self) -> str:
         """Return the name."""
-        return "MPI_COMM_NULL" if self.ob is None else str(self.ob.name)
+        return "MPI_COMM_NULL" if self.ob is None else str(self.live.name)
 
     size, rank, group = property(Get_size), property(Get_rank), property(Get_group)
     is_inter, is_intra = property(Is_inter), property(Is_intra)
@@ -251,7 +268,7 @@ class Comm(Attributes, Handle, root=True):
     def Free(self) -> None:
         """End the communicator; a collective call."""
         state = self.live
-        require(state.name not in ("MPI_COMM_WORLD", "MPI_COMM_SELF"), "ERR_COMM", state.name)
+        require(type(self.ob) is not Predefined, "ERR_COMM", state.name)
         self.delete_attributes()
         # The others may still receive what this rank has sent. A broken group is closed at once.
         with contextlib.suppress(UnisonoError):
@@ -419,4 +436,7 @@ add_calls(Intracomm, object_calls("scan exscan"), "now")
 COMM_NULL = Comm()
 
 
-SELF: list[Comm] = [COMM_NULL]
+COMM_WORLD = Intracomm.of(Predefined("MPI_COMM_WORLD"))
+
+
+COMM_SELF = Intracomm.of(Predefined("MPI_COMM_SELF"))

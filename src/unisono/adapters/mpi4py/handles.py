@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Self
@@ -17,6 +18,11 @@ from unisono.adapters.mpi4py.errors import (
     require,
 )
 from unisono.adapters.mpi4py.errors import Exception as MPIException
+from unisono.core.base.host import GUARD_HINT, is_importing_main
+from unisono.core.c10d.lifecycle import init_process_group
+from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import World, current, resolve
+from unisono.errors import NotInitializedError, UsageError
 
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -358,8 +364,6 @@ class Group(Handle, root=True):
     """An ordered set of ranks."""
 
     error = "ERR_GROUP"
-    me = 0
-    """This process's global rank."""
 
     def Get_size(self) -> int:
         """Return the number of ranks."""
@@ -367,7 +371,9 @@ class Group(Handle, root=True):
 
     def Get_rank(self) -> int:
         """Return this process's rank, or UNDEFINED."""
-        return self.live.index(Group.me) if Group.me in self.live else UNDEFINED
+        ranks, world = self.live, default_group() if self.live else None
+        me = world.ranks[world.rank()] if world is not None else None
+        return ranks.index(me) if me in ranks else UNDEFINED
 
     size, rank = property(Get_size), property(Get_rank)
 
@@ -377,7 +383,7 @@ class Group(Handle, root=True):
         """Return the ranks in another group."""
         mine = self.live
         if group is None:
-            other: Any = WORLD_RANKS[0]
+            other: Any = default_group().ranks
         else:
             other = group.live
         null = NUMBERS["PROC_NULL"]
@@ -456,7 +462,35 @@ class Group(Handle, root=True):
 
 
 EMPTY = WorldRanks()
-WORLD_RANKS: list[WorldRanks] = [WorldRanks((0,))]
+
+finalized: weakref.WeakSet[World] = weakref.WeakSet()
+"""The worlds in which the program has called Finalize."""
+
+
+def default_group() -> ProcessGroup:
+    """Return the group of COMM_WORLD: the default group of the calling thread's world.
+
+    The first use makes it, as `init_process_group` does, unless there is one.
+
+    Raises:
+        UsageError: This process still imports the main module, and has no place in a group yet.
+    """
+    world = current()
+    require(world not in finalized, "ERR_OTHER", "MPI.Finalize was called")
+    try:
+        if (group := resolve()) is not None:
+            return group
+    except NotInitializedError:
+        if world.hint is not None:
+            raise
+    if is_importing_main():
+        raise UsageError("unisono.MPI is used before this process has a rank", hint=GUARD_HINT)
+    with world.kept.setdefault("MPI lock", threading.RLock()):
+        if world.default is None:
+            init_process_group()
+            world.kept["maker"] = "the first use of unisono.MPI"
+    assert world.default is not None
+    return world.default
 
 
 class Status:

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -24,18 +24,22 @@ from unisono.adapters.mpi4py.buffers import Bytes
 from unisono.adapters.mpi4py.errors import (
     ANY_SOURCE,
     ANY_TAG,
+    ERR_LASTCODE,
+    NUMBERS,
     PROC_NULL,
     TAG_UB_VALUE,
     fail,
     require,
     translated,
 )
-from unisono.adapters.mpi4py.handles import Described
+from unisono.adapters.mpi4py.handles import Described, default_group
 from unisono.adapters.mpi4py.packing import Run, simple
 from unisono.adapters.mpi4py.requests import Both, Ongoing
 from unisono.core.base.types import code_of, dtype_named
+from unisono.core.c10d.new_groups import _make_group, _Settings
 from unisono.core.c10d.p2p import send as _send
 from unisono.core.groups.process_group import ProcessGroup
+from unisono.core.groups.world import current
 from unisono.core.operations.work import Work
 from unisono.core.transports.messages import ANY_TAG as ANY
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -61,11 +65,9 @@ class CommState(Described):
         group: Makes the collective calls.
         channel: Carries the messages; of an inter-communicator a group of both sides.
         peers: The ranks in the channel of those that messages go to.
-        services: Carries answers, for all communicators of the process.
         topology: Of a Cartesian grid or a graph.
     """
 
-    services: ProcessGroup
     rehearses = False
 
     def __init__(
@@ -88,6 +90,11 @@ class CommState(Described):
         """What tells its answers from those of other communicators."""
         digest = hashlib.blake2b(self.channel.key.encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") >> 1 << 30
+
+    @functools.cached_property
+    def services(self) -> ProcessGroup:
+        """The group that carries answers, for all communicators of the world."""
+        return _kept_group("MPI services")
 
     @property
     def remote(self) -> tuple[int, ...]:
@@ -265,6 +272,52 @@ class CommState(Described):
             raise_first([work])
         found = work.result()[0]
         return self.place[found.source], found.tag, found.nbytes
+
+
+def _kept_group(name: str) -> ProcessGroup:
+    """Return the group of a name, of all ranks or of this one; no rank waits for another."""
+    default, kept = default_group(), current().kept
+    with kept.setdefault("MPI lock", threading.RLock()):
+        if name not in kept:
+            ranks = default.ranks if name == "MPI services" else (default.ranks[default.rank()],)
+            settings = _Settings(None, None, None, name)
+            kept[name] = _make_group(default, tuple(ranks), name.replace(" ", "/"), settings)
+        return cast("ProcessGroup", kept[name])
+
+
+class Predefined:
+    """The object of COMM_WORLD or COMM_SELF: at each use that of the calling thread's world."""
+
+    # A program may compare, copy and keep the handles when the world does not exist yet.
+    is_inter, topology = False, None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.find(), name)
+
+    def find(self) -> CommState:
+        """Return the communicator's state in this world."""
+        found: CommState | None = current().kept.get(self.name)  # it ends with the world's groups
+        return self._make() if found is None else found
+
+    def _make(self) -> CommState:
+        world, kept = default_group(), current().kept
+        with kept.setdefault("MPI lock", threading.RLock()):
+            if self.name not in kept:
+                alone = self.name == "MPI_COMM_SELF"
+                state = CommState(_kept_group("MPI self") if alone else world)
+                state.name = self.name
+                state.attributes |= {
+                    NUMBERS["TAG_UB"]: TAG_UB_VALUE,
+                    NUMBERS["IO"]: ANY_SOURCE,
+                    NUMBERS["WTIME_IS_GLOBAL"]: 0,
+                    NUMBERS["UNIVERSE_SIZE"]: world.size(),
+                    NUMBERS["LASTUSEDCODE"]: ERR_LASTCODE,
+                }
+                kept[self.name] = state
+            return cast("CommState", kept[self.name])
 
 
 class _Still:

@@ -1,4 +1,4 @@
-"""The names of mpi4py.MPI, and the start: COMM_WORLD is unisono's default group."""
+"""The names of mpi4py.MPI."""
 
 from __future__ import annotations
 
@@ -35,16 +35,23 @@ from unisono.adapters.mpi4py.buffers import (
     pickle,
 )
 from unisono.adapters.mpi4py.datatypes import Datatype, by_code, named, typealign
-from unisono.adapters.mpi4py.handles import EMPTY, ErrorHandler, Group, Info, WorldRanks, predefined
+from unisono.adapters.mpi4py.handles import (
+    EMPTY,
+    ErrorHandler,
+    Group,
+    Info,
+    default_group,
+    finalized,
+    predefined,
+)
 from unisono.adapters.mpi4py.ops import OPS, Op
 from unisono.adapters.mpi4py.requests import Ongoing, Request
-from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
-from unisono.core.c10d.new_groups import new_group
+from unisono.core.c10d.lifecycle import destroy_process_group
 from unisono.core.groups.world import current
 from unisono.errors import UnsupportedError
 from unisono.launcher.workers.program import run_program
 
-_state = {"initialized": False, "finalized": False, "level": errors.NUMBERS["THREAD_MULTIPLE"]}
+_state = {"level": errors.NUMBERS["THREAD_MULTIPLE"]}
 _attached: list[Any] = []
 _CLASSES = (
     "Comm Intracomm Intercomm Topocomm Cartcomm Graphcomm Distgraphcomm Message Request Prequest "
@@ -60,47 +67,22 @@ _PRIVATE = (
 )
 
 
-def _start() -> dict[str, Any]:
-    """Make the world, and its communicators."""
-    from unisono.adapters.mpi4py.messages import CommState
-
-    if current().default is None:
-        init_process_group()
-    world = current().default
-    assert world is not None
-    me = world.rank()
-    everyone = range(world.size())
-    CommState.services = new_group(list(everyone), group_desc="MPI services")
-    alone = new_group([me], use_local_synchronization=True, group_desc="MPI_COMM_SELF")
-    first, second = CommState(world), CommState(alone)
-    for state, name in ((first, "MPI_COMM_WORLD"), (second, "MPI_COMM_SELF")):
-        state.name = name
-        numbers = errors.NUMBERS
-        state.attributes |= {
-            numbers["TAG_UB"]: errors.TAG_UB_VALUE,
-            numbers["IO"]: errors.ANY_SOURCE,
-            numbers["WTIME_IS_GLOBAL"]: 0,
-            numbers["UNIVERSE_SIZE"]: world.size(),
-            numbers["LASTUSEDCODE"]: errors.ERR_LASTCODE,
-        }
-    Group.me = world.ranks[me]
-    handles.WORLD_RANKS[0] = WorldRanks(world.ranks)
-    _state["initialized"] = True
-    comms.SELF[0] = comms.Intracomm.of(second)
-    return {
-        "COMM_WORLD": comms.Intracomm.of(first),
-        "COMM_SELF": comms.Intracomm.of(second),
-    }
-
-
 # ---- functions --------------------------------------------------------------------------------
 
 
 def _finalize() -> None:
     """End all communicators."""
-    if not _state["finalized"]:
-        _state["finalized"] = True
-        destroy_process_group()
+    world = current()
+    if world not in finalized:
+        finalized.add(world)
+        if world.default is not None:
+            destroy_process_group()
+
+
+def _init(required: int = 3) -> int:
+    """Make the world, unless there is one."""
+    default_group()
+    return _state["level"]
 
 
 def _vendor() -> tuple[str, tuple[int, ...]]:
@@ -128,13 +110,13 @@ def _done() -> Request:
     return Request.of(Ongoing())
 
 
-# The import has started, so that Init and the like have nothing to do.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "Init": lambda: None,
-    "Init_thread": lambda required=3: _state["level"],
+    "Init": lambda: (_init(), None)[1],
+    "Init_thread": _init,
     "Finalize": _finalize,
-    "Is_initialized": lambda: bool(_state["initialized"]),
-    "Is_finalized": lambda: bool(_state["finalized"]),
+    # Any call can be made after the import: the first one makes the world.
+    "Is_initialized": lambda: True,
+    "Is_finalized": lambda: current() in finalized,
     "Query_thread": lambda: _state["level"],
     "Is_thread_main": lambda: threading.current_thread() is threading.main_thread(),
     "Get_version": lambda: (errors.NUMBERS["VERSION"], errors.NUMBERS["SUBVERSION"]),
@@ -282,7 +264,7 @@ def all_names() -> dict[str, Any]:
         "_typedict": by_code,
         "_typedict_c": {k: v for k, v in by_code.items() if len(k) == 1},
         "_typedict_f": {},
-        **_start(),
+        **{"COMM_WORLD": comms.COMM_WORLD, "COMM_SELF": comms.COMM_SELF},
     }
     names |= _refuse()
     for name, value in names.items():

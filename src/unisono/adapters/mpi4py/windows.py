@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from unisono.adapters.mpi4py.buffers import BOTTOM, NONE, Bytes, buffer, memory_of
-from unisono.adapters.mpi4py.comm import COMM_NULL, SELF, Comm, _split
+from unisono.adapters.mpi4py.comm import COMM_NULL, COMM_SELF, Comm, _split
 from unisono.adapters.mpi4py.datatypes import TypeMap
 from unisono.adapters.mpi4py.errors import NUMBERS, PROC_NULL, fail, require, translated
 from unisono.adapters.mpi4py.handles import Attributes, Described, Group, Handle, WorldRanks
@@ -482,7 +482,7 @@ _add_requests()
 
 
 def _or_self(comm: Any) -> Any:
-    return SELF[0] if comm is None else comm
+    return COMM_SELF if comm is None else comm
 
 
 def _like(part: Run, to: _Target) -> Run:

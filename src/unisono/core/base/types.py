@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
-from unisono.core.base.text import AbsentName
+from unisono.core.base.text import AbsentName, did_you_mean
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 
@@ -109,7 +109,10 @@ def as_reduce_op(op: Any) -> ReduceOp:
     # This module does not import torch, whose classes have these names.
     is_torchs = type(op).__module__.startswith("torch.") and type(op).__name__ in _TORCH_OPS
     if not isinstance(op, RedOpType) and not is_torchs:
-        raise ArgumentTypeError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
+        words = {name.lower(): f"ReduceOp.{name}" for name in RedOpType.__members__}
+        words |= {"mean": words["avg"], "prod": words["product"]}
+        meant = did_you_mean(op, (), words) if isinstance(op, str) else ""
+        raise ArgumentTypeError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}{meant}")
     kind = RedOpType(int(getattr(op, "op", op)))
     named: ReduceOp = getattr(ReduceOp, kind.name)
     if kind is not RedOpType.PREMUL_SUM or not hasattr(op, "factor"):

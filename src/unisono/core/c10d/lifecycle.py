@@ -93,9 +93,11 @@ def init_process_group(
     if world is process_world:
         hide_own_frames()
     if world.default is not None:
+        hint = "leave this call out, as in a pool; destroy_process_group() ends the one before"
+        if (maker := world.kept.get("maker")) is not None:
+            hint = f"{maker} has made it: leave this call out, or make it before that"
         raise AlreadyInitializedError(
-            "trying to initialize the default process group twice",
-            hint="leave this call out, as in a pool; destroy_process_group() ends the one before",
+            "trying to initialize the default process group twice", hint=hint
         )
     if store is not None and init_method is not None:
         raise InvalidArgumentError("cannot specify both init_method and store")

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from unisono.core.base import log
 from unisono.core.base.seam import cpp
@@ -62,6 +62,8 @@ class World:
         lender: Lends the default group of torch.distributed if a call needs one; see
             `unisono.adapters.torch.membership`.
         hint: Where a call without a default group should be; None: after `init_process_group`.
+        kept: What adapters keep until the default group is closed, by name; "maker" is what has
+            made that group, if it was not the program.
     """
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class World:
         self.lender: Callable[[], None] | None = None
         self.reconfigurable: Reconfigurable | None = None
         self.hint: str | None = None
+        self.kept: dict[str, Any] = {}
 
     @property
     def default(self) -> ProcessGroup | None:
@@ -102,6 +105,7 @@ class World:
             self.made = 0
             self.made_local.clear()
             self.membership = self.reconfigurable = None
+            self.kept = {}
             callbacks, self.on_close = self.on_close, []
             self.has_hooks = False
             for callback in callbacks:
@@ -210,6 +214,8 @@ def resolve(group: Group = None) -> ProcessGroup | None:
         return inner
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return None
+    if (found := getattr(group, "_unisono_group", None)) is not None:
+        return cast("ProcessGroup", found)  # of a communicator of unisono.MPI
     kind = type(group)
     shown = kind.__name__
     if shown == ProcessGroup.__name__:
@@ -252,7 +258,13 @@ def require_group(group: Group) -> ProcessGroup:
     """
     found = resolve(group)
     if found is None:
-        raise InvalidArgumentError("this rank does not belong to the given group")
+        default = current().default
+        me = "this rank" if default is None else f"rank {default.rank()} of {default.size()}"
+        raise InvalidArgumentError(
+            "this rank does not belong to the given group",
+            hint=f"the call that made the group got ranks without {me}, and returned "
+            "GroupMember.NON_GROUP_MEMBER here: leave this call out on such ranks",
+        )
     return found
 
 
