@@ -25,13 +25,6 @@ from unisono.workbench.synthesize.trees import spread
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def registry_is_restored(monkeypatch):
-    """Files register their functions in the process."""
-    table = {op: dict(names) for op, names in registry._TABLE.items()}
-    monkeypatch.setattr(registry, "_TABLE", table)
-
-
 def find(op, p, nbytes, net="switch", most=150, seed=0, **values):
     """Search without a limit of time; also return the bound."""
     machine = machine_of(net)

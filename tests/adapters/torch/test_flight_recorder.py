@@ -132,7 +132,8 @@ def test_dumps_of_gloo_while_ranks_are_missing(rank):
         dist.barrier()
         if rank == 0:
             line = test_dumps_of_gloo_while_ranks_are_missing.__code__.co_firstlineno + 11
-            places = {"pickle": (f" ({__file__}:{line})", f" ({__file__}:{line + 2})")}
+            file = Path(__file__).name
+            places = {"pickle": (f" ({file}:{line})", f" ({file}:{line + 2})")}
             for name in ("pickle", "json"):
                 with contextlib.redirect_stdout(io.StringIO()) as out:
                     assert main(["trace", str(folder / name)]) == 0

@@ -624,9 +624,9 @@ def test_a_logarithmic_axis_has_three_numbers(low, high, expected):
         (["-n", "8,64", "-b", "64K"], ["64 KiB", ">8<", ">64<"]),
     ],
 )
-def test_a_picture_names_what_is_fixed(tmp_path, words, texts):
+def test_a_picture_names_what_is_fixed(monkeypatch, tmp_path, words, texts):
     matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.rcParams["svg.fonttype"] = "none"
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     colours = set()
     for names in ("ring,tree", "tree,ring"):
         file = tmp_path / f"{names}.svg"
