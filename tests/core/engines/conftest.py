@@ -1,10 +1,12 @@
 import pytest
 
 from tests.support.transport_worlds import connected, reference_engines
+from unisono.core.base.seam import cpp
 from unisono.core.engines import Communicator, is_native_built
 from unisono.core.engines.native_engine import NativeEngine
 from unisono.core.transports.native_messages import NativeMessages
 
+_isas = cpp.isas() if is_native_built() else []
 needs_native = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
 
@@ -38,3 +40,12 @@ def make(request):
         return lambda size: native_engines("tcp", size, per_host)
 
     return lambda size: reference_engines(size, request.param)
+
+
+@pytest.fixture(params=_isas)
+def isa(request):
+    """An instruction set of this machine, which the loops in C++ use in the test."""
+    before = cpp.isa()
+    cpp.set_isa(request.param)
+    yield request.param
+    cpp.set_isa(before)

@@ -7,15 +7,9 @@ from unisono.core.engines.block_codes import BLOCK, COMPRESSIONS, codec_in_numpy
 
 _engine = pytest.importorskip("unisono._engine", reason="the C++ engine is not built")
 
+pytestmark = pytest.mark.usefixtures("isa")
+
 LENGTHS = [0, 1, 15, 127, 128, 129, 300, 5000]
-
-
-@pytest.fixture(params=_engine.isas(), autouse=True)
-def isa(request):
-    before = _engine.isa()
-    _engine.set_isa(request.param)
-    yield request.param
-    _engine.set_isa(before)
 
 
 def shifted(array: np.ndarray) -> np.ndarray:

@@ -15,6 +15,8 @@ from unisono.errors import UnsupportedError
 
 _engine = pytest.importorskip("unisono._engine", reason="the C++ engine is not built")
 
+pytestmark = pytest.mark.usefixtures("isa")
+
 # A prime beyond several vectors of every width, so that every loop also has a tail.
 COUNT = 4099
 NATIVE_DTYPES = [dtype for dtype in all_dtypes() if dtype.kind != "x"]
@@ -35,14 +37,6 @@ def is_defined(dtype, op):
 
 DEFINED = [(d, op) for d in NATIVE_DTYPES for op in RedOpType if is_defined(d, op)]
 UNDEFINED = [(d, op) for d in NATIVE_DTYPES for op in RedOpType if not is_defined(d, op)]
-
-
-@pytest.fixture(params=_engine.isas(), autouse=True)
-def isa(request):
-    before = _engine.isa()
-    _engine.set_isa(request.param)
-    yield request.param
-    _engine.set_isa(before)
 
 
 def edges(dtype):
