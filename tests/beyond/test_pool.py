@@ -838,15 +838,35 @@ def test_a_wait_for_a_rank_that_has_returned_ends(ranks, name):
     assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
 
 
-def start_threads(is_of_library):
+def start_threads(kind):
     global woken
     woken = threading.Event()
-    target = woken.wait if is_of_library else wait_for_event
-    threading.Thread(target=target, daemon=True).start()
+    targets = {
+        "library": woken.wait,
+        "shows": wait_for_event,
+        "calls later": call_later,
+        "has a group": lambda group=dist.group.WORLD: woken.wait(),
+        "has an object": Caller().wait,
+    }
+    threading.Thread(target=targets[kind], daemon=True).start()
 
 
 def wait_for_event():
     woken.wait()
+
+
+def call_later():
+    wait_for_event()
+    if dist.get_rank() > SIZE:
+        only_rank_0(wait_at_barrier)
+
+
+class Caller:
+    def wait(self):
+        wait_for_event()
+
+    def call(self):
+        dist.barrier()
 
 
 def wake():
@@ -863,6 +883,28 @@ def receive(src, asynchronous):
             time.sleep(3.2)
         else:
             dist.recv(x, src)
+
+
+def receive_and_wait(src, wait):
+    if dist.get_rank() == 0:
+        x, y = np.zeros((2, 2))
+        later = dist.irecv(y, 2, tag=9)
+        work = dist.irecv(x, src)
+        if wait == "all":
+            dist.wait_all([None, work])
+        elif wait == "future":
+            work.get_future().wait()
+        else:
+            work.wait(*wait)
+        later.wait()
+
+
+@pytest.mark.parametrize("wait", [(), (600,), "all", "future"], ids=str)
+@pytest.mark.parametrize("src", [1, None])
+def test_a_wait_for_an_asynchronous_receive_ends_too(ranks, src, wait):
+    with pytest.raises(PeerFailedError, match=r"rank [12] returned from .* without send for this"):
+        ranks.run(receive_and_wait, src, wait)
+    assert ranks.run(sum_of_ranks, 0)[0][0] == sum(range(SIZE))
 
 
 @pytest.mark.parametrize(("src", "left"), [(1, "1"), (None, "[12]")])
@@ -902,13 +944,19 @@ def test_a_receive_from_any_rank_waits_for_the_last_that_may_send(ranks):
     ranks.run(slow_send)
 
 
-@pytest.mark.parametrize("is_of_library", [True, False])
-def test_a_daemon_thread_of_a_library_makes_no_call(ranks, is_of_library):
+@pytest.mark.parametrize(
+    ("kind", "is_alone"),
+    [
+        *[("library", True), ("shows", True)],
+        *[("calls later", False), ("has a group", False), ("has an object", False)],
+    ],
+)
+def test_a_daemon_thread_whose_code_names_no_group_makes_no_call(ranks, kind, is_alone):
     """tqdm leaves such a thread behind."""
-    ranks.run(start_threads, is_of_library)
+    ranks.run(start_threads, kind)
     try:
-        assert ranks.run(watches_alone) == [is_of_library] * SIZE
-        if is_of_library:
+        assert ranks.run(watches_alone) == [is_alone] * SIZE
+        if is_alone:
             with pytest.raises(PeerFailedError, match=r"rank [12] returned from only_rank_0\(\)"):
                 ranks.run(only_rank_0, wait_at_barrier)
     finally:

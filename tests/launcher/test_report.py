@@ -231,6 +231,11 @@ def test_exit_status_in_words(code, words):
 def test_leavers_are_told_if_there_are_any():
     first = failure(0, "", 100.0)
     assert leavers(first, {}) == leavers(first, {1: 100.5}) == ""
+    lost = failure(0, PLAIN.replace("ValueError: first", "PeerLostError: first"), 100.0)
+    after = "left with exit code 0 after the first failure: rank 1 0.5 s"
+    assert leavers(lost, {1: 100.5, 2: 102.0}) == after
+    both = "left with exit code 0 before the first failure: rank 2 1.0 s; after the first failure"
+    assert leavers(lost, {1: 100.5, 2: 99.0}) == f"{both}: rank 1 0.5 s"
     many = leavers(first, {rank: 90.0 + rank / 10 for rank in range(1, 12)})
     assert many.startswith(
         "left with exit code 0 before the first failure: rank 1 9.9 s, rank 2 9.8"

@@ -276,6 +276,25 @@ raise ValueError("the cause")
     assert consequence.endswith(f"exited with code 1: {told}")
 
 
+def test_a_rank_that_ends_well_after_the_failure_of_another_is_named(launches, tmp_path):
+    script = """
+import os
+class PeerLostError(Exception): pass
+if os.environ["RANK"] == "0":
+    fifo = os.open("fifo", os.O_WRONLY)
+    raise PeerLostError("rank 1 is gone")
+with open("fifo") as fifo:
+    fifo.read()  # until rank 0 has ended
+"""
+    os.mkfifo(tmp_path / "fifo")
+    code, _, err = launches.run("-n2", script=script)
+    assert code == 1
+    told = (
+        r"^unisono run: left with exit code 0 (before|after) the first failure: rank 1 \d+\.\d s$"
+    )
+    assert re.search(told, err, re.MULTILINE), err
+
+
 @pytest.mark.linux("watches processes")
 def test_worker_whose_error_wraps_a_lost_peer_is_not_replaced(launches, tmp_path):
     # Rank 1 raises only after the end of rank 0, whose replacement would not help.

@@ -799,7 +799,8 @@ def test_on_two_ranks(rank):
     else:
         line = (
             "gather #1 in group 'default' does not match on rank 0 of 2: rank 0 called "
-            f"gather(float64[2], dst=0); rank 1 called gather, but refused it: {refused}"
+            "gather(float64[2], dst=0) at test_error_lines.py:{}; rank 1 called gather at "
+            f"test_error_lines.py:{{}}, but refused it: {refused}"
         )
         check("CollectiveMismatch", line, dist.gather, x(), [x(), x()], 0)
     dist.barrier()

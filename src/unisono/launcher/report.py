@@ -202,19 +202,25 @@ def root_cause_first(failures: Iterable[WorkerFailure], *, first: str = "") -> l
 
 
 def leavers(first: WorkerFailure, left_s: Mapping[int, float]) -> str:
-    """Return which ranks left before the first failure, and how long before, or "".
+    """Return which ranks left, and how long before or after the first failure, or "".
 
-    The rank that failed may have waited for them.
+    The rank that failed may have waited for them. After the failure only those count that may be
+    its cause: a rank that leaves is away before its process ends.
 
     Args:
         first: The root cause.
         left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
     """
-    early = sorted((ended_s, rank) for rank, ended_s in left_s.items() if ended_s < first.time_s)
-    listed = [f"rank {rank} {first.time_s - ended_s:.1f} s" for ended_s, rank in early[:8]]
-    if len(early) > len(listed):
-        listed.append("...")
-    return f"left with exit code 0 before the first failure: {', '.join(listed)}" if listed else ""
+    until_s = first.time_s + SETTLE_S * is_consequence(first.text)
+    gone = sorted((ended_s, rank) for rank, ended_s in left_s.items() if ended_s < until_s)
+    found = []
+    for when, early in ("before", True), ("after", False):
+        some = [each for each in gone if (each[0] < first.time_s) is early]
+        listed = [f"rank {rank} {abs(first.time_s - at_s):.1f} s" for at_s, rank in some[:8]]
+        if listed:
+            more = ", ..." * (len(some) > len(listed))
+            found.append(f"{when} the first failure: {', '.join(listed)}{more}")
+    return f"left with exit code 0 {'; '.join(found)}" if found else ""
 
 
 def render(

@@ -461,6 +461,7 @@ def compare_numbers(rank, how):
             assert "rank 1 is in call #4, all_reduce(float64[4]" in caught.value.what
             ranks = "rank 0 is" if dist.get_world_size() == 2 else "ranks 0 and 2 are"
             assert f"{ranks} in call #3, all_reduce(float64[4]" in caught.value.what
+            assert caught.value.what.count(" at test_left_out_calls.py:") == 2
             assert at == 0 or "the group is broken" in caught.value.what
         else:
             assert isinstance(caught.value, CollectiveTimeoutError)

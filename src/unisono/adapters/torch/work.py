@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
 from datetime import timedelta
 from threading import get_ident
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -131,8 +133,19 @@ class TorchWork(torch_dist.Work):
 
     def _outcome(self, gate: Any) -> list[Any]:
         if (error := self.exception()) is not None:
-            raise error
+            raise error.with_traceback(_top)
         return self._outputs
+
+
+def _alone() -> Generator[None]:
+    yield
+
+
+# To the text of an error pybind11 adds the frame that raised it, and all outer frames. A generator
+# that waits has none.
+_generator: Any = _alone()
+next(_generator)
+_top = TracebackType(None, _generator.gi_frame, 0, _generator.gi_frame.f_lineno)
 
 
 def torch_work(work: Work, outputs: list[Any], caller: Caller) -> TorchWork:

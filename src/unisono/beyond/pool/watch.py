@@ -9,16 +9,25 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from multiprocessing import Pipe
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+from unisono.core.backends.p2p import Message
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.source.tracebacks import is_own
+from unisono.core.base.source.where import is_of_user
 from unisono.core.groups.process_group import ProcessGroup
 from unisono.core.groups.world import current
+from unisono.core.operations.work import Future, Work, wait_all
 
 _LOOK_S = 1.0
 """How often to ask what the ranks do."""
+
+_CALLED = ("unisono", "torch.distributed")
+"""How the names of modules begin whose functions call groups."""
+
+# Of more values it is unknown what a thread may call.
+_MOST_VALUES = 10_000
 
 _RECEIVES = ("recv", "recv_array", "probe")
 
@@ -95,14 +104,17 @@ def _activity(number: int) -> RankActivity:
     main = threading.main_thread()
     frame = _frame_of(main)
     here = frame and (frame.f_code.co_filename, frame.f_lineno)
+    works = _waited_by(main)
     for group, backend in open_backends():
         calls[group.key] = max(calls.get(group.key, 0), backend.last_number())
         if backend.trace is None:
             continue
+        waited = {_peer_and_tag(work) for work in works if work._group is group}
         for record in backend.trace.records(only_open=True):
             if record.op in _RECEIVES:
-                # An asynchronous receive is no wait: then this thread has left its line, as a rule.
-                if (record.file, record.line) == here:
+                # An asynchronous receive is no wait before its `wait`. The thread has then left its
+                # line, as a rule.
+                if (record.file, record.line) == here or (record.peer, record.tag) in waited:
                     me = group.ranks[group.rank()]
                     others = (each for each in group.ranks if each != me)
                     peers = tuple(others) if record.peer is None else (record.peer,)
@@ -115,20 +127,84 @@ def _activity(number: int) -> RankActivity:
     return RankActivity(number, waits, calls, sends, _place_of(frame), is_alone)
 
 
+def _waited_by(thread: threading.Thread) -> list[Work]:
+    """Return the works whose ends a thread waits for."""
+    works: list[Work] = []
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and is_own(frame.f_code.co_filename):
+        names = frame.f_locals
+        me = names.get("self")
+        if isinstance(me, (Work, Future)):
+            found = me._calls if isinstance(me, Future) else (me,)
+            works += [work for work in found if isinstance(work, Work)]
+        elif frame.f_code is wait_all.__code__:
+            works += [work for work in names["works"] if work is not None]
+        frame = frame.f_back
+    return works
+
+
+def _peer_and_tag(work: Work) -> tuple[int | None, int | None]:
+    """Return the global rank and the tag of a message."""
+    end: Any = work._end
+    if isinstance(end, Message):
+        return end._words[2:]
+    return getattr(end, "peer", None), getattr(end, "tag", None)
+
+
 def _may_call(thread: threading.Thread) -> bool:
-    """Return whether a thread may make calls: not, if it is a daemon of a library like tqdm."""
+    """Return whether a thread may make calls: not, if it is a daemon whose code names no group.
+
+    tqdm leaves such a thread behind, and a program may have one that shows how far it is.
+    """
     if thread.name.startswith("unisono"):
         return False
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame, values = sys._current_frames().get(thread.ident or 0), []
     while thread.daemon and frame is not None:
-        # This module has a hook of ours.
-        is_plain = frame.f_globals is vars(threading)
-        for each in () if is_plain else list(frame.f_globals.values()):
-            name = each.__name__ if isinstance(each, ModuleType) else getattr(each, "__module__", 0)
-            if isinstance(name, str) and name.startswith(("unisono", "torch.distributed")):
-                return True
+        if is_of_user(frame.f_code.co_filename):
+            values += _named_by(frame.f_code, frame.f_globals)
+        values += frame.f_locals.values()
         frame = frame.f_back
-    return not thread.daemon
+    return not thread.daemon or _reaches_calls(values)
+
+
+def _reaches_calls(values: list[Any]) -> bool:
+    """Whether code that has these values may call a group, as far as functions name one another."""
+    seen: set[int] = set()
+    while values:
+        each = values.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        is_code = isinstance(each, (FunctionType, type))
+        of = (
+            each.__name__
+            if isinstance(each, ModuleType)
+            else (each if is_code else type(each)).__module__
+        )
+        if str(of).startswith(_CALLED) or len(seen) > _MOST_VALUES:
+            return True
+        if isinstance(each, MethodType):
+            values += [each.__func__, each.__self__]
+        elif isinstance(each, FunctionType):
+            if is_of_user(each.__code__.co_filename):
+                values += _named_by(each.__code__, each.__globals__)
+                values += [getattr(cell, "cell_contents", None) for cell in each.__closure__ or ()]
+        elif isinstance(each, (list, tuple, set, frozenset, dict)):
+            values += each.values() if isinstance(each, dict) else each
+        elif not isinstance(each, ModuleType) or is_of_user(each.__file__ or ""):
+            kinds = (each if isinstance(each, type) else type(each)).__mro__
+            values += [found for kind in kinds for found in vars(kind).values()]
+            values += getattr(each, "__dict__", {}).values()
+    return False
+
+
+def _named_by(code: CodeType, space: dict[str, Any]) -> list[Any]:
+    """Return the global values whose names code has, and the modules that it imports."""
+    found = [space.get(name, sys.modules.get(name)) for name in code.co_names]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found += _named_by(inner, space)
+    return found
 
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:

@@ -6,7 +6,7 @@ from unisono.core.backends.api import Pending
 from unisono.core.base.deadline import Deadline
 from unisono.core.base.types import dtype_named
 from unisono.core.engines import Call, Engine, Prepared, Task
-from unisono.core.engines.api import NO_STEPS
+from unisono.core.engines.api import NO_STEPS, REFUSED
 
 # A rank that refuses a call often ends with that error. It stays this long, so that slower ranks
 # still receive the reason. Otherwise they would report a lost rank.
@@ -38,7 +38,7 @@ def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool)
         deadline: Of the call.
         wait: Wait for the agreement, at most _STAY_S.
     """
-    call = Call.of(op, f"{op}, but refused it: {why}", ("refused",))
+    call = Call.of(op, f"{op}{REFUSED}{why}", ("refused",))
     made = engine.last_number()
     try:
         pending = _submitted(engine, call, deadline, inline=False)

@@ -169,6 +169,9 @@ class Exchange(NamedTuple):
         return self.program if self.choose is None else self.choose(table)
 
 
+REFUSED = ", but refused it: "
+"""What follows the name in the text of a call that its rank refused, before the reason."""
+
 NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 """The program of a call that moves no data, or that a library runs (`Prepared.what`)."""
 

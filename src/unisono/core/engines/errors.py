@@ -16,8 +16,8 @@ from unisono.core.base.net.silence import HOST_FAILED
 from unisono.core.base.seam import cpp as _engine
 from unisono.core.base.text import by_rank, name_ranks
 from unisono.core.base.types import dtype_of_code
-from unisono.core.engines.api import Call, Communicator
-from unisono.core.engines.places import places_of
+from unisono.core.engines.api import REFUSED, Call, Communicator
+from unisono.core.engines.places import called_at, places_of
 from unisono.core.transports import Cancelled, LinkDown, MessageMismatch
 from unisono.core.transports.control import Question
 from unisono.core.transports.messages import ANY_TAG, CLOSED, CallStatus, Failure, Unreached
@@ -316,22 +316,24 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
     return cls(text, context=context, hint=_HINTS.get(kind))
 
 
-def out_of_step(comm: Communicator, call: Call, answers: dict[int, CallStatus]) -> Failure | None:
+def out_of_step(comm: Communicator, answers: dict[int, CallStatus]) -> Failure | None:
     """Return the failure of ranks that have counted their calls differently, or None.
+
+    The answers are those of `mismatch_error`.
 
     The number of a call is a part of the agreement. If a rank is in a call of another number, it
     has left out a call, and no later call of the group can match.
     """
     at = {rank: status for rank, status in answers.items() if status.seq}
-    at[comm.transport.rank] = CallStatus(call.seq, call.text)
     numbers = sorted(status.seq for status in at.values())
     most = max(numbers, key=numbers.count)
     if most == numbers[0] == numbers[-1]:
         return None
-    calls = grouped((f"in call #{at[rank].seq}, {at[rank].text}", rank) for rank in sorted(at))
+    calls = grouped((at[rank][:2], rank) for rank in sorted(at))
     places = [
-        f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
-        for text, ranks in calls.items()
+        f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in call #{seq}, "
+        f"{called_at(text, (at[rank].site for rank in ranks))}"
+        for (seq, text), ranks in calls.items()
     ]
     reason = f"ranks have counted their calls differently: {'; '.join(places)}"
     blamed = sorted(rank for rank, status in at.items() if status.seq != most)
@@ -341,19 +343,28 @@ def out_of_step(comm: Communicator, call: Call, answers: dict[int, CallStatus]) 
 def mismatch_error(
     comm: Communicator, call: Call, answers: dict[int, CallStatus]
 ) -> CollectiveMismatchError:
-    """Return the error of ranks that made different calls; it lists the ranks of each call."""
+    """Return the error of ranks that made different calls; it lists the ranks of each call.
+
+    Args:
+        comm: The group.
+        call: The call of this rank.
+        answers: The calls of all ranks, by global rank, as far as they answered.
+    """
     me = comm.transport.rank
-    texts = ((answers[rank].text, rank) for rank in sorted(answers))
-    variants = grouped([(call.text, me), *texts])
+    variants = grouped((answers[rank].text, rank) for rank in [me, *sorted({*answers} - {me})])
     if silent := [rank for rank in comm.others if rank not in answers]:
         variants["(no answer)"] = silent
-    calls = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]
+    calls = [
+        f"{name_ranks(sorted(ranks))} called "
+        f"{called_at(text, (answers[rank].site for rank in ranks if rank in answers))}"
+        for text, ranks in variants.items()
+    ]
     text = (
         f"{call.op} #{call.seq} in group '{comm.name}' does not match on {comm.here}: "
         f"{'; '.join(calls)}"
     )
     hint = "all ranks must make the same calls in the same order"
-    if any(text.startswith(f"{call.op}, but refused it: ") for text in variants):
+    if any(text.startswith(f"{call.op}{REFUSED}") for text in variants):
         hint = "the call is wrong on the rank that refused it"
     others = tuple(sorted(rank for ranks in list(variants.values())[1:] for rank in ranks))
     return CollectiveMismatchError(

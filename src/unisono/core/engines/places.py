@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from unisono.core.base.source.where import states_of
 from unisono.core.base.text import name_ranks
-from unisono.core.engines.api import Communicator
+from unisono.core.engines.api import REFUSED, Communicator
 from unisono.core.transports.messages import CallStatus, LastCall
 
 # Most lines of an error that give the places of ranks; equal places share a line.
 _MOST_PLACES = 12
+
+# Most lines of code of equal calls.
+_MOST_SITES = 3
 
 
 def places_of(
@@ -49,6 +52,20 @@ def places_of(
             line += f"; {its} {_worded(call, runs, ages)}"
         lines.append(line)
     return lines
+
+
+def called_at(text: str, sites: Iterable[str]) -> str:
+    """Return a call with the lines of its callers: "barrier() at train.py:7".
+
+    Args:
+        text: The call with its arguments.
+        sites: Of the ranks that made it; "" if it is unknown.
+    """
+    known = sorted({site for site in sites if site})
+    if len(known) > _MOST_SITES:
+        known[_MOST_SITES:] = ["..."]
+    call, refused, why = text.partition(REFUSED)
+    return f"{call} at {', '.join(known)}{refused}{why}" if known else text
 
 
 def _calls(status: CallStatus | None, seq: int) -> Sequence[LastCall]:

@@ -35,7 +35,7 @@ from unisono.core.engines.queue import OrderedEngine
 from unisono.core.schedules import Buf, Op, Program
 from unisono.core.transports import Key, LinkDown, Transfer
 from unisono.core.transports.control import Question
-from unisono.core.transports.messages import Failure, Purpose
+from unisono.core.transports.messages import CallStatus, Failure, Purpose
 from unisono.errors import CollectiveMismatchError
 
 _AGREEMENT = struct.Struct("<QQ")
@@ -129,8 +129,11 @@ class TaskRun:
         A Failure, which breaks the group, if the ranks are in calls of different numbers.
         """
         comm, call = self._comm, self._task.call
-        answers = comm.transport.ask(comm.context, call.seq, comm.others, Deadline(_EXPLAIN_S))
-        if failure := self._skipped() or out_of_step(comm, call, answers):
+        due = Deadline(_EXPLAIN_S)
+        answers = comm.transport.ask(comm.context, call.seq, comm.others, due, places=True)
+        site = "" if comm.trace is None else comm.trace.site(call.seq)
+        answers[comm.transport.rank] = CallStatus(call.seq, call.text, site=site)
+        if failure := self._skipped() or out_of_step(comm, answers):
             return failure
         self._stay_for_questions()
         # Another rank may have detected that first, and then did not stay.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -126,6 +127,7 @@ class Recorder:
 # ---- call sites -------------------------------------------------------------------------------
 
 cpp.add_own_folder(OWN_FOLDER)
+cpp.add_own_folder(contextlib.__file__)
 
 
 def skip_folder(folder: str) -> None:

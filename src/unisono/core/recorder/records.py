@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -223,6 +224,12 @@ class GroupTrace:
         names = ring.RECORD.names or ()
         for row in rows[np.argsort(rows["number"])[::-1]].tolist():
             yield self._record(dict(zip(names, row, strict=True)), clock, waiting_for)
+
+    def site(self, seq: int) -> str:
+        """Return file and line of the caller of collective `seq`; "" if they are unknown."""
+        found = (each for each in self.newest() if each.seq == seq and not each.is_message)
+        record = next(found, None)
+        return f"{os.path.basename(record.file)}:{record.line}" if record and record.file else ""
 
     def _record(self, row: dict[str, int], clock: _Clock, waiting_for: int) -> TraceRecord:
         kind = ring.kind_of(row["kind"])

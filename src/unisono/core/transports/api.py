@@ -239,8 +239,8 @@ class Transport(Carrier):
         """Ask peers for their last calls; return the answers that came in time.
 
         Each answer holds the peer's last call, or call `seq` if the peer still keeps it. With
-        `places` it also holds the line of the program in which the peer is, and the age of the
-        call. A peer that is stopped,
+        `places` it also holds the line of the program in which the peer is, and the caller and the
+        age of the call. A peer that is stopped,
         gone or unreachable is missing from the result. If the context is broken on the peer, it is
         broken here before the answer counts.
         """
@@ -417,7 +417,8 @@ class Transport(Carrier):
                 self._break(context, Failure(*words["failure"]))
             unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
             recorded = tuple(LastCall(*each) for each in words["recorded"])
-            status = CallStatus(words["at"], words["text"], unreached, words["place"], recorded)
+            shown = unreached, words["place"], recorded, words["site"]
+            status = CallStatus(words["at"], words["text"], *shown)
             self._questions.answer(words["number"], peer, status)
         elif kind is Purpose.FAIL:
             self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
@@ -596,6 +597,7 @@ class Transport(Carrier):
             "unreached": self.unreached(),
             "place": place_of_thread(self.calls.thread) if places else "",
             "recorded": self.calls.recorded(context, messages=not seq) if places else (),
+            "site": self.calls.site(context, status.seq) if places else "",
             "first": self._failures.first.words,
         }
 

@@ -107,6 +107,12 @@ class CallLog:
                 found.append(_last_call(record, "" if mine else trace.name))
         return found[:2]
 
+    def site(self, context: int, seq: int) -> str:
+        """Return file and line of the caller of collective `seq`; "" if they are unknown."""
+        group = self._groups.get(context)
+        trace = None if group is None else group.recorded()
+        return "" if trace is None else trace.site(seq)
+
     def forget(self, context: int) -> None:
         """Release the calls of a destroyed context."""
         self._calls.pop(context, None)

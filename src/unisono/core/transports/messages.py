@@ -110,6 +110,7 @@ class CallStatus(NamedTuple):
         place: Where the rank is in its program; "" if that was not asked for.
         recorded: The last recorded call of the group, and a call of another group that runs, as far
             as they were asked for.
+        site: File and line of the caller of this call; "" if it is unknown or not asked for.
     """
 
     seq: int
@@ -117,6 +118,7 @@ class CallStatus(NamedTuple):
     unreached: Unreached = {}  # noqa: RUF012  never changed
     place: str = ""
     recorded: tuple[LastCall, ...] = ()
+    site: str = ""
 
 
 class Cancelled(Exception):

@@ -7,12 +7,12 @@ what its reader needs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -33,8 +33,11 @@ _is_installed = False
 
 
 def is_own(file: str) -> bool:
-    """Whether a file belongs to this library, or to torch; see `own_folders`."""
-    return file.startswith(tuple(own_folders))
+    """Whether a file belongs to this library, or to torch; see `own_folders`.
+
+    contextlib does, too: its frames lie between those of the library.
+    """
+    return file.startswith((*own_folders, contextlib.__file__))
 
 
 def hide_own_frames() -> None:
@@ -73,7 +76,7 @@ def _trimming(previous: Callable[..., object]) -> Callable[..., None]:
     return hook
 
 
-@contextmanager
+@contextlib.contextmanager
 def trimmed(error: BaseException | None) -> Iterator[None]:
     """Hide the frames of this library in an error and its causes, inside the with block.
 
