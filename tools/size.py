@@ -31,7 +31,7 @@ ATTRIBUTES = 12
 SHELVES = {
     "core": 26_310,  # 26,150, a codec in C++, peers of cores, and errors for torch's users
     "launcher": 3_900,  # 3,200, and hosts through ssh
-    "beyond": 7_010,  # 2,120, windows, ranks that stay and their names, reshards, executors
+    "beyond": 7_060,  # 2,120, windows, ranks that stay and their names, reshards, executors
     "adapters": 9_280,  # 4,710, and mpi4py's names
     "testing": 1_900,
     "workbench": 11_960,  # 8,290, replay, synthesize, one hand for the flags, peers that take turns

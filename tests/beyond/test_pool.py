@@ -19,6 +19,7 @@ from unisono.beyond.pool import display, memory, watch
 from unisono.beyond.pool import rank as rank_module
 from unisono.beyond.pool.rank import run_cell
 from unisono.errors import (
+    ArgumentTypeError,
     ClosedError,
     InvalidArgumentError,
     NotInitializedError,
@@ -773,6 +774,42 @@ def test_what_a_function_assigns_stays_and_is_the_ranks(forked_pair):
     assert forked_pair.run(notebook["size"]) == [5, 4]
     assert forked_pair.run(notebook["first"]) == [0, 1]
     assert forked_pair.run(notebook["share"]) == [3, 2]
+
+
+def test_a_result_does_not_change_a_class_of_the_notebook(forked_pair):
+    notebook = Notebook(
+        "class Model:\n    version = 1\n    def f(self): return 1",
+        "def keep():\n    global kept\n    kept = Model()\n    return kept",
+        "def give(): return kept",
+        "def fail():\n    error = ValueError('wrong')\n    error.model = kept\n    raise error",
+    )
+    assert forked_pair.run(notebook["keep"])[0].f() == 1
+    notebook.run("Model.f, Model.version = lambda self: 2, 2")
+    given = forked_pair.run(notebook["give"])
+    with pytest.raises(ValueError, match="wrong"):
+        forked_pair.run(notebook["fail"])
+    assert [type(each) is notebook["Model"] for each in given] == [True, True]
+    assert (notebook["Model"].version, notebook["Model"]().f(), given[0].f()) == (2, 2, 2)
+    # A class of the ranks has their newest definition.
+    forked_pair.cell("class Own:\n    def f(self): return 1\ndef own(): return Own()")
+    assert forked_pair.run(eval("lambda: own()", notebook))[0].f() == 1
+    forked_pair.cell("Own.f = lambda self: 3")
+    assert forked_pair.run(eval("lambda: own()", notebook))[0].f() == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: dist.pool(n_jobs=2), "nprocs"),
+        (lambda: dist.pool(processes=2), "nprocs"),
+        (lambda: dist.Executor(n_jobs=2), "max_workers"),
+        (lambda: dist.launch(print, ranks=2), "nprocs"),
+        (lambda: dist.spawn(print, nproc=2), "nprocs"),
+    ],
+)
+def test_the_words_of_other_libraries_have_a_hint(call, meant):
+    with pytest.raises(ArgumentTypeError, match=f"did you mean '{meant}'"):
+        call()
 
 
 def test_an_assignment_in_place_counts(forked_pair):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.core.base.deadline import Timeout
+from unisono.core.base.text import takes_own_keywords
 from unisono.errors import InvalidArgumentError, WorkerFailedError
-from unisono.launcher.payload import CallArguments, Payload, dumps_of
+from unisono.launcher.payload import CallArguments, Payload, dumps_of, loads_result
 from unisono.launcher.spawn import SpawnContext, Untyped, check_arguments, check_start
 
 R = TypeVar("R")
@@ -33,6 +34,7 @@ def launch(
 ) -> list[R]: ...
 
 
+@takes_own_keywords
 def launch(
     fn: Callable[..., R],
     nprocs: int,
@@ -106,7 +108,7 @@ def launched(
         context.close_ended()
     if missing := [rank for rank in range(nprocs) if rank not in context.results]:
         raise WorkerFailedError(f"ranks {missing} exited with code 0 before `fn` returned")
-    return [pickle.loads(context.results[rank]) for rank in range(nprocs)]
+    return [loads_result(context.results[rank]) for rank in range(nprocs)]
 
 
 def _call(rank: int, payload: CallArguments | Payload) -> bytes:

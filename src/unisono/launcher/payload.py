@@ -7,9 +7,11 @@ import linecache
 import mmap
 import os
 import pickle
+import re
 import tempfile
 import weakref
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import reduction
 from types import CodeType
 from typing import Any
@@ -151,6 +153,44 @@ def pickler_of(module: Any) -> Any:
             return super().reducer_override(value)
 
     return Pickler
+
+
+# Classes of cloudpickle that a process made by loading them: their sender may change them.
+_loaded: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+class OwnUnpickler(pickle.Unpickler):
+    """Leaves the classes that this process has defined as they are.
+
+    cloudpickle would give them the attributes that they had where the pickle was made.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the object of a name."""
+        found = super().find_class(module, name)
+        if module == "cloudpickle.cloudpickle":
+            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+                return partial(_made, found)
+            if name == "_class_setstate":
+                return lambda made, state: found(made, state) if made in _loaded else made
+        return found
+
+
+def _made(make: Callable[..., type], *args: Any) -> type:
+    from cloudpickle import cloudpickle
+
+    is_known = args[-2] in cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    made = make(*args)
+    if not is_known:
+        _loaded.add(made)
+    return made
+
+
+def loads_result(data: Any, *, buffers: Any = ()) -> Any:
+    """Load what another process has returned or raised; see `OwnUnpickler`."""
+    if re.search(b"_class_setstate", data) is None:
+        return pickle.loads(data, buffers=buffers)
+    return OwnUnpickler(io.BytesIO(data), buffers=buffers).load()
 
 
 def dumps_by(pickler: Any) -> Callable[..., memoryview[int]]:

@@ -30,6 +30,7 @@ from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.host import GUARD_HINT, is_importing_main
 from unisono.core.base.integers import as_integer
 from unisono.core.base.source.tracebacks import hide_own_frames, trimmed
+from unisono.core.base.text import takes_own_keywords
 from unisono.core.platform.posix import SIGKILL
 from unisono.core.platform.processes import open_exit_fd, parent_death_hook
 from unisono.core.stores import TCPStore
@@ -42,7 +43,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launcher.environment import LOOPBACK, NodePlace, new_launch_id, worker_environment
-from unisono.launcher.payload import CallArguments
+from unisono.launcher.payload import CallArguments, loads_result
 from unisono.launcher.report import ExitLog, leavers
 from unisono.launcher.signals import deferred, run_deferred
 from unisono.launcher.spec import GRACE_S
@@ -455,7 +456,7 @@ class SpawnContext:
     def error_of(self, rank: int) -> Exception | None:
         """Return the exception of a child; None if it raised none, or if it cannot be pickled."""
         try:
-            error = pickle.loads(self._group.workers[rank].report.error)
+            error = loads_result(self._group.workers[rank].report.error)
         except Exception:
             return None
         return error if isinstance(error, Exception) else None
@@ -620,6 +621,7 @@ def spawn(
 ) -> SpawnContext: ...
 
 
+@takes_own_keywords
 def spawn(
     fn: Callable[..., object],
     args: Sequence[object] = (),

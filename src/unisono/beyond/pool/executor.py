@@ -25,6 +25,7 @@ from unisono.beyond.pool.snapshots import TaskSnapshot
 from unisono.beyond.pool.workers import RankWorkers
 from unisono.core.base.deadline import Deadline, Timeout
 from unisono.core.base.integers import as_integer
+from unisono.core.base.text import takes_own_keywords
 from unisono.core.c10d.lifecycle import destroy_process_group, init_process_group
 from unisono.core.groups.world import current
 from unisono.core.platform.machine import allowed_cpus
@@ -311,6 +312,7 @@ class Executor(futures.Executor):
     _workers: RankWorkers | None = None
     """The ranks that are the workers, in place of processes of this host."""
 
+    @takes_own_keywords
     def __init__(
         self,
         max_workers: int | None = None,

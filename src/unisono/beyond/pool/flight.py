@@ -15,7 +15,7 @@ from unisono.core.base.deadline import Deadline
 from unisono.core.platform.posix import SIGKILL
 from unisono.errors import Context, InvalidArgumentError, WorkerFailedError
 from unisono.launcher.launch import pickling
-from unisono.launcher.payload import Payload
+from unisono.launcher.payload import Payload, loads_result
 from unisono.launcher.traceback_text import exception_line, is_consequence
 
 _SETTLE_S = 0.5
@@ -31,7 +31,7 @@ def result_of(rank: int, answer: CallAnswer) -> Any:
     """Return what a call returned, from an answer without an exception."""
     assert answer.result is not None
     try:
-        return answer.result.load_once()
+        return answer.result.load_once(loads_result)
     except Exception as error:
         raise InvalidArgumentError(
             f"the result of rank {rank} cannot be loaded: {type(error).__name__}: {error}",

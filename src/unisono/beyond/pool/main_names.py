@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ast
 import io
-import pickle
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from unisono.errors import UsageError
+from unisono.launcher.payload import OwnUnpickler
 
 _GONE = object()
 
@@ -80,7 +80,7 @@ def loads_in_main(data: Any, *, buffers: Any = ()) -> Any:
     return value
 
 
-class _MainUnpickler(pickle.Unpickler):
+class _MainUnpickler(OwnUnpickler):
     """Loads functions into the main module.
 
     Attributes:
@@ -94,6 +94,7 @@ class _MainUnpickler(pickle.Unpickler):
         self.refused: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the object of a name."""
         found = super().find_class(module, name)
         if module == "cloudpickle.cloudpickle":
             if name == "_make_function":

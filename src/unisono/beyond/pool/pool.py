@@ -20,6 +20,7 @@ from unisono.beyond.pool.processes import RankProcesses
 from unisono.beyond.pool.rank import run_cell, run_each
 from unisono.core.base.integers import as_integer
 from unisono.core.base.source.tracebacks import hide_own_frames
+from unisono.core.base.text import takes_own_keywords
 from unisono.core.groups.world import process_world
 from unisono.core.platform.machine import allowed_cpus
 from unisono.core.platform.posix import require_posix
@@ -434,6 +435,7 @@ def chunks_of(tasks: Iterator[Sequence[Any]], size: int) -> Iterator[list[Sequen
         yield chunk
 
 
+@takes_own_keywords
 def pool(nprocs: int | None = None, *, start_method: str = "spawn", replace: bool = False) -> Pool:
     """Start processes that stay, as the ranks of one group.
 

@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import io
 import os
-import pickle
 import signal
 import sys
 import tokenize
@@ -33,7 +32,7 @@ from unisono.core.c10d.lifecycle import destroy_process_group, init_process_grou
 from unisono.core.groups.world import current, process_world
 from unisono.core.stores import PrefixStore, TCPStore
 from unisono.launcher.launch import pickling
-from unisono.launcher.payload import Payload, remember_source
+from unisono.launcher.payload import Payload, loads_result, remember_source
 from unisono.launcher.spawn import pickled_error
 
 
@@ -280,7 +279,7 @@ def raised_by(error: BaseException, above: str) -> RaisedError:
 def error_of(raised: RaisedError) -> BaseException | None:
     """Return the exception of a rank, or None if it cannot be loaded."""
     try:
-        error = pickle.loads(raised.error)
+        error = loads_result(raised.error)
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None

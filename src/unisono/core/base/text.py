@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from unisono.core.base.grouping import grouped
+from unisono.errors import ArgumentTypeError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -37,6 +42,58 @@ def did_you_mean(name: str, known: Iterable[str], other_words: Mapping[str, str]
     near = [names[each] for each in get_close_matches(wanted, names, 1)]
     meant = [other_words[wanted]] if wanted in other_words else near
     return f"; did you mean {meant[0]!r}?" if meant else ""
+
+
+OTHER_WORDS = {
+    **{"comm": "group", "root": "rank", "peer": "rank", "dest": "rank", "source": "rank"},
+    **dict.fromkeys(("n", "n_jobs", "num_workers", "processes", "ranks", "workers"), "nprocs"),
+}
+"""Keywords of other libraries: the word of ours."""
+
+
+def takes_own_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function without shared keywords raise ArgumentTypeError for an unknown keyword."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = [name for name in names if name != "self"]
+    same = {"rank": "src" if "src" in known else "dst"}
+    if "max_workers" in known:
+        same["nprocs"] = "max_workers"
+
+    @functools.wraps(function)
+    def call(*arguments: _P.args, **how: _P.kwargs) -> _R:
+        for unknown in how:
+            if unknown not in known:
+                meant = OTHER_WORDS.get(unknown, "")
+                name = function.__qualname__.removesuffix(".__init__")
+                listed = f"here: {', '.join(known)}"
+                raise unknown_keyword(name, unknown, same.get(meant, meant), known, listed)
+        return function(*arguments, **how)
+
+    return call
+
+
+def unknown_keyword(
+    call: str, unknown: str, meant: str, known: Iterable[str], listed: str
+) -> ArgumentTypeError:
+    """Return the error of a keyword that a function does not take.
+
+    Args:
+        call: Name of the function.
+        unknown: The keyword.
+        meant: What it means here; "" if that is unknown.
+        known: The keywords that the function takes.
+        listed: Which are known, for the error.
+    """
+    from difflib import get_close_matches  # slow to import, and needed for this error only
+
+    like = [meant] if meant in known else get_close_matches(unknown, known, 1)
+    error = ArgumentTypeError(
+        f"{call}() got an unexpected keyword argument {unknown!r} (known {listed})",
+        hint=f"did you mean {like[0]!r}?" if like else None,
+    )
+    error.name_call(call)
+    return error
 
 
 class AbsentName(NamedTuple):

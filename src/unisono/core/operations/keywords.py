@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypedDict, TypeVar
+from typing import TypedDict
 
 from unisono.core.base.deadline import Timeout
+from unisono.core.base.text import OTHER_WORDS, unknown_keyword
 from unisono.core.operations.table import OPS
-from unisono.errors import ArgumentTypeError
 
 
 class AlgorithmKeywords(TypedDict, total=False):
@@ -46,14 +45,10 @@ class How(CallKeywords, total=False):
     _learn: Callable[[object], object]
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 SHARED = How.__annotations__.keys()
 """Names of the keywords of all methods."""
 
 _KEYWORDS = ("async_op", "timeout", *AlgorithmKeywords.__annotations__)
-_OTHER_WORDS = {"comm": "group", "root": "rank", "peer": "rank", "dest": "rank", "source": "rank"}
 
 
 def check_keywords(op: str, call: str, how: Iterable[str], *, of_method: bool = False) -> None:
@@ -79,7 +74,7 @@ def check_keywords(op: str, call: str, how: Iterable[str], *, of_method: bool = 
     schema = OPS[op]
     takes = {*schema.data_names, *schema.settings.split()}
     known = [*_KEYWORDS, "group", *sorted(takes & {"op", "tag"})]
-    meant = _OTHER_WORDS.get(unknown, "")
+    meant = OTHER_WORDS.get(unknown, "")
     for name in takes & {"root", "peer"}:
         rank = "dst" if op in ("reduce", "gather", "send") else "src"
         # A function takes this name itself, so a method was called.
@@ -87,37 +82,4 @@ def check_keywords(op: str, call: str, how: Iterable[str], *, of_method: bool = 
         known.append(rank)
     if meant in takes:
         known.append(meant)
-    raise _unknown_keyword(call, unknown, meant, known, f"besides its own: {', '.join(_KEYWORDS)}")
-
-
-def takes_own_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function without shared keywords raise ArgumentTypeError for an unknown keyword."""
-    code = function.__code__
-    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-    @functools.wraps(function)
-    def call(*arguments: _P.args, **how: _P.kwargs) -> _R:
-        for unknown in how:
-            if unknown not in known:
-                meant = _OTHER_WORDS.get(unknown, "")
-                if meant == "rank":
-                    meant = "src" if "src" in known else "dst"
-                listed = f"here: {', '.join(known)}"
-                raise _unknown_keyword(function.__name__, unknown, meant, known, listed)
-        return function(*arguments, **how)
-
-    return call
-
-
-def _unknown_keyword(
-    call: str, unknown: str, meant: str, known: Iterable[str], listed: str
-) -> ArgumentTypeError:
-    from difflib import get_close_matches  # slow to import, and needed for this error only
-
-    like = [meant] if meant in known else get_close_matches(unknown, known, 1)
-    error = ArgumentTypeError(
-        f"{call}() got an unexpected keyword argument {unknown!r} (known {listed})",
-        hint=f"did you mean {like[0]!r}?" if like else None,
-    )
-    error.name_call(call)
-    return error
+    raise unknown_keyword(call, unknown, meant, known, f"besides its own: {', '.join(_KEYWORDS)}")

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from unisono.core.base.deadline import Timeout
+from unisono.core.base.text import takes_own_keywords
 from unisono.core.base.types import Function
 from unisono.core.c10d.arguments import root_of
 from unisono.core.c10d.objects.call import ObjectCall
@@ -33,7 +34,6 @@ from unisono.core.c10d.objects.serializer import Serializer
 from unisono.core.c10d.p2p import peer_of, sender_of
 from unisono.core.groups.world import Group, member_group
 from unisono.core.operations.checked import list_on_root, one_each
-from unisono.core.operations.keywords import takes_own_keywords
 from unisono.core.transports.messages import PROC_NULL, is_proc_null
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
 
