@@ -156,6 +156,9 @@ def of_mpi(comm: MPI.Comm, status: MPI.Status) -> int:
     assert_type(MPI.Win.Allocate(8, comm=MPI.COMM_SELF), MPI.Win)
     assert_type(MPI.Get_version(), tuple[int, int])
     MPI.COMM_WORLD.Allreduc(x)  # wrong
+    dist.all_reduce(x, group=MPI.COMM_WORLD)
+    assert_type(dist.get_rank(comm.Split(0)), int)
+    dist.all_reduce(x, group=MPI.GROUP_EMPTY)  # wrong
     MPI.COMM_WORLD.rank = 3  # wrong
     comm.Isend(x, destination=0)  # wrong
     comm.Irecv(x, status=status)  # wrong

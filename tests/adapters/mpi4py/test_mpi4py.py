@@ -132,6 +132,63 @@ def test_memory_of_a_gpu_is_taken_if_the_cpu_may_read_it() -> None:
     assert str(caught.value) == "unisono.MPI takes memory of the CPU, and this is on a GPU"
 
 
+class _Exported:
+    """An array with CUDA's array interface, of memory that the CPU may read."""
+
+    def __init__(self, array: np.ndarray[Any, Any], **changed: object) -> None:
+        words = {"data": (array.ctypes.data, False), "typestr": array.dtype.str}
+        shaped = {"shape": array.shape, "strides": array.strides}
+        self.__cuda_array_interface__ = {**words, **shaped, **changed}
+
+
+def test_an_array_interface_that_is_not_plain_memory_is_refused() -> None:
+    """With masks, gaps, negative shapes and other types; records go as bytes, with a warning."""
+    values = np.arange(12.0).reshape(3, 4)
+    for array in (values, values.T):
+        data, code = memory_of(_Exported(array), writes=True)
+        assert (data.view("d").tolist(), code) == (list(range(12)), "d")
+    assert memory_of(_Exported(values, typestr=">f8"), writes=False)[1] == ""
+    wrong: list[dict[str, object]] = [
+        {"mask": True},
+        {"strides": (64, 8)},
+        {"shape": (3, -4), "strides": None},
+        {"typestr": "#f8"},
+        {"data": (values.ctypes.data, True)},
+    ]
+    for each in wrong:
+        with pytest.raises(BufferError):
+            memory_of(_Exported(values, **each), writes=True)
+    with pytest.raises(ValueError, match="X"):
+        memory_of(_Exported(values, typestr="<fX"), writes=True)
+    fields = {"typestr": "|V32", "shape": (3,), "strides": (32,), "descr": [("", "<f8")] * 4}
+    with pytest.warns(RuntimeWarning, match="ignoring 'descr'"):
+        data, code = memory_of(_Exported(values, **fields), writes=False)
+    assert (len(data), code) == (96, "B")
+
+
+def test_a_capsule_that_was_used_is_refused() -> None:
+    """One that was not may be given again: it keeps the memory, which is not read after it."""
+    values = np.arange(3.0)
+    capsule: Any = values.__dlpack__()
+
+    class Array:
+        def __dlpack__(self, **how: object) -> object:
+            return capsule
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    for _ in range(2):
+        assert memory_of(Array(), writes=False)[0].view("d").tolist() == [0.0, 1.0, 2.0]
+    rename = ctypes.pythonapi.PyCapsule_SetName
+    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    name = ctypes.c_char_p(b"used_dltensor")
+    rename(capsule, name)
+    with pytest.raises(BufferError, match="that was not used"):
+        memory_of(Array(), writes=False)
+    rename(capsule, b"dltensor")
+
+
 class _EndsSoon(Ongoing):
     """A call that has ended when it is tested again."""
 

@@ -129,6 +129,20 @@ def test_threads_may_use_it_first_together() -> None:
     assert len({*sizes}) == 1
 
 
+@pytest.mark.ranks(2)
+def test_a_small_sum_on_the_world_takes_few_calls(rank: int) -> None:
+    """The way through Python would be most of its time."""
+    array, called = np.full(1, rank + 1.0), []
+    for _ in range(3):
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
+    sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
+    sys.setprofile(None)
+    made = [name for event, name in called if event == "call"]
+    assert made == ["Allreduce", "find", "current"]
+    assert array[0] == 24.0
+
+
 @pytest.mark.ranks(3, kind="both")
 def test_a_communicator_is_a_group(rank: int) -> None:
     """Functions of unisono, and of libraries that call find_group, take one."""

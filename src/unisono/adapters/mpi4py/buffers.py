@@ -6,7 +6,7 @@ import ctypes
 import math
 import operator
 import pickle as _pickle
-import weakref
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,28 +57,40 @@ def at_address(address: int, nbytes: int, owner: Any = None) -> Bytes:
 
 def _exported(given: Any, writes: bool) -> tuple[Bytes, str]:
     """Return the memory of an array with DLPack or CUDA's array interface."""
-    if hasattr(given, "__dlpack__") and given.__dlpack_device__()[0] == 1:
-        return _of_capsule(given, writes)
+    if hasattr(given, "__dlpack__"):
+        device, _ = map(operator.index, given.__dlpack_device__())
+        if device == 1 or not hasattr(given, "__cuda_array_interface__"):
+            return _of_capsule(given, writes, {} if device == 1 else {"stream": -1})
     words = getattr(given, "__cuda_array_interface__", None)
     if words is None:
-        if hasattr(given, "__dlpack__"):
-            return _of_capsule(given, writes)
         raise TypeError(f"expecting a buffer, got {type(given).__name__}")
-    address, is_read_only = words["data"]
-    kind = np.dtype(words["typestr"])
-    size = math.prod(words["shape"]) * kind.itemsize
-    strides = words.get("strides")
-    dense = [math.prod(words["shape"][k + 1 :]) * kind.itemsize for k in range(len(words["shape"]))]
-    if (
-        strides is not None
-        and size
-        and any(a != b for a, b, n in zip(strides, dense, words["shape"], strict=True) if n > 1)
-    ):
-        raise BufferError("expecting contiguous memory")
+    (address, is_read_only), text, shape = (words[key] for key in ("data", "typestr", "shape"))
+    size, strides, description = int(text[2:]), words.get("strides"), words.get("descr")
+    nbytes = math.prod(shape) * size
+    if text[0] not in "<>|" or words.get("mask") is not None or nbytes < 0:
+        raise BufferError(f"expecting numbers without a mask, got {text!r} and shape {shape}")
+    if strides is not None:
+        _require_dense(shape, strides, size)
     if writes and is_read_only:
         raise BufferError("memory is not writable")
-    _check_readable(address, size)
-    return at_address(address, size, given), kind.char if kind.isnative else ""
+    if description is not None and [*description] != [("", text)]:
+        warnings.warn("__cuda_array_interface__: ignoring 'descr'", RuntimeWarning, stacklevel=2)
+    kind = np.dtype(text if text[1] in "biufc" else "B")
+    _check_readable(address, nbytes)
+    return at_address(address, nbytes, given), kind.char if kind.isnative else ""
+
+
+def _require_dense(shape: Sequence[int], strides: Sequence[int], unit: int) -> None:
+    """Refuse memory with gaps, or in another order than those of C and Fortran."""
+    for step in (-1, 1):
+        expected, axes = unit, list(zip(shape, strides, strict=True))[::step]
+        for count, stride in axes:
+            if count > 1 and stride != expected:
+                break
+            expected *= count
+        else:
+            return
+    raise BufferError("expecting contiguous memory")
 
 
 def _check_readable(address: int, nbytes: int) -> None:
@@ -113,31 +125,37 @@ class _Versioned(ctypes.Structure):
     ]
 
 
-def _of_capsule(given: Any, writes: bool) -> tuple[Bytes, str]:
+def _of_capsule(given: Any, writes: bool, how: dict[str, int]) -> tuple[Bytes, str]:
     """Return the memory of an array with DLPack.
 
     NumPy's own reader lacks the longest types, and says that old exports are read-only.
     """
     try:
-        capsule = given.__dlpack__(max_version=(1, 0))
+        capsule = given.__dlpack__(max_version=(1, 0), **how)
     except TypeError:
-        capsule = given.__dlpack__()
-    point, rename = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_SetName
+        capsule = given.__dlpack__(**how)
+    point = ctypes.pythonapi.PyCapsule_GetPointer
     point.restype, point.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
     is_new = '"dltensor_versioned"' in repr(capsule)
-    pointer = point(capsule, b"dltensor_versioned" if is_new else b"dltensor")
+    try:
+        pointer = point(capsule, b"dltensor_versioned" if is_new else b"dltensor")
+    except ValueError:
+        raise BufferError("expecting a DLPack capsule that was not used") from None
     managed: Any = (_Versioned if is_new else _Managed).from_address(pointer)
     tensor, is_read_only = managed.tensor, is_new and bool(managed.flags & 1)
     if writes and is_read_only:
         raise BufferError("memory is not writable")
-    shape = tensor.shape[: tensor.ndim]
-    size = math.prod(shape)
+    if (
+        (is_new and managed.version[0] != 1)
+        or tensor.ndim < 0
+        or (tensor.ndim and not tensor.shape)
+    ):
+        raise BufferError(f"expecting a tensor of DLPack 1, got {tensor.ndim} dimensions")
+    shape = tensor.shape[: tensor.ndim] if tensor.ndim else []
+    if (size := math.prod(shape)) < 0:
+        raise BufferError(f"negative shape {shape}")
     if tensor.strides and size > 1:
-        strides = tensor.strides[: tensor.ndim]
-        order = sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1)
-        if any(s != math.prod(n for _, n in order[:k]) for k, (s, _) in enumerate(order)):
-            raise BufferError("dlpack: expecting contiguous memory")
+        _require_dense(shape, tensor.strides[: tensor.ndim], 1)
     # Two lanes of float are a long complex number.
     letter = "c" if tensor.code == 2 and tensor.lanes == 2 else "iuf??cb"[tensor.code]
     nbytes = tensor.bits * tensor.lanes // 8
@@ -146,19 +164,8 @@ def _of_capsule(given: Any, writes: bool) -> tuple[Bytes, str]:
     address = (tensor.data or 0) + tensor.byte_offset
     if tensor.device[0] != 1:
         _check_readable(address, size * nbytes)
-    # From here on the tensor is freed with the memory, not with the capsule.
-    rename(capsule, _USED[is_new])
-    free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(managed.deleter) if managed.deleter else None
-    data = at_address(address, size * nbytes, (given, capsule))
-    if free is not None and data is NONE:
-        free(pointer)
-    elif free is not None:
-        weakref.finalize(data.base, free, pointer)
-    return data, code
-
-
-# A capsule does not copy its name.
-_USED = b"used_dltensor", b"used_dltensor_versioned"
+    # The capsule frees the tensor, and lives as long as this memory.
+    return at_address(address, size * nbytes, (given, capsule)), code
 
 
 def memory_of(given: Any, writes: bool) -> tuple[Bytes, str]:

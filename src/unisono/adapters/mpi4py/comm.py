@@ -136,8 +136,8 @@ class Comm(Attributes, Handle, root=True):
         return ob
 
     @property
-    def _unisono_group(self) -> ProcessGroup:
-        """The group, for the functions of unisono that take one."""
+    def unisono(self) -> ProcessGroup:
+        """The group; unisono's functions take the communicator for it."""
         if self.ob is None or self.is_inter:
             kind = "null " if self.ob is None else "inter-"
             raise ArgumentTypeError(f"group must have ranks of its own, got a {kind}communicator")
@@ -327,6 +327,8 @@ class Comm(Attributes, Handle, root=True):
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Op = SUM) -> None:
         """Reduce the data of all ranks, on all ranks."""
         state = self.ob
+        if type(state) is Predefined:
+            state = state.find()
         if state is not None and not state.is_inter:
             source = None if sendbuf is IN_PLACE else sendbuf
             try:

@@ -27,8 +27,7 @@ class CompressState:
     """The state of `compress_hook` between iterations.
 
     Args:
-        group: The ranks that average, also as torch's group over them; None: the default group of
-            each call.
+        group: The ranks that average; None: the default group of each call.
         compress: As for all_reduce.
         error_feedback: Add what the codes lack to the next gradient.
 
@@ -46,7 +45,7 @@ class CompressState:
         if compress not in COMPRESSIONS:
             known = ", ".join(COMPRESSIONS)
             raise InvalidArgumentError(f"compress={compress!r}, expected one of {known}")
-        self.group = getattr(group, "unisono", group)
+        self.group = group
         self.compress = compress
         self.error_feedback = error_feedback
         self.lost: dict[int, tuple[list[Any], torch.Tensor]] = {}

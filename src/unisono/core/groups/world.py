@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from unisono.core.base import log
 from unisono.core.base.seam import cpp
@@ -185,11 +185,16 @@ def use(world: World) -> Iterator[World]:
         _context_world.reset(token)
 
 
-Group: TypeAlias = ProcessGroup | int | None
-"""A group; None is the default group, an int `GroupMember.NON_GROUP_MEMBER`.
+class OverGroup(Protocol):
+    """torch's group over one of ours, or a communicator of unisono.MPI."""
 
-torch's group over a group of ours means that group.
-"""
+    @property
+    def unisono(self) -> ProcessGroup:
+        """The group that it means."""
+
+
+Group: TypeAlias = ProcessGroup | OverGroup | int | None
+"""A group; None is the default group, an int `GroupMember.NON_GROUP_MEMBER`."""
 
 
 def resolve(group: Group = None) -> ProcessGroup | None:
@@ -214,8 +219,6 @@ def resolve(group: Group = None) -> ProcessGroup | None:
         return inner
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return None
-    if (found := getattr(group, "_unisono_group", None)) is not None:
-        return cast("ProcessGroup", found)  # of a communicator of unisono.MPI
     kind = type(group)
     shown = kind.__name__
     if shown == ProcessGroup.__name__:
