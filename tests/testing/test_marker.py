@@ -95,6 +95,28 @@ FIXTURES = """
         assert reader.read()
 """
 
+THREADS = """
+    import contextvars
+    import numpy as np
+    import unisono as dist
+    from concurrent.futures import ThreadPoolExecutor
+    from unisono import MPI
+    from unisono.testing import run
+
+    def in_thread(rank, *call):
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(*call, lambda: MPI.COMM_WORLD.rank).result()
+
+    def test_other_threads():
+        run(in_thread, 2)
+
+    def test_with_context():
+        assert run(lambda rank: in_thread(rank, contextvars.copy_context().run), 2) == [0, 1]
+
+    def test_no_group():
+        dist.all_reduce(np.ones(2))
+"""
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
@@ -105,6 +127,7 @@ def project(tmp_path_factory):
     no_argument = BODY.format("ranks(2)").replace("(rank)", "()")
     (root / "test_no_argument.py").write_text(no_argument)
     files = {"coroutines": COROUTINES, "stuck": STUCK, "outcomes": OUTCOMES, "fixtures": FIXTURES}
+    files["threads"] = THREADS
     for name, text in files.items():
         (root / f"test_{name}.py").write_text(textwrap.dedent(text))
     words = ["--continue-on-collection-errors", "--rootdir", root, root, "-q", "-rsx"]
@@ -163,6 +186,20 @@ def test_ranks_that_stand_still_are_named_with_their_lines(project):
             f"in test_waits (test_stuck.py:8)\n  {line}\n    threading.Event().wait(60)\n"
         )
         assert "hint: a test that needs more time sets timeout=" in text
+
+
+def test_a_thread_that_is_no_rank_is_not_a_world_of_one(project):
+    text = text_of(project, "test_other_threads")
+    assert "ranks 0 and 1 of 2 (threads): NotInitializedError: the default process group" in text
+    assert "hint: ranks are threads here, and this thread is none: give it the context" in text
+    assert "test_with_context" not in project
+
+
+def test_an_error_ends_in_the_line_of_the_test(project):
+    lines = text_of(project, "test_no_group").splitlines()
+    assert lines[2] == ">       dist.all_reduce(np.ones(2))"
+    assert lines[3].startswith("E       unisono.errors.NotInitializedError: the default process")
+    assert lines[6] == "test_threads.py:20: NotInitializedError"
 
 
 def test_an_argument_that_no_process_can_get_is_named(project):

@@ -40,7 +40,7 @@ from unisono.workbench.bench.report import ReportTable, bandwidths, fixed, ratio
 from unisono.workbench.bench.worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.workbench.cli.main import main
 
-QUICK = ("-n", "2", "--rounds", "2", "-w", "0")
+QUICK = ("--iters", "2", "--rounds", "2", "-w", "0")
 
 
 def installed(*modules):
@@ -465,8 +465,11 @@ def test_bfloat16_needs_a_package(monkeypatch, capsys):
     [
         ("", 2, []),
         ("-t 1 -g 1 -p 0 -z 0", 2, []),
-        ("-n 4", 2, ["-n 4: calls per round, as in nccl-tests, on 2 ranks; --ranks sets"]),
-        ("-n 4 --ranks 3", 3, []),
+        ("-n 4", 4, ["-n 4: 4 ranks; --iters sets the calls per round"]),
+        ("-n 4 --iters 9", 4, ["-n 4: 4 ranks; --iters sets the calls per round"]),
+        ("-n 4 --ranks 3", 3, ["-n 4: calls per round, as in nccl-tests: another flag sets"]),
+        ("-n 4 -np 3", 3, ["-n 4: calls per round, as in nccl-tests: another flag sets"]),
+        ("-n 4 -g 1", 2, ["-n 4: calls per round, as in nccl-tests: another flag sets"]),
         ("-g 8", 8, ["-t 1 -g 8: 8 ranks, each a process of its own"]),
         ("--nthreads 2 --ngpus 3 --nproc-per-node 2", 12, ["-t 2 -g 3: 12 ranks, each a process"]),
         ("-g 2 --hosts 3", 6, ["-t 1 -g 2: 6 ranks"]),
@@ -478,9 +481,21 @@ def test_flags_of_nccl_tests_mean_here(monkeypatch, capsys, flags, nprocs, notes
     monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter(plans.append(plan) or ()))
     assert main(["bench", "all_reduce", *flags.split()]) == 0
     assert [plan.nprocs for plan in plans] == [nprocs]
+    iters = 9 if "--iters" in flags else 4 if "calls per round, as" in "".join(notes) else 0
+    assert plans[0].loop.iters == iters
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(notes)
     assert all(line.startswith(f"# note: {note}") for line, note in zip(lines, notes, strict=True))
+
+
+def test_operations_with_commas(monkeypatch, capsys):
+    plans = []
+    monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter(plans.append(plan) or ()))
+    assert main(["bench", "broadcast,MPI_Reduce, allgather", "barrier"]) == 0
+    assert plans[0].ops == ("broadcast", "reduce", "all_gather", "barrier")
+    with pytest.raises(SystemExit):
+        main(["bench", "broadcast,redcue"])
+    assert "invalid choice: 'broadcast,redcue' (choose from " in capsys.readouterr().err
 
 
 @pytest.mark.whole("loads torch twice")

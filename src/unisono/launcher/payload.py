@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import re
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -177,9 +178,8 @@ class OwnUnpickler(pickle.Unpickler):
 
 
 def _made(make: Callable[..., type], *args: Any) -> type:
-    from cloudpickle import cloudpickle
-
-    is_known = args[-2] in cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    # `make` comes from this module.
+    is_known = args[-2] in sys.modules[make.__module__]._DYNAMIC_CLASS_TRACKER_BY_ID
     made = make(*args)
     if not is_known:
         _loaded.add(made)

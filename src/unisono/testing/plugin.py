@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import pytest
 
+from unisono.core.base.source.tracebacks import trimmed
 from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
 
 __all__ = ["world"]
@@ -121,8 +122,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the traceback of each rank that failed, and nothing of how ranks are run."""
-    report = yield
+    """Show the traceback of each rank that failed, and nothing of how ranks are run.
+
+    The traceback of an error of unisono ends in the line of the test.
+    """
+    excinfo = call.excinfo
+    with trimmed(excinfo and excinfo.value):
+        if excinfo is not None and isinstance(excinfo.value, UnisonoError):
+            call.excinfo = pytest.ExceptionInfo.from_exception(excinfo.value)
+        report = yield
+    call.excinfo = excinfo
     if report.failed and call.excinfo is not None and (text := _text(call.excinfo)):
         shown: Any = call.excinfo.getrepr(style="native", chain=False)
         shown.reprtraceback.reprentries[0].lines[:] = f"{text}\n".splitlines(keepends=True)

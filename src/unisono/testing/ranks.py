@@ -25,7 +25,7 @@ from unisono.core.base.config import VARIABLES, environ
 from unisono.core.base.source.where import stack_of
 from unisono.core.base.text import shown
 from unisono.core.c10d.lifecycle import init_process_group
-from unisono.core.groups.world import World, current, use
+from unisono.core.groups.world import World, current, process_world, use
 from unisono.core.stores import HashStore, Store
 from unisono.errors import InvalidArgumentError, LaunchError, UnisonoError, WorkerFailedError
 from unisono.launcher import SpawnContext
@@ -35,6 +35,7 @@ from unisono.testing.report import RankFailure, report
 from unisono.testing.stuck import StackFiles, stuck_report
 
 __all__ = ["run"]
+__tracebackhide__ = True  # for pytest: the frames of this file
 
 Body = Callable[..., Any]
 
@@ -42,6 +43,10 @@ _LEFT_HINT = "a thread cannot be ended: it may still run in later tests; a proce
 _GRACE_S = 10.0
 """After the first failure, for threads that do something else than wait for another rank."""
 _POLL_S = 0.1
+_THREAD_HINT = (
+    "ranks are threads here, and this thread is none: give it the context of its rank, as in "
+    "Thread(target=contextvars.copy_context().run, args=(f,))"
+)
 _STUCK_HINT = "a test that needs more time sets timeout="
 
 
@@ -178,6 +183,20 @@ def _run_threads(call: _RankedCall, world_size: int) -> _Ended:
         )
         for rank in range(world_size)
     ]
+    # Otherwise MPI.COMM_WORLD would be a world of one in other threads.
+    hint, process_world.hint = process_world.hint, _THREAD_HINT
+    try:
+        return _joined(threads, outcomes, call, world_size)
+    finally:
+        process_world.hint = hint
+
+
+def _joined(
+    threads: Sequence[threading.Thread],
+    outcomes: list[_RankResult | None],
+    call: _RankedCall,
+    world_size: int,
+) -> _Ended:
     for thread in threads:
         thread.start()
     end, limit = time.monotonic() + 2 * call.timeout, ""

@@ -168,6 +168,7 @@ def test_a_page_has_the_messages_and_the_states():
     assert data["states"] == contributions(schedule)
     shown = [tuple(message[:3]) for message in data["messages"]]
     assert shown == [(m.source, m.target, m.stage) for m in in_rounds(schedule).messages]
+    assert 'count || "\\u00b7"' in text  # an empty cell
     # No other file, host or library.
     assert re.findall(r"(?:src|href)=|https?://(?!www.w3.org/2000/svg)", text) == []
 

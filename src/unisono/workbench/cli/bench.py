@@ -61,9 +61,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     names = [*OPS, "all", "store"]
     meaning = ", ".join(names[:-1])
-    add("ops", nargs="+", type=operation(names), choices=names, metavar="OP", help=meaning)
-    # -n and -o are nccl-tests' flags.
+    one = operation(names)
+    several: Any = lambda text: ",".join(one(part.strip()) for part in text.split(","))  # noqa: E731
+    add("ops", nargs="+", type=several, choices=_Joined(names), metavar="OP", help=meaning)
+    # -o is nccl-tests' flag.
     add_ranks(parser, "ranks per host (2, or 1 with -t or -g)")
+    calls = "the same, as in all commands; beside it, -t or -g: nccl-tests' --iters"
+    add("-n", dest="number", type=positive, metavar="N", help=calls)
     hosts = "number of hosts, as network namespaces on this machine; needs root"
     add("--hosts", type=positive, default=0, metavar="N", help=hosts)
     _add_sizes(parser)
@@ -82,6 +86,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_picture(parser, "draw time and busbw over size (also -o FILE)", short=())
     limit = "limit per size (120)"
     add("--timeout", type=seconds, default=120.0, metavar="SECONDS", help=limit)
+
+
+class _Joined(list[str]):
+    """Choices of which a value has one, or several with commas."""
+
+    def __contains__(self, text: object) -> bool:
+        return all(list.__contains__(self, part) for part in str(text).split(","))
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +141,7 @@ class _RedopOrFile(argparse.Action):
 def _add_loop(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("measuring").add_argument
     calls = "calls per round; 0 (the default): a number that takes about 5 ms"
-    add("-n", "--iters", type=non_negative, default=0, metavar="ITERS", help=calls)
+    add("--iters", type=non_negative, default=0, metavar="ITERS", help=calls)
     calls = "calls before each round (1)"
     add("-w", "--warmup_iters", type=non_negative, default=1, metavar="WARMUP", help=calls)
     add("--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)")
@@ -147,25 +158,29 @@ def _add_nccl_tests(parser: argparse.ArgumentParser) -> None:
         (("-t", "--nthreads"), "threads"),
         (("-g", "--ngpus"), "GPUs of each thread"),
     ):
-        add(*names, type=positive, default=1, metavar="N", help=f"{meaning} {more}")
+        add(*names, type=positive, metavar="N", help=f"{meaning} {more}")
     start = "no effect: the ranks are processes, which start at the same time"
     add("-p", "--parallel_init", choices=("0", "1"), default="0", help=start)
     block = "no effect: a call on the CPU ends before the next begins"
     add("-z", "--blocking", choices=("0", "1"), default="0", help=block)
 
 
+def _has_ranks(options: argparse.Namespace) -> bool:
+    """Whether a flag besides -n sets the ranks, so that -n is that of nccl-tests."""
+    return bool(options.ranks or options.nthreads or options.ngpus)
+
+
 def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
     """Return what the flags of nccl-tests mean here, if that is not what they mean there."""
     found = [note] if (note := plan.sizes.note()) else []
-    if options.iters and not options.ranks and options.nthreads * options.ngpus == 1:
+    if options.number:
+        ranks = f"{options.number} ranks; --iters sets the calls per round"
+        calls = "calls per round, as in nccl-tests: another flag sets the ranks"
+        found.append(f"-n {options.number}: {calls if _has_ranks(options) else ranks}")
+    if (options.nthreads or 1) * (options.ngpus or 1) > 1:
         found.append(
-            f"-n {options.iters}: calls per round, as in nccl-tests, on {plan.nprocs} ranks; "
-            f"--ranks sets the ranks"
-        )
-    if options.nthreads * options.ngpus > 1:
-        found.append(
-            f"-t {options.nthreads} -g {options.ngpus}: {plan.nprocs} ranks, each a process of its "
-            "own; unisono has no ranks that are threads of one process"
+            f"-t {options.nthreads or 1} -g {options.ngpus or 1}: {plan.nprocs} ranks, each a "
+            "process of its own; unisono has no ranks that are threads of one process"
         )
     if options.parallel_init == "1":
         found.append("-p 1: no effect; the ranks are processes, which start at the same time")
@@ -178,7 +193,7 @@ def _notes(options: argparse.Namespace, plan: BenchPlan) -> list[str]:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if "store" in options.ops:
+    if "store" in ",".join(options.ops).split(","):
         raise InvalidArgumentError(
             "bench store is not part of the package: run benchmarks/store.py of the repository"
         )
@@ -225,15 +240,21 @@ def _as_text(result: dict[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> BenchPlan:
-    ops = tuple(OPS) if "all" in options.ops else tuple(dict.fromkeys(options.ops))
-    share = options.nthreads * options.ngpus
-    per_host = (options.ranks or (2 if share == 1 else 1)) * share
+    names = ",".join(options.ops).split(",")
+    ops = tuple(OPS) if "all" in names else tuple(dict.fromkeys(names))
+    share = (options.nthreads or 1) * (options.ngpus or 1)
+    iters, ranks = options.iters, options.ranks
+    if options.number and not _has_ranks(options):
+        ranks = options.number
+    elif options.number:
+        iters = options.number
+    per_host = (ranks or (2 if share == 1 else 1)) * share
     nprocs = per_host * (options.hosts or 1)
     dtypes = _ALIASES.get(options.datatype, options.datatype)
     if dtypes == ALL:
         has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
         dtypes = ",".join(name for name in DTYPES if has_bfloat16 or name != "bfloat16")
-    if options.ops == ["all"] and nprocs == 1:
+    if names == ["all"] and nprocs == 1:
         ops = tuple(op for op in ops if op != "sendrecv")
     algorithms = list(dict.fromkeys((options.algorithm or "").split(",")))
     if options.algorithm:
@@ -248,7 +269,7 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
         hosts=options.hosts,
         sizes=SizeRange(options.minbytes, options.maxbytes, options.stepfactor, options.stepbytes),
         loop=LoopPlan(
-            iters=options.iters,
+            iters=iters,
             warmup=options.warmup_iters,
             rounds=options.rounds,
             check=options.check == "1",
