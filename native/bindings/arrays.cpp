@@ -25,8 +25,7 @@ PyObject* keep_copy(const Strided& layout, PyObject* made, nb::object memory, nb
     return nullptr;
   }
   char* const packed = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(made));
-  into->copies.push_back(
-    {layout, packed, nb::borrow(owner), nb::steal(made), std::move(memory)});
+  into->copies.push_back({layout, packed, nb::borrow(owner), nb::steal(made), std::move(memory)});
   return made;
 }
 
