@@ -18,15 +18,14 @@ namespace {
 
 // Keep a new array as the copy that stands for an array or tensor; it is not filled yet. nullptr:
 // there was no memory.
-PyObject* keep_copy(const Strided& layout, PyObject* made, nb::object memory, nb::handle owner,
-                    Argument* into) {
-  if (made == nullptr) {
+PyObject* keep_copy(const Strided& layout, nb::object made, nb::handle owner, Argument* into) {
+  if (!made.is_valid()) {
     PyErr_Clear();
     return nullptr;
   }
-  char* const packed = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(made));
-  into->copies.push_back({layout, packed, nb::borrow(owner), nb::steal(made), std::move(memory)});
-  return made;
+  char* const packed = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
+  into->copies.push_back({layout, packed, nb::borrow(owner), std::move(made), {}});
+  return into->copies.back().made.ptr();
 }
 
 // Return a copy in C order that stands for an array. nullptr: Python must handle it.
@@ -40,9 +39,9 @@ PyObject* copy_of(PyArrayObject* array, bool writes, Argument* into) {
   if (writes && layout.overlaps_itself()) return nullptr;
   PyArray_Descr* const dtype = PyArray_DESCR(array);
   Py_INCREF(dtype);  // taken by the next line
-  PyObject* const made = PyArray_NewFromDescr(&PyArray_Type, dtype, PyArray_NDIM(array),
-                                              PyArray_DIMS(array), nullptr, nullptr, 0, nullptr);
-  return keep_copy(layout, made, {}, reinterpret_cast<PyObject*>(array), into);
+  nb::object made = nb::steal(PyArray_NewFromDescr(
+    &PyArray_Type, dtype, PyArray_NDIM(array), PyArray_DIMS(array), nullptr, nullptr, 0, nullptr));
+  return keep_copy(layout, std::move(made), reinterpret_cast<PyObject*>(array), into);
 }
 
 // Return an array over elements of a tensor, which keeps the tensor's memory.
@@ -75,9 +74,11 @@ PyObject* copy_of(const Elements& elements, nb::handle tensor, bool writes, Argu
   // Only the size of an element counts here.
   const int other = elements.itemsize == 1 ? NPY_UINT8 : NPY_UINT16;
   const int type = elements.numpy_type < 0 ? other : elements.numpy_type;
-  PyObject* const made = PyArray_New(&PyArray_Type, elements.dimensions, elements.shape, type,
-                                     nullptr, nullptr, 0, 0, nullptr);
-  return keep_copy(layout, made, storage_of(tensor.ptr()), tensor, into);
+  nb::object made = nb::steal(PyArray_New(&PyArray_Type, elements.dimensions, elements.shape, type,
+                                          nullptr, nullptr, 0, 0, nullptr));
+  PyObject* const kept = keep_copy(layout, std::move(made), tensor, into);
+  if (kept != nullptr) into->copies.back().memory = storage_of(tensor.ptr());
+  return kept;
 }
 
 PyObject* packed(PyObject* object, bool writes, Argument* into) {
