@@ -50,6 +50,10 @@ PyObject* usable(PyObject* object, bool writes, Argument* into) {
   return is_plain(object, writes) ? object : packed(object, writes, into);
 }
 
+PyObject* usable(const Elements& elements, PyObject* tensor, bool writes, Argument* into) {
+  return elements.strides == nullptr ? tensor : copy_of(elements, tensor, writes, into);
+}
+
 // Add dtype and shape to the key. False: many dtypes share the number of its dtype, for example the
 // texts of all lengths.
 bool add_kind(PyArrayObject* array, Key* key) {
@@ -76,10 +80,11 @@ bool take_tensor(PyObject* object, bool writes, Arguments* into) {
   Elements elements;
   if (!read_tensor(object, &elements)) return false;
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
-  argument.array = object;
-  argument.data = elements.data;
+  if (!add_kind(elements, &into->key)) return false;
   argument.nbytes = elements.nbytes;
-  return add_kind(elements, &into->key);
+  argument.array = usable(elements, object, writes, &argument);
+  argument.data = argument.copies.empty() ? elements.data : argument.copies.back().packed;
+  return argument.array != nullptr;
 }
 
 // Take a list of tensors of one dtype and shape.
@@ -98,9 +103,11 @@ bool take_tensors(PyObject* list, bool writes, Arguments* into) {
     }
     if (i == 0) first = kind;
     if (i == 0 ? !add_kind(elements, &into->key) : !(kind == first)) return false;
-    argument.parts.push_back(elements.data);
     argument.nbytes += elements.nbytes;
-    argument.listed.push_back(std::move(item));
+    PyObject* const used = usable(elements, item.ptr(), writes, &argument);
+    if (used == nullptr) return false;
+    argument.parts.push_back(used == item.ptr() ? elements.data : argument.copies.back().packed);
+    argument.listed.push_back(nb::borrow(used));
   }
   return static_cast<Py_ssize_t>(argument.listed.size()) == count;
 }

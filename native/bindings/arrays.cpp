@@ -5,6 +5,7 @@
 #include <numpy/arrayobject.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "bindings/tensors.hpp"
@@ -15,7 +16,19 @@ namespace unisono {
 
 namespace {
 
-// Return a copy in C order that stands for an array; it is not filled yet. nullptr: Python must.
+// Keep a new array as the copy that stands for an array or tensor; it is not filled yet. nullptr:
+// there was no memory.
+PyObject* keep_copy(const Strided& layout, nb::object made, nb::handle owner, Argument* into) {
+  if (!made.is_valid()) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  char* const packed = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
+  into->copies.push_back({layout, packed, nb::borrow(owner), std::move(made), {}});
+  return into->copies.back().made.ptr();
+}
+
+// Return a copy in C order that stands for an array. nullptr: Python must handle it.
 PyObject* copy_of(PyArrayObject* array, bool writes, Argument* into) {
   // Objects are counted, and a copy of their addresses is not.
   if (PyDataType_REFCHK(PyArray_DESCR(array))) return nullptr;
@@ -26,15 +39,9 @@ PyObject* copy_of(PyArrayObject* array, bool writes, Argument* into) {
   if (writes && layout.overlaps_itself()) return nullptr;
   PyArray_Descr* const dtype = PyArray_DESCR(array);
   Py_INCREF(dtype);  // taken by the next line
-  const nb::object made = nb::steal(PyArray_NewFromDescr(
+  nb::object made = nb::steal(PyArray_NewFromDescr(
     &PyArray_Type, dtype, PyArray_NDIM(array), PyArray_DIMS(array), nullptr, nullptr, 0, nullptr));
-  if (!made.is_valid()) {
-    PyErr_Clear();  // no memory
-    return nullptr;
-  }
-  char* const packed = PyArray_BYTES(reinterpret_cast<PyArrayObject*>(made.ptr()));
-  into->copies.push_back({layout, packed, nb::borrow(reinterpret_cast<PyObject*>(array)), made});
-  return made.ptr();
+  return keep_copy(layout, std::move(made), reinterpret_cast<PyObject*>(array), into);
 }
 
 // Return an array over elements of a tensor, which keeps the tensor's memory.
@@ -50,6 +57,29 @@ nb::object array_over(const Elements& elements, nb::handle tensor) {
 }
 
 }  // namespace
+
+PyObject* copy_of(const Elements& elements, nb::handle tensor, bool writes, Argument* into) {
+  import_numpy();
+  Strided layout(elements.data, elements.itemsize);
+  int64_t inner = 1;
+  std::vector<int64_t> strides(static_cast<size_t>(elements.dimensions));
+  for (int i = elements.dimensions; i-- > 0; inner *= elements.shape[i]) {
+    strides[static_cast<size_t>(i)] = elements.strides == nullptr ? inner : elements.strides[i];
+  }
+  for (int i = 0; i < elements.dimensions; ++i) {
+    const int64_t stride = strides[static_cast<size_t>(i)] * elements.itemsize;
+    if (!layout.add(elements.shape[i], stride)) return nullptr;
+  }
+  if (writes && layout.overlaps_itself()) return nullptr;
+  // Only the size of an element counts here.
+  const int other = elements.itemsize == 1 ? NPY_UINT8 : NPY_UINT16;
+  const int type = elements.numpy_type < 0 ? other : elements.numpy_type;
+  nb::object made = nb::steal(PyArray_New(&PyArray_Type, elements.dimensions, elements.shape, type,
+                                          nullptr, nullptr, 0, 0, nullptr));
+  PyObject* const kept = keep_copy(layout, std::move(made), tensor, into);
+  if (kept != nullptr) into->copies.back().memory = storage_of(tensor.ptr());
+  return kept;
+}
 
 PyObject* packed(PyObject* object, bool writes, Argument* into) {
   if (object == nullptr || !PyArray_CheckExact(object)) return nullptr;
@@ -91,8 +121,11 @@ bool overlap(const Argument& input, const Argument& output) {
 bool Argument::make_private() {
   if (!copies.empty()) return copies.size() == std::max<size_t>(listed.size(), 1);
   const auto replace = [this](PyObject* object) -> PyObject* {
-    const bool is_array = PyArray_Check(object);
-    return is_array ? copy_of(reinterpret_cast<PyArrayObject*>(object), false, this) : nullptr;
+    if (PyArray_Check(object)) {
+      return copy_of(reinterpret_cast<PyArrayObject*>(object), false, this);
+    }
+    Elements elements;
+    return read_tensor(object, &elements) ? copy_of(elements, object, false, this) : nullptr;
   };
   if (array != nullptr) {
     array = replace(array);
@@ -141,7 +174,7 @@ nb::object array_of(nb::handle tensor) {
   import_numpy();
   Elements elements;
   if (!is_tensor(tensor.ptr()) || !read_tensor(tensor.ptr(), &elements) ||
-      elements.numpy_type < 0) {
+      elements.numpy_type < 0 || elements.strides != nullptr) {
     return nb::none();
   }
   return array_over(elements, tensor);
@@ -171,7 +204,7 @@ nb::object Argument::owner() const {
 nb::object Argument::memory() const {
   const auto of = [](const nb::handle& object, char* bytes, int64_t nbytes) {
     if (PyArray_CheckExact(object.ptr())) return nb::borrow(object);
-    return array_over({bytes, nbytes, 0, NPY_UINT8, 1, &nbytes}, object);
+    return array_over({bytes, nbytes, 1, 0, NPY_UINT8, 1, &nbytes}, object);
   };
   if (listed.empty()) return array == nullptr ? nb::none() : of(array, data, nbytes);
   nb::list arrays;

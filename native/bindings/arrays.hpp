@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bindings/tensors.hpp"
 #include "core/strided.hpp"
 #include "kernels/kernels.hpp"
 
@@ -16,7 +17,8 @@ namespace unisono {
 struct Copy {
   Strided layout;  // of `array`
   char* packed;
-  nanobind::object array, made;  // NumPy's arrays: the caller's, and the copy
+  nanobind::object array, made;  // the caller's array or tensor; NumPy's array that is the copy
+  nanobind::object memory;       // of a tensor, which may get other memory
 };
 
 // The factor of PREMUL_SUM.
@@ -65,6 +67,9 @@ struct Arrays {
 // Return a copy in C order that stands for an array that is not plain; it is not filled yet. nullptr:
 // Python must handle the array.
 PyObject* packed(PyObject* object, bool writes, Argument* into);
+
+// Return the same for a tensor with these elements.
+PyObject* copy_of(const Elements& elements, nanobind::handle tensor, bool writes, Argument* into);
 
 // Whether memory that is written belongs to another array as well.
 bool overlap(const Argument& input, const Argument& output);

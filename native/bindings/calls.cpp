@@ -86,18 +86,20 @@ int Calls::visit(visitproc visit, void* arg) const {
         &recorder_ref_}) {
     Py_VISIT(each->ptr());
   }
-  for (const auto& what : table_) {
-    if (what == nullptr) continue;
-    Py_VISIT(what->op.ptr());
-    Py_VISIT(what->call.ptr());
-    Py_VISIT(what->native.ptr());
+  for (const auto& places : table_) {
+    for (const auto& what : places) {
+      if (what == nullptr) continue;
+      Py_VISIT(what->op.ptr());
+      Py_VISIT(what->call.ptr());
+      Py_VISIT(what->native.ptr());
+    }
   }
   return 0;
 }
 
 void Calls::clear() {
   close();
-  for (auto& what : table_) what.reset();
+  for (auto& places : table_) places = {};
   last_seq_ = 0;
   last_call_.reset();
   runner_.reset();
@@ -151,10 +153,12 @@ nb::object Calls::run_message(const Message& message, const Argument& packed,
 }
 
 const CachedCall* Calls::find(const Key& key) const {
-  const auto& place = table_[key.hash() % table_.size()];
-  if (place == nullptr || !(place->key == key) || !accepts()) return nullptr;
-  const Prepared* const prepared = place->prepared;
-  return prepared != nullptr && prepared->is_aborted() ? nullptr : place.get();
+  for (const auto& place : table_[key.hash() % table_.size()]) {
+    if (place == nullptr || !(place->key == key)) continue;
+    const Prepared* const prepared = place->prepared;
+    return !accepts() || (prepared != nullptr && prepared->is_aborted()) ? nullptr : place.get();
+  }
+  return nullptr;
 }
 
 void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle found) {
@@ -170,7 +174,9 @@ void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle
     what->prepared = nb::cast<const Prepared*>(what->native);
     runner_ = what->prepared->runner();
   }
-  table_[key.hash() % table_.size()] = std::move(what);
+  auto& [last, before] = table_[key.hash() % table_.size()];
+  if (last != nullptr && !(last->key == key)) std::swap(last, before);
+  last.swap(what);
 }
 
 const CachedCall* Calls::find_resized(const Key& key, const CachedCall& like, nb::handle array) {

@@ -188,7 +188,8 @@ class Calls {
   uint64_t last_seq_ = 0;
   nanobind::object last_call_;
   std::vector<char> scratch_;  // of the call that has the turn
-  std::array<std::unique_ptr<CachedCall>, 256> table_;
+  // Two places for each hash, because two calls of a loop must not displace each other.
+  std::array<std::array<std::unique_ptr<CachedCall>, 2>, 128> table_;
 };
 
 }  // namespace unisono

@@ -143,18 +143,17 @@ bool read_tensor(PyObject* tensor, Elements* into) {
   const int64_t itemsize = read.bits / 8;
   // A view of freed memory has its offset as address.
   const bool freed = reinterpret_cast<uintptr_t>(read.data) < kLowestAddress;
-  if (read.device_type != kCPU || freed || read.lanes != 1 || !is_contiguous(read)) {
-    return false;
-  }
+  if (read.device_type != kCPU || freed || read.lanes != 1) return false;
   into->data = static_cast<char*>(read.data) + read.byte_offset;
   if (reinterpret_cast<uintptr_t>(into->data) % std::min<uintptr_t>(itemsize, 8) != 0) return false;
-  into->nbytes = itemsize;
+  into->nbytes = into->itemsize = itemsize;
   for (int i = 0; i < read.ndim; ++i) into->nbytes *= read.shape[i];
   const auto number = static_cast<int>(found - torch.dtypes.begin());
   into->numpy_type = kDTypes[static_cast<size_t>(number)].numpy_type;
   into->dtype = into->numpy_type < 0 ? -1 - number : into->numpy_type;
   into->dimensions = read.ndim;
   into->shape = read.shape;
+  into->strides = is_contiguous(read) ? nullptr : read.strides;
   return true;
 }
 

@@ -20,7 +20,8 @@ class PeerRings {
   bool is_attached(const Lock& /*lock*/) const { return outbox_ != nullptr; }
   bool is_unreachable(const Lock& /*lock*/) const { return is_unreachable_; }
   bool has_room_for(const Lock& /*lock*/, const Envelope& envelope) const {
-    return outbox_->ring.room() >= frame_bytes(envelope.nbytes);
+    const size_t needed = frame_bytes(envelope.nbytes);
+    return outbox_->ring.room(needed) >= needed;
   }
   // Write as much of a send as the ring has room for; return whether the frame is complete.
   bool write(const Lock& lock, Operation& op);

@@ -127,8 +127,9 @@ class Ring {
 
   // --- the sender's ---
   void choose_bytes(size_t bytes);
-  size_t room() {  // bytes that may be written
-    if (at_ - other_ > bytes_ - kStepBytes || other_ < abort_end_) {
+  // Return how many bytes may be written: exactly, if there is no room for the bytes `wanted`.
+  size_t room(size_t wanted = kStepBytes) {
+    if (at_ - other_ + wanted > bytes_ || other_ < abort_end_) {
       other_ = words->head.load(std::memory_order_acquire);  // pairs with release()
     }
     if (other_ < abort_end_) return 0;

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from unisono.core.c10d.collectives import *  # noqa: F403
+    from unisono.core.c10d.p2p import *  # noqa: F403
 
 __version__ = "0.1.0"
 

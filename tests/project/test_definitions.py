@@ -111,3 +111,25 @@ def test_a_function_leads_to_the_code_that_prepares_its_call(server):
         ends[name] = path.relative_to(SOURCE).as_posix()
     assert ends.pop("barrier") == "core/backends/cpu.py"
     assert set(ends.values()) == {"core/backends/collectives.py"}
+
+
+@pytest.mark.whole("a language server reads the tree")
+def test_a_message_leads_to_the_code_that_prepares_it(server):
+    calls = {
+        "send": "send",
+        "recv": "recv",
+        "isend": "send",
+        "irecv": "recv",
+        "recv_array": "recv_array",
+        "probe": "probe",
+    }
+    text = "import unisono as dist\n" + "".join(f"dist.{name}\n" for name in calls)
+    script = ROOT / "tests/project/not_there.py"
+    for name, method in calls.items():
+        at = text.index(f"dist.{name}\n") + 5
+        path, number = server.definitions(script, text, at)[0]
+        assert path == SOURCE / "core/c10d/p2p.py"
+        path, number = step(server, path, number, rf"pg\.({method})\(")
+        assert path == SOURCE / "core/operations/methods.py"
+        path, number = step(server, path, number, rf"\._on\(\w*\)\.({method})\(")
+        assert path == SOURCE / "core/backends/p2p.py", name

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 from torch import Tensor
 
-from unisono.adapters.torch.arguments import read_call, reduce_op
+from unisono.adapters.torch import arguments
 from unisono.adapters.torch.callbacks import CallbackThreads
 from unisono.adapters.torch.dynamo import keep_out
 from unisono.adapters.torch.errors import for_torch
@@ -40,114 +39,54 @@ __all__ = ["TorchOperations"]
 Method = Callable[..., Any]
 
 _profiled = torch._C._autograd._profiler_enabled
-_OPTIONS = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
 
 
-class _NotShort(Exception):
-    """The call must go the general way."""
-
-
-def _operation(short: Method | None = None) -> Callable[[Method], Method]:
+def _operation(
+    read: Method | None = None, function: Method | None = None
+) -> Callable[[Method], Method]:
     """Make a method with the behaviour that all operations have in common.
 
     Tensors of another device go to that device's backend. torch's profiler shows the name of the
     call. Errors are translated to torch's classes.
 
     Args:
-        short: The short way. It returns NotImplemented, or raises `_NotShort`, if it has not made
-            the call.
+        read: Returns the arguments of `function`, given the group and the arguments of the method.
+            An error means that the call must go the general way, which finds what is wrong, and
+            reports it to the other ranks. None: there is no short way.
+        function: unisono's function that the short way calls.
     """
+    learned = None if read is None or function is None else _learned(function)
+    takes_options = function not in (p2p.isend, p2p.irecv)
 
     def made(general: Method) -> Method:
         name = general.__name__
 
+        # One frame for the short way: each takes as long as a tenth of the call in C++.
         @functools.wraps(general)
         def method(self: TorchOperations, *args: Any, **kwargs: Any) -> Any:
             keep_out()
             try:
                 # The first call goes the general way, which checks the names of the backends.
-                if short is not None and self._has_devices is not None and not _profiled():
+                if learned and read and self._has_devices is not None and not _profiled():
                     try:
-                        if (result := short(self, args, kwargs)) is not NotImplemented:
-                            return result
-                    except _NotShort:
+                        opts = args[-1] if args else kwargs["opts"]
+                        if takes_options and opts.timeout != GROUP_DEFAULT:
+                            raise ValueError
+                        given = read(self.unisono, *args, **kwargs)
+                    except (AttributeError, LookupError, TypeError, ValueError):
                         pass
-                data = (*args, *kwargs.values())
-                fake = are_fake(data)
-                if self.has_devices() and (device := device_of(data)) != "cpu" and not fake:
-                    return getattr(self.on_device(device), name)(*args, **kwargs)
-                if fake:
-                    return done(data[0])
-                if _profiled():
-                    with torch.profiler.record_function(f"unisono:{name}"):
-                        return general(self, *args, **kwargs)
-                return general(self, *args, **kwargs)
+                    else:
+                        if (work := learned(*given)) is None:
+                            return None
+                        if work is not NotImplemented:
+                            return torch_work(work, _outputs_of(args), self)
+                return self._make(name, general, args, kwargs)
             except UnisonoError as error:
                 raise for_torch(error) from error.__cause__
 
         return method
 
     return made
-
-
-def device_of(args: Sequence[Any]) -> str:
-    """Return the device type of the first tensor in nested lists of arguments."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            return str(arg.device.type)
-        if isinstance(arg, list) and arg:
-            return device_of(arg)
-    return "cpu"
-
-
-def _collective(name: str, function: Method, read: Method | None = None) -> Method:
-    """Return a method that makes a collective call.
-
-    Args:
-        name: Of the method.
-        function: unisono's function or method.
-        read: Returns the arguments of `function` before `group`, given the group and the arguments
-            of the method, with c10d's option struct. None: there is no short way.
-    """
-    schema = OPS[function.__name__]
-
-    def general(self: TorchOperations, *args: Any, **kwargs: Any) -> Any:
-        return self._issue(schema, args, kwargs)
-
-    general.__name__ = name
-    general.__doc__ = f"unisono's `{schema.name}`."
-    return _operation(None if read is None else _short(function, read))(general)
-
-
-def _short(function: Method, read: Method) -> Method:
-    """Return the short way of a collective; see `_collective`."""
-    learned = _learned(function)
-
-    def short(self: TorchOperations, args: Any, kwargs: Any) -> Any:
-        if kwargs:
-            args = (*args, kwargs.get("opts"))
-        opts: Any = args[-1] if args and len(kwargs) < 2 else None
-        if type(opts) not in _OPTIONS or opts.timeout != GROUP_DEFAULT:
-            return NotImplemented
-        group = self.unisono
-        try:
-            given = read(group, *args)
-        except (AttributeError, TypeError):
-            # The general way finds what is wrong, and reports it to the other ranks.
-            return NotImplemented
-        if not opts.asyncOp:
-            return learned(*given, group)
-        work = learned(*given, group, async_op=True)
-        if work is NotImplemented:
-            return work
-        outputs = args[0]
-        if type(outputs) is not list:
-            outputs = [outputs]
-        elif outputs and type(outputs[0]) is list:
-            outputs = outputs[0]
-        return torch_work(work, outputs, self)
-
-    return short
 
 
 def _learned(function: Method) -> Method:
@@ -162,55 +101,40 @@ def _learned(function: Method) -> Method:
     return learned
 
 
-def _one(values: Any) -> Any:
-    if len(values) != 1:
-        raise _NotShort
-    return values[0]
+def device_of(args: Sequence[Any]) -> str:
+    """Return the device type of the first tensor in nested lists of arguments."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return str(arg.device.type)
+        if isinstance(arg, list) and arg:
+            return device_of(arg)
+    return "cpu"
 
 
-def _on_root(values: Any) -> Any:
-    return _one(values) if values else None
+def _collective(name: str, function: Method, read: Method | None = None) -> Method:
+    """Return a method that makes a collective call; see `_operation`.
+
+    Args:
+        name: Of the method.
+        function: unisono's function or method.
+        read: Gets c10d's option struct as last argument.
+    """
+    schema = OPS[function.__name__]
+
+    def general(self: TorchOperations, *args: Any, **kwargs: Any) -> Any:
+        return self._issue(schema, args, kwargs)
+
+    general.__name__ = name
+    general.__doc__ = f"unisono's `{schema.name}`."
+    return _operation(read, function)(general)
 
 
-def _sizes(sizes: Any) -> Any:
-    # In c10d an empty list means equal parts; the check of the operation knows it, too.
-    return None if type(sizes) is list and not sizes else sizes
-
-
-def _op(opts: Any) -> Any:
-    return reduce_op(opts.reduceOp)
-
-
-def _root(group: ProcessGroup, opts: Any) -> int:
-    if getattr(opts, "rootTensor", 0):
-        raise _NotShort
-    return _rank(group, opts.rootRank)
-
-
-def _rank(group: ProcessGroup, rank: int) -> int:
-    """Return the global rank of a rank in the group."""
-    if not 0 <= rank < len(group.ranks):
-        raise _NotShort
-    return group.ranks[rank]
-
-
-def _message(function: Method) -> Method:
-    """Return the short way of a message; a receive without a rank is from any."""
-    learned = _learned(function)
-
-    def short(self: TorchOperations, args: Any, kwargs: Any) -> Any:
-        if kwargs:
-            return NotImplemented
-        group = self.unisono
-        tensors, *ranks, tag = args
-        peer = _rank(group, ranks[0]) if ranks else None
-        work = learned(_one(tensors), peer, group, tag)
-        return work if work is NotImplemented else torch_work(work, tensors, self)
-
-    return short
-
-
-_send, _recv = _message(p2p.isend), _message(p2p.irecv)
+def _outputs_of(args: Any) -> list[Any]:
+    """Return the tensors that hold the result of a call."""
+    first = args[0] if args else []
+    if type(first) is not list:
+        return [first] if isinstance(first, Tensor) else []
+    return first[0] if first and type(first[0]) is list else first
 
 
 class TorchOperations:
@@ -228,23 +152,13 @@ class TorchOperations:
         """Return the process group for tensors of another device."""
         raise NotImplementedError
 
-    broadcast = _collective(
-        "broadcast", collectives.broadcast, lambda group, x, opts: (_one(x), _root(group, opts))
-    )
-    allreduce = _collective(
-        "allreduce", collectives.all_reduce, lambda group, x, opts: (_one(x), _op(opts))
-    )
+    broadcast = _collective("broadcast", collectives.broadcast, arguments.broadcast)
+    allreduce = _collective("allreduce", collectives.all_reduce, arguments.all_reduce)
     allreduce_coalesced = _collective("allreduce_coalesced", collectives.all_reduce_coalesced)
-    reduce = _collective(
-        "reduce",
-        collectives.reduce,
-        lambda group, x, opts: (_one(x), _root(group, opts), _op(opts)),
-    )
-    allgather = _collective(
-        "allgather", collectives.all_gather, lambda group, outs, x, opts: (_one(outs), _one(x))
-    )
+    reduce = _collective("reduce", collectives.reduce, arguments.reduce)
+    allgather = _collective("allgather", collectives.all_gather, arguments.all_gather)
     _allgather_base, all_gather_single = (
-        _collective(name, collectives.all_gather_into_tensor, lambda group, out, x, opts: (out, x))
+        _collective(name, collectives.all_gather_into_tensor, arguments.arrays)
         for name in ("_allgather_base", "all_gather_single")
     )
     allgather_coalesced = _collective("allgather_coalesced", collectives.all_gather_coalesced)
@@ -252,63 +166,43 @@ class TorchOperations:
         _collective(name, ProcessGroup.all_gather_into_tensor_coalesced)
         for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced")
     )
-    gather = _collective(
-        "gather",
-        collectives.gather,
-        lambda group, outs, x, opts: (_one(x), _on_root(outs), _root(group, opts)),
-    )
-    scatter = _collective(
-        "scatter",
-        collectives.scatter,
-        lambda group, out, x, opts: (_one(out), _on_root(x), _root(group, opts)),
-    )
+    gather = _collective("gather", collectives.gather, arguments.gather)
+    scatter = _collective("scatter", collectives.scatter, arguments.scatter)
     reduce_scatter = _collective(
-        "reduce_scatter",
-        collectives.reduce_scatter,
-        lambda group, out, x, opts: (_one(out), _one(x), _op(opts)),
+        "reduce_scatter", collectives.reduce_scatter, arguments.reduce_scatter
     )
     _reduce_scatter_base, reduce_scatter_single = (
-        _collective(
-            name,
-            collectives.reduce_scatter_tensor,
-            lambda group, out, x, opts: (out, x, _op(opts)),
-        )
+        _collective(name, collectives.reduce_scatter_tensor, arguments.reduced_arrays)
         for name in ("_reduce_scatter_base", "reduce_scatter_single")
     )
     reduce_scatter_tensor_coalesced, reduce_scatter_single_coalesced = (
         _collective(name, ProcessGroup.reduce_scatter_tensor_coalesced)
         for name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
     )
-    alltoall = _collective(
-        "alltoall", collectives.all_to_all, lambda group, outs, x, opts: (outs, x)
-    )
+    alltoall = _collective("alltoall", collectives.all_to_all, arguments.arrays)
     alltoall_base, all_to_all_single = (
-        _collective(
-            name,
-            collectives.all_to_all_single,
-            lambda group, out, x, to, of, opts: (out, x, _sizes(to), _sizes(of)),
-        )
+        _collective(name, collectives.all_to_all_single, arguments.split_arrays)
         for name in ("alltoall_base", "all_to_all_single")
     )
-    barrier = _collective("barrier", collectives.barrier, lambda group, opts: ())
+    barrier = _collective("barrier", collectives.barrier, arguments.no_arrays)
 
     @_operation()
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called it, or raise an error that names missing ranks."""
         monitored_barrier(self.unisono, timeout, wait_all_ranks)
 
-    @_operation(_send)
+    @_operation(arguments.message, p2p.isend)
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Send to a rank; the work is done when the tensor may be changed."""
         work = self.unisono.send(dense(_single(tensors)), dstRank, tag, async_op=True)
         return torch_work(work, tensors, self)
 
-    @_operation(_recv)
+    @_operation(arguments.message, p2p.irecv)
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
         """Receive from a rank."""
         return self._receive(tensors, srcRank, tag)
 
-    @_operation(_recv)
+    @_operation(arguments.from_any, p2p.irecv)
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """Receive from any rank."""
         return self._receive(tensors, None, tag)
@@ -317,11 +211,26 @@ class TorchOperations:
         work = self.unisono.recv(dense(_single(tensors)), source, tag, async_op=True)
         return torch_work(work, tensors, self)
 
+    def _make(
+        self, name: str, general: Method, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call the general way."""
+        data = (*args, *kwargs.values())
+        fake = are_fake(data)
+        if self.has_devices() and (device := device_of(data)) != "cpu" and not fake:
+            return getattr(self.on_device(device), name)(*args, **kwargs)
+        if fake:
+            return done(data[0])
+        if _profiled():
+            with torch.profiler.record_function(f"unisono:{name}"):
+                return general(self, *args, **kwargs)
+        return general(self, *args, **kwargs)
+
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; return its work, or None if it was synchronous."""
         group = self.unisono
         with refusing(group, schema, args):
-            call = read_call(schema, args, kwargs)
+            call = arguments.read_call(schema, args, kwargs)
             outputs = make_special(group, call)
             if outputs is None:
                 op = call.given.get("op")

@@ -539,7 +539,7 @@ class Operations(Hooked):
         if not self.backends:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
         try:
-            if not how.keys() <= SHARED:
+            if not how.keys() <= SHARED | schema.keywords:
                 called = how.get("_label") or op.removesuffix("_any_source")
                 check_keywords(op, called, how, of_method=True)
             is_async, ordered = how.get("async_op", False), how.get("deterministic", False)

@@ -32,6 +32,7 @@ class OpSchema(NamedTuple):
         repeat: The kinds of the method's parameters for C++, a letter of each; see `KINDS`.
         coalesced: Operation that replaces several calls of this operation in a coalescing block;
             "" if there is none.
+        keywords: Names of the method's parameters.
     """
 
     name: str
@@ -42,6 +43,7 @@ class OpSchema(NamedTuple):
     check: Callable[..., Any] = lambda group, *arguments: (None, arguments)
     repeat: str | None = None
     coalesced: str = ""
+    keywords: frozenset[str] = frozenset()
 
     @property
     def data_names(self) -> list[str]:
@@ -73,7 +75,9 @@ def row_of(check: Callable[..., Any], c10d_op: str, *, in_lists: bool) -> OpSche
     data = sorted([name for name in names if name not in FIELDS], key=lambda n: n != "outputs")
     shown = [f"[{name}]" if in_lists and name in arrays else name for name in data]
     repeat = "".join(kinds.values())
-    return OpSchema(op, c10d_op, (), " ".join(shown), " ".join(settings), check, repeat)
+    data_and_settings = " ".join(shown), " ".join(settings)
+    keywords = frozenset(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+    return OpSchema(op, c10d_op, (), *data_and_settings, check, repeat, keywords=keywords)
 
 
 OPS: dict[str, OpSchema] = {}

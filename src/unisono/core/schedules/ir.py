@@ -39,6 +39,7 @@ them, and return a row per element. The rows of 24,576 ranks thus cost one NumPy
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -129,7 +130,7 @@ class Schedule:
         """
         return max(self.rounds, 1)
 
-    @property
+    @functools.cached_property
     def block_chunks(self) -> int:
         """Chunks per block, m. A vector collective's OUTPUT is one block."""
         if self.collective in ("reduce_scatter", "scatter"):
@@ -138,7 +139,7 @@ class Schedule:
             return self.output_chunks // self.world_size
         return self.input_chunks or self.output_chunks
 
-    @property
+    @functools.cached_property
     def work_chunks(self) -> int:
         """Chunks N of the whole data: the vector's, or those of all p blocks."""
         return max(self.input_chunks, self.output_chunks)

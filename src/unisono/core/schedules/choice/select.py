@@ -117,7 +117,7 @@ def _permitted(
     collective: str, names: tuple[str, ...], topology: Topology, override: str
 ) -> list[str]:
     """Return the algorithms that the override permits, at least one."""
-    parsed = parse_override(override)
+    parsed = parse_override(override) if override else {}
     if collective in parsed:
         permitted = parsed[collective].among(names)
         if not permitted:
