@@ -60,7 +60,7 @@ class Wire {
   // The head of the next frame; nullptr: it is not there yet.
   const FrameHead* next_head();
   void take_head() { at_ += sizeof(FrameHead); }
-  bool has_buffered() const { return end_ != at_; }
+  bool has_buffered() const { return end_ != at_ || (tls_ != nullptr && tls_->has_unread()); }
   // Whether data can be taken without a system call.
   bool has_unread() const {
     return !is_blocked && (end_ - at_ >= (in.left() != 0 ? 1 : sizeof(FrameHead)) ||

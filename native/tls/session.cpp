@@ -226,11 +226,19 @@ bool TlsSession::shake(int flags) {
 
 ssize_t TlsSession::read(const iovec* parts, int count, int flags) {
   if (!shake(flags)) return -1;
+  flags_ = flags;
+  // Most looks at a wire find nothing, and OpenSSL takes as long to say so as the system.
+  if (why_.empty() && taken_ == got_ && call_.SSL_has_pending(session_) == 0) {
+    fetch(nullptr, 0);
+    if (would_block(errno_)) {
+      errno = errno_;
+      return -1;
+    }
+  }
   call_.ERR_clear_error();  // of other users of OpenSSL in this thread
   ssize_t got = 0;
   for (const iovec* part = parts; part != parts + count; ++part) {
     for (std::size_t at = 0; at != part->iov_len;) {
-      flags_ = got == 0 ? flags : flags | MSG_DONTWAIT;
       const std::size_t most = std::min<std::size_t>(part->iov_len - at, 1u << 30);
       const int result =
         call_.SSL_read(session_, static_cast<char*>(part->iov_base) + at, static_cast<int>(most));
@@ -241,6 +249,7 @@ ssize_t TlsSession::read(const iovec* parts, int count, int flags) {
       }
       at += static_cast<std::size_t>(result);
       got += result;
+      flags_ |= MSG_DONTWAIT;
       if (was_short_ && taken_ == got_ && call_.SSL_has_pending(session_) == 0) return got;
     }
   }
@@ -251,12 +260,15 @@ ssize_t TlsSession::write(const iovec* parts, int count, int flags) {
   if (!shake(flags) || !flush(flags)) return -1;
   call_.ERR_clear_error();
   ssize_t taken = 0;
-  // A head and the beginning of the payload after it are one record.
+  // A head and a short payload are one record. A long payload loses its odd bytes to the head's
+  // record, because what is joined is copied.
   std::size_t skip = 0;
   if (count > 1 && parts[0].iov_len != 0 && parts[0].iov_len < kRecordBytes / 4) {
     const char* head = static_cast<const char*>(parts[0].iov_base);
     const char* payload = static_cast<const char*>(parts[1].iov_base);
-    skip = std::min(parts[1].iov_len, kRecordBytes - parts[0].iov_len);
+    const std::size_t room = kRecordBytes - parts[0].iov_len;
+    skip = parts[1].iov_len;
+    if (skip > room) skip = std::min(skip % kRecordBytes, room);
     record_.assign(head, head + parts[0].iov_len);
     if (skip != 0) record_.insert(record_.end(), payload, payload + skip);
     if (!put(record_.data(), record_.size())) return -1;
@@ -292,28 +304,41 @@ bool TlsSession::put(const char* data, std::size_t nbytes) {
   return false;
 }
 
+// Receive into `into`, and what does not fit there into in_, which is empty. As recv() for `into`;
+// the error is errno_.
+int TlsSession::fetch(char* into, std::size_t nbytes) {
+  // The system reports the end of a connection, or why it broke, only once.
+  if (has_ended_ || lost_ != 0) {
+    errno_ = lost_;
+    return has_ended_ ? 0 : -1;
+  }
+  taken_ = got_ = 0;
+  iovec parts[2] = {{into, nbytes}, {in_.data(), in_.size()}};
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = 2;
+  const ssize_t count = recvmsg(fd_, &message, flags_);
+  errno_ = count < 0 ? errno : 0;
+  was_short_ = count < static_cast<ssize_t>(nbytes + in_.size());
+  has_ended_ = count == 0;
+  if (count < 0 && !would_block(errno_)) lost_ = errno_;
+  if (count <= 0) return static_cast<int>(count);
+  // The caller, who has a deadline, waits for the rest of the record.
+  flags_ |= MSG_DONTWAIT;
+  const std::size_t direct = std::min(static_cast<std::size_t>(count), nbytes);
+  got_ = static_cast<std::size_t>(count) - direct;
+  if (first_ < 0) first_ = static_cast<unsigned char>(direct != 0 ? *into : in_[0]);
+  return static_cast<int>(direct);
+}
+
 // Receive what OpenSSL asks for: the head of a record, or its rest. As recv(), the error is errno_.
 int TlsSession::receive(char* into, std::size_t nbytes) {
   const bool is_short = nbytes < kGreetingBytes;
   // A connection of small messages keeps the small buffer: a server may have thousands.
   if (is_ready_ && !is_short && in_.size() < kBufferBytes) in_.resize(kBufferBytes);
   if (taken_ == got_) {
-    taken_ = got_ = 0;
-    iovec parts[2] = {{into, is_short ? 0 : nbytes}, {in_.data(), in_.size()}};
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = 2;
-    const ssize_t count = recvmsg(fd_, &message, flags_);
-    errno_ = count < 0 ? errno : 0;
-    was_short_ = count < static_cast<ssize_t>(parts[0].iov_len + in_.size());
-    has_ended_ |= count == 0;
-    // The caller, who has a deadline, waits for the rest of the record.
-    if (count > 0) flags_ |= MSG_DONTWAIT;
-    const std::size_t got = count < 0 ? 0 : static_cast<std::size_t>(count);
-    const std::size_t direct = std::min(got, parts[0].iov_len);
-    got_ = got - direct;
-    if (count > 0 && first_ < 0) first_ = static_cast<unsigned char>(direct != 0 ? *into : in_[0]);
-    if (count <= 0 || direct != 0) return count < 0 ? -1 : static_cast<int>(direct);
+    const int direct = fetch(into, is_short ? 0 : nbytes);
+    if (direct != 0 || got_ == 0) return direct;
   }
   const std::size_t count = std::min(nbytes, got_ - taken_);
   std::copy_n(in_.begin() + static_cast<ptrdiff_t>(taken_), count, into);

@@ -76,6 +76,7 @@ class TlsSession {
   // Whether what came is no TLS, whose records have the types 20 to 23.
   bool is_plain() const { return first_ >= 0 && (first_ < 20 || first_ > 23); }
   bool shake(int flags);
+  int fetch(char* into, std::size_t nbytes);
   int receive(char* into, std::size_t nbytes);
   int hand_over(char* into, std::size_t nbytes);
   bool is_huge_hello(const char* data, std::size_t nbytes);
@@ -101,6 +102,7 @@ class TlsSession {
   std::size_t greeted_ = 0;
   int flags_ = 0;  // for recv()
   int errno_ = 0;
+  int lost_ = 0;  // the error that ended the connection
   int first_ = -1;
   bool is_ready_ = false;
   bool was_short_ = false;   // the last read of the socket has emptied it
