@@ -169,7 +169,7 @@ class Exchange(NamedTuple):
         return self.program if self.choose is None else self.choose(table)
 
 
-NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
+NO_STEPS = Program(np.empty((0, 8), np.int64), 0)
 """The program of a call that moves no data, or that a library runs (`Prepared.what`)."""
 
 
