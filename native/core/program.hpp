@@ -32,7 +32,7 @@ struct Step {
   int64_t slot;      // rank in whose slot the post lies
   int64_t slot_off;  // offset in that slot
   int64_t stage;     // the publication of the poster with which the post becomes readable
-  // Whether the next step continues the running sum: it reduces into the same elements.
+  // Whether the next step continues the accumulation: it reduces into the same elements.
   int64_t goes_on = 0;
 };
 

@@ -53,7 +53,7 @@ using ReduceFn = void (*)(void* into, const void* left, const void* right, std::
 // divide_fn() and scale_fn() apply their factors.
 ReduceFn reduce_fn(DType dtype, RedOp op);
 
-// The loops of a running sum of 16-bit floats, which is in float32 until its end. `left`, `right`
+// The loops of an accumulation of 16-bit floats, which is in float32 until its end. `left`, `right`
 // and `into` are 16-bit floats.
 struct WideSumFns {
   // sum[i] = left[i] + right[i] for i < count
@@ -64,7 +64,7 @@ struct WideSumFns {
   void (*end)(void* into, const float* sum, const void* right, std::size_t count) = nullptr;
 };
 
-// What a program needs of a dtype and an op. `wide` is empty, or running sums use it.
+// What a program needs of a dtype and an op. `wide` is empty, or accumulations use it.
 struct ReduceFns {
   ReduceFn step = nullptr;
   WideSumFns wide{};

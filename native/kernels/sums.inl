@@ -1,4 +1,4 @@
-// The loops of running sums of 16-bit floats. Part of kernels_isa.cpp.
+// The loops of accumulations of 16-bit floats. Part of kernels_isa.cpp.
 
 using Wide = Plain<float>;
 

@@ -7,13 +7,12 @@ namespace unisono {
 
 namespace {
 
-// Elements of a running sum that are added at a time. They and as many of each operand are in the L1
-// cache.
+// Elements of an accumulation that are added at a time: few enough for the L1 cache.
 constexpr int64_t kSumBlock = 1024;
 
 }  // namespace
 
-// Add the operands of a running sum block by block, so that the sum stays in the cache of this core.
+// Add the operands of an accumulation block by block, so that the sum stays in the L1 cache.
 Status Group::run_sum(const Step* first, const Step* last, int index) {
   for (const Step* step = first; step <= last; ++step) {
     if (!reads(*step)) continue;

@@ -86,7 +86,7 @@ class Steps final : public Runner {
   void begin_run(int64_t timeout_ns, Idler* idler);
   void end_run();
 
-  // steps_sum.cpp: running sums in float32
+  // steps_sum.cpp: accumulations in float32
   Status run_sum();
   Status add_operand(size_t at, size_t done, float* sum);
   bool is_in_sum(size_t at) const { return at != 0 && steps_[at - 1].goes_on != 0; }

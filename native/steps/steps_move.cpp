@@ -120,7 +120,7 @@ bool Steps::post_next() {
   return true;
 }
 
-// Go on to the piece to post after `nbytes` of step `next_`. The operands of a running sum take
+// Go on to the piece to post after `nbytes` of step `next_`. The operands of an accumulation take
 // turns: a piece of each of them, so that the sum stays in the cache.
 void Steps::pass_posted(size_t nbytes) {
   if (next_ >= turns_end_) {

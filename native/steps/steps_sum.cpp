@@ -1,4 +1,4 @@
-// Running sums of 16-bit floats in float32, with messages.
+// Accumulations of 16-bit floats in float32, with messages.
 #include <algorithm>
 #include <vector>
 
@@ -6,14 +6,14 @@
 
 namespace unisono {
 
-// The step after the last one of the running sum that step `at` begins.
+// The step after the last one of the accumulation that step `at` begins.
 size_t Steps::end_of_sum(size_t at) const {
   if (!reduce_.is_wide()) return at + 1;
   while (steps_[at].goes_on != 0) ++at;
   return at + 1;
 }
 
-// Whether the operands of a running sum are received piece by piece in turns. Not if a rank sends
+// Whether the operands of an accumulation are received piece by piece in turns. Not if a rank sends
 // two of them: all pieces of its first message come before those of the second.
 bool Steps::takes_turns(size_t first, size_t end) const {
   if (end == first + 1) return true;
@@ -25,7 +25,7 @@ bool Steps::takes_turns(size_t first, size_t end) const {
   return std::adjacent_find(peers.begin(), peers.end()) == peers.end();
 }
 
-// Run the steps of the running sum that begins at the current step, which becomes its last one.
+// Run the steps of the accumulation that begins at the current step, which becomes its last one.
 Status Steps::run_sum() {
   const size_t first = at_, end = end_of_sum(at_), whole = bytes(steps_[at_]);
   const bool in_turns = takes_turns(first, end);

@@ -142,8 +142,8 @@ void check_16_bits(DType dtype, double (*value)(uint16_t), double limit) {
   }
 }
 
-// A running sum is a sum of floats, rounded once, at any address and also into an operand.
-void check_running_sums(DType dtype, double (*value)(uint16_t), double limit) {
+// An accumulation is a sum of floats, rounded once, at any address and also into an operand.
+void check_accumulations(DType dtype, double (*value)(uint16_t), double limit) {
   const ReduceFns fns = reduce_fns(dtype, RedOp::sum);
   assert(fns.is_wide() && reduce_fns(dtype, RedOp::avg).is_wide());
   assert(!reduce_fns(dtype, RedOp::max).is_wide() && !reduce_fns(DType::f32, RedOp::sum).is_wide());
@@ -294,10 +294,10 @@ int main() {
     check_integer<uint64_t>(DType::u64);
     check_16_bits(DType::f16, half_value, 65520.0);
     check_round_trip(DType::f16, half_value);
-    check_running_sums(DType::f16, half_value, 65520.0);
+    check_accumulations(DType::f16, half_value, 65520.0);
     check_16_bits(DType::bf16, bfloat_value, std::ldexp(511.0, 119));
     check_round_trip(DType::bf16, bfloat_value);
-    check_running_sums(DType::bf16, bfloat_value, std::ldexp(511.0, 119));
+    check_accumulations(DType::bf16, bfloat_value, std::ldexp(511.0, 119));
     check_float<float>(DType::f32);
     check_float<double>(DType::f64);
     check_complex<float>(DType::c64);

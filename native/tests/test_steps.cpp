@@ -165,11 +165,11 @@ void test_timeout_and_abort() {
   });
 }
 
-// A running sum of bfloat16 over several pieces is rounded once. With `twice` a rank sends two of its
-// operands: all pieces of the first come before those of the second. One operand is local.
-void test_running_sums(int64_t count, bool twice) {
+// An accumulation of bfloat16 over several pieces is rounded once. With `twice` a rank sends two of
+// its operands: all pieces of the first come before those of the second. One operand is local.
+void test_accumulations(int64_t count, bool twice) {
   on_ranks(4, 2, [&](Steps& steps, Messages&, int rank) {
-    constexpr uint16_t kOne = 0x3F80, kSmall = 0x3B00;  // 1 and 2^-9: half of the last bit of 1 is 2^-8
+    constexpr uint16_t kOne = 0x3F80, kSmall = 0x3B00;  // 1 and 2^-9, a quarter of 1's last bit
     const auto size = static_cast<size_t>(count);
     std::vector<uint16_t> output(size, rank == 0 ? kOne : kSmall), input(size, kSmall);
     for (size_t i = 0; i < size; i += 7) output[i] = kOne;
@@ -281,8 +281,8 @@ int main() {
   test_uneven();
   test_timeout_and_abort();
   for (int64_t count : {1, 5000, 1'300'000}) {
-    test_running_sums(count, false);
-    test_running_sums(count, true);
+    test_accumulations(count, false);
+    test_accumulations(count, true);
   }
   test_empty_message();
   test_no_memory();

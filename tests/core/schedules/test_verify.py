@@ -156,7 +156,7 @@ def test_a_sum_that_one_rank_rounds_in_between_is_not_the_same():
 
     parts = {"output_chunks": 1, "scratch_chunks": 2}
     verify(Schedule("all_reduce", "wrong", 3, 1, partial(exchange, divides=False), **parts))
-    with pytest.raises(ScheduleError, match="OUTPUT.0. of rank 2 is reduced in another order"):
+    with pytest.raises(ScheduleError, match=r"OUTPUT.0. of rank 2 is reduced in another order"):
         verify(Schedule("all_reduce", "wrong", 3, 1, exchange, **parts))
 
 

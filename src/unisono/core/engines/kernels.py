@@ -1,7 +1,7 @@
 """Element-wise reductions of the reference engine, in NumPy.
 
 bfloat16 has no NumPy arithmetic: it is widened to float32, reduced, and rounded to nearest even,
-which is what hardware does. A running sum of bfloat16 or float16 is in float32 until its end.
+which is what hardware does. An accumulation of bfloat16 or float16 is in float32 until its end.
 Overflow follows the dtype silently, as in every MPI and in torch.
 """
 
@@ -47,8 +47,8 @@ def reduce_into(
             ufunc(into, other, out=into)
 
 
-class RunningSums:
-    """The reductions of a program, of which consecutive ones into one place are a running sum."""
+class Accumulations:
+    """The reductions of a program, of which consecutive ones into one place are an accumulation."""
 
     def __init__(self, dtype: DType, op: ReduceOp) -> None:
         self._dtype, self._op = dtype, op

@@ -30,7 +30,7 @@ from unisono.core.engines.errors import (
     mismatch_error,
     out_of_step,
 )
-from unisono.core.engines.kernels import RunningSums
+from unisono.core.engines.kernels import Accumulations
 from unisono.core.engines.queue import OrderedEngine
 from unisono.core.schedules import Buf, Op, Program
 from unisono.core.transports import Key, LinkDown, Transfer
@@ -192,7 +192,7 @@ class TaskRun:
         """Execute the program's steps in order."""
         task = self._task
         dtype = task.prepared.dtype
-        sums = RunningSums(dtype, task.prepared.op)
+        sums = Accumulations(dtype, task.prepared.op)
         scratch = np.empty(program.scratch_count, dtype.storage)
         received = none = np.empty(0, dtype.storage)
         given, result = concatenated(task.input), concatenated(task.output)

@@ -16,8 +16,8 @@ buffers of the rank.
 `dst` is the first operand of a reduction. Only RECV_REDUCE takes the lower rank's value first, so
 that two ranks that exchange and reduce compute the same expression.
 
-Consecutive reductions of a rank into the same chunks are one *running sum* (`sums_on`): if the op
-adds, float16 and bfloat16 are added in float32 there, and rounded at its end.
+Consecutive reductions of a rank into the same chunks are one *accumulation* (`sums_on`). If the op
+adds, float16 and bfloat16 are added in float32, and rounded at its end.
 
 Messages from one rank to another are matched first in, first out, and both ranks give the same
 size. Each rank that a post is meant for reads it exactly once. An engine without shared memory may

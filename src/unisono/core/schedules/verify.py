@@ -5,8 +5,8 @@ contributions of the ranks. Equal expressions are one object (hash-consing), so 
 in about a microsecond per step and chunk.
 
 A reduction is modelled as commutative but *not* associative, like a floating-point sum. The proof
-of `rank_order` models it as not commutative, too. A running sum that goes on is another value than
-one that has ended: that one is rounded.
+of `rank_order` models it as not commutative, too. An accumulation that goes on is another value
+than one that has ended, which is rounded.
 Chunks with the same expression on two ranks hold the same bits for all numbers. The condition is
 that an engine's a (op) b has the bits of b (op) a. Many processors break it for NaNs with different
 payloads, and for the minimum of +0 and -0.
@@ -57,7 +57,7 @@ def verify(schedule: Schedule, *, in_place: bool = False, rank_order: bool = Fal
         in_place: Prove a call in which the buffer of one block is the rank's own block of the
             buffer of p blocks, as in `all_gather_into_tensor(out, out[rank])`.
         rank_order: Prove also that every result is ((x_0 (op) x_1) (op) x_2) (op) ..., with the
-            operands in this order, in one running sum; that of a prefix is rounded on every rank.
+            operands in this order. It is one accumulation; a prefix is rounded on each rank.
 
     Raises:
         ScheduleError: The schedule is wrong. The text names the rank, the step and the chunk.
@@ -380,7 +380,7 @@ def _programs(schedule: Schedule) -> tuple[list[list[CheckedRow]], list[list[int
 
 
 def _sums_on(rows: list[CheckedRow]) -> list[bool]:
-    """Return which rows the next one continues as a running sum."""
+    """Return which rows the next one continues as an accumulation."""
     table = np.array(rows, np.int64).reshape(-1, 8)
     goes_on: list[bool] = sums_on(table[:, 1], table[:, 5:]).tolist()
     return goes_on

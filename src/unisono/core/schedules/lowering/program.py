@@ -23,7 +23,7 @@ class Program:
         steps: int64 [n, 8], read-only, in the order of execution: (op, peer, src_buf, src_off,
             dst_buf, dst_off, count, goes_on). Offsets and counts are in elements, unused fields are
             -1. `op` is an `Op`, the buffers are `Buf`s. POST has peer -1 for "every other rank".
-            `goes_on` is 1 if the next step continues the running sum.
+            `goes_on` is 1 if the next step continues the accumulation.
         scratch_count: Elements of SCRATCH that this rank needs.
     """
 
