@@ -36,7 +36,7 @@ def execute(schedule, layouts, inputs, outputs, reduce_op=np.add):
                 op, peer, src_buf, src_off, dst_buf, dst_off, count, goes_on = todo[rank][0]
                 if goes_on:
                     following = todo[rank][1]
-                    assert op in REDUCES and following[0] in REDUCES
+                    assert {op, following[0]} <= {*REDUCES}
                     assert following[4:7] == [dst_buf, dst_off, count]
                 if op in (Op.SEND, Op.POST):
                     data = span(rank, src_buf, src_off, count).copy()

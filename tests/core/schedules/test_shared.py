@@ -62,7 +62,7 @@ def run_piece(ranks, rows_of):
                 op, peer, src, src_off, dst, dst_off, count, whose, slot_off, stage, goes_on = row
                 if goes_on:
                     following = rows[at[number] + 1]
-                    assert op in REDUCES and following[0] in REDUCES
+                    assert {op, following[0]} <= {*REDUCES}
                     assert following[4:7] == [dst, dst_off, count]
                 holder = ranks[whose]
                 if op in POSTS:

@@ -43,9 +43,9 @@ class SharedProgram(Program):
     Attributes:
         messages: Returns the call with messages.
         pieces: int64 [n, 11]: the columns of `Program.steps`, with (slot, offset, stage) of the
-            post before the last. `slot` is the rank that owns the slot, `offset` is in elements. Readers wait until
-            the posting rank has reached `stage`. A READ_REDUCE with a source is dst = src (op) the
-            post.
+            post before the last. `slot` is the rank that owns the slot, `offset` is in elements.
+            Readers wait until the posting rank has reached `stage`. A READ_REDUCE with a source is
+            dst = src (op) the post.
         loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift). Rows [first, end) of
             `pieces` run `repeats` times. After each run the offsets into INPUT and OUTPUT grow by
             the shifts.
