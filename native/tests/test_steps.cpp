@@ -176,8 +176,8 @@ void test_accumulations(int64_t count, bool twice) {
     std::vector<Step> program;
     const auto add = [&](StepOp op, int peer) {
       const bool local = op == kReduce;
-      program.push_back({op, peer, local ? kInput : -1, local ? 0 : -1, kOutput, 0, count, -1, -1,
-                         -1, 1});
+      const int64_t buf = local ? int64_t{kInput} : -1, off = local ? 0 : -1;
+      program.push_back({op, peer, buf, off, kOutput, 0, count, -1, -1, -1, 1});
     };
     if (rank == 0) {
       add(kRecvReduce, 1);
