@@ -26,7 +26,9 @@ Status Group::run_sum(const Step* first, const Step* last, int index) {
     char* into = address_of(first->dst_buf, first->dst_off + done, &count);
     const char* left = into;
     if (joins(*first)) left = address_of(first->src_buf, first->src_off + done, &count);
-    for (const Step* step = first; step <= last; ++step) operand_of(*step, done, &count);
+    for (const Step* step = first; step <= last; ++step) {
+      if (!reads(*step)) operand_of(*step, done, &count);  // a list may end a block early
+    }
     const auto n = static_cast<size_t>(count);
     const char* right = operand_of(*first, done, &count);
     reduce_.wide.begin(sum, swaps ? right : left, swaps ? left : right, n);
