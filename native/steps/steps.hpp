@@ -138,10 +138,10 @@ class Steps final : public Runner {
   bool late_called_ = false;
   Status send_failure_{};  // the status of a send that failed at its start
   Idler* idler_ = nullptr;
-  size_t at_ = 0;         // the current step
-  size_t early_end_ = 0;  // sends before this step have been sent
-  size_t next_ = 0;       // the first step that may be a receive that is not posted
-  size_t next_byte_ = 0;  // the first byte of that step that is not posted
+  size_t at_ = 0;           // the current step
+  size_t early_end_ = 0;    // sends before this step have been sent
+  size_t next_ = 0;         // the first step that may be a receive that is not posted
+  size_t next_byte_ = 0;    // the first byte of that step that is not posted
   size_t turns_first_ = 0;  // the steps that take turns with the last piece that was posted
   size_t turns_end_ = 0;
   size_t expected_bytes_ = 0;

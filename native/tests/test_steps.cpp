@@ -192,8 +192,14 @@ void test_accumulations(int64_t count, bool twice) {
         program.push_back({kSend, 0, from, 0, -1, -1, count, -1, -1, -1});
       }
     }
-    const Buffers buffers{reinterpret_cast<char*>(input.data()),  count,
-                          reinterpret_cast<char*>(output.data()), count, false, nullptr, 0, 2};
+    const Buffers buffers{reinterpret_cast<char*>(input.data()),
+                          count,
+                          reinterpret_cast<char*>(output.data()),
+                          count,
+                          false,
+                          nullptr,
+                          0,
+                          2};
     const Program all{program.data(), program.size(), nullptr, 0};
     const Status status =
       steps.run(all, buffers, reduce_fns(DType::bf16, RedOp::sum), {1, 1}, kMinute);
